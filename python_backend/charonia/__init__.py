@@ -1,0 +1,20 @@
+"""charonia: serve large language models from an ordinary NVIDIA Triton model repository."""
+
+from typing import TYPE_CHECKING, Any
+
+from charonia.protocol import SamplingParams
+
+if TYPE_CHECKING:
+    from charonia.llm import LLM
+
+__all__ = ["LLM", "SamplingParams"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import `LLM` on first use: it brings torch, which the scheduler's process must not load."""
+    if name == "LLM":
+        from charonia.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'charonia' has no attribute {name!r}")

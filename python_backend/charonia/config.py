@@ -1,0 +1,138 @@
+"""Configuration of the engine and of the scheduler, checked once, where it is read.
+
+Owns `engine/1/model.json` (vLLM's names where the meaning is the same) and the scheduler's
+parameters of its config.pbtxt. Must not know Triton or torch.
+"""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from charonia.errors import ConfigError
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+T = TypeVar("T")
+
+
+class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine's arguments, from `engine/1/model.json` or the Python API.
+
+    Attributes:
+        model: directory of a checkpoint in Hugging Face format.
+        tokenizer: directory of its tokenizer; None is `model`.
+        dtype: of the weights and the KV cache; "auto" is what the checkpoint says.
+        max_model_len: tokens of prompt and output together; None is what the model supports.
+        max_num_seqs: rows, i.e. requests that run at once.
+        max_num_batched_tokens: token budget of one step.
+        block_size: tokens per KV block.
+        gpu_memory_utilization: share of a GPU's memory that weights and KV cache may take.
+        num_gpu_blocks_override: KV blocks, whatever the memory; None sizes the cache by memory.
+        enable_prefix_caching: reuse KV blocks of earlier requests with the same prefix.
+        enable_chunked_prefill: let a prompt be computed over several steps.
+        scheduling_policy: "fcfs", first come first served.
+        seed: of what the engine itself draws. device: "auto" takes a GPU where there is one.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: PositiveInt | None = None
+    max_num_seqs: PositiveInt = 64
+    max_num_batched_tokens: PositiveInt = 2048
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
+    gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
+    num_gpu_blocks_override: Annotated[int, msgspec.Meta(ge=2)] | None = None
+    tensor_parallel_size: PositiveInt = 1
+    pipeline_parallel_size: PositiveInt = 1
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    kv_cache_dtype: Literal["auto"] = "auto"
+    quantization: None = None
+    speculative_config: None = None
+    scheduling_policy: Literal["fcfs"] = "fcfs"
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if getattr(self, name) != 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} is not supported yet; use 1")
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Where the tokenizer's files are."""
+        return Path(self.tokenizer or self.model)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "EngineArgs":
+        """Check names and types.
+
+        Raises:
+            ConfigError: an unknown key, a wrong type or a value out of range; it is named.
+        """
+        return _convert(values, cls, "engine argument")
+
+    @classmethod
+    def from_file(cls, path: Path) -> "EngineArgs":
+        """Read `model.json`; a relative `model` or `tokenizer` is relative to its directory.
+
+        Raises:
+            ConfigError: no such file, not a JSON object, or as `from_dict`.
+        """
+        try:
+            values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except OSError as error:
+            raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{path.name} is not a JSON object: {error}") from None
+        for name in ("model", "tokenizer"):
+            if isinstance(values.get(name), str):
+                values[name] = os.path.normpath(path.parent / values[name])
+        return cls.from_dict(values)
+
+
+class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The scheduler's parameters, from its config.pbtxt.
+
+    Attributes:
+        engine_model: name of the Triton model that is the engine.
+        max_queue_size: waiting requests before new ones are refused.
+        min_step_deadline_s: a step is never given up before this many seconds.
+        num_sender_threads: threads that send responses.
+        report_custom_metrics: also report vLLM's metric names.
+    """
+
+    engine_model: str = "engine"
+    max_queue_size: PositiveInt = 1024
+    min_step_deadline_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    num_sender_threads: PositiveInt = 2
+    report_custom_metrics: bool = False
+
+    @classmethod
+    def from_parameters(cls, parameters: dict[str, str]) -> "SchedulerArgs":
+        """Read the string values of a config.pbtxt; `REPORT_CUSTOM_METRICS` keeps its spelling.
+
+        Raises:
+            ConfigError: an unknown key, a wrong type or a value out of range; it is named.
+        """
+        values: dict[str, Any] = dict(parameters)
+        report = values.pop("REPORT_CUSTOM_METRICS", "no").lower()
+        return _convert(
+            values | {"report_custom_metrics": report in ("yes", "true")},
+            cls,
+            "scheduler parameter",
+            strict=False,
+        )
+
+
+def _convert(values: dict[str, Any], cls: type[T], what: str, *, strict: bool = True) -> T:
+    accepted = [field.name for field in msgspec.structs.fields(cls)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in accepted:
+            raise ConfigError(f"unknown {what} {name!r}; accepted are {', '.join(accepted)}")
+    try:
+        return msgspec.convert(values, cls, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{what}: {error}") from None
