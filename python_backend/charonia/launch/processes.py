@@ -1,0 +1,124 @@
+"""Processes, ports and shared memory of one tritonserver.
+
+Owns starting a process that dies with its parent, killing all that belongs to it, and removing
+what it left in /dev/shm. Must not know Triton's options or models.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from charonia.launch.errors import LaunchError
+
+PR_SET_PDEATHSIG = 1
+SHARED_MEMORY = Path("/dev/shm")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def start_leader(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start `command` as the leader of a session of its own, stdout and stderr in one pipe.
+
+    The kernel kills it when the *thread* that calls this ends, however it ends: call it from a
+    thread that lives as long as the server should, as a rule the main thread.
+    """
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before prctl could see it
+            os._exit(1)
+
+    return subprocess.Popen(
+        command,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+def session_members(leader: int) -> list[psutil.Process]:
+    """Processes of the session, wherever they hang in the tree: a killed parent's children too."""
+    members = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            if os.getsid(pid) == leader:
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    members.append(process)
+    return members
+
+
+def kill_session(leader: int, timeout: float = 5.0) -> None:
+    """SIGKILL the session until nobody is left; SIGKILL also ends stopped processes.
+
+    Raises:
+        LaunchError: somebody is still there after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while members := session_members(leader):
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in members)
+            raise LaunchError(f"processes {pids} do not end")
+        for process in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(members, timeout=0.5)
+
+
+def remove_shared_memory(prefix: str) -> None:
+    """Remove the files of /dev/shm whose names start with `prefix`."""
+    if not prefix:
+        raise ValueError("an empty prefix would remove everybody's shared memory")
+    for path in SHARED_MEMORY.glob(f"{prefix}*"):
+        path.unlink(missing_ok=True)
+
+
+def check_port(address: str, port: int, what: str) -> None:
+    """Make sure that a server could listen there.
+
+    Raises:
+        LaunchError: the port is taken, or the address is not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+            probe.listen()
+        except OSError as error:
+            raise LaunchError(
+                f"{what} port {port} on {address} cannot be used: {error.strerror}"
+            ) from None
+
+
+def free_ports(address: str, count: int) -> list[int]:
+    """Ports that nobody listens on right now, all different."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for _ in range(count):
+            probe = stack.enter_context(socket.socket(family))
+            probe.bind((address, 0))
+            ports.append(int(probe.getsockname()[1]))
+        return ports
+
+
+def find_by_argument(processes: Iterable[psutil.Process], fragment: str) -> list[int]:
+    """Pids of those processes whose command line contains `fragment`."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if any(fragment in argument for argument in process.cmdline()):
+                found.append(process.pid)
+    return found

@@ -1,0 +1,259 @@
+"""One run of tritonserver: start it, wait until it answers, stop it, leave nothing behind.
+
+Owns the command line of tritonserver, its runtime directory and its log. Must not know what the
+models do, nor when a server should be restarted (see `supervisor`).
+
+The runtime directory, removed at the end::
+
+    /tmp/charonia-xxxxxxxx/   0700
+      api-key                 0600, opens the restricted endpoints: headers of `api_headers`
+      backends/               links to the installation's backends
+      repository/             what Triton loads; made by `repository.prepare_repository`
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import psutil
+
+from charonia.launch import processes
+from charonia.launch.discovery import find_tritonserver
+from charonia.launch.errors import LaunchError
+
+DEFAULT_ADDRESS = "127.0.0.1"
+KEY_HEADER = "charonia-key"
+RESTRICTED = "model-repository,shared-memory,trace,logging"
+DRAIN_S = 4  # in-flight requests may finish for so long at shutdown
+STOP_S = 6.0  # then the server is killed
+LOG_TAIL_LINES = 200
+_LOG_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w.]+:\d+\] ?(.*)$")
+
+
+class TritonServer:
+    """A tritonserver over one model repository, as a context manager.
+
+    Args:
+        repository: a model repository that Triton may load as it is.
+        address: to listen on. http_port, grpc_port, metrics_port: 0 takes a free one.
+        runtime_dir: an existing directory for what belongs to this run; None makes one. It is
+            removed by `close`.
+        on_log: gets the server's log, line by line, from a thread.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        address: str = DEFAULT_ADDRESS,
+        http_port: int = 0,
+        grpc_port: int = 0,
+        metrics_port: int = 0,
+        runtime_dir: Path | None = None,
+        on_log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.repository = repository
+        self.address = address
+        free = processes.free_ports(address, 3)
+        self.http_port = http_port or free[0]
+        self.grpc_port = grpc_port or free[1]
+        self.metrics_port = metrics_port or free[2]
+        self.runtime_dir = runtime_dir or make_runtime_dir()
+        self.api_key = secrets.token_urlsafe(32)
+        self.shm_prefix = f"charonia_{secrets.token_hex(4)}_"
+        self._on_log = on_log
+        self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pump: threading.Thread | None = None
+        self._installation = find_tritonserver()
+        self._backends = self._installation.link_backends(self.runtime_dir / "backends")
+        key_file = os.open(
+            self.runtime_dir / "api-key", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600
+        )
+        with os.fdopen(key_file, "w", encoding="utf-8") as file:
+            file.write(self.api_key + "\n")
+
+    @property
+    def http_url(self) -> str:
+        """`host:port`, as tritonclient wants it."""
+        return f"{self._host}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """`host:port`, as tritonclient wants it."""
+        return f"{self._host}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """The full URL of the metrics page."""
+        return f"http://{self._host}:{self.metrics_port}/metrics"
+
+    @property
+    def _host(self) -> str:
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.address, self.address)
+        return f"[{reachable}]" if ":" in reachable else reachable
+
+    @property
+    def api_headers(self) -> dict[str, str]:
+        """What a client must send to use the restricted endpoints; over gRPC as metadata."""
+        return {KEY_HEADER: self.api_key, f"triton-grpc-protocol-{KEY_HEADER}": self.api_key}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the tritonserver process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Of tritonserver, or None before `start` and after `stop`."""
+        return self._process.pid if self._process else None
+
+    def pids(self, model: str) -> list[int]:
+        """Pids of the model's Python processes, without what they started themselves."""
+        if not self._process:
+            return []
+        members = processes.session_members(self._process.pid)
+        return processes.find_by_argument(members, f"{self.repository}/{model}/")
+
+    def start(self) -> None:
+        """Start tritonserver; returns at once. The kernel kills it when the calling thread ends.
+
+        Raises:
+            LaunchError: a port is taken.
+        """
+        assert self._process is None, "it is already started"
+        ports = {"HTTP": self.http_port, "gRPC": self.grpc_port, "metrics": self.metrics_port}
+        for what, port in ports.items():
+            processes.check_port(self.address, port, what)
+        self._tail.clear()
+        self._process = processes.start_leader(self._command(), self._installation.environment())
+        self._pump = threading.Thread(target=self._pump_log, args=(self._process,), daemon=True)
+        self._pump.start()
+
+    def wait_ready(self, timeout: float = 120.0, stop: threading.Event | None = None) -> None:
+        """Wait until Triton says that it and all models are ready.
+
+        Raises:
+            LaunchError: tritonserver ended, or was not ready in time; with the reason it logged.
+        """
+        deadline = time.monotonic() + timeout
+        while not self._says_ready():
+            self.raise_if_ended()
+            if stop is not None and stop.is_set():
+                return
+            if time.monotonic() > deadline:
+                raise LaunchError(f"tritonserver was not ready within {timeout:g} s")
+            time.sleep(0.05)
+
+    def raise_if_ended(self) -> None:
+        """Raise LaunchError, with the reason, if tritonserver is not running."""
+        if self.is_running:
+            return
+        if self._pump is not None:
+            self._pump.join(timeout=2.0)
+        raise LaunchError(self.explain_end())
+
+    def explain_end(self) -> str:
+        """Why tritonserver ended, in one line, from what it logged last."""
+        code = self._process.returncode if self._process else None
+        tail = list(self._tail)
+        for pattern in (r"failed to load '\S+' version \d+: (?:\w+: )?(.*)", r"^E\d{4} .*?\] (.*)"):
+            for line in tail:
+                if match := re.search(pattern, line):
+                    return f"tritonserver ended ({code}): {match[0]}"
+        return f"tritonserver ended ({code}): {tail[-1] if tail else 'it said nothing'}"
+
+    def stop(self) -> None:
+        """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL tritonserver and all its processes, and remove their shared memory."""
+        if self._process is None:
+            return
+        processes.kill_session(self._process.pid)
+        self._process.wait()
+        if self._pump is not None:
+            self._pump.join()
+        self._process = None
+        processes.remove_shared_memory(self.shm_prefix)
+
+    def close(self) -> None:
+        """`stop`, and remove the runtime directory."""
+        try:
+            self.stop()
+        finally:
+            shutil.rmtree(self.runtime_dir, ignore_errors=True)
+
+    def __enter__(self) -> "TritonServer":
+        try:
+            self.start()
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _command(self) -> list[str]:
+        options: Mapping[str, object] = {
+            "model-repository": self.repository,
+            "backend-directory": self._backends,
+            "cache-directory": self._installation.root / "caches",
+            "model-control-mode": "explicit",
+            "load-model": "*",
+            "http-address": self.address,
+            "grpc-address": self.address,
+            "metrics-address": self.address,
+            "http-port": self.http_port,
+            "grpc-port": self.grpc_port,
+            "metrics-port": self.metrics_port,
+            "http-restricted-api": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
+            "grpc-restricted-protocol": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
+            "backend-config": f"python,shm-region-prefix-name={self.shm_prefix}",
+            "exit-timeout-secs": DRAIN_S,
+        }
+        return [str(self._installation.binary), *(f"--{k}={v}" for k, v in options.items())]
+
+    def _says_ready(self) -> bool:
+        try:
+            reply = httpx.get(f"http://{self.http_url}/v2/health/ready", timeout=5.0)
+        except httpx.HTTPError:
+            return False
+        return reply.status_code == 200
+
+    def _pump_log(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for raw in process.stdout:
+            line = raw.decode("utf-8", errors="replace").rstrip("\n")
+            self._tail.append(line)
+            self._on_log(line)
+        process.stdout.close()
+
+
+def make_runtime_dir() -> Path:
+    """A fresh directory that only this user can read."""
+    return Path(tempfile.mkdtemp(prefix="charonia-"))
