@@ -26,7 +26,6 @@ from pathlib import Path
 from types import TracebackType
 
 import httpx
-import psutil
 
 from charonia.launch import processes
 from charonia.launch.discovery import find_tritonserver
@@ -236,7 +235,8 @@ class TritonServer:
             "backend-config": f"python,shm-region-prefix-name={self.shm_prefix}",
             "exit-timeout-secs": DRAIN_S,
         }
-        return [str(self._installation.binary), *(f"--{k}={v}" for k, v in options.items())]
+        flags = [f"--{name}={value}" for name, value in options.items()]
+        return [str(self._installation.binary), "--disable-auto-complete-config", *flags]
 
     def _says_ready(self) -> bool:
         try:
