@@ -1,0 +1,37 @@
+"""Keys of full blocks: what makes two blocks interchangeable.
+
+Owns the hash. A key chains over all tokens before it, so equal keys mean equal prefixes.
+Keyed (BLAKE2, RFC 7693, in keyed mode), so that nobody can construct a collision and read
+another tenant's cache.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+KEY_BYTES = 16
+
+
+class BlockHasher:
+    """Makes 128-bit keys of full blocks with a secret of its own.
+
+    Args:
+        secret: key of the hash, 1 to 64 bytes, random per process.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, secret: bytes, block_size: int) -> None:
+        self._secret = secret
+        self._block_size = block_size
+
+    def extend(self, keys: list[bytes], token_ids: Sequence[int], scope: bytes) -> None:
+        """Append the keys of all full blocks of `token_ids` that `keys` does not have yet.
+
+        `scope` enters the first block's key, and through the chain every later one.
+        """
+        size = self._block_size
+        for start in range(len(keys) * size, len(token_ids) - size + 1, size):
+            parent = keys[-1] if keys else b"\0" * KEY_BYTES + scope
+            tokens = array("q", token_ids[start : start + size]).tobytes()
+            digest = blake2b(parent + tokens, digest_size=KEY_BYTES, key=self._secret)
+            keys.append(digest.digest())

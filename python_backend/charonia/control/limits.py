@@ -1,0 +1,92 @@
+"""The limits that every request and every step stays within.
+
+Owns the arithmetic of capacity: what an engine's size means for a request. Must not know which
+requests there are.
+"""
+
+from dataclasses import dataclass
+
+from charonia.errors import ConfigError, InvalidRequestError
+from charonia.protocol import EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler plans within.
+
+    Attributes:
+        num_blocks: KV blocks with the null block 0, which is never handed out.
+        block_size: tokens per block.
+        max_model_len: tokens of a request, prompt and output together.
+        max_num_seqs: rows. max_num_batched_tokens: token budget of a step.
+        max_queue_size: waiting requests, None for any number.
+        watermark: blocks that admission leaves free while others run.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_queue_size: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ConfigError(
+                f"max_num_batched_tokens = {self.max_num_batched_tokens} must be at least "
+                f"max_model_len ({self.max_model_len}) when enable_chunked_prefill is false"
+            )
+
+    @classmethod
+    def of_engine(
+        cls,
+        info: EngineInfo,
+        *,
+        max_queue_size: int | None = None,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+    ) -> "Limits":
+        """Derive the limits from an engine's capacity.
+
+        `max_model_len` is lowered to what the pool can hold, so that any admitted request can
+        finish alone.
+
+        Raises:
+            ConfigError: the values contradict each other.
+        """
+        pool_tokens = (info.num_blocks - 1) * info.kv.block_size
+        return cls(
+            num_blocks=info.num_blocks,
+            block_size=info.kv.block_size,
+            max_model_len=min(info.max_model_len, pool_tokens),
+            max_num_seqs=info.max_num_seqs,
+            max_num_batched_tokens=info.max_num_batched_tokens,
+            max_queue_size=max_queue_size,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+        )
+
+    @property
+    def watermark(self) -> int:
+        """Blocks that admission leaves free while others run, so that these can grow."""
+        return max(1, self.num_blocks // 100)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold that many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def check_prompt(self, num_tokens: int) -> None:
+        """Refuse a prompt that can never be served.
+
+        Raises:
+            InvalidRequestError: it is empty, or leaves no room for one generated token.
+        """
+        if num_tokens < 1:
+            raise InvalidRequestError("the prompt is empty; at least one token is needed")
+        if num_tokens >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {num_tokens} tokens; at most {self.max_model_len - 1} are "
+                f"accepted (max_model_len {self.max_model_len} less one to generate)"
+            )

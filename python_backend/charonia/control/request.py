@@ -1,0 +1,73 @@
+"""One request as the control plane sees it: tokens, a cursor, blocks.
+
+Owns a request's state; only the scheduler changes it. Must not know text.
+
+    token_ids   [ p p p p p p p p p p g g g ]      p prompt, g generated
+                  └─ num_computed ─┘│           KV exists before the cursor
+    block_ids   [  b0  ][  b1  ][  b2  ]           position i lives in block i // block_size
+    block_keys  [  k0  ][  k1  ]                   one per full block, made as tokens come
+"""
+
+from dataclasses import dataclass, field
+
+from charonia.protocol import FinishReason, RowSampling, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request.
+
+    Attributes:
+        key: unique name of this request. rank: place in the policy's order, smaller is sooner.
+        token_ids: prompt and generated tokens; num_prompt of them are the prompt.
+        stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
+        cache_scope: what isolates its prefix cache (tenant and salt).
+        takes_hits: whether it may start from cached blocks.
+        queue_expires_at: when it is given up unless it has run; deadline_at: in any case.
+    """
+
+    key: str
+    token_ids: list[int]
+    num_prompt: int
+    sampling: RowSampling
+    max_tokens: int
+    stop_ids: frozenset[int]
+    arrived_at: float
+    cache_scope: bytes = b""
+    takes_hits: bool = True
+    queue_expires_at: float | None = None
+    deadline_at: float | None = None
+
+    rank: int = 0
+    row: int | None = None
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    is_ended: bool = False
+    started_at: float | None = None
+    num_cached: int = 0
+    num_preemptions: int = 0
+    num_restarts: int = 0
+    num_deaths_in_a_row: int = 0
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens that it must generate before a stop token counts."""
+        return self.sampling.min_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class Update:
+    """What a step did to one request."""
+
+    request: Request
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None

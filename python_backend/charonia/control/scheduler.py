@@ -1,0 +1,435 @@
+"""The scheduler: a state machine that plans steps and applies their results.
+
+Owns every live request, the block pool and the rows. Must not know text, tensors, threads or the
+time of day: it is driven by calls, and time is an argument.
+
+One rule, no phases: every request has a cursor `num_computed` that chases its known tokens, under
+one token budget per step. Prefill, chunked prefill, prefix hits, decode and resumption after a
+preemption are all that one rule.
+
+    add() ──► waiting ──admit──► running ──apply(): stop, length──► gone
+                 ▲                  │  │
+                 └──── preempt ─────┘  └── finish() (text stop, cancel): at the next apply()
+                       reset: all of them, in a new epoch
+
+A step in flight writes into blocks, so nothing that happens between plan() and apply() frees one.
+"""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from charonia.control.blocks import BlockHasher
+from charonia.control.kv_cache import KVCache
+from charonia.control.limits import Limits
+from charonia.control.queues import WaitingQueue
+from charonia.control.request import Request, Update
+from charonia.errors import QueueFullError
+from charonia.protocol import FinishReason, NewRow, RowResult, RowStep, StepPlan, StepResult
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counts since the start. Tokens count once per request for the prompt's source."""
+
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class _Scheduled:
+    request: Request
+    num_tokens: int
+
+
+class Scheduler:
+    """Continuous batching over a paged KV cache.
+
+    Args:
+        limits: capacity of the engine.
+        hash_secret: key of the block hash, 1 to 64 random bytes.
+        epoch: of the engine so far; the first plan opens the next one.
+    """
+
+    def __init__(self, limits: Limits, *, hash_secret: bytes, epoch: int = 0) -> None:
+        self.stats = SchedulerStats()
+        self._requests: dict[str, Request] = {}
+        self._running: list[Request] = []  # by rank
+        self._waiting = WaitingQueue()
+        self._next_rank = 0
+        self._hash_secret = hash_secret
+        self._expiries: list[tuple[float, str]] = []
+        self._suspects: list[Request] = []  # by rank
+        self._epoch = epoch
+        self._in_flight: list[_Scheduled]
+        self._leaves: list[int]
+        self._start_epoch(limits)
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for one."""
+        return len(self._waiting)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything is live."""
+        return bool(self._requests)
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        """All live requests."""
+        return self._requests.values()
+
+    @property
+    def num_tokens_in_flight(self) -> int:
+        """Tokens of the step that is planned and not applied."""
+        return sum(scheduled.num_tokens for scheduled in self._in_flight)
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """Take a request in.
+
+        Raises:
+            InvalidRequestError: its prompt is empty or too long.
+            QueueFullError: too many wait already.
+        """
+        self.limits.check_prompt(request.num_prompt)
+        self.check_queue(0)
+        request.rank = self._next_rank
+        self._next_rank += 1
+        self._requests[request.key] = request
+        self._waiting.push(request)
+        for when in (request.queue_expires_at, request.deadline_at):
+            if when is not None:
+                heapq.heappush(self._expiries, (when, request.key))
+
+    def check_queue(self, num_arriving: int) -> None:
+        """Refuse a request when the queue is full. Rows that are free do not queue.
+
+        Args:
+            num_arriving: requests that were accepted and are not added yet.
+
+        Raises:
+            QueueFullError: `max_queue_size` requests wait.
+        """
+        maximum = self.limits.max_queue_size
+        if maximum is None:
+            return
+        free_rows = self.limits.max_num_seqs - len(self._running)
+        if len(self._waiting) + num_arriving >= maximum + free_rows:
+            raise QueueFullError(
+                "Exceeds maximum queue size: the request is refused. "
+                f"Maximum queue size of {maximum} is reached; try again later"
+            )
+
+    def finish(self, key: str) -> Request | None:
+        """End a request from outside: its text met a stop string, or its client is gone.
+
+        Its blocks are free at once, or at the next apply() while a step is in flight.
+
+        Returns:
+            The request, or None when no such request is live.
+        """
+        request = self._requests.get(key)
+        if request is None or request.is_ended:
+            return None
+        request.is_ended = True
+        if not self._in_flight:
+            self._drop(request)
+        return request
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose time is over, and return them."""
+        expired = []
+        while self._expiries and self._expiries[0][0] <= now:
+            _, key = heapq.heappop(self._expiries)
+            request = self._requests.get(key)
+            if request is None:
+                continue
+            waits = request.started_at is None and request.queue_expires_at is not None
+            is_late = request.deadline_at is not None and request.deadline_at <= now
+            if (waits or is_late) and self.finish(key) is not None:
+                expired.append(request)
+        return expired
+
+    # ------------------------------------------------------------------ one step
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Choose what the next step computes; None when there is nothing to do.
+
+        The plan must be applied, or given up with `reset`, before the next one is made.
+        """
+        assert not self._in_flight, "plan() while a step is in flight"
+        self._isolate_suspect()
+        budget = self.limits.max_num_batched_tokens
+        num_preempted = self.stats.preemptions
+        joins: list[NewRow] = []
+        rows: list[RowStep] = []
+        index = 0
+        while index < len(self._running) and budget > 0:
+            request = self._running[index]
+            index += 1
+            budget -= self._plan_running(request, budget, rows)
+        if self.stats.preemptions == num_preempted:
+            while budget > 0 and (admitted := self._next_admissible(budget)) is not None:
+                joins.append(self._admit(admitted, now))
+                budget -= self._plan_running(admitted, budget, rows)
+        if not rows:
+            return None
+        leaves, self._leaves = self._leaves, []
+        plan = StepPlan(
+            epoch=self._epoch,
+            step_id=self._step_id,
+            reset=self._step_id == 0,
+            leaves=leaves if self._step_id else [],
+            joins=joins,
+            rows=rows,
+        )
+        self._step_id += 1
+        return plan
+
+    def apply(self, result: StepResult, now: float) -> list[Update]:
+        """Commit what the step in flight did, and end what ended meanwhile.
+
+        Returns:
+            One update per request that committed tokens or prompt log-probabilities.
+        """
+        assert (result.epoch, result.step_id) == (self._epoch, self._step_id - 1), "wrong result"
+        by_row = {row_result.row: row_result for row_result in result.rows}
+        in_flight, self._in_flight = self._in_flight, []
+        updates = []
+        for scheduled in in_flight:
+            request = scheduled.request
+            assert request.row is not None
+            row_result = by_row.get(request.row)
+            self._commit(request, scheduled.num_tokens)
+            if request.is_ended:
+                self._drop(request)
+            elif row_result is not None:
+                updates.append(self._append(request, row_result))
+        for request in [request for request in self._requests.values() if request.is_ended]:
+            self._drop(request)
+        return updates
+
+    # ------------------------------------------------------------------ when the engine fails
+
+    def reset(self, limits: Limits | None = None, *, epoch: int = 0) -> None:
+        """Open a new epoch: all KV is lost, every request is recomputed from its tokens.
+
+        Args:
+            limits: of the engine that is there now; None leaves them.
+            epoch: of that engine so far.
+        """
+        self._in_flight = []
+        for request in self._running:
+            self._forget_kv(request)
+            self._waiting.push(request)
+        self._running = []
+        self._epoch = max(self._epoch, epoch)
+        self._start_epoch(limits or self.limits)
+        for request in [request for request in self._requests.values() if request.is_ended]:
+            self._drop(request)
+
+    def blame(self) -> Request | None:
+        """Note that the engine died with the step in flight; call before `reset`.
+
+        Requests in flight at two deaths in a row become suspects, which run one at a time until
+        each has generated a token more. One that kills the engine alone is guilty.
+
+        Returns:
+            The guilty request, which is ended, or None.
+        """
+        in_flight = {scheduled.request for scheduled in self._in_flight}
+        for request in self._requests.values():
+            request.num_restarts += 1
+            request.num_deaths_in_a_row += 1
+            if request not in in_flight:
+                request.num_deaths_in_a_row = 0
+        if self._suspects:  # it ran alone
+            guilty = self._suspects[0]
+            guilty.is_ended = True
+            return guilty
+        self._suspects = [
+            request for request in self._requests.values() if request.num_deaths_in_a_row >= 2
+        ]
+        return None
+
+    # ------------------------------------------------------------------ parts of plan()
+
+    def _start_epoch(self, limits: Limits) -> None:
+        self.limits = limits
+        self._epoch += 1
+        self._step_id = 0
+        self._in_flight = []
+        self._leaves = []
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.kv = KVCache(limits.num_blocks)
+        self._hasher = BlockHasher(self._hash_secret, limits.block_size)
+
+    def _isolate_suspect(self) -> None:
+        """While there are suspects, only the first of them may run."""
+        if self._suspects:
+            for request in [other for other in self._running if other is not self._suspects[0]]:
+                self._preempt(request)
+
+    def _plan_running(self, request: Request, budget: int, rows: list[RowStep]) -> int:
+        """Plan the next tokens of a request that has a row; return how many."""
+        num_tokens = min(len(request.token_ids) - request.num_computed, budget)
+        is_whole = request.num_computed + num_tokens == len(request.token_ids)
+        if not self.limits.enable_chunked_prefill and not is_whole:
+            return 0
+        total = self.limits.blocks_for(request.num_computed + num_tokens)
+        num_new = total - len(request.block_ids)
+        while num_new > self.kv.num_free:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return 0
+        new_block_ids = self.kv.allocate(num_new)
+        request.block_ids += new_block_ids
+        rows.append(RowStep(request.row, num_tokens, new_block_ids))  # type: ignore[arg-type]
+        self._in_flight.append(_Scheduled(request, num_tokens))
+        return num_tokens
+
+    def _next_admissible(self, budget: int) -> Request | None:
+        """The next request in order, if there is a row and its whole known prompt fits."""
+        request = self._suspects[0] if self._suspects else self._waiting.first()
+        if request is None or request.row is not None or not self._free_rows:
+            return None
+        hits = self._find_hits(request)
+        num_tokens = len(request.token_ids)
+        if not self.limits.enable_chunked_prefill:
+            num_left = num_tokens - len(hits) * self.limits.block_size
+            if num_left > budget:
+                return None
+        owed = sum(
+            max(0, self.limits.blocks_for(len(running.token_ids)) - len(running.block_ids))
+            for running in self._running
+        )
+        spare = self.kv.num_free - self.kv.count_free(hits) - owed
+        if self._running:
+            spare -= self.limits.watermark
+        return request if self.limits.blocks_for(num_tokens) - len(hits) <= spare else None
+
+    def _find_hits(self, request: Request) -> list[int]:
+        """Cached blocks of its prefix; the last known token is always computed, for its logits."""
+        if not (self.limits.enable_prefix_caching and request.takes_hits):
+            return []
+        self._extend_keys(request)
+        max_hits = (len(request.token_ids) - 1) // self.limits.block_size
+        return self.kv.find(request.block_keys[:max_hits])
+
+    def _admit(self, request: Request, now: float) -> NewRow:
+        hits = self._find_hits(request)
+        self.kv.acquire(hits)
+        self._waiting.remove(request)
+        self._running.append(request)
+        self._running.sort(key=lambda running: running.rank)
+        request.row = self._free_rows.pop()
+        request.block_ids = hits
+        request.num_published = len(hits)
+        request.num_computed = len(hits) * self.limits.block_size
+        self._count_admission(request, now)
+        return NewRow(
+            row=request.row,
+            token_ids=list(request.token_ids),
+            num_prompt=request.num_prompt,
+            num_computed=request.num_computed,
+            block_ids=list(hits),
+            sampling=request.sampling,
+        )
+
+    def _count_admission(self, request: Request, now: float) -> None:
+        if request.started_at is None:
+            request.started_at = now
+            request.num_cached = request.num_computed
+            self.stats.prompt_tokens_cached += request.num_computed
+            self.stats.prompt_tokens_computed += request.num_prompt - request.num_computed
+        if self.limits.enable_prefix_caching and request.takes_hits:
+            self.stats.prefix_queried_tokens += len(request.token_ids)
+            self.stats.prefix_hit_tokens += request.num_computed
+
+    def _preempt(self, request: Request) -> None:
+        """Take everything from a running request that is not planned in this step."""
+        self.stats.preemptions += 1
+        request.num_preemptions += 1
+        self._release(request)
+        self._waiting.push(request)
+
+    # ------------------------------------------------------------------ parts of apply()
+
+    def _commit(self, request: Request, num_tokens: int) -> None:
+        """Move the cursor over what was computed, and publish the blocks that it covers."""
+        request.num_computed += num_tokens
+        if not self.limits.enable_prefix_caching:
+            return
+        self._extend_keys(request)
+        for index in range(request.num_published, request.num_computed // self.limits.block_size):
+            self.kv.publish(request.block_ids[index], request.block_keys[index])
+            request.num_published += 1
+
+    def _append(self, request: Request, row_result: RowResult) -> Update:
+        """Append a run of tokens up to the first one that ends the request."""
+        token_ids: list[int] = []
+        reason: FinishReason | None = None
+        for token_id in row_result.token_ids:
+            request.token_ids.append(token_id)
+            token_ids.append(token_id)
+            reason = self._finish_reason(request, token_id)
+            if reason is not None:
+                break
+        if token_ids and request in self._suspects:
+            self._suspects.remove(request)
+            request.num_deaths_in_a_row = 0
+        if reason is not None:
+            self._drop(request)
+        logprobs = row_result.logprobs and row_result.logprobs[: len(token_ids)]
+        return Update(request, token_ids, logprobs, row_result.prompt_logprobs, reason)
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        if token_id in request.stop_ids and request.num_generated >= request.min_tokens:
+            return "stop"
+        is_full = len(request.token_ids) >= self.limits.max_model_len
+        return "length" if is_full or request.num_generated >= request.max_tokens else None
+
+    # ------------------------------------------------------------------ shared
+
+    def _extend_keys(self, request: Request) -> None:
+        self._hasher.extend(request.block_keys, request.token_ids, request.cache_scope)
+
+    def _drop(self, request: Request) -> None:
+        """Forget a request for good."""
+        request.is_ended = True
+        del self._requests[request.key]
+        if request in self._suspects:
+            self._suspects.remove(request)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        """Take the row and the blocks of a running request. Blocks keep their content."""
+        assert request.row is not None
+        self._leaves.append(request.row)
+        self._free_rows.append(request.row)
+        self._running.remove(request)
+        self.kv.release(request.block_ids)
+        self._forget_kv(request)
+
+    def _forget_kv(self, request: Request) -> None:
+        request.row = None
+        request.block_ids = []
+        request.num_published = 0
+        request.num_computed = 0

@@ -1,0 +1,224 @@
+"""Random scenarios against an engine that hashes what it reads through its block tables.
+
+Whatever is cached, chunked, preempted, cancelled or lost: each request's output equals its run
+alone without any of that, the invariants hold after every step, and the pool is empty at the end.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from charonia.control import Limits, Request, Scheduler
+from charonia.errors import EngineDiedError, StepFailedError
+from charonia.protocol import RowSampling
+from support.echo import EchoExecutor, echo_run
+from support.invariants import check_invariants, check_parents_outlive_children
+
+VOCAB = 64
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a scenario; prompts share prefixes so that the cache is hit."""
+
+    at_step: int
+    family: int
+    shared: int
+    own: int
+    max_tokens: int
+    seed: int
+    tenant: int
+    stops: bool
+    takes_hits: bool
+    cancel_after: int | None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        shared = [(self.family * 7 + i * 3) % VOCAB for i in range(self.shared)]
+        return shared + [(self.seed + i) % VOCAB for i in range(self.own)]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Sizes of an engine, requests that come and go, and steps at which things break."""
+
+    arrivals: list[Arrival]
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    budget: int
+    prefix_caching: bool
+    chunked: bool
+    failures: set[int] = field(default_factory=set)
+    deaths: set[int] = field(default_factory=set)
+
+
+arrivals = st.builds(
+    Arrival,
+    at_step=st.integers(0, 30),
+    family=st.integers(0, 2),
+    shared=st.integers(0, 24),
+    own=st.integers(1, 12),
+    max_tokens=st.integers(1, 16),
+    seed=st.integers(0, 3),
+    tenant=st.integers(0, 1),
+    stops=st.booleans(),
+    takes_hits=st.sampled_from([True, True, True, False]),
+    cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 20)),
+)
+scenarios = st.builds(
+    Scenario,
+    arrivals=st.lists(arrivals, min_size=1, max_size=10),
+    num_blocks=st.integers(14, 40),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    max_num_seqs=st.integers(1, 6),
+    budget=st.sampled_from([1, 3, 8, 32, 1000]),
+    prefix_caching=st.sampled_from([True, True, False]),
+    chunked=st.sampled_from([True, True, False]),
+    failures=st.sets(st.integers(0, 60), max_size=2),
+    deaths=st.sets(st.integers(0, 60), max_size=2),
+)
+
+
+class Driver:
+    """Plays one scenario step by step; time is the step's number."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.executor = EchoExecutor(
+            num_blocks=scenario.num_blocks,
+            block_size=scenario.block_size,
+            max_model_len=60,
+            max_num_seqs=scenario.max_num_seqs,
+            max_num_batched_tokens=max(scenario.budget, 1 if scenario.chunked else 60),
+            vocab_size=VOCAB,
+        )
+        self.limits = Limits.of_engine(
+            self.executor.info(),
+            enable_prefix_caching=scenario.prefix_caching,
+            enable_chunked_prefill=scenario.chunked,
+        )
+        self.scheduler = Scheduler(self.limits, hash_secret=b"s" * 16)
+        self.outputs: dict[str, list[int]] = {}
+        self.reasons: dict[str, str] = {}
+        self.cancelled: set[str] = set()
+        self.guilty: set[str] = set()
+        self.parent_of: dict[bytes, bytes] = {}
+        self.now = 0
+
+    def run(self) -> None:
+        last = max(arrival.at_step for arrival in self.scenario.arrivals)
+        while self.now <= last or self.scheduler.has_requests:
+            self._arrive()
+            self._step()
+            check_invariants(self.scheduler)
+            for request in self.scheduler.requests:
+                keys = request.block_keys
+                self.parent_of.update(zip(keys[1:], keys, strict=False))
+            check_parents_outlive_children(self.scheduler, self.parent_of)
+            self.now += 1
+            assert self.now < 5000, "a request hangs"
+        assert self.scheduler.kv.num_used == 0
+        assert self.scheduler.kv.num_free == self.limits.num_blocks - 1
+
+    def _arrive(self) -> None:
+        for index, arrival in enumerate(self.scenario.arrivals):
+            if arrival.at_step == self.now and self._fits(arrival):
+                self.outputs[str(index)] = []
+                self.scheduler.add(self._request(str(index), arrival))
+
+    def _fits(self, arrival: Arrival) -> bool:
+        return len(arrival.prompt_ids) < self.limits.max_model_len
+
+    def _request(self, key: str, arrival: Arrival) -> Request:
+        return Request(
+            key=key,
+            token_ids=arrival.prompt_ids,
+            num_prompt=len(arrival.prompt_ids),
+            sampling=RowSampling(seed=arrival.seed),
+            max_tokens=arrival.max_tokens,
+            stop_ids=frozenset(range(8)) if arrival.stops else frozenset(),
+            arrived_at=float(self.now),
+            cache_scope=str(arrival.tenant).encode(),
+            takes_hits=arrival.takes_hits,
+        )
+
+    def _step(self) -> None:
+        plan = self.scheduler.plan(self.now)
+        self._cancel()  # while the step is in flight
+        if plan is None:
+            assert not self.scheduler.has_requests, "live requests, but nothing is planned"
+            return
+        if self.now in self.scenario.failures:
+            self.executor.fail_next = 1
+        if self.now in self.scenario.deaths:
+            self.executor.die_next = 1
+        try:
+            result = self.executor.submit(plan).result(None)
+        except StepFailedError:
+            self.scheduler.reset()
+        except EngineDiedError:
+            guilty = self.scheduler.blame()
+            if guilty is not None:
+                self.guilty.add(guilty.key)
+            self.executor.restart()
+            self.scheduler.reset(self.limits, epoch=self.executor.info().epoch)
+        else:
+            for update in self.scheduler.apply(result, self.now):
+                self.outputs[update.request.key] += update.token_ids
+                if update.finish_reason is not None:
+                    self.reasons[update.request.key] = update.finish_reason
+
+    def _cancel(self) -> None:
+        for index, arrival in enumerate(self.scenario.arrivals):
+            if arrival.cancel_after is not None and self.now == (
+                arrival.at_step + arrival.cancel_after
+            ):
+                ended = self.scheduler.finish(str(index))
+                if ended is not None:
+                    self.cancelled.add(str(index))
+
+    def expected(self, key: str) -> list[int]:
+        arrival = self.scenario.arrivals[int(key)]
+        return echo_run(
+            arrival.prompt_ids,
+            seed=arrival.seed,
+            max_tokens=arrival.max_tokens,
+            vocab_size=VOCAB,
+            stop_ids=frozenset(range(8)) if arrival.stops else frozenset(),
+            max_model_len=self.limits.max_model_len,
+        )
+
+
+@settings(
+    max_examples=1200,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(scenarios)
+def test_every_request_gets_the_tokens_of_its_run_alone(scenario):
+    driver = Driver(scenario)
+    driver.run()
+    for key, output in driver.outputs.items():
+        expected = driver.expected(key)
+        if key in driver.cancelled | driver.guilty:
+            assert output == expected[: len(output)]
+        else:
+            assert output == expected
+            is_stop = output[-1] in range(8) and driver.scenario.arrivals[int(key)].stops
+            assert driver.reasons[key] == ("stop" if is_stop else "length")
+
+
+def test_the_scenarios_can_preempt_hit_and_evict():
+    """The property test would prove little if its scenarios never came to these states."""
+    arrival = Arrival(0, 0, 8, 2, 14, 0, 0, False, True, None)
+    others = [Arrival(i, 0, 8, 2, 14, i % 4, 0, False, True, None) for i in range(1, 6)]
+    driver = Driver(Scenario([arrival, *others], 14, 4, 6, 32, True, True, {9}, {12}))
+    driver.run()
+    assert driver.scheduler.stats.preemptions > 0
+    assert driver.scheduler.stats.prefix_hit_tokens > 0
+    assert driver.executor.num_restarts == 1
+    assert all(output == driver.expected(key) for key, output in driver.outputs.items())

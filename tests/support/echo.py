@@ -1,0 +1,211 @@
+"""A data plane without torch, for tests: its KV cache stores the token ids written to each slot.
+
+To produce a token it gathers the prefix *through the block table it was given* and hashes it.
+Whatever goes wrong in paging, caching, preemption, chunking or recovery changes the output.
+"""
+
+import os
+from hashlib import blake2b
+
+from charonia.errors import EngineDiedError, PlanRefusedError, StepFailedError
+from charonia.protocol import (
+    EngineInfo,
+    KVLayout,
+    NewRow,
+    RowResult,
+    RowStep,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+UNWRITTEN = -1
+
+
+def echo_token(token_ids: list[int], seed: int, vocab_size: int) -> int:
+    """The token that follows `token_ids`: a hash of all of them and the seed."""
+    digest = blake2b(repr((seed, token_ids)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % vocab_size
+
+
+def echo_run(
+    prompt_ids: list[int],
+    *,
+    seed: int,
+    max_tokens: int,
+    vocab_size: int,
+    stop_ids: frozenset[int] = frozenset(),
+    min_tokens: int = 0,
+    max_model_len: int = 10**9,
+) -> list[int]:
+    """What a request generates alone, without paging, cache or scheduler."""
+    token_ids = list(prompt_ids)
+    while len(token_ids) - len(prompt_ids) < max_tokens and len(token_ids) < max_model_len:
+        token_ids.append(echo_token(token_ids, seed, vocab_size))
+        if token_ids[-1] in stop_ids and len(token_ids) - len(prompt_ids) >= min_tokens:
+            break
+    return token_ids[len(prompt_ids) :]
+
+
+class _Row:
+    def __init__(self, join: NewRow) -> None:
+        self.token_ids = list(join.token_ids)
+        self.num_computed = join.num_computed
+        self.block_ids = list(join.block_ids)
+        self.sampling = join.sampling
+
+
+class EchoExecutor:
+    """An engine of the given size; `fail_next` and `die_next` make the next step fail.
+
+    Args:
+        num_blocks: with the null block. poison: a token whose row kills the engine when computed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        max_model_len: int = 10**6,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        vocab_size: int = 256,
+        eos_token_ids: tuple[int, ...] = (),
+        poison: int | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.vocab_size = vocab_size
+        self.eos_token_ids = list(eos_token_ids)
+        self.poison = poison
+        self.fail_next = 0
+        self.die_next = 0
+        self.refuse_restarts = 0
+        self.num_steps = 0
+        self.num_restarts = 0
+        self._boot()
+
+    def _boot(self) -> None:
+        self.is_alive = True
+        self.epoch = 0
+        self.step_id = -1
+        self.needs_reset = True
+        self._clear()
+
+    def _clear(self) -> None:
+        self.rows: dict[int, _Row] = {}
+        self.slots = [UNWRITTEN] * (self.num_blocks * self.block_size)
+
+    # ------------------------------------------------------------------ Executor
+
+    def info(self) -> EngineInfo:
+        if not self.is_alive:
+            raise EngineDiedError("the echo engine is dead")
+        return EngineInfo(
+            epoch=self.epoch,
+            pids=[os.getpid()],
+            num_blocks=self.num_blocks,
+            kv=KVLayout(
+                num_layers=1,
+                num_kv_heads=1,
+                head_dim=1,
+                block_size=self.block_size,
+                dtype="int64",
+                bytes_per_block=8 * self.block_size,
+            ),
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            architecture="Echo",
+            dtype="int64",
+            device="cpu",
+            num_parameters=0,
+        )
+
+    def submit(self, plan: StepPlan) -> "_Done":
+        return _Done(self, plan)
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        if self.refuse_restarts:
+            self.refuse_restarts -= 1
+            raise EngineDiedError("the echo engine cannot be loaded")
+        self._boot()
+
+    def close(self) -> None:
+        self.is_alive = False
+
+    # ------------------------------------------------------------------ one step
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.die_next:
+            self.die_next -= 1
+            self.is_alive = False
+        if not self.is_alive:
+            raise EngineDiedError("the echo engine is dead")
+        self._check_order(plan)
+        if self.fail_next:
+            self.fail_next -= 1
+            self.needs_reset = True
+            raise StepFailedError("the echo step failed")
+        if plan.reset:
+            self._clear()
+        for row in plan.leaves:
+            del self.rows[row]
+        for join in plan.joins:
+            assert join.row not in self.rows, f"row {join.row} is taken"
+            self.rows[join.row] = _Row(join)
+        assert sum(step.num_tokens for step in plan.rows) <= self.max_num_batched_tokens
+        results = [self._compute(step) for step in plan.rows]
+        self.epoch, self.step_id, self.needs_reset = plan.epoch, plan.step_id, False
+        self.num_steps += 1
+        return StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=results, seconds=0.001)
+
+    def _check_order(self, plan: StepPlan) -> None:
+        is_next = plan.epoch == self.epoch and plan.step_id == self.step_id + 1
+        if plan.reset:
+            is_next = plan.epoch > self.epoch and plan.step_id == 0
+        if not is_next or (self.needs_reset and not plan.reset):
+            raise PlanRefusedError(f"plan {plan.epoch}.{plan.step_id} is not the next one")
+
+    def _compute(self, step: RowStep) -> RowResult:
+        row = self.rows[step.row]
+        row.block_ids += step.new_block_ids
+        end = row.num_computed + step.num_tokens
+        assert step.num_tokens >= 1
+        assert end <= len(row.token_ids), "computes tokens that are not known"
+        for position in range(row.num_computed, end):
+            self.slots[self._slot(row, position)] = row.token_ids[position]
+        row.num_computed = end
+        prefix = [self.slots[self._slot(row, position)] for position in range(end)]
+        if self.poison is not None and self.poison in prefix:
+            self.is_alive = False
+            raise EngineDiedError("the echo engine was poisoned")
+        if end < len(row.token_ids):
+            return RowResult(step.row, [])
+        token_id = echo_token(prefix, row.sampling.seed, self.vocab_size)
+        row.token_ids.append(token_id)
+        logprobs = [TokenLogprobs([token_id], [-0.5], 1)]
+        return RowResult(step.row, [token_id], logprobs if row.sampling.num_logprobs >= 0 else None)
+
+    def _slot(self, row: _Row, position: int) -> int:
+        block_id = row.block_ids[position // self.block_size]
+        assert 0 < block_id < self.num_blocks, f"block {block_id} does not exist"
+        return block_id * self.block_size + position % self.block_size
+
+
+class _Done:
+    """A step that is executed when its result is asked for, as late as an engine could."""
+
+    def __init__(self, executor: EchoExecutor, plan: StepPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+
+    def result(self, timeout: float | None) -> StepResult:
+        return self._executor.execute(self._plan)

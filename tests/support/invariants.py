@@ -1,0 +1,54 @@
+"""What must hold of a scheduler after every step, whatever happened."""
+
+from collections import Counter
+
+from charonia.control import Scheduler
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    """Raise AssertionError where the state of blocks, rows or requests contradicts itself."""
+    kv, limits = scheduler.kv, scheduler.limits
+    running = scheduler._running
+    live = list(scheduler.requests)
+    assert len(live) == scheduler.num_running + scheduler.num_waiting
+    assert [r.rank for r in running] == sorted(r.rank for r in running)
+
+    rows = [r.row for r in running]
+    assert len(set(rows)) == len(rows)
+    assert sorted(rows + scheduler._free_rows) == list(range(limits.max_num_seqs))
+
+    references = Counter(block_id for r in live for block_id in r.block_ids)
+    assert 0 not in references
+    for block_id in range(1, kv.num_blocks):
+        assert kv._refs[block_id] == references[block_id], f"block {block_id} leaks"
+    free = [*kv._free._empty, *kv._free._cached]
+    assert len(set(free)) == len(free)
+    assert set(free) == {b for b in range(1, kv.num_blocks) if not references[b]}
+
+    for block_id, key in enumerate(kv._key_of):
+        assert key is None or block_id in kv._blocks_of[key]
+    assert all(kv._key_of[b] == key for key, blocks in kv._blocks_of.items() for b in blocks)
+    assert all(kv._key_of[b] is None for b in kv._free._empty)
+    assert all(kv._key_of[b] is not None for b in kv._free._cached)
+
+    for r in live:
+        assert r.num_computed < len(r.token_ids)
+        if r.row is None:
+            assert not r.block_ids
+            assert r.num_computed == 0
+        else:
+            assert len(r.block_ids) >= limits.blocks_for(r.num_computed)
+            assert r.num_published <= r.num_computed // limits.block_size
+            _check_written_blocks_are_private(scheduler, r, references)
+
+
+def _check_written_blocks_are_private(scheduler, request, references) -> None:
+    for index in range(request.num_computed // scheduler.limits.block_size, len(request.block_ids)):
+        assert references[request.block_ids[index]] == 1, "a block that is written is shared"
+
+
+def check_parents_outlive_children(scheduler: Scheduler, parent_of: dict[bytes, bytes]) -> None:
+    """Every cached key's parent key is cached too. `parent_of` is collected by the test."""
+    for key in scheduler.kv._blocks_of:
+        parent = parent_of.get(key)
+        assert parent is None or parent in scheduler.kv._blocks_of, "an orphaned block"
