@@ -103,22 +103,38 @@ def check_port(address: str, port: int, what: str) -> None:
 
 
 def free_ports(address: str, count: int) -> list[int]:
-    """Ports that nobody listens on right now, all different."""
+    """Ports that nobody listens on right now, all different.
+
+    Raises:
+        LaunchError: the address is not of this machine.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.ExitStack() as stack:
         ports = []
         for _ in range(count):
             probe = stack.enter_context(socket.socket(family))
-            probe.bind((address, 0))
+            try:
+                probe.bind((address, 0))
+            except OSError as error:
+                raise LaunchError(f"cannot listen on {address}: {error.strerror}") from None
             ports.append(int(probe.getsockname()[1]))
         return ports
 
 
-def find_by_argument(processes: Iterable[psutil.Process], fragment: str) -> list[int]:
-    """Pids of those processes whose command line contains `fragment`."""
+def find_by_argument(processes: Iterable[psutil.Process], fragment: str) -> list[psutil.Process]:
+    """Triton's processes among these whose command line contains `fragment`."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if any(fragment in argument for argument in process.cmdline()):
-                found.append(process.pid)
+            program, *arguments = process.cmdline() or [""]
+            is_triton = Path(program).name.startswith("triton")
+            if is_triton and any(fragment in argument for argument in arguments):
+                found.append(process)
     return found
+
+
+def kill_by_argument(fragment: str) -> None:
+    """SIGKILL those of Triton's processes whose command line contains `fragment`."""
+    for process in find_by_argument(psutil.process_iter(), fragment):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.kill()

@@ -1,23 +1,11 @@
-"""One run of tritonserver: start it, wait until it answers, stop it, leave nothing behind.
+"""One tritonserver: start it, wait until it says ready, stop it, leave nothing behind.
 
-Owns the command line of tritonserver, its runtime directory and its log. Must not know what the
-models do, nor when a server should be restarted (see `supervisor`).
-
-The runtime directory, removed at the end::
-
-    /tmp/charonia-xxxxxxxx/   0700
-      api-key                 0600, opens the restricted endpoints: headers of `api_headers`
-      backends/               links to the installation's backends
-      repository/             what Triton loads; made by `repository.prepare_repository`
+Owns the command line of tritonserver and its log. Must not know what the models do, nor when a
+server should be restarted (see `supervisor`).
 """
 
 import contextlib
-import os
-import re
-import secrets
-import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections import deque
@@ -26,10 +14,13 @@ from pathlib import Path
 from types import TracebackType
 
 import httpx
+import psutil
 
 from charonia.launch import processes
 from charonia.launch.discovery import find_tritonserver
 from charonia.launch.errors import LaunchError
+from charonia.launch.logs import failure_reason
+from charonia.launch.runtime_dir import RuntimeDir
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
@@ -37,17 +28,17 @@ RESTRICTED = "model-repository,shared-memory,trace,logging"
 DRAIN_S = 4  # in-flight requests may finish for so long at shutdown
 STOP_S = 6.0  # then the server is killed
 LOG_TAIL_LINES = 200
-_LOG_LINE = re.compile(r"^([IWEF])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w.]+:\d+\] ?(.*)$")
 
 
 class TritonServer:
     """A tritonserver over one model repository, as a context manager.
 
+    It may be started again after `stop` or `kill`, with the same ports and key.
+
     Args:
         repository: a model repository that Triton may load as it is.
         address: to listen on. http_port, grpc_port, metrics_port: 0 takes a free one.
-        runtime_dir: an existing directory for what belongs to this run; None makes one. It is
-            removed by `close`.
+        runtime: where what belongs to this run is kept; None makes one. `close` closes it.
         on_log: gets the server's log, line by line, from a thread.
     """
 
@@ -59,7 +50,7 @@ class TritonServer:
         http_port: int = 0,
         grpc_port: int = 0,
         metrics_port: int = 0,
-        runtime_dir: Path | None = None,
+        runtime: RuntimeDir | None = None,
         on_log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.repository = repository
@@ -68,20 +59,23 @@ class TritonServer:
         self.http_port = http_port or free[0]
         self.grpc_port = grpc_port or free[1]
         self.metrics_port = metrics_port or free[2]
-        self.runtime_dir = runtime_dir or make_runtime_dir()
-        self.api_key = secrets.token_urlsafe(32)
-        self.shm_prefix = f"charonia_{secrets.token_hex(4)}_"
         self._on_log = on_log
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: threading.Thread | None = None
         self._installation = find_tritonserver()
+        self._runtime = runtime or RuntimeDir()
         self._backends = self._installation.link_backends(self.runtime_dir / "backends")
-        key_file = os.open(
-            self.runtime_dir / "api-key", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600
-        )
-        with os.fdopen(key_file, "w", encoding="utf-8") as file:
-            file.write(self.api_key + "\n")
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The directory of this run, see `RuntimeDir`."""
+        return self._runtime.path
+
+    @property
+    def api_key(self) -> str:
+        """What opens the restricted endpoints, see `api_headers`."""
+        return self._runtime.api_key
 
     @property
     def http_url(self) -> str:
@@ -120,6 +114,10 @@ class TritonServer:
 
     def pids(self, model: str) -> list[int]:
         """Pids of the model's Python processes, without what they started themselves."""
+        return [process.pid for process in self.model_processes(model)]
+
+    def model_processes(self, model: str) -> list[psutil.Process]:
+        """The model's Python processes, one per instance."""
         if not self._process:
             return []
         members = processes.session_members(self._process.pid)
@@ -166,12 +164,9 @@ class TritonServer:
     def explain_end(self) -> str:
         """Why tritonserver ended, in one line, from what it logged last."""
         code = self._process.returncode if self._process else None
-        tail = list(self._tail)
-        for pattern in (r"failed to load '\S+' version \d+: (?:\w+: )?(.*)", r"^E\d{4} .*?\] (.*)"):
-            for line in tail:
-                if match := re.search(pattern, line):
-                    return f"tritonserver ended ({code}): {match[0]}"
-        return f"tritonserver ended ({code}): {tail[-1] if tail else 'it said nothing'}"
+        lines = list(self._tail)
+        reason = failure_reason(lines) or next(filter(None, lines), "it said nothing")
+        return f"tritonserver ended (exit code {code}): {reason}"
 
     def stop(self) -> None:
         """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s."""
@@ -191,14 +186,14 @@ class TritonServer:
         if self._pump is not None:
             self._pump.join()
         self._process = None
-        processes.remove_shared_memory(self.shm_prefix)
+        processes.remove_shared_memory(self._runtime.shm_prefix)
 
     def close(self) -> None:
-        """`stop`, and remove the runtime directory."""
+        """`stop`, and remove what belongs to this run."""
         try:
             self.stop()
         finally:
-            shutil.rmtree(self.runtime_dir, ignore_errors=True)
+            self._runtime.close()
 
     def __enter__(self) -> "TritonServer":
         try:
@@ -232,7 +227,7 @@ class TritonServer:
             "metrics-port": self.metrics_port,
             "http-restricted-api": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
             "grpc-restricted-protocol": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
-            "backend-config": f"python,shm-region-prefix-name={self.shm_prefix}",
+            "backend-config": f"python,shm-region-prefix-name={self._runtime.shm_prefix}",
             "exit-timeout-secs": DRAIN_S,
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
@@ -252,8 +247,3 @@ class TritonServer:
             self._tail.append(line)
             self._on_log(line)
         process.stdout.close()
-
-
-def make_runtime_dir() -> Path:
-    """A fresh directory that only this user can read."""
-    return Path(tempfile.mkdtemp(prefix="charonia-"))

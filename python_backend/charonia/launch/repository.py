@@ -1,0 +1,207 @@
+"""Prepares the model repository that one run of Triton loads.
+
+Owns finding model_repository/, copying it, and the overrides of `charonia serve`: `--model`,
+`--dtype` and `--set`. All of it is checked here, before a server starts. Must not know processes.
+
+Two files are changed in the copy::
+
+    engine/1/model.json     the engine's arguments (EngineArgs), with absolute paths
+    scheduler/config.pbtxt  its `parameters` (SchedulerArgs), only where one is overridden
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+import charonia
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.errors import CheckpointError, ConfigError
+from charonia.launch.errors import LaunchError
+
+SCHEDULER = "scheduler"
+DEMO_CHECKPOINT = Path(charonia.__file__).parent / "demo" / "checkpoints" / "charonia-demo"
+LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
+PATH_KEYS = ("model", "tokenizer")
+TRITON_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryOptions:
+    """What to serve.
+
+    Attributes:
+        source: the model repository to copy; None is the project's own.
+        model: directory of a checkpoint; None is what the repository's model.json says, and where
+            it says nothing the demo model. It brings its own tokenizer.
+        dtype: of weights and KV cache; None is what model.json says.
+        settings: `KEY=VALUE` of engine arguments (VALUE as JSON, else a string), or
+            `scheduler.KEY=VALUE` of the scheduler's parameters.
+    """
+
+    source: Path | None = None
+    model: Path | None = None
+    dtype: str | None = None
+    settings: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class PreparedRepository:
+    """A model repository that Triton may load as it is."""
+
+    path: Path
+    engine_args: EngineArgs
+    scheduler_args: SchedulerArgs
+
+
+def default_repository() -> Path:
+    """The model_repository/ of the checkout (or copied tree) that this package lies in.
+
+    Raises:
+        LaunchError: the package was installed without it.
+    """
+    root = Path(charonia.__file__).resolve().parents[2]
+    if (root / "model_repository").is_dir():
+        return root / "model_repository"
+    raise LaunchError(
+        f"no model_repository beside the package in {root}; name one with --model-repository"
+    )
+
+
+def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepository:
+    """Copy a model repository to `target`, which must not exist, and apply the overrides.
+
+    Raises:
+        LaunchError: no such repository or checkpoint, or not one that charonia can serve.
+        ConfigError: an unknown key or a value out of range; it is named.
+        CheckpointError: the checkpoint's configuration is not supported.
+    """
+    source = (options.source or default_repository()).absolute()
+    scheduler_config = source / SCHEDULER / "config.pbtxt"
+    if not scheduler_config.is_file():
+        raise LaunchError(f"{source} is not charonia's model repository: no {scheduler_config}")
+    engine_settings, scheduler_settings = _split_settings(options.settings)
+    config = _read_config(scheduler_config)
+    scheduler_args = _override_parameters(config, scheduler_settings)
+    model_json = source / scheduler_args.engine_model / "1" / "model.json"
+    values = _engine_values(model_json, options, engine_settings)
+    engine_args = EngineArgs.from_dict(values)
+    check_checkpoint(engine_args)
+
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns("__pycache__"), copy_function=_copy_or_link
+    )
+    (target / model_json.relative_to(source)).write_text(
+        json.dumps(values, indent=2) + "\n", encoding="utf-8"
+    )
+    if scheduler_settings:
+        text = text_format.MessageToString(config)
+        (target / SCHEDULER / "config.pbtxt").write_text(text, encoding="utf-8")
+    return PreparedRepository(target, engine_args, scheduler_args)
+
+
+def check_checkpoint(args: EngineArgs) -> None:
+    """Make sure that there is a checkpoint of a supported architecture, and its tokenizer.
+
+    Raises:
+        LaunchError: no such directory, or files are missing in it.
+        CheckpointError: its configuration is not supported.
+    """
+    from charonia.data.model.spec import ModelSpec  # late: not every command needs it
+
+    directory = Path(args.model)
+    if not directory.is_dir():
+        raise LaunchError(f"no checkpoint directory {directory}")
+    try:
+        ModelSpec.from_dir(directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {directory}: {error}") from None
+    if not any(directory.glob("*.safetensors")):
+        raise LaunchError(f"checkpoint {directory} has no *.safetensors file")
+    if not (args.tokenizer_dir / "tokenizer.json").is_file():
+        raise LaunchError(f"no tokenizer.json in {args.tokenizer_dir}")
+
+
+def _engine_values(
+    model_json: Path, options: RepositoryOptions, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What model.json shall hold: its own values, then the command line's, all paths absolute."""
+    try:
+        values = json.loads(model_json.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LaunchError(f"{model_json} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{model_json} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{model_json} is not a JSON object")
+    _make_absolute(values, model_json.parent)
+    values.setdefault("model", str(DEMO_CHECKPOINT))
+    if options.model is not None:
+        values.pop("tokenizer", None)
+        values["model"] = str(options.model)
+    if options.dtype is not None:
+        values["dtype"] = options.dtype
+    values |= settings
+    _make_absolute(values, Path.cwd())
+    return values
+
+
+def _make_absolute(values: dict[str, Any], base: Path) -> None:
+    for key in PATH_KEYS:
+        if isinstance(values.get(key), str):
+            values[key] = os.path.normpath(base / Path(values[key]).expanduser())
+
+
+def _split_settings(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Separate engine arguments (parsed) from scheduler parameters (strings)."""
+    engine: dict[str, Any] = {}
+    scheduler: dict[str, str] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set {setting!r} is not KEY=VALUE")
+        if key.startswith("scheduler."):
+            scheduler[key.removeprefix("scheduler.")] = value
+        else:
+            engine[key] = _json_or_string(value)
+    return engine, scheduler
+
+
+def _json_or_string(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _read_config(path: Path) -> Any:
+    """A config.pbtxt as a ModelConfig message."""
+    try:
+        return text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
+    except text_format.ParseError as error:
+        raise ConfigError(f"{path} is not a model configuration: {error}") from None
+
+
+def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs:
+    """Set parameters of `config`, and check all that are charonia's."""
+    for key, value in settings.items():
+        config.parameters[key].string_value = value
+    ours = {
+        key: parameter.string_value
+        for key, parameter in config.parameters.items()
+        if key not in TRITON_PARAMETERS
+    }
+    return SchedulerArgs.from_parameters(ours)
+
+
+def _copy_or_link(source: str, target: str) -> None:
+    if os.path.getsize(source) < LINK_FROM_BYTES:
+        shutil.copyfile(source, target)
+    else:
+        os.symlink(source, target)

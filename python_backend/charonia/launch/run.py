@@ -1,0 +1,66 @@
+"""One charonia server from a model repository and overrides, without supervision.
+
+Owns putting `repository`, `server` and `probe` together for whoever wants a server for a while:
+the demo, the benchmark, the tests. `charonia serve` does the same under a supervisor.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from charonia.launch.probe import Probe, wait_serving
+from charonia.launch.repository import (
+    SCHEDULER,
+    PreparedRepository,
+    RepositoryOptions,
+    prepare_repository,
+)
+from charonia.launch.runtime_dir import RuntimeDir
+from charonia.launch.server import TritonServer
+
+
+@contextlib.contextmanager
+def prepared_server(
+    options: RepositoryOptions, **server_options: Any
+) -> Iterator[tuple[TritonServer, PreparedRepository]]:
+    """A server that is not started yet, over a prepared repository; all is removed at the end.
+
+    Raises:
+        LaunchError, ConfigError, CheckpointError: as `prepare_repository` and `TritonServer`.
+    """
+    runtime = RuntimeDir()
+    try:
+        prepared = prepare_repository(runtime.path / "repository", options)
+        server = TritonServer(prepared.path, runtime=runtime, **server_options)
+        try:
+            yield server, prepared
+        finally:
+            server.stop()
+    finally:
+        runtime.close()
+
+
+@contextlib.contextmanager
+def running_server(
+    *,
+    model: Path | None = None,
+    dtype: str | None = None,
+    settings: tuple[str, ...] = (),
+    source: Path | None = None,
+    timeout: float = 120.0,
+    on_log: Callable[[str], None] = lambda line: None,
+) -> Iterator[TritonServer]:
+    """A server on free ports that has answered a real inference; arguments as RepositoryOptions.
+
+    Call it from a thread that lives as long as the server. `timeout` is in seconds.
+
+    Raises:
+        LaunchError, ConfigError, CheckpointError: it cannot be started; the text says why.
+    """
+    options = RepositoryOptions(source=source, model=model, dtype=dtype, settings=settings)
+    with prepared_server(options, on_log=on_log) as (server, _):
+        server.start()
+        with contextlib.closing(Probe(server.http_url, SCHEDULER)) as probe:
+            wait_serving(server, probe, timeout)
+        yield server

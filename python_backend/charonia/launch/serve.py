@@ -1,0 +1,106 @@
+"""`charonia serve`: a supervised server in the foreground of a terminal or a container.
+
+Owns signals, what is printed, and the order of things. Must not know how any of them is done.
+"""
+
+import contextlib
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from charonia.launch.logs import is_interesting
+from charonia.launch.repository import SCHEDULER, RepositoryOptions
+from charonia.launch.run import prepared_server
+from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
+from charonia.launch.server import DEFAULT_ADDRESS, TritonServer
+from charonia.launch.supervisor import SupervisionLimits, Supervisor
+
+ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
+HANG_MARGIN_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where to listen, and whether to show all of Triton's log."""
+
+    address: str = DEFAULT_ADDRESS
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    is_verbose: bool = False
+
+
+def serve(what: RepositoryOptions, options: ServeOptions) -> None:
+    """Serve until SIGINT or SIGTERM; everything is stopped and removed then.
+
+    Raises:
+        LaunchError, ConfigError, CheckpointError: it cannot be started, or does not stay up.
+    """
+    with stop_on_signals() as stop:
+        for path in sweep_stale_runs():
+            say(f"removed what a killed run left in {path}")
+
+        def on_log(line: str) -> None:
+            if options.is_verbose or is_interesting(line):
+                print(line, file=sys.stderr, flush=True)
+
+        with prepared_server(
+            what,
+            address=options.address,
+            http_port=options.http_port,
+            grpc_port=options.grpc_port,
+            metrics_port=options.metrics_port,
+            on_log=on_log,
+        ) as (server, prepared):
+            say(f"starting tritonserver with {prepared.engine_args.model}")
+            Supervisor(
+                server,
+                stop=stop,
+                log=say,
+                on_serving=lambda: _announce(server),
+                scheduler=SCHEDULER,
+                engine=prepared.scheduler_args.engine_model,
+                limits=SupervisionLimits(
+                    hang_s=prepared.scheduler_args.min_step_deadline_s + HANG_MARGIN_S
+                ),
+            ).run()
+            say("stopped")
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, instead of what they did before."""
+    stop = threading.Event()
+
+    def request_stop(signum: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {signum: signal.signal(signum, request_stop) for signum in ENDED_BY_SIGNAL}
+    try:
+        yield stop
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def say(text: str) -> None:
+    """Print one line of the launcher's own."""
+    print(f"charonia: {text}", file=sys.stderr, flush=True)
+
+
+def _announce(server: TritonServer) -> None:
+    body = '{"text_input": "def add(a, b):", "max_tokens": 32, "temperature": 0, "stream": true}'
+    url = f"http://{server.http_url}/v2/models/{SCHEDULER}/generate_stream"
+    say("serving")
+    print(
+        f"  gRPC     {server.grpc_url}\n"
+        f"  HTTP     http://{server.http_url}\n"
+        f"  metrics  {server.metrics_url}\n"
+        f"  key      {server.runtime_dir / KEY_FILE}\n\n"
+        f"  curl -N {url} -d {shlex.quote(body)}\n",
+        flush=True,
+    )
