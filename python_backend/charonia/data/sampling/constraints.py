@@ -1,0 +1,207 @@
+"""What a request's parameters do to the target's logits before a token is drawn.
+
+Owns the edits of single logits (bias, bans, penalties) and the truncation of a ranked list (min-p,
+top-k, top-p). Must not know the noise, nor any state but the arguments.
+
+The order is vLLM's: logit bias, minimum tokens and bad words, then repetition, frequency and
+presence penalty; all of these also act on greedy rows. Then temperature, min-p, top-k and top-p,
+each on what the one before left over.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from charonia.protocol import RowSampling
+
+_MASS_UNIT = 2.0**40
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """One line of logits and whose it is.
+
+    Attributes:
+        sampling: the request's parameters.
+        token_ids: [tokens] integer, all tokens before the one to draw (prompt and generated), on
+            the logits' device; its length is the position of the new token.
+        num_prompt: how many of them are the prompt.
+    """
+
+    sampling: RowSampling
+    token_ids: Tensor
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Where to cut ranked tokens, one entry per line.
+
+    Attributes:
+        temperature: [n] float64, > 0.
+        min_p: [n] float64; 0 is off.
+        top_k: [n] int64, >= 1; vocab_size is off.
+        top_p: [n] float64; 1 is off.
+    """
+
+    temperature: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    top_p: Tensor
+
+
+def edit_logits(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+    """Apply bias, bans and penalties.
+
+    Args:
+        logits: [n, vocab] float32, never written to.
+        rows: one per line; every token id in them is within the vocabulary.
+
+    Returns:
+        `logits` itself where no row asks for anything, else an edited copy; banned is -inf.
+    """
+    lines, ids, added = _additions(rows)
+    worded = [line for line, row in enumerate(rows) if _has_long_bad_word(row.sampling)]
+    penalized = [line for line, row in enumerate(rows) if _has_penalty(row.sampling)]
+    if not (lines or worded or penalized):
+        return logits
+    edited = logits.clone()
+    if lines:
+        _add(edited, lines, ids, logits.new_tensor(added))
+    if worded:
+        _ban_words(edited, rows, worded)
+    if penalized:
+        _penalize(edited, rows, penalized)
+    return edited
+
+
+def _additions(rows: Sequence[SampledRow]) -> tuple[list[int], list[int], list[float]]:
+    """Bias, and -inf for what is banned whatever the history: lines, token ids, values."""
+    lines: list[int] = []
+    ids: list[int] = []
+    added: list[float] = []
+    for line, row in enumerate(rows):
+        sampling = row.sampling
+        if sampling.logit_bias:
+            ids.extend(sampling.logit_bias.keys())
+            added.extend(sampling.logit_bias.values())
+        if len(row.token_ids) - row.num_prompt < sampling.min_tokens:
+            ids.extend(sampling.stop_ids)
+        if sampling.bad_words_ids:
+            ids.extend(word[-1] for word in sampling.bad_words_ids if len(word) == 1)
+        added.extend([-torch.inf] * (len(ids) - len(added)))
+        lines.extend([line] * (len(ids) - len(lines)))
+    return lines, ids, added
+
+
+def _add(logits: Tensor, lines: list[int], ids: list[int], values: Tensor) -> None:
+    """Add in place. -inf may come several times for one token: adding it again changes nothing."""
+    index = torch.tensor([lines, ids], device=logits.device)
+    logits.index_put_((index[0], index[1]), values, accumulate=True)
+
+
+def _has_long_bad_word(sampling: RowSampling) -> bool:
+    return any(len(word) > 1 for word in sampling.bad_words_ids)
+
+
+def _ban_words(logits: Tensor, rows: Sequence[SampledRow], lines: list[int]) -> None:
+    """Ban the last token of every sequence whose other tokens are the end of the output.
+
+    As in vLLM only generated tokens count: a sequence that began in the prompt is not finished off.
+    """
+    words = [
+        (place, word)
+        for place, line in enumerate(lines)
+        for word in rows[line].sampling.bad_words_ids
+        if len(word) > 1
+    ]
+    longest = max(len(word) for _, word in words) - 1
+    # Right-aligned, filled up with -1: in `tails` that equals no token, in `heads` it fits any.
+    tails = torch.full((len(lines), longest), -1, device=logits.device)  # [lines, longest]
+    for place, line in enumerate(lines):
+        tail = rows[line].token_ids[rows[line].num_prompt :][-longest:]
+        tails[place, longest - len(tail) :] = tail
+    heads = torch.tensor(
+        [[-1] * (longest - len(word) + 1) + word[:-1] for _, word in words], device=logits.device
+    )  # [words, longest]
+    places = torch.tensor([place for place, _ in words], device=logits.device)
+    is_finished = ((heads == tails[places]) | (heads == -1)).all(-1)
+    values = torch.zeros(len(words), device=logits.device).masked_fill_(is_finished, -torch.inf)
+    _add(logits, [lines[place] for place, _ in words], [word[-1] for _, word in words], values)
+
+
+def _has_penalty(sampling: RowSampling) -> bool:
+    return (
+        sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+    )
+
+
+def _penalize(logits: Tensor, rows: Sequence[SampledRow], lines: list[int]) -> None:
+    """Penalties on the tokens seen so far; the work is proportional to the rows' lengths.
+
+    Repetition (Keskar et al. 2019, arXiv 1909.05858, section 4.1, with the usual care for negative
+    logits) counts prompt and output, frequency and presence the output alone.
+    """
+    vocab, device = logits.shape[1], logits.device
+    chosen = [rows[line] for line in lines]
+    lengths = [len(row.token_ids) for row in chosen]
+    seen = torch.cat([row.token_ids for row in chosen]).long()  # [seen], all rows in a row
+    values = [
+        (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
+        for s in (row.sampling for row in chosen)
+    ]
+    starts = [sum(lengths[:i]) + row.num_prompt for i, row in enumerate(chosen)]
+    layout = torch.tensor([lines, lengths, starts], device=device)
+    place = torch.arange(len(lines), device=device)
+    place = place.repeat_interleave(layout[1], output_size=len(seen))  # [seen] row of each token
+    repetition, frequency, presence = logits.new_tensor(values)[place].unbind(-1)
+    is_output = torch.arange(len(seen), device=device) >= layout[2][place]
+    counts = torch.zeros(len(lines) * vocab, dtype=torch.int32, device=device)
+    times = counts.index_add_(0, place * vocab + seen, is_output.int())[place * vocab + seen]
+    index = (layout[0][place], seen)
+    old = logits[index]
+    new = torch.where(old > 0, old / repetition, old * repetition)
+    new -= frequency * times
+    new -= presence * (times > 0)
+    logits[index] = new  # a token seen twice is written twice, with the same value
+
+
+def count_kept(
+    relative: Tensor, cut: Truncation, vocab_size: int, total: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """How many of the most likely tokens may be drawn.
+
+    Min-p, top-k and top-p each keep a beginning of the ranked list, so one count says it all.
+    Top-p keeps the smallest beginning with at least `top_p` of the mass that min-p and top-k left.
+    Masses are added as integers, in units of 2**-40 of the best token's: so no sum depends on the
+    order of addition, and neither the list's length nor a token's place in a batch changes it.
+
+    Args:
+        relative: [n, width] float64, (logit - highest logit) / temperature of the most likely
+            `width` tokens, best first.
+        cut: the parameters of the n lines.
+        total: [n] float64 mass of the whole vocabulary in units of the best token's, for lines
+            without min-p and top-k; None for lines with either.
+
+    Returns:
+        the count [n] int64, 1 .. width, and whether it is final [n] bool: else the answer lies
+        beyond the `width` tokens.
+    """
+    width = relative.shape[1]
+    eligible = (relative >= cut.min_p.log().unsqueeze(1)).sum(-1)
+    count = torch.minimum(eligible, cut.top_k).clamp_(1, width)
+    is_final = (eligible < width) | (cut.top_k <= width) | (width >= vocab_size)
+    masses = (relative.exp() * _MASS_UNIT).round_().long().cumsum(-1)
+    if total is None:
+        target = masses.gather(1, count.unsqueeze(1) - 1).squeeze(1) * cut.top_p
+    else:
+        target = total * _MASS_UNIT * cut.top_p
+    nucleus = (masses < target.unsqueeze(1)).sum(-1) + 1
+    if total is not None:
+        is_final |= nucleus <= width
+    is_cut = cut.top_p < 1
+    return torch.where(is_cut, torch.minimum(count, nucleus), count), is_final

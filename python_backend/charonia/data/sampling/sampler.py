@@ -1,0 +1,166 @@
+"""From logits to tokens: what the runner calls once per step.
+
+Owns the order of work (edit, draw, log-probabilities, one transfer to the host) and the mixing of
+rows with different parameters in one batch. Must not know the model, the KV cache or the scheduler.
+
+A row's token is a function of its logits, its parameters and its tokens so far. It does not depend
+on the other rows, and noise enters only as (seed, position, token id), see noise.py.
+
+Logits that are not finite: NaN and -inf are never drawn, +inf counts as the largest float32. If
+nothing else is left in a row (or everything is banned), all its tokens count as equally likely
+among themselves. Other rows are not affected.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from charonia.data.sampling.constraints import SampledRow, edit_logits
+from charonia.data.sampling.draw import NUM_LEVELS, Lines, Method, draw
+from charonia.data.sampling.ranking import block_max, token_rank, top_tokens, total_mass
+from charonia.protocol import TokenLogprobs
+
+__all__ = ["Sampled", "SampledRow", "Sampler"]
+
+_PROMPT_CHUNK = 128  # lines of prompt log-probabilities at a time, to bound temporary memory
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A drawn token, and its log-probabilities where the row asks for them."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Sampler:
+    """Draws the next token of each row.
+
+    Args:
+        vocab_size: columns of the logits.
+        device: of the logits and of the rows' tokens.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+
+    def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[Sampled]:
+        """Draw one token per row; waits for the device once, rarely twice or three times.
+
+        Args:
+            logits: [n, vocab] of any floating type, one line per row; not written to.
+            rows: n rows; the position of the new token is the number of tokens so far.
+
+        Returns:
+            n results in the rows' order. Log-probabilities are raw: of the logits as given.
+        """
+        assert logits.shape == (len(rows), self._vocab_size), f"logits of shape {logits.shape}"
+        results: list[Sampled | None] = [None] * len(rows)
+        open_lines = list(range(len(rows)))
+        for level in range(NUM_LEVELS):
+            if not open_lines:
+                break
+            chosen = logits if level == 0 else logits[open_lines]
+            is_last = level == NUM_LEVELS - 1
+            drawn, settled = self._attempt(chosen, [rows[i] for i in open_lines], level)
+            for line, result, is_settled in zip(open_lines, drawn, settled, strict=True):
+                results[line] = result if is_settled or is_last else None
+            open_lines = [line for line in open_lines if results[line] is None]
+        return [result for result in results if result is not None]
+
+    def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprobs]:
+        """Raw log-probabilities of known tokens.
+
+        Args:
+            logits: [n, vocab] of any floating type.
+            targets: [n] integer, the token that followed each position.
+            k: also report the k most likely tokens, >= 0.
+        """
+        parts = []
+        for start in range(0, len(targets), _PROMPT_CHUNK):
+            raw = _repair(logits[start : start + _PROMPT_CHUNK].float())
+            parts.append(_logprobs(raw, targets[start : start + _PROMPT_CHUNK].long(), k))
+        packed = torch.cat(parts).tolist() if parts else []
+        return [_unpack(line, k) for line in packed]
+
+    def _attempt(
+        self, logits: Tensor, rows: list[SampledRow], level: int
+    ) -> tuple[list[Sampled], list[bool]]:
+        """One attempt at some rows: results, and which of them stand."""
+        raw = logits.float()
+        # Only what failed the first attempt is worth a look for values that are not finite.
+        raw = _repair(raw) if level else raw
+        edited = edit_logits(raw, rows)
+        token_ids, is_settled = self._draw(_repair(edited) if level else edited, rows, level)
+        packed = [torch.stack((token_ids, is_settled)).double().flatten()]
+        asked = [i for i, row in enumerate(rows) if row.sampling.num_logprobs >= 0]
+        k = max((rows[i].sampling.num_logprobs for i in asked), default=0)
+        if asked:
+            index = torch.tensor(asked, device=raw.device)
+            packed.append(_logprobs(raw[index], token_ids[index], k).flatten())
+        values = torch.cat(packed).tolist()  # the one transfer to the host
+        n, width = len(rows), 2 * (k + 1) + 1
+        logprobs = {
+            i: _unpack(values[start : start + width], rows[i].sampling.num_logprobs)
+            for i, start in zip(asked, range(2 * n, len(values), width), strict=True)
+        }
+        results = [Sampled(int(values[i]), logprobs.get(i)) for i in range(n)]
+        return results, [value != 0 for value in values[n : 2 * n]]
+
+    def _draw(self, logits: Tensor, rows: list[SampledRow], level: int) -> tuple[Tensor, Tensor]:
+        """Draw the rows of each method together."""
+        groups: defaultdict[Method, list[int]] = defaultdict(list)
+        for i, row in enumerate(rows):
+            groups[Method.of(row.sampling, self._vocab_size, level)].append(i)
+        token_ids = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+        is_settled = torch.empty(len(rows), dtype=torch.bool, device=logits.device)
+        for method, members in groups.items():
+            lines = None
+            if method.kind != "greedy":
+                lines = Lines.of(
+                    [rows[i].sampling for i in members],
+                    [len(rows[i].token_ids) for i in members],
+                    self._vocab_size,
+                    logits.device,
+                )
+            if len(groups) == 1:
+                return draw(logits, lines, method)
+            index = torch.tensor(members, device=logits.device)
+            token_ids[index], is_settled[index] = draw(logits[index], lines, method)
+        return token_ids, is_settled
+
+
+def _repair(logits: Tensor) -> Tensor:
+    """Finite logits: NaN and -inf become the smallest float32, +inf the largest."""
+    limits = torch.finfo(torch.float32)
+    return logits.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
+
+
+def _logprobs(raw: Tensor, token_ids: Tensor, k: int) -> Tensor:
+    """Log-probabilities of given tokens and of the k most likely ones.
+
+    Args:
+        raw: [n, vocab] float32.
+        token_ids: [n] int64.
+
+    Returns:
+        [n, 2 * (k + 1) + 1] float64 for `_unpack`: rank, ids (the given one first), logprobs.
+    """
+    ids = token_ids.unsqueeze(1)
+    if k:
+        ids = torch.cat((ids, top_tokens(raw, min(k, raw.shape[1]))[1]), 1)
+    one = torch.ones(len(raw), dtype=torch.float64, device=raw.device)
+    norm = block_max(raw).amax(-1).double() + total_mass(raw, one).log()
+    logprobs = raw.gather(1, ids).double() - norm.unsqueeze(1)
+    return torch.cat((token_rank(raw, token_ids).unsqueeze(1).double(), ids.double(), logprobs), 1)
+
+
+def _unpack(packed: list[float], k: int) -> TokenLogprobs:
+    """One line of `_logprobs`, of which the first k of the most likely tokens are wanted."""
+    width = (len(packed) - 1) // 2
+    ids = [int(token_id) for token_id in packed[1 : 2 + k]]
+    return TokenLogprobs(ids, packed[1 + width : 2 + width + k], int(packed[0]))
