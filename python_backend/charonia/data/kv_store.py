@@ -1,0 +1,100 @@
+"""The KV cache's memory: one pair of page tensors per layer, and how many blocks there are.
+
+Owns the tensors and their size. Must not know which request a block belongs to: the control
+plane hands blocks out, this is only where they lie.
+"""
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from charonia.data.model.spec import ModelSpec
+from charonia.data.ops.base import Pages
+from charonia.errors import ConfigError
+from charonia.protocol import KVLayout
+
+_CPU_SHARE = 0.25
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class KVStore:
+    """K and V of all layers, over `num_blocks` blocks; block 0 is the null block.
+
+    The pages begin as zeros and only finite values are written to them (see `Ops`), so whatever
+    is read beyond a row's context, or through padding, is finite.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        dtype = getattr(torch, layout.dtype)
+        self.num_blocks = num_blocks
+        self.pages = [
+            Pages(
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
+            for _ in range(layout.num_layers)
+        ]
+
+
+def kv_layout(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> KVLayout:
+    """Describe the KV cache of a model."""
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    return KVLayout(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=block_size,
+        dtype=str(dtype).removeprefix("torch."),
+        bytes_per_block=per_token * block_size * dtype.itemsize,
+    )
+
+
+def num_blocks_that_fit(
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    max_useful_blocks: int,
+    gpu_memory_utilization: float,
+    reserved_bytes: int,
+) -> int:
+    """Size the cache by memory; call it when the weights are loaded.
+
+    On a GPU: what `gpu_memory_utilization` of its memory leaves beside all that is in use and
+    `reserved_bytes` for a step's intermediates. On a CPU, where memory is shared with everything
+    else: a quarter of the memory available, but no more blocks than `max_useful_blocks`, which is
+    what all rows at their longest would fill.
+
+    Returns:
+        Number of blocks, with the null block.
+
+    Raises:
+        ConfigError: there is no memory for even one block beside the null block.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(total * gpu_memory_utilization) - (total - free) - reserved_bytes
+    else:
+        budget = int(_available_memory() * _CPU_SHARE)
+    num_blocks = budget // layout.bytes_per_block
+    if device.type != "cuda":
+        num_blocks = min(num_blocks, max_useful_blocks + 1)
+    if num_blocks < 2:
+        raise ConfigError(
+            f"the KV cache needs at least 2 blocks of {layout.bytes_per_block} bytes, but only"
+            f" {max(budget, 0)} bytes are left for it on {device.type}; set"
+            " num_gpu_blocks_override, a higher gpu_memory_utilization, or a smaller model"
+        )
+    return num_blocks
+
+
+def _available_memory() -> int:
+    """Bytes that can be allocated: of the machine, or of the control group if that is less."""
+    available = psutil.virtual_memory().available
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else min(available, max(int(limit) - used, 0))

@@ -1,0 +1,139 @@
+"""Fills a model's parameters from safetensors files.
+
+Owns the files: which there are, what they must hold, in what order they are read. Files are
+memory-mapped, so that no more than one tensor is held beside the parameters. Must not know layers:
+they say themselves which tensor fills what (`Decoder.checkpoint_tensors`).
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from charonia.data.model.layers import Destination
+from charonia.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+STORED_DTYPES = ("F32", "BF16", "F16")
+_MAX_NAMES_SHOWN = 20
+
+
+def load_weights(
+    model_dir: Path,
+    destinations: Iterable[Destination],
+    *,
+    is_tied: bool,
+    log: Callable[[str], None],
+) -> int:
+    """Copy every tensor of a checkpoint to its destination, converting its dtype.
+
+    All names and shapes are checked before the first copy. Rotary frequency buffers of old
+    checkpoints, and the `lm_head.weight` of a tied model, are left out silently.
+
+    Returns:
+        Number of parameters filled.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or tensors are missing, unknown, of another
+            shape, or not of a floating type that we read; the text names them.
+    """
+    wanted = dict(destinations)
+    with ExitStack() as stack:
+        files = [stack.enter_context(_open(path)) for path in _weight_files(model_dir)]
+        sources = {
+            name: file
+            for file in files
+            for name in file.keys()  # noqa: SIM118 (a file has keys(), but is no mapping)
+            if not _is_ignored(name, is_tied)
+        }
+        _check(sources, wanted)
+        progress = _Progress(sum(tensor.nbytes for tensor in wanted.values()), log)
+        # In the order of the files: what is read ahead from disk is then used.
+        for name, file in sources.items():
+            wanted[name].copy_(file.get_tensor(name))
+            progress.add(wanted[name])
+    return sum(tensor.numel() for tensor in wanted.values())
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    index = model_dir / INDEX_NAME
+    if not index.exists():
+        if not (model_dir / SINGLE_NAME).exists():
+            raise CheckpointError(f"the checkpoint has neither {SINGLE_NAME} nor {INDEX_NAME}")
+        return [model_dir / SINGLE_NAME]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"{INDEX_NAME} is not a JSON object with a weight_map") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{INDEX_NAME} names {name!r}, which is not a plain file name")
+    if missing := [name for name in sorted(names) if not (model_dir / name).exists()]:
+        raise CheckpointError(f"the checkpoint lacks {_some(missing)}")
+    return [model_dir / name for name in sorted(names)]
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+
+
+def _is_ignored(name: str, is_tied: bool) -> bool:
+    return name.endswith("rotary_emb.inv_freq") or (is_tied and name == "lm_head.weight")
+
+
+def _check(sources: dict[str, Any], wanted: dict[str, Tensor]) -> None:
+    problems = []
+    if missing := [name for name in wanted if name not in sources]:
+        problems.append(f"missing tensors: {_some(missing)}")
+    if unknown := [name for name in sources if name not in wanted]:
+        problems.append(f"unknown tensors: {_some(unknown)}")
+    if misshapen := list(_misshapen(sources, wanted)):
+        problems.append(f"tensors of the wrong shape: {_some(misshapen)}")
+    if untyped := [
+        f"{name} ({dtype})"
+        for name, file in sources.items()
+        if (dtype := file.get_slice(name).get_dtype()) not in STORED_DTYPES
+    ]:
+        problems.append(f"tensors not of {', '.join(STORED_DTYPES)}: {_some(untyped)}")
+    if problems:
+        raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(problems))
+
+
+def _misshapen(sources: dict[str, Any], wanted: dict[str, Tensor]) -> Iterator[str]:
+    for name, tensor in wanted.items():
+        if name in sources:
+            found = list(sources[name].get_slice(name).get_shape())
+            if found != list(tensor.shape):
+                yield f"{name} (is {found}, should be {list(tensor.shape)})"
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    left_out = len(names) - _MAX_NAMES_SHOWN
+    return f"{shown} and {left_out} more" if left_out > 0 else shown
+
+
+@dataclass
+class _Progress:
+    """Logs every further tenth of the bytes."""
+
+    total: int
+    log: Callable[[str], None]
+    done: int = 0
+    tenths: int = 0
+
+    def add(self, tensor: Tensor) -> None:
+        self.done += tensor.nbytes
+        tenths = 10 * self.done // self.total
+        if tenths > self.tenths:
+            self.tenths = tenths
+            self.log(f"loading weights: {10 * tenths} % of {self.total / 2**20:.1f} MiB")

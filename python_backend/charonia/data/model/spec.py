@@ -1,0 +1,269 @@
+"""What a checkpoint is: `ModelSpec`, read from config.json and generation_config.json.
+
+Owns the names and defaults of Hugging Face configurations (those of transformers 4 and 5). Must
+not know tensors or devices.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from charonia.errors import CheckpointError
+
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+DTYPES = ("float32", "bfloat16", "float16")
+RopeKind = Literal["default", "linear", "llama3"]
+
+_DEFAULT_SLIDING_WINDOW = 4096
+_DEFAULT_QWEN3_HEAD_DIM = 128
+_DEFAULT_ROPE_THETA = 10_000.0
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding: base frequency and how it is stretched to longer contexts.
+
+    `factor` is of linear and llama3; the last three are of llama3 alone.
+    """
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Everything about a checkpoint's shape that the decoder needs.
+
+    Attributes:
+        max_position_embeddings: tokens a sequence may have. Sliding-window attention is not
+            computed; within its window it equals full attention, so where a checkpoint uses one,
+            this is the window if that is smaller.
+        sliding_window: the window, where it is what limits `max_position_embeddings`.
+        qkv_bias, output_bias, mlp_bias: whether those projections have a bias.
+        qk_norm: RMSNorm over each head of queries and keys (Qwen3).
+        dtype: of the stored weights.
+        eos_token_ids: of generation_config.json, then of config.json.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    sliding_window: int | None
+    rms_norm_eps: float
+    rope: RopeSpec
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    is_tied: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dir(cls, path: Path) -> "ModelSpec":
+        """Read the checkpoint in directory `path`.
+
+        Raises:
+            CheckpointError: no config.json, an architecture or a feature that is not supported,
+                or a value that is missing or makes no sense; the text names it and what would do.
+        """
+        config = _Config(_read_json(path / "config.json"))
+        generation = path / "generation_config.json"
+        eos_token_ids = _eos_token_ids(_read_json(generation) if generation.exists() else {})
+        eos_token_ids += _eos_token_ids(config.values)
+        return cls._from_config(config, tuple(dict.fromkeys(eos_token_ids)))
+
+    @classmethod
+    def _from_config(cls, config: "_Config", eos_token_ids: tuple[int, ...]) -> "ModelSpec":
+        architecture = _architecture(config.values)
+        _refuse_unsupported(config.values)
+        num_heads = config.integer("num_attention_heads")
+        num_kv_heads = config.integer("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise CheckpointError(
+                f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads"
+                f" ({num_kv_heads})"
+            )
+        hidden_size = config.integer("hidden_size")
+        default_head_dim = hidden_size // num_heads
+        if architecture == "Qwen3ForCausalLM":
+            default_head_dim = _DEFAULT_QWEN3_HEAD_DIM
+        head_dim = config.integer("head_dim", default_head_dim)
+        if head_dim % 2:
+            raise CheckpointError(f"head_dim must be even for rotary embedding, but is {head_dim}")
+        max_position_embeddings = config.integer("max_position_embeddings")
+        window = _sliding_window(config, architecture)
+        if window is not None and window >= max_position_embeddings:
+            window = None
+        has_bias = config.flag("attention_bias") and architecture != "MistralForCausalLM"
+        is_qwen2 = architecture == "Qwen2ForCausalLM"
+        return cls(
+            architecture=architecture,
+            vocab_size=config.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=config.integer("intermediate_size"),
+            num_layers=config.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_position_embeddings=window or max_position_embeddings,
+            sliding_window=window,
+            rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+            rope=_rope(config, max_position_embeddings),
+            qkv_bias=is_qwen2 or has_bias,
+            output_bias=has_bias and not is_qwen2,
+            mlp_bias=architecture == "LlamaForCausalLM" and config.flag("mlp_bias"),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            is_tied=config.flag("tie_word_embeddings"),
+            dtype=_dtype(config.values),
+            eos_token_ids=eos_token_ids,
+        )
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A JSON object with typed access; a JSON null counts as missing."""
+
+    values: dict[str, Any]
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{name} must be an integer of at least 1, but is {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise CheckpointError(f"{name} must be a number above 0, but is {value!r}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self._get(name, False)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{name} must be true or false, but is {value!r}")
+        return value
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"config.json has no {name}")
+        return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint's {path.name} cannot be read: {error.strerror}"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoint's {path.name} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"the checkpoint's {path.name} is not a JSON object")
+    return values
+
+
+def _architecture(values: dict[str, Any]) -> str:
+    architectures = values.get("architectures")
+    if isinstance(architectures, list):
+        for name in architectures:
+            if name in ARCHITECTURES:
+                return str(name)
+    raise CheckpointError(
+        f"unsupported architecture {architectures!r}; accepted are {', '.join(ARCHITECTURES)}"
+    )
+
+
+def _refuse_unsupported(values: dict[str, Any]) -> None:
+    if values.get("quantization_config"):
+        raise CheckpointError(
+            "the checkpoint is quantized (quantization_config); accepted are weights in "
+            + ", ".join(DTYPES)
+        )
+    activation = values.get("hidden_act") or "silu"
+    if activation != "silu":
+        raise CheckpointError(f"unsupported hidden_act {activation!r}; accepted is 'silu'")
+
+
+def _dtype(values: dict[str, Any]) -> str:
+    # transformers 5 says `dtype`, 4 said `torch_dtype`.
+    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise CheckpointError(f"unsupported dtype {dtype!r}; accepted are {', '.join(DTYPES)}")
+    return str(dtype)
+
+
+def _eos_token_ids(values: dict[str, Any]) -> list[int]:
+    ids = values.get("eos_token_id")
+    if ids is None:
+        return []
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
+        raise CheckpointError(f"eos_token_id must be a token id or a list of them, but is {ids!r}")
+    return ids
+
+
+def _sliding_window(config: _Config, architecture: str) -> int | None:
+    """The window of sliding-window attention, None where every layer attends to everything."""
+    if architecture == "LlamaForCausalLM":
+        return None
+    if architecture == "MistralForCausalLM":
+        if "sliding_window" in config.values and config.values["sliding_window"] is None:
+            return None
+        return config.integer("sliding_window", _DEFAULT_SLIDING_WINDOW)
+    if not config.flag("use_sliding_window"):
+        return None
+    return config.integer("sliding_window", _DEFAULT_SLIDING_WINDOW)
+
+
+def _rope(config: _Config, max_position_embeddings: int) -> RopeSpec:
+    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before)."""
+    values = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    if not isinstance(values, dict):
+        raise CheckpointError(f"rope_parameters must be an object, but is {values!r}")
+    parameters = _Config(values)
+    theta = parameters.number("rope_theta", config.number("rope_theta", _DEFAULT_ROPE_THETA))
+    for factors in (values, config.values):
+        if factors.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise CheckpointError(
+                f"unsupported partial_rotary_factor {factors['partial_rotary_factor']!r};"
+                " accepted is 1"
+            )
+    # `type` was the older spelling of `rope_type`.
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind == "default":
+        return RopeSpec(theta)
+    if kind == "linear":
+        return RopeSpec(theta, "linear", parameters.number("factor"))
+    if kind == "llama3":
+        return RopeSpec(
+            theta,
+            "llama3",
+            parameters.number("factor"),
+            parameters.number("low_freq_factor"),
+            parameters.number("high_freq_factor"),
+            parameters.integer("original_max_position_embeddings", max_position_embeddings),
+        )
+    raise CheckpointError(
+        f"unsupported rope type {kind!r}; accepted are 'default', 'linear' and 'llama3'"
+    )

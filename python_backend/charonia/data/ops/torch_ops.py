@@ -1,0 +1,199 @@
+"""The operations in plain torch, fused where torch offers it; the same code on CPU and CUDA.
+
+Owns how a step's attention is cut into calls of `scaled_dot_product_attention`. Must not know
+weights' names or plans.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from charonia.data.ops.base import PagedAttention, Pages, Rotation, StepBatch
+from charonia.data.ops.reference import LARGEST_STORED
+
+
+class TorchOps:
+    """Implements `ops.base.Ops`."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else residual.add_(x)
+        return F.rms_norm(total, weight.shape, weight, eps), total
+
+    def rope_and_write(
+        self, qkv: Tensor, num_heads: int, rotation: Rotation, slots: Tensor, pages: Pages
+    ) -> Tensor:
+        num_kv_heads, head_dim = pages.keys.shape[2:]
+        rotated_heads = num_heads + num_kv_heads
+        tokens = qkv.shape[0]
+        # A head as its two halves, [tokens, heads, 2, dim / 2], and the angles to go with it.
+        halves = qkv[:, :rotated_heads].view(tokens, rotated_heads, 2, head_dim // 2)
+        cos, sin = rotation.cos[:, None], rotation.sin[:, None]  # [tokens, 1, dim / 2]
+        rotated = halves * cos[:, None]
+        rotated[:, :, 0].addcmul_(halves[:, :, 1], sin, value=-1)
+        rotated[:, :, 1].addcmul_(halves[:, :, 0], sin)
+        rotated = rotated.view(tokens, rotated_heads, head_dim)
+        _store(pages.keys, slots, rotated[:, num_heads:])
+        _store(pages.values, slots, qkv[:, rotated_heads:])
+        return rotated[:, :num_heads]
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def paged_attention(self, batch: StepBatch, dtype: torch.dtype) -> PagedAttention:
+        return _TorchAttention(batch, dtype)
+
+
+def _store(pages: Tensor, slots: Tensor, x: Tensor) -> None:
+    """Write `x` [tokens, kv_heads, head_dim] to its slots, finite."""
+    finite = torch.nan_to_num(x, nan=0.0, posinf=LARGEST_STORED, neginf=-LARGEST_STORED)
+    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, finite)
+
+
+@dataclass(frozen=True)
+class _DecodeGroup:
+    """Rows of one token each whose contexts are of similar length."""
+
+    tokens: Tensor  # [rows]
+    block_ids: Tensor  # [rows * blocks]
+    # Added to the scores: 0 within a row's context, -inf behind it.
+    bias: Tensor  # [rows, 1, 1, blocks * block_size]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One row that computes several tokens."""
+
+    tokens: slice
+    context_len: int
+    block_ids: Tensor  # [blocks]
+    # Added to the scores; None where the chunk is the whole context so far, which
+    # `scaled_dot_product_attention` masks by itself.
+    bias: Tensor | None  # [tokens, context_len]
+
+
+class _TorchAttention:
+    """Attention of one step: decode rows in groups, prefill chunks row by row.
+
+    A group gathers the blocks of its rows into one padded tensor. A row shares a group only with
+    rows at least half as long, so less than half of what is gathered is padding, and there are at
+    most log2(blocks of the longest row) + 1 groups.
+    """
+
+    def __init__(self, batch: StepBatch, dtype: torch.dtype) -> None:
+        self._chunks: list[_Chunk] = []
+        decode_rows: list[int] = []
+        starts = batch.query_starts
+        for row in range(len(batch.context_lens)):
+            if starts[row + 1] - starts[row] == 1:
+                decode_rows.append(row)
+            else:
+                self._chunks.append(_chunk(batch, row, dtype))
+        groups = _similar_lengths(batch, decode_rows)
+        self._groups = [_decode_group(batch, rows, dtype) for rows in groups]
+        self._is_one_group = len(self._groups) == 1 and not self._chunks
+
+    def __call__(self, query: Tensor, pages: Pages) -> Tensor:
+        if self._is_one_group:
+            return _attend_group(self._groups[0], query, pages)
+        out = torch.empty_like(query)
+        for group in self._groups:
+            out[group.tokens] = _attend_group(group, query[group.tokens], pages)
+        for chunk in self._chunks:
+            out[chunk.tokens] = _attend_chunk(chunk, query[chunk.tokens], pages)
+        return out
+
+
+def _blocks_of(batch: StepBatch, row: int) -> int:
+    return -(-batch.context_lens[row] // batch.block_size)
+
+
+def _similar_lengths(batch: StepBatch, rows: list[int]) -> list[list[int]]:
+    """Split rows into groups whose shortest is at least half as long, in blocks, as the longest.
+
+    Within a group rows stay in order, so that one group of all rows is the batch as it is.
+    """
+    groups: list[list[int]] = []
+    shortest = 0
+    for row in sorted(rows, key=lambda row: -batch.context_lens[row]):
+        blocks = _blocks_of(batch, row)
+        if not groups or blocks < shortest:
+            groups.append([])
+            shortest = (blocks + 1) // 2
+        groups[-1].append(row)
+    return [sorted(group) for group in groups]
+
+
+def _decode_group(batch: StepBatch, rows: list[int], dtype: torch.dtype) -> _DecodeGroup:
+    device = batch.block_tables.device
+    num_blocks = max(_blocks_of(batch, row) for row in rows)
+    row_ids, tokens, context_lens = torch.tensor(
+        [rows, [batch.query_starts[row] for row in rows], [batch.context_lens[row] for row in rows]]
+    ).to(device)
+    positions = torch.arange(num_blocks * batch.block_size, device=device)
+    bias = torch.zeros(len(rows), positions.shape[0], dtype=dtype, device=device)
+    bias.masked_fill_(positions >= context_lens[:, None], float("-inf"))
+    return _DecodeGroup(
+        tokens=tokens,
+        block_ids=batch.block_tables[:, :num_blocks].index_select(0, row_ids).flatten(),
+        bias=bias[:, None, None],
+    )
+
+
+def _chunk(batch: StepBatch, row: int, dtype: torch.dtype) -> _Chunk:
+    start, end = batch.query_starts[row : row + 2]
+    context_len = batch.context_lens[row]
+    bias = None
+    if end - start != context_len:
+        bias = torch.full(
+            (end - start, context_len),
+            float("-inf"),
+            dtype=dtype,
+            device=batch.block_tables.device,
+        ).triu_(diagonal=context_len - (end - start) + 1)
+    return _Chunk(
+        tokens=slice(start, end),
+        context_len=context_len,
+        block_ids=batch.block_tables[row, : _blocks_of(batch, row)],
+        bias=bias,
+    )
+
+
+def _gather(pages: Tensor, block_ids: Tensor) -> Tensor:
+    """Copy whole blocks, [blocks * block_size, kv_heads, head_dim]."""
+    blocks = pages.view(pages.shape[0], -1).index_select(0, block_ids)
+    return blocks.view(-1, *pages.shape[2:])
+
+
+def _attend_group(group: _DecodeGroup, query: Tensor, pages: Pages) -> Tensor:
+    rows, num_heads, head_dim = query.shape
+    num_kv_heads = pages.keys.shape[2]
+    # The heads that share a KV head take the place of its queries: K and V are read once for all.
+    grouped = query.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    keys = _gather(pages.keys, group.block_ids).view(rows, -1, num_kv_heads, head_dim)
+    values = _gather(pages.values, group.block_ids).view(rows, -1, num_kv_heads, head_dim)
+    out = F.scaled_dot_product_attention(
+        grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.bias
+    )
+    return out.reshape(rows, num_heads, head_dim)
+
+
+def _attend_chunk(chunk: _Chunk, query: Tensor, pages: Pages) -> Tensor:
+    keys = _gather(pages.keys, chunk.block_ids)[: chunk.context_len]
+    values = _gather(pages.values, chunk.block_ids)[: chunk.context_len]
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],  # [1, heads, tokens, dim]
+        keys.transpose(0, 1)[None],  # [1, kv_heads, context, dim]
+        values.transpose(0, 1)[None],
+        attn_mask=chunk.bias,
+        is_causal=chunk.bias is None,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)

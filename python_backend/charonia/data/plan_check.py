@@ -1,0 +1,197 @@
+"""Checks a plan before it may touch a tensor.
+
+A plan is trusted with memory: a row, block or token id out of range would read or write
+elsewhere. Owns every rule that a plan must keep; asks only the rows' host-side state. Must not
+change anything: a refused plan leaves the engine as it was.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from charonia.data.step_tensors import RowState
+from charonia.errors import PlanRefusedError
+from charonia.protocol import (
+    MAX_LOGPROBS,
+    UINT64_MAX,
+    EngineInfo,
+    NewRow,
+    RowSampling,
+    RowStep,
+    StepPlan,
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where an engine stands: the last plan begun, and whether its step failed."""
+
+    epoch: int
+    step_id: int
+    needs_reset: bool
+
+
+@dataclass
+class _Row:
+    """What a row will be when the plan's leaves and joins are through."""
+
+    num_tokens: int
+    num_computed: int
+    block_ids: Collection[int]
+
+
+def check_plan(
+    plan: StepPlan, progress: Progress, rows: Sequence[RowState | None], info: EngineInfo
+) -> None:
+    """Check that `plan` is the next one and that all in it is in range.
+
+    Raises:
+        PlanRefusedError: it is not; the text names the value and what is accepted.
+    """
+    _check_sequence(plan, progress)
+    occupied = {row: state for row, state in enumerate(rows) if state and not plan.reset}
+    _check_distinct("leaves", plan.leaves)
+    for row in plan.leaves:
+        _require(row in occupied, f"row {row} cannot leave: it is free")
+    after: dict[int, RowState | _Row] = dict(occupied)
+    for row in plan.leaves:
+        del after[row]
+    _check_distinct("joins", [new.row for new in plan.joins])
+    for new in plan.joins:
+        _check_in(f"row {new.row} that joins", new.row, 0, info.max_num_seqs - 1)
+        _require(new.row not in after, f"row {new.row} cannot join: it is occupied")
+        _check_join(new, info)
+        after[new.row] = _Row(len(new.token_ids), new.num_computed, new.block_ids)
+    _check_distinct("rows", [step.row for step in plan.rows])
+    for step in plan.rows:
+        _require(step.row in after, f"row {step.row} cannot compute: it is free")
+        _check_step(step, after[step.row], info)
+    total = sum(step.num_tokens for step in plan.rows)
+    _require(
+        total <= info.max_num_batched_tokens,
+        f"{total} tokens are over max_num_batched_tokens ({info.max_num_batched_tokens})",
+    )
+
+
+def _check_sequence(plan: StepPlan, progress: Progress) -> None:
+    if plan.reset:
+        _require(plan.step_id == 0, f"step_id {plan.step_id} with reset; accepted is 0")
+        _check_in("epoch of a reset", plan.epoch, progress.epoch + 1, UINT64_MAX)
+        return
+    _require(
+        not progress.needs_reset,
+        f"plan ({plan.epoch}, {plan.step_id}) without reset; the engine needs one, of an epoch"
+        f" above {progress.epoch}",
+    )
+    expected = (progress.epoch, progress.step_id + 1)
+    _require(
+        (plan.epoch, plan.step_id) == expected,
+        f"plan ({plan.epoch}, {plan.step_id}) is out of sequence; accepted is {expected}",
+    )
+
+
+def _check_join(new: NewRow, info: EngineInfo) -> None:
+    what = f"row {new.row}"
+    # A row at max_model_len could never compute its last token: there is no room for the next.
+    num_tokens = len(new.token_ids)
+    _check_in(f"{what}: number of token_ids", num_tokens, 1, info.max_model_len - 1)
+    _check_ids(f"{what}: token id", new.token_ids, info.vocab_size)
+    _check_in(f"{what}: num_prompt", new.num_prompt, 1, num_tokens)
+    _check_in(f"{what}: num_computed", new.num_computed, 0, num_tokens - 1)
+    _check_blocks(what, new.block_ids, (), info)
+    _require(
+        len(new.block_ids) * info.kv.block_size >= new.num_computed,
+        f"{what}: {len(new.block_ids)} blocks do not hold {new.num_computed} computed tokens",
+    )
+    _check_sampling(what, new.sampling, info.vocab_size)
+
+
+def _check_step(step: RowStep, row: RowState | _Row, info: EngineInfo) -> None:
+    what = f"row {step.row}"
+    pending = row.num_tokens - row.num_computed
+    _check_in(f"{what}: num_tokens", step.num_tokens, 1, pending)
+    _require(
+        step.num_tokens < pending or row.num_tokens < info.max_model_len,
+        f"{what}: its {row.num_tokens} tokens leave no room for another within max_model_len"
+        f" ({info.max_model_len})",
+    )
+    _check_blocks(what, step.new_block_ids, row.block_ids, info)
+    num_blocks = len(row.block_ids) + len(step.new_block_ids)
+    end = row.num_computed + step.num_tokens
+    _require(
+        num_blocks * info.kv.block_size >= end,
+        f"{what}: {num_blocks} blocks do not hold {end} tokens",
+    )
+
+
+def _check_blocks(
+    what: str, block_ids: Sequence[int], known: Collection[int], info: EngineInfo
+) -> None:
+    if not block_ids:
+        return
+    for block_id in block_ids:
+        _check_in(f"{what}: block id", block_id, 1, info.num_blocks - 1)
+        _require(block_id not in known, f"{what}: block {block_id} is in its table already")
+    _check_distinct(f"{what}: block_ids", block_ids)
+    max_blocks = -(-info.max_model_len // info.kv.block_size)
+    num_blocks = len(block_ids) + len(known)
+    _check_in(f"{what}: number of blocks", num_blocks, 1, max_blocks)
+
+
+def _check_sampling(what: str, sampling: RowSampling, vocab_size: int) -> None:
+    _check_in(f"{what}: seed", sampling.seed, 0, UINT64_MAX)
+    _check_in(f"{what}: temperature", sampling.temperature, 0.0, math.inf)
+    _require(0.0 < sampling.top_p <= 1.0, f"{what}: top_p {sampling.top_p}; accepted is (0, 1]")
+    _check_in(f"{what}: min_p", sampling.min_p, 0.0, 1.0)
+    _require(
+        0.0 < sampling.repetition_penalty < math.inf,
+        f"{what}: repetition_penalty {sampling.repetition_penalty}; accepted is above 0",
+    )
+    finite = {
+        "temperature": sampling.temperature,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+    } | {f"logit_bias of {token_id}": bias for token_id, bias in sampling.logit_bias.items()}
+    for name, value in finite.items():
+        _require(math.isfinite(value), f"{what}: {name} is {value}; accepted are finite numbers")
+    _require(sampling.top_k >= 0, f"{what}: top_k {sampling.top_k}; accepted is at least 0")
+    _require(
+        sampling.min_tokens >= 0,
+        f"{what}: min_tokens {sampling.min_tokens}; accepted is at least 0",
+    )
+    _check_in(f"{what}: num_logprobs", sampling.num_logprobs, -1, MAX_LOGPROBS)
+    _check_in(f"{what}: num_prompt_logprobs", sampling.num_prompt_logprobs, -1, MAX_LOGPROBS)
+    _check_ids(f"{what}: token id of logit_bias", sampling.logit_bias, vocab_size)
+    _check_ids(f"{what}: token id of stop_ids", sampling.stop_ids, vocab_size)
+    for word in sampling.bad_words_ids:
+        _require(bool(word), f"{what}: an empty sequence in bad_words_ids")
+        _check_ids(f"{what}: token id of bad_words_ids", word, vocab_size)
+
+
+def _check_ids(what: str, ids: Collection[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        _check_in(what, wrong, 0, vocab_size - 1)
+
+
+def _check_distinct(what: str, ids: Sequence[int]) -> None:
+    _require(len(set(ids)) == len(ids), f"{what} name {_repeated(ids)} more than once")
+
+
+def _repeated(ids: Iterable[int]) -> int | None:
+    seen: set[int] = set()
+    for value in ids:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
+
+
+def _check_in(what: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise PlanRefusedError(f"{what} is {value}; accepted is {low} to {high}")
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise PlanRefusedError(message)

@@ -1,0 +1,26 @@
+"""What all tests share: checkpoints, made once per session."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`support.checkpoints.make_checkpoint` without the directory; equal calls share one."""
+    made: dict[str, Path] = {}
+
+    def make(architecture: str = "LlamaForCausalLM", **settings: Any) -> Path:
+        # Here, so that tests that need no checkpoint do not wait for transformers.
+        from support.checkpoints import make_checkpoint
+
+        key = repr((architecture, sorted(settings.items())))
+        if key not in made:
+            made[key] = make_checkpoint(
+                tmp_path_factory.mktemp(architecture), architecture, **settings
+            )
+        return made[key]
+
+    return make
