@@ -1,0 +1,185 @@
+"""A checkpoint's tokenizer: text to token ids, and single tokens back.
+
+Owns reading the tokenizer's files of a checkpoint in Hugging Face format. Must not know requests;
+text that arrives token by token is the detokenizer's.
+
+What counts is tokenizer.json. As in transformers, the other files only make tokens special or add
+some: those in `added_tokens_decoder` (tokenizer_config.json) and the named ones, such as
+`eos_token` (also special_tokens_map.json, where there is no `added_tokens_decoder`). What goes
+around a prompt is tokenizer.json's template alone; `add_bos_token` is ignored there too. Unlike
+there, a named token without an entry in the vocabulary is left out: no model could have an
+embedding for it.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from charonia.errors import CheckpointError, InvalidRequestError
+from charonia.text.decoding import Decoding, decoding_of
+
+_TOKENIZER_FILE = "tokenizer.json"
+_CONFIG_FILE = "tokenizer_config.json"
+_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+_NAMED_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+_LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+class Tokenizer:
+    """Text to ids and back.
+
+    Args:
+        backend: a tokenizer of the `tokenizers` library; it must not be changed afterwards.
+
+    Attributes:
+        vocab_size: tokens, with the added ones. A model's own vocabulary can be padded beyond it.
+        special_ids: of tokens that `skip_special_tokens` leaves out.
+        decoding: for detokenizers.
+
+    Raises:
+        CheckpointError: the decoder is none that can be streamed; the text names its stages.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        # Both would be obeyed in `encode`; how long a prompt may be is not the tokenizer's to say.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self.decoding: Decoding = decoding_of(backend)
+
+    @classmethod
+    def from_dir(cls, path: Path) -> "Tokenizer":
+        """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json of a checkpoint.
+
+        Raises:
+            CheckpointError: there is no tokenizer.json, or a file is not what it should be.
+        """
+        data = _read(path / _TOKENIZER_FILE)
+        if data is None:
+            raise CheckpointError(f"the checkpoint has no {_TOKENIZER_FILE}")
+        try:
+            backend = tokenizers.Tokenizer.from_buffer(data)
+        except Exception as error:  # the library has no type of its own
+            raise CheckpointError(f"{_TOKENIZER_FILE} cannot be read: {error}") from None
+        config = _read_object(path / _CONFIG_FILE)
+        if "added_tokens_decoder" not in config:
+            config |= _read_object(path / _SPECIAL_TOKENS_FILE)
+        _add_tokens(backend, config)
+        return cls(backend)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text.
+
+        Args:
+            add_special_tokens: also put what the tokenizer's template says around it, e.g. a BOS.
+
+        Raises:
+            InvalidRequestError: the text has unpaired surrogates, so it is not valid Unicode.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:
+            raise InvalidRequestError(
+                f"text must be valid Unicode, but {text[:80]!r} has unpaired surrogates"
+            ) from None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of all `ids`; ids without a token are left out."""
+        stream = self.decoding.stream(skip_special_tokens)
+        return stream.add(ids) + stream.finish()
+
+    def token_text(self, token_id: int) -> str:
+        """Return one token decoded alone, U+FFFD where it is no whole character.
+
+        A special token is shown by its content, an id without a token as "".
+        """
+        if token_id in self.special_ids:
+            return self._backend.id_to_token(token_id) or ""
+        return self.decode([token_id])
+
+    def encode_bad_word(self, word: str) -> list[list[int]]:
+        """Return the id sequences that spell a word which must not be generated.
+
+        As in vLLM these are the word at the beginning of a text and the word after a space. vLLM
+        drops the second where its number of tokens differs, and so lets words through that are
+        one token in mid-text and several at the beginning; here it goes only where it ends with
+        the first one, which then bans it already. A word of white space alone is taken as it is.
+
+        Raises:
+            InvalidRequestError: nothing is left of the word, or it is not valid Unicode.
+        """
+        bare = word.lstrip()
+        ids = self.encode(bare or word, add_special_tokens=False)
+        if not ids:
+            raise InvalidRequestError(f"bad_words must have tokens, but {word!r} has none")
+        if not bare:
+            return [ids]
+        after_space = self.encode(f" {bare}", add_special_tokens=False)
+        return [ids] if after_space[-len(ids) :] == ids else [ids, after_space]
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    data = _read(path)
+    try:
+        value = {} if data is None else json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} must be a JSON object, but is {str(value)[:80]}")
+    return value
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    entries = config.get("added_tokens_decoder", {})
+    if not isinstance(entries, dict) or not all(id_.isdecimal() for id_ in entries):
+        raise CheckpointError(f"{_CONFIG_FILE}: added_tokens_decoder must map token ids to tokens")
+    for id_, entry in sorted((int(id_), entry) for id_, entry in entries.items()):
+        token = _added_token(entry, is_special=False)
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != id_:
+            raise CheckpointError(
+                f"{_CONFIG_FILE}: token {token.content!r} has id {id_}, but "
+                f"{backend.token_to_id(token.content)} in {_TOKENIZER_FILE}"
+            )
+    named = [config[name] for name in _NAMED_TOKENS if config.get(name) is not None]
+    for name in _LISTED_TOKENS:
+        listed = config.get(name) or ()
+        named += listed.values() if isinstance(listed, dict) else listed
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for entry in named:
+        token = _added_token(entry, is_special=True)
+        if token.content not in known and backend.token_to_id(token.content) is not None:
+            backend.add_special_tokens([token])
+
+
+def _added_token(entry: object, *, is_special: bool) -> AddedToken:
+    """Read a token of a configuration: its content, or an object with that and flags."""
+    if isinstance(entry, str):
+        return AddedToken(entry, special=is_special)
+    if isinstance(entry, dict) and isinstance(entry.get("content"), str):
+        flags = {name: bool(entry[name]) for name in _TOKEN_FLAGS if name in entry}
+        is_special = is_special or bool(entry.get("special", False))
+        return AddedToken(entry["content"], special=is_special, **flags)
+    raise CheckpointError(
+        f"{_CONFIG_FILE} or {_SPECIAL_TOKENS_FILE}: a token must be a string or an object with "
+        f"content, but is {str(entry)[:80]}"
+    )

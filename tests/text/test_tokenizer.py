@@ -1,0 +1,182 @@
+"""Reading a checkpoint's tokenizer, encoding, single tokens and bad words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from charonia.errors import CheckpointError, InvalidRequestError
+from charonia.text.tokenizer import Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+WORDS = ["<s>", "</s>", "hello", "world", "<tool>", "<pad>"]
+
+
+def save(directory: Path, **files: object) -> Path:
+    """Write a checkpoint's tokenizer of words, and other files by their names."""
+    vocab = {word: i for i, word in enumerate(WORDS)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.enable_truncation(3)
+    backend.enable_padding(length=7, pad_id=5, pad_token="<pad>")
+    backend.save(str(directory / "tokenizer.json"))
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (directory / f"{name}.json").write_text(text, encoding="utf-8")
+    return directory
+
+
+def test_a_prompt_is_neither_truncated_nor_padded(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(save(tmp_path))
+    assert tokenizer.encode("hello world hello world") == [2, 3, 2, 3]
+    assert tokenizer.encode("hello") == [2]
+    assert tokenizer.vocab_size == len(WORDS)
+    assert tokenizer.special_ids == frozenset()
+
+
+def test_named_special_tokens_of_the_configuration_are_special(tmp_path: Path) -> None:
+    config = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False, "normalized": False},
+        "unk_token": None,
+        "additional_special_tokens": ["<tool>"],
+        "extra_special_tokens": {"image_token": "<no such token>"},
+    }
+    tokenizer = Tokenizer.from_dir(save(tmp_path, tokenizer_config=config))
+    assert tokenizer.special_ids == {0, 1, 4}
+    assert tokenizer.vocab_size == len(WORDS)
+    assert tokenizer.decode([0, 2, 4, 3, 1]) == "hello world"
+    assert tokenizer.decode([2, 1], skip_special_tokens=False) == "hello </s>"
+
+
+def test_the_special_tokens_map_counts_where_the_configuration_lists_no_tokens(
+    tmp_path: Path,
+) -> None:
+    directory = save(tmp_path, special_tokens_map={"eos_token": "</s>"})
+    assert Tokenizer.from_dir(directory).special_ids == {1}
+    save(tmp_path, tokenizer_config={"added_tokens_decoder": {}})
+    assert Tokenizer.from_dir(directory).special_ids == frozenset()
+
+
+def test_tokens_listed_by_id_are_added(tmp_path: Path) -> None:
+    entries = {
+        "6": {"content": "<more>", "special": True},
+        "4": {"content": "<tool>", "special": False, "lstrip": True},
+    }
+    # A token that is listed as an ordinary one stays so, even if it is also named.
+    config = {"added_tokens_decoder": entries, "additional_special_tokens": ["<tool>"]}
+    tokenizer = Tokenizer.from_dir(save(tmp_path, tokenizer_config=config))
+    assert tokenizer.special_ids == {6}
+    assert tokenizer.encode("hello<more>world <tool>") == [2, 6, 3, 4]
+    assert tokenizer.vocab_size == 7
+
+
+def test_the_template_goes_around_a_prompt_unless_it_is_not_wanted(tmp_path: Path) -> None:
+    directory = save(tmp_path, tokenizer_config={"add_bos_token": False})
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.save(str(directory / "tokenizer.json"))
+    tokenizer = Tokenizer.from_dir(directory)
+    assert tokenizer.encode("hello") == [0, 2, 1]
+    assert tokenizer.encode("hello", add_special_tokens=False) == [2]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer": "{}"}, "tokenizer.json cannot be read: .*Model missing"),
+        ({"tokenizer_config": "{"}, "tokenizer_config.json is not JSON"),
+        ({"tokenizer_config": []}, r"tokenizer_config.json must be a JSON object, but is \[\]"),
+        ({"special_tokens_map": "1"}, "special_tokens_map.json must be a JSON object, but is 1"),
+        ({"tokenizer_config": {"bos_token": 7}}, "a token must be a string or .* but is 7"),
+        (
+            {"tokenizer_config": {"additional_special_tokens": [{"text": "x"}]}},
+            "a token must be a string or an object with content, but is",
+        ),
+        ({"tokenizer_config": {"added_tokens_decoder": []}}, "must map token ids to tokens"),
+        ({"tokenizer_config": {"added_tokens_decoder": {"x": "y"}}}, "must map token ids"),
+        (
+            {"tokenizer_config": {"added_tokens_decoder": {"9": "<more>"}}},
+            "token '<more>' has id 9, but 6 in tokenizer.json",
+        ),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_refused_without_a_path(
+    tmp_path: Path, files: dict[str, Any], message: str
+) -> None:
+    directory = save(tmp_path, **files)
+    with pytest.raises(CheckpointError, match=message) as error:
+        Tokenizer.from_dir(directory)
+    assert str(tmp_path) not in str(error.value)
+
+
+def test_a_missing_or_unreadable_tokenizer_is_refused_without_a_path(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"^the checkpoint has no tokenizer.json$"):
+        Tokenizer.from_dir(tmp_path)
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"^tokenizer.json cannot be read: Is a directory$"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_text_that_is_not_unicode_is_an_error_of_the_request(
+    byte_level_backend: tokenizers.Tokenizer,
+) -> None:
+    tokenizer = Tokenizer(byte_level_backend)
+    with pytest.raises(InvalidRequestError, match=r"'a\\ud800' has unpaired surrogates"):
+        tokenizer.encode("a\ud800")
+
+
+@given(text=st.text(max_size=20).filter(lambda text: "ÿ" not in text and "<" not in text))
+def test_a_byte_level_tokenizer_gives_back_any_text(
+    byte_level_backend: tokenizers.Tokenizer, text: str
+) -> None:
+    tokenizer = Tokenizer(byte_level_backend)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_token_alone_is_shown_with_what_is_missing_replaced(
+    byte_level_backend: tokenizers.Tokenizer, byte_level_ids: dict[int, int]
+) -> None:
+    tokenizer = Tokenizer(byte_level_backend)
+    assert tokenizer.token_text(byte_level_ids[0xE6]) == "\ufffd"
+    assert tokenizer.token_text(byte_level_ids[0x20]) == " "
+    assert tokenizer.token_text(byte_level_backend.token_to_id("日本 é")) == "日本 é"
+    assert tokenizer.token_text(tokenizer.vocab_size) == ""
+
+
+def test_a_special_token_is_shown_by_its_content(
+    byte_level_backend: tokenizers.Tokenizer, llama2_backend: tokenizers.Tokenizer
+) -> None:
+    # "ÿ" would decode to an invalid byte, and "▁" to a space.
+    for backend, token in ((byte_level_backend, "ÿ"), (llama2_backend, "<|▁extra|>")):
+        assert Tokenizer(backend).token_text(backend.token_to_id(token)) == token
+
+
+def test_a_bad_word_is_spelled_with_and_without_a_space_before(
+    byte_level_backend: tokenizers.Tokenizer,
+) -> None:
+    tokenizer = Tokenizer(byte_level_backend)
+    for word in ("quick", " quick"):
+        sequences = tokenizer.encode_bad_word(word)
+        assert [tokenizer.decode(ids) for ids in sequences] == ["quick", " quick"]
+    # One token in mid-text, several at the beginning: no less banned for that.
+    assert len(sequences[1]) < len(sequences[0])
+
+
+def test_a_bad_word_after_a_space_is_left_out_where_the_word_alone_bans_it_already() -> None:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={" ": 0, "a": 1, "b": 2}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode_bad_word("ab") == [[1, 2]]
+    assert tokenizer.encode_bad_word("  ") == [[0, 0]]
+
+
+def test_a_bad_word_without_tokens_is_an_error_of_the_request(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_dir(save(tmp_path))
+    with pytest.raises(InvalidRequestError, match="bad_words must have tokens, but '  ' has none"):
+        tokenizer.encode_bad_word("  ")
