@@ -184,24 +184,21 @@ def count_kept(
         relative: [n, width] float64, (logit - highest logit) / temperature of the most likely
             `width` tokens, best first.
         cut: the parameters of the n lines.
-        total: [n] float64 mass of the whole vocabulary in units of the best token's, for lines
-            without min-p and top-k; None for lines with either.
+        total: [n] float64 mass of the whole vocabulary in units of the best token's; None where
+            top-k ends every line within the list.
 
     Returns:
         the count [n] int64, 1 .. width, and whether it is final [n] bool: else the answer lies
-        beyond the `width` tokens.
+        beyond the list.
     """
     width = relative.shape[1]
     eligible = (relative >= cut.min_p.log().unsqueeze(1)).sum(-1)
     count = torch.minimum(eligible, cut.top_k).clamp_(1, width)
-    is_final = (eligible < width) | (cut.top_k <= width) | (width >= vocab_size)
+    is_known = (eligible < width) | (cut.top_k <= width) | (width >= vocab_size)
     masses = (relative.exp() * _MASS_UNIT).round_().long().cumsum(-1)
-    if total is None:
-        target = masses.gather(1, count.unsqueeze(1) - 1).squeeze(1) * cut.top_p
-    else:
-        target = total * _MASS_UNIT * cut.top_p
-    nucleus = (masses < target.unsqueeze(1)).sum(-1) + 1
+    whole = masses.gather(1, count.unsqueeze(1) - 1).squeeze(1).double()
     if total is not None:
-        is_final |= nucleus <= width
-    is_cut = cut.top_p < 1
-    return torch.where(is_cut, torch.minimum(count, nucleus), count), is_final
+        whole = torch.where(is_known, whole, total * _MASS_UNIT)
+    nucleus = (masses < (whole * cut.top_p).unsqueeze(1)).sum(-1) + 1
+    count = torch.where(cut.top_p < 1, torch.minimum(count, nucleus), count)
+    return count, is_known | ((cut.min_p == 0) & (nucleus <= width))

@@ -11,7 +11,7 @@ more of the vocabulary. The last level sees all of it. What a line draws depends
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -22,14 +22,16 @@ from charonia.data.sampling.ranking import (
     best_token,
     block_max,
     gather_blocks,
+    mass,
+    smallest_beginning,
     top_tokens,
-    total_mass,
+    weight_sum,
 )
 from charonia.protocol import RowSampling
 
 NUM_LEVELS = 3
 _NUM_BLOCKS = (64, 512)  # of free lines, at the levels before the last; and twice as many tokens
-_WIDTHS = (64, 1024)  # of truncated lines, likewise
+_LISTS = (64, 256)  # tokens in a ranked list
 _MIN_TEMPERATURE = 1e-5  # vLLM's: below, a row is greedy
 _SLACK = 1e-3  # far above any rounding error of a bound
 
@@ -78,27 +80,32 @@ class Method:
     """How a line is drawn; lines of one method are drawn together.
 
     Attributes:
-        kind: "greedy", "free" (nothing or only min-p truncates) or "truncated".
-        size: blocks (free) or tokens (truncated) to look at.
-        needs_total: top-p alone truncates, so the mass of the whole vocabulary counts.
+        kind: "greedy"; "free" (nothing or only min-p truncates); "listed" (the tokens that may be
+            drawn are expected in a short ranked list); "cut" (they are too many for that).
+        size: blocks to look at (free, cut), or tokens in the list.
+        has_top_k, has_top_p: what truncates (listed, cut).
     """
 
-    kind: str
+    kind: Literal["greedy", "free", "listed", "cut"]
     size: int = 0
-    needs_total: bool = False
+    has_top_k: bool = False
+    has_top_p: bool = False
 
     @classmethod
     def of(cls, sampling: RowSampling, vocab_size: int, level: int) -> Self:
         """The method for a row at a level, 0 .. NUM_LEVELS - 1."""
         has_top_k = 0 < sampling.top_k < vocab_size
+        has_top_p = sampling.top_p < 1
+        num_blocks = (*_NUM_BLOCKS, vocab_size)[level]
         if sampling.temperature < _MIN_TEMPERATURE or (has_top_k and sampling.top_k == 1):
             return cls("greedy")
-        if not has_top_k and sampling.top_p >= 1:
-            return cls("free", (*_NUM_BLOCKS, vocab_size)[level])
-        needed = sampling.top_k if has_top_k else 0
-        widths = [w for w in (*_WIDTHS, vocab_size)[level:] if needed <= w < vocab_size]
-        needs_total = not has_top_k and sampling.min_p == 0
-        return cls("truncated", min(widths, default=vocab_size), needs_total)
+        if not (has_top_k or has_top_p):
+            return cls("free", num_blocks)
+        needed = sampling.top_k if has_top_k else 1
+        lists = [width for width in _LISTS if needed <= width]
+        if level > 0 or not lists:
+            return cls("cut", num_blocks, has_top_k, has_top_p)
+        return cls("listed", min(lists[0], vocab_size), has_top_k, has_top_p)
 
 
 def draw(logits: Tensor, lines: Lines | None, method: Method) -> tuple[Tensor, Tensor]:
@@ -117,7 +124,9 @@ def draw(logits: Tensor, lines: Lines | None, method: Method) -> tuple[Tensor, T
         return ids.clamp_(max=logits.shape[1] - 1), value.isfinite()
     if method.kind == "free":
         return _draw_free(logits, lines, method.size)
-    return _draw_truncated(logits, lines, method.size, method.needs_total)
+    if method.kind == "listed":
+        return _draw_listed(logits, lines, method)
+    return _draw_cut(logits, lines, method)
 
 
 def _draw_free(logits: Tensor, lines: Lines, num_blocks: int) -> tuple[Tensor, Tensor]:
@@ -158,20 +167,39 @@ def _highest(bounds: Tensor, count: int, *others: Tensor) -> tuple[tuple[Tensor,
     return (places, *(o.gather(1, places) for o in others)), first.values[:, count] + _SLACK
 
 
-def _draw_truncated(
-    logits: Tensor, lines: Lines, width: int, needs_total: bool
-) -> tuple[Tensor, Tensor]:
-    """Draw among the most likely tokens; settled once the last one that may be drawn is known."""
+def _draw_listed(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, Tensor]:
+    """Draw from a ranked list; settled once the last token that may be drawn is in it."""
     temperature = lines.cut.temperature
-    values, ids = top_tokens(logits, width)
+    values, ids = top_tokens(logits, method.size)
     relative = (values.double() - values[:, :1]) / temperature.unsqueeze(1)
-    total = total_mass(logits, temperature) if needs_total else None
+    total = None if method.has_top_k else weight_sum(mass(logits, temperature))
     count, is_settled = count_kept(relative, lines.cut, logits.shape[1], total)
     scores = relative + gumbel(lines.seeds, lines.positions, ids)
-    places = torch.arange(width, device=logits.device)
+    places = torch.arange(method.size, device=logits.device)
     scores.masked_fill_(places >= count.unsqueeze(1), -torch.inf)
     token_ids, _ = _argmax(scores, ids, logits.shape[1])
-    return token_ids, is_settled & block_max(logits).amax(-1).isfinite()
+    return token_ids, is_settled & _is_sound(logits)
+
+
+def _draw_cut(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, Tensor]:
+    """Mask what top-k and top-p leave out, wherever that begins, and draw freely."""
+    temperature = lines.cut.temperature
+    masses = mass(logits, temperature)
+    kept = masses >= lines.cut.min_p.float().unsqueeze(1)
+    if method.has_top_k:
+        target = torch.minimum(lines.cut.top_k, kept.sum(-1)).double()
+        kept = smallest_beginning(logits, kept.float(), target)
+    if method.has_top_p:
+        masses.mul_(kept)
+        target = weight_sum(masses) * lines.cut.top_p
+        kept &= smallest_beginning(logits, masses, target)
+    token_ids, is_settled = _draw_free(logits.masked_fill(~kept, -torch.inf), lines, method.size)
+    return token_ids, is_settled & _is_sound(logits)
+
+
+def _is_sound(logits: Tensor) -> Tensor:
+    """[n] bool: neither NaN nor +inf, and not all -inf."""
+    return block_max(logits).amax(-1).isfinite()
 
 
 def _argmax(scores: Tensor, ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -68,19 +68,46 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         logits and token ids, [n, count] each, best first.
     """
     num_blocks = -(-logits.shape[1] // BLOCK_SIZE)
-    if count * 2 <= num_blocks:
-        highest = _order_keys(block_max(logits), torch.arange(num_blocks, device=logits.device))
-        candidates = _order_keys(*gather_blocks(logits, _keys_to_ids(highest.topk(count).values)))
-    else:
-        candidates = _order_keys(logits, torch.arange(logits.shape[1], device=logits.device))
-    if count * 4 < candidates.shape[1]:
-        keys = candidates.topk(count).values
-    else:
-        keys = candidates.sort(dim=-1, descending=True).values[:, :count]
-    ids = _keys_to_ids(keys)
+    if count * 2 > num_blocks:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values[:, :count], ids[:, :count]
+    highest = _order_keys(block_max(logits), torch.arange(num_blocks, device=logits.device))
+    blocks = _keys_to_ids(highest.topk(count).values)
+    ids = _keys_to_ids(_order_keys(*gather_blocks(logits, blocks)).topk(count).values)
     # An id past the vocabulary's end has logit -inf and comes after all others.
     ids.clamp_(max=logits.shape[1] - 1)
     return logits.gather(1, ids), ids
+
+
+def smallest_beginning(logits: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """The fewest tokens in order whose weights add up to a target, without sorting.
+
+    Halves the range of a float's bits 32 times, so that it ends at one logit: 1.2 ms per line of
+    49152 on one core, where a sort takes 3.7 ms.
+
+    Args:
+        logits: [n, vocab] float32.
+        weights: [n, vocab] float32, >= 0, equal for equal logits.
+        target: [n] float64, > 0 and at most the sum of the weights (above it: all tokens).
+
+    Returns:
+        [n, vocab] bool.
+    """
+    reached = torch.empty_like(logits)
+    low = _order_bits(torch.full_like(logits[:, :1], -torch.inf)).long()
+    high = _order_bits(torch.full_like(logits[:, :1], torch.inf)).long()
+    for _ in range(32):  # the answer is in low .. high
+        middle = (low + high + 1) >> 1
+        torch.ge(logits, _bits_to_float(middle), out=reached)
+        enough = (weight_sum(reached.mul_(weights)) >= target).unsqueeze(1)
+        low = torch.where(enough, middle, low)
+        high = torch.where(enough, high, middle - 1)
+    last = _bits_to_float(low)  # [n, 1] logit of the last token
+    above = logits > last
+    tied = logits == last
+    missing = target - weight_sum(weights * above)
+    num_tied = missing / (weights * tied).amax(-1)
+    return above | (tied & (tied.cumsum(-1) < num_tied.unsqueeze(1) + 1))
 
 
 def token_rank(logits: Tensor, token_ids: Tensor) -> Tensor:
@@ -88,27 +115,30 @@ def token_rank(logits: Tensor, token_ids: Tensor) -> Tensor:
     value = logits.gather(1, token_ids.unsqueeze(1))
     ids = torch.arange(logits.shape[1], device=logits.device)
     before = (logits == value).logical_and_(ids < token_ids.unsqueeze(1))
-    return before.logical_or_(logits > value).sum(-1) + 1
+    return before.logical_or_(logits > value).sum(-1, dtype=torch.int32).long() + 1
 
 
-def total_mass(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Sum over the vocabulary of exp((logit - highest logit) / temperature).
+def mass(logits: Tensor, temperature: Tensor) -> Tensor:
+    """exp((logit - highest logit) / temperature).
 
-    Exponentials and sums within a block are float32, sums over blocks float64: relative error
-    about 1e-7, against 18 ms instead of 1.5 ms for float64 throughout (32 x 49152, one core).
+    In float32: 1.5 ms with its sum, against 18 ms for float64 (32 x 49152, one core).
 
     Args:
         logits: [n, vocab] float32.
         temperature: [n] float64, > 0.
 
     Returns:
-        [n] float64, >= 1 where the logits are finite.
+        [n, vocab] float32.
     """
     highest = block_max(logits).amax(-1, keepdim=True)
-    weights = (logits - highest).mul_(temperature.reciprocal().float().unsqueeze(1)).exp_()
+    return (logits - highest).mul_(temperature.reciprocal().float().unsqueeze(1)).exp_()
+
+
+def weight_sum(weights: Tensor) -> Tensor:
+    """Sum of each line: in float32 within a block, in float64 over blocks; error about 1e-7."""
     whole, rest = _split(weights)
-    mass = whole.sum(-1).double().sum(-1)
-    return mass if rest is None else mass + rest.sum(-1).double()
+    total = whole.sum(-1).double().sum(-1)
+    return total if rest is None else total + rest.sum(-1).double()
 
 
 def _split(lines: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -120,14 +150,23 @@ def _split(lines: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _order_keys(values: Tensor, ids: Tensor) -> Tensor:
-    """int64 keys that compare as (value, then -id): float bits above, complement of the id below.
-
-    The bits of a float compare as its value does, once those of a negative one are flipped.
-    """
-    bits = (values + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.long() << 32) | (0xFFFFFFFF - ids)
+    """int64 keys that compare as (value, then -id): the value above, the id's complement below."""
+    return (_order_bits(values).long() << 32) | (0xFFFFFFFF - ids)
 
 
 def _keys_to_ids(keys: Tensor) -> Tensor:
     return 0xFFFFFFFF - (keys & 0xFFFFFFFF)
+
+
+def _order_bits(values: Tensor) -> Tensor:
+    """int32 that compare as the floats do: their bits, those of a negative one flipped."""
+    return _flip((values + 0.0).view(torch.int32))  # + 0.0 makes -0.0 equal to 0.0
+
+
+def _bits_to_float(ordered: Tensor) -> Tensor:
+    """The float32 of order bits (int64)."""
+    return _flip(ordered.int()).view(torch.float32)
+
+
+def _flip(bits: Tensor) -> Tensor:
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

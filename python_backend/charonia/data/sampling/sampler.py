@@ -20,7 +20,7 @@ from torch import Tensor
 
 from charonia.data.sampling.constraints import SampledRow, edit_logits
 from charonia.data.sampling.draw import NUM_LEVELS, Lines, Method, draw
-from charonia.data.sampling.ranking import block_max, token_rank, top_tokens, total_mass
+from charonia.data.sampling.ranking import block_max, mass, token_rank, top_tokens, weight_sum
 from charonia.protocol import TokenLogprobs
 
 __all__ = ["Sampled", "SampledRow", "Sampler"]
@@ -154,7 +154,7 @@ def _logprobs(raw: Tensor, token_ids: Tensor, k: int) -> Tensor:
     if k:
         ids = torch.cat((ids, top_tokens(raw, min(k, raw.shape[1]))[1]), 1)
     one = torch.ones(len(raw), dtype=torch.float64, device=raw.device)
-    norm = block_max(raw).amax(-1).double() + total_mass(raw, one).log()
+    norm = block_max(raw).amax(-1).double() + weight_sum(mass(raw, one)).log()
     logprobs = raw.gather(1, ids).double() - norm.unsqueeze(1)
     return torch.cat((token_rank(raw, token_ids).unsqueeze(1).double(), ids.double(), logprobs), 1)
 
