@@ -1,0 +1,203 @@
+"""Who may import whom: the planes stay apart, and the scheduler's process stays without torch.
+
+The table below is the one of the design. It is read against the imports in the sources, those
+inside functions and under TYPE_CHECKING too: a type from another plane is knowledge of it.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "python_backend" / "charonia"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one part of the package may import; itself and the standard library always.
+
+    Attributes:
+        ours: other parts of the package.
+        others: packages of others.
+        inside_functions: packages of others that must not be loaded with the module.
+        never: exceptions from the standard library.
+    """
+
+    ours: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    inside_functions: frozenset[str] = frozenset()
+    never: frozenset[str] = frozenset()
+
+
+def rule(ours: str = "", others: str = "", inside_functions: str = "", never: str = "") -> Rule:
+    """Write a rule as words."""
+    words = (ours, others, inside_functions, never)
+    return Rule(*(frozenset(value.split()) for value in words))
+
+
+# The part "" is charonia/__init__.py.
+RULES = {
+    "": rule("protocol llm"),
+    "errors": rule(),
+    "protocol": rule("errors", "msgspec"),
+    "config": rule("errors", "msgspec"),
+    # No threads and no clock: time is an argument.
+    "control": rule("protocol errors", never="threading concurrent asyncio multiprocessing time"),
+    "text": rule("protocol errors", "tokenizers"),
+    # psutil tells how much memory there is for the KV cache.
+    "data": rule("protocol errors config", "torch safetensors msgspec psutil"),
+    "parallel": rule("data protocol config errors", "torch msgspec"),
+    "engine": rule("protocol control text config errors", "msgspec", inside_functions="torch"),
+    # It makes the tokenizer that it hands to the engine's service.
+    "serving": rule("engine text protocol config errors", "numpy msgspec"),
+}
+# These may import anything, and only each other may import them (and "" the Python API, lazily).
+FREE = {"launch", "demo", "llm"}
+
+
+def part_of(module: str) -> str:
+    """Return the part that a module of ours belongs to: `charonia.control.blocks` → `control`."""
+    name = [*module.split("."), ""][1]
+    return name if name in RULES or name in FREE else ""
+
+
+def imports_of(source: str) -> Iterator[tuple[str, bool]]:
+    """Yield the full names that a source imports, and whether it does so inside a function."""
+    todo: list[tuple[ast.AST, bool]] = [(ast.parse(source), False)]
+    while todo:
+        node, is_inside = todo.pop()
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, is_inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            # A relative import cannot be told apart by its name: there are none.
+            prefix = "." * node.level + (node.module or "")
+            yield from ((f"{prefix}.{alias.name}", is_inside) for alias in node.names)
+        is_inside |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        todo += [(child, is_inside) for child in ast.iter_child_nodes(node)]
+
+
+def violations(part: str, source: str) -> list[str]:
+    """Return what a source of this part imports against its rule."""
+    found = []
+    for name, is_inside in imports_of(source):
+        top = name.split(".")[0]
+        allowed = RULES[part]
+        if top == "charonia":
+            is_allowed = part_of(name) in allowed.ours | {part}
+        elif top in sys.stdlib_module_names:
+            is_allowed = top not in allowed.never
+        else:
+            is_allowed = top in allowed.others or (is_inside and top in allowed.inside_functions)
+        if not is_allowed:
+            found.append(name)
+    return found
+
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py").removeprefix("__init__")
+    if part not in FREE:
+        assert part in RULES, f"{part} is new: give it a rule"
+        assert violations(part, path.read_text(encoding="utf-8")) == []
+
+
+def test_every_rule_is_about_a_part_that_exists_or_is_planned() -> None:
+    parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in SOURCES}
+    planned = {"parallel"}
+    assert RULES.keys() - {""} <= parts | planned
+    for name, allowed in RULES.items():
+        assert allowed.ours <= RULES.keys() | ({"llm"} if name == "" else set())
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("control", "import torch"),
+        ("control", "import numpy as np"),
+        ("control", "from time import sleep"),
+        ("control", "def run():\n    import threading"),
+        ("control", "from charonia import data"),
+        ("control", "import charonia.data.runner"),
+        ("control", "import charonia"),
+        ("control", "from ..data import runner"),
+        ("control", "if TYPE_CHECKING:\n    from charonia.engine.core import Core"),
+        ("text", "from charonia.control.request import Request"),
+        ("text", "import torch.nn"),
+        ("data", "from tokenizers import Tokenizer"),
+        ("data", "async def run():\n    from charonia.text.stops import StopMatcher"),
+        ("engine", "import torch"),
+        ("engine", "class A:\n    import torch"),
+        ("engine", "from charonia.serving import bls"),
+        ("serving", "def load():\n    import torch"),
+        ("serving", "from charonia.control.blocks import BlockPool"),
+        ("serving", "from charonia.launch import serve"),
+        ("config", "from charonia.protocol import SamplingParams"),
+        ("errors", "import msgspec"),
+    ],
+)
+def test_an_import_against_the_rules_is_noticed(part: str, source: str) -> None:
+    assert len(violations(part, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("control", "import heapq\nfrom charonia.protocol import StepPlan"),
+        ("control", "from charonia.control import blocks"),
+        ("engine", "def run():\n    import torch.cuda"),
+        ("serving", "import time, threading, numpy\nfrom charonia import config, errors"),
+        ("", "def __getattr__(name):\n    from charonia.llm import LLM"),
+    ],
+)
+def test_an_import_that_the_rules_allow_passes(part: str, source: str) -> None:
+    assert violations(part, source) == []
+
+
+# Imports all modules of the package argv[1], prints those of argv[2:] that are loaded then.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+package = importlib.import_module(sys.argv[1])
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    importlib.import_module(module.name)
+print(*(name for name in sys.argv[2:] if name in sys.modules))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        ("charonia.control", ["torch", "numpy", "tokenizers"]),
+        ("charonia.text", ["torch"]),
+        ("charonia.engine", ["torch"]),
+        ("charonia.serving", ["torch"]),
+    ],
+)
+def test_importing_a_part_of_the_schedulers_process_does_not_load(
+    package: str, absent: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, package, *absent],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+def test_a_loaded_module_would_be_noticed() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, "charonia.text", "torch", "tokenizers"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["tokenizers"]
