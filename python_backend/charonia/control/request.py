@@ -64,10 +64,16 @@ class Request:
 
 @dataclass(slots=True, frozen=True)
 class Update:
-    """What a step did to one request."""
+    """What a step did to one request.
+
+    Attributes:
+        prompt_offset: the first position that the step computed; `prompt_logprobs` belong to the
+            tokens from prompt_offset + 1 on.
+    """
 
     request: Request
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs] | None
+    prompt_offset: int
     finish_reason: FinishReason | None

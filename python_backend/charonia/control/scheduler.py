@@ -217,7 +217,7 @@ class Scheduler:
             if request.is_ended:
                 self._drop(request)
             elif row_result is not None:
-                updates.append(self._append(request, row_result))
+                updates.append(self._append(request, row_result, scheduled.num_tokens))
         for request in [request for request in self._requests.values() if request.is_ended]:
             self._drop(request)
         return updates
@@ -379,8 +379,9 @@ class Scheduler:
             self.kv.publish(request.block_ids[index], request.block_keys[index])
             request.num_published += 1
 
-    def _append(self, request: Request, row_result: RowResult) -> Update:
+    def _append(self, request: Request, row_result: RowResult, num_tokens: int) -> Update:
         """Append a run of tokens up to the first one that ends the request."""
+        prompt_offset = request.num_computed - num_tokens
         token_ids: list[int] = []
         reason: FinishReason | None = None
         for token_id in row_result.token_ids:
@@ -394,8 +395,14 @@ class Scheduler:
             request.num_deaths_in_a_row = 0
         if reason is not None:
             self._drop(request)
-        logprobs = row_result.logprobs and row_result.logprobs[: len(token_ids)]
-        return Update(request, token_ids, logprobs, row_result.prompt_logprobs, reason)
+        return Update(
+            request=request,
+            token_ids=token_ids,
+            logprobs=row_result.logprobs and row_result.logprobs[: len(token_ids)],
+            prompt_logprobs=row_result.prompt_logprobs,
+            prompt_offset=prompt_offset,
+            finish_reason=reason,
+        )
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         if token_id in request.stop_ids and request.num_generated >= request.min_tokens:

@@ -1,0 +1,104 @@
+"""From a client's request to the control plane's: checked, defaults filled in, ids for words.
+
+Owns what makes a request acceptable to this engine. Must not know how it is served.
+"""
+
+import secrets
+from dataclasses import dataclass, field
+
+from charonia.control import Limits, Request
+from charonia.errors import InvalidRequestError
+from charonia.protocol import UINT64_MAX, EngineInfo, RowSampling, SamplingParams
+from charonia.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What a client asks for.
+
+    Attributes:
+        key: unique among all live requests. request_id: the client's own, any text.
+        timeout_s: how long it may wait for its first step.
+        return_cumulative_logprob: count log-probabilities even where none are returned.
+    """
+
+    key: str
+    prompt_ids: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str = ""
+    return_cumulative_logprob: bool = False
+    timeout_s: float | None = None
+
+
+def admit(
+    request: GenerationRequest, info: EngineInfo, limits: Limits, tokenizer: Tokenizer, now: float
+) -> Request:
+    """Check a request against an engine and translate it.
+
+    Raises:
+        InvalidRequestError: the prompt is empty or too long, or a token id does not exist.
+    """
+    params = request.params
+    limits.check_prompt(len(request.prompt_ids))
+    _check_ids("input_ids", request.prompt_ids, info.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+    _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
+    num_room = limits.max_model_len - len(request.prompt_ids)
+    eos_ids = [] if params.ignore_eos else info.eos_token_ids
+    stop_ids = frozenset([*eos_ids, *params.stop_token_ids])
+    deadline_s = None if params.deadline_ms is None else params.deadline_ms / 1000
+    return Request(
+        key=request.key,
+        token_ids=list(request.prompt_ids),
+        num_prompt=len(request.prompt_ids),
+        sampling=_row_sampling(request, stop_ids, tokenizer),
+        max_tokens=min(params.max_tokens, num_room),
+        stop_ids=stop_ids,
+        arrived_at=now,
+        cache_scope=_cache_scope(params),
+        takes_hits=params.prompt_logprobs is None,
+        queue_expires_at=None if request.timeout_s is None else now + request.timeout_s,
+        deadline_at=None if deadline_s is None else now + deadline_s,
+    )
+
+
+def _row_sampling(
+    request: GenerationRequest, stop_ids: frozenset[int], tokenizer: Tokenizer
+) -> RowSampling:
+    params = request.params
+    num_logprobs = -1 if params.logprobs is None else params.logprobs
+    if request.return_cumulative_logprob:
+        num_logprobs = max(num_logprobs, 0)
+    bad_words_ids = [ids for word in params.bad_words for ids in tokenizer.encode_bad_word(word)]
+    seed = secrets.randbits(64) if params.seed is None else params.seed & UINT64_MAX
+    return RowSampling(
+        seed=seed,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+        bad_words_ids=bad_words_ids,
+        min_tokens=params.min_tokens,
+        stop_ids=sorted(stop_ids) if params.min_tokens else [],
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+    )
+
+
+def _cache_scope(params: SamplingParams) -> bytes:
+    """Tenant and salt, told apart by the tenant's length."""
+    tenant = params.tenant.encode()
+    return len(tenant).to_bytes(8, "little") + tenant + params.cache_salt.encode()
+
+
+def _check_ids(name: str, ids: list[int] | tuple[int, ...], vocab_size: int) -> None:
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        index, wrong = next((i, x) for i, x in enumerate(ids) if not 0 <= x < vocab_size)
+        raise InvalidRequestError(
+            f"{name} has token id {wrong} at place {index}; "
+            f"the vocabulary has ids 0 to {vocab_size - 1}"
+        )

@@ -1,0 +1,111 @@
+"""Counts and distributions of what the engine did, as plain numbers in this process.
+
+Owns the metrics' names and values. Must not know how they are exported: `serving` reads
+`snapshot()` and drains the observations twice a second. Written by the engine's thread alone,
+except for rejections, which the service counts under its lock.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+Series = tuple[str, str]
+"""A metric's name and the value of its one label, "" where it has none."""
+
+LABELS = {
+    "charonia_prompt_tokens_total": "source",
+    "charonia_finished_total": "reason",
+    "charonia_rejections_total": "reason",
+    "charonia_kv_blocks": "state",
+    "charonia_accepted_at_position_total": "position",
+}
+
+
+class Histogram:
+    """A cumulative histogram for what is observed per token or per step.
+
+    Args:
+        bounds: upper bounds of the buckets, ascending; +Inf is added.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        """Observations so far."""
+        return sum(self.counts)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Record `value` as if observed `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[int]:
+        """Per bound, and for +Inf: observations at most that large."""
+        totals, total = [], 0
+        for count in self.counts:
+            total += count
+            totals.append(total)
+        return totals
+
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+@dataclass(slots=True)
+class Metrics:
+    """All metrics of one engine service.
+
+    Attributes:
+        counters, gauges: by series. histograms: per token or step, by name.
+        observations: per request, by name, since the last `drain`.
+    """
+
+    LONG_BOUNDS: ClassVar[tuple[float, ...]] = (*_SHORT, 30.0, 60.0, 120.0)
+
+    counters: dict[Series, float] = field(default_factory=lambda: defaultdict(float))
+    gauges: dict[Series, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {
+            "charonia_inter_token_seconds": Histogram(_SHORT),
+            "charonia_step_seconds": Histogram(_SHORT),
+            "charonia_plan_seconds": Histogram(
+                (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
+            ),
+        }
+    )
+    observations: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        for name in (
+            "charonia_generation_tokens_total",
+            "charonia_cancellations_total",
+            "charonia_preemptions_total",
+            "charonia_prefix_cache_queried_tokens_total",
+            "charonia_prefix_cache_hit_tokens_total",
+            "charonia_draft_tokens_total",
+            "charonia_accepted_tokens_total",
+            "charonia_engine_restarts_total",
+        ):
+            self.counters[name, ""] = 0.0
+        for source in ("computed", "cached"):
+            self.counters["charonia_prompt_tokens_total", source] = 0.0
+        for reason in ("stop", "length"):
+            self.counters["charonia_finished_total", reason] = 0.0
+
+    def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
+        """Add to a counter."""
+        self.counters[name, label] += amount
+
+    def observe_request(self, name: str, value: float) -> None:
+        """Record one value of a per-request distribution."""
+        self.observations[name].append(value)
+
+    def drain(self) -> dict[str, list[float]]:
+        """The per-request observations since the last call."""
+        drained, self.observations = self.observations, defaultdict(list)
+        return drained

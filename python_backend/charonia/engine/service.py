@@ -1,0 +1,157 @@
+"""The engine service: the core in a thread of its own, with a door that any thread may use.
+
+Owns the one scheduling thread and its inbox. Must not know Triton: chunks go to the sink that
+came with the request, called in the service's thread.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.core import EngineCore
+from charonia.engine.metrics import Metrics
+from charonia.engine.outputs import Chunk
+from charonia.errors import (
+    CharoniaError,
+    InvalidRequestError,
+    QueueFullError,
+    UnavailableError,
+)
+from charonia.protocol import EngineInfo, Executor
+from charonia.text.tokenizer import Tokenizer
+
+Sink = Callable[[Chunk], None]
+IDLE_WAIT_S = 0.1
+
+
+class EngineService:
+    """Serves requests of many threads on one engine.
+
+    Args:
+        log: takes one line, from any thread.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        engine_args: EngineArgs,
+        scheduler_args: SchedulerArgs,
+        tokenizer: Tokenizer,
+        *,
+        log: Callable[[str], None],
+    ) -> None:
+        self._core = EngineCore(
+            executor,
+            engine_args,
+            scheduler_args,
+            tokenizer,
+            deliver=self._deliver,
+            clock=time.monotonic,
+            log=log,
+        )
+        self._log = log
+        self._sinks: dict[str, Sink] = {}
+        self._inbox: list[Callable[[], None]] = []
+        self._num_arriving = 0
+        self._is_closing = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="charonia-engine", daemon=True)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of everything since the start."""
+        return self._core.metrics
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the engine. Raises UnavailableError before there was one."""
+        return self._core.info
+
+    def start(self) -> None:
+        """Start the thread, which connects to the engine as soon as there is one."""
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Take a request in. Its chunks go to `sink`, the last one with a reason or an error.
+
+        Args:
+            sink: called in the service's thread; must return quickly and not raise.
+
+        Raises:
+            InvalidRequestError, QueueFullError, UnavailableError: at once; `sink` is not called.
+        """
+        with self._wake:
+            try:
+                if self._is_closing:
+                    raise UnavailableError("the server is shutting down")
+                self._core.check(request, self._num_arriving)
+            except CharoniaError as error:
+                self.metrics.count("charonia_rejections_total", label=_rejection(error))
+                raise
+            self._sinks[request.key] = sink
+            self._num_arriving += 1
+            self._inbox.append(partial(self._core.add, request))
+            self._wake.notify()
+
+    def cancel(self, key: str) -> None:
+        """Cancel a request; nothing happens when it is not live."""
+        self._post(partial(self._core.cancel, key))
+
+    def cancel_matching(self, request_id: str, tenant: str) -> None:
+        """Cancel all live requests to which a client gave this id."""
+        self._post(partial(self._core.cancel_matching, request_id, tenant))
+
+    def close(self) -> None:
+        """End every request with an error and stop the thread."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(call)
+            self._wake.notify()
+
+    def _deliver(self, chunk: Chunk) -> None:
+        sink = self._sinks.pop(chunk.key) if chunk.is_final else self._sinks[chunk.key]
+        sink(chunk)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                self._turn()
+            except Exception as error:
+                # A bug of ours. Every client must get an answer, and the service must go on.
+                self._log(f"internal error in the scheduler: {traceback.format_exc()}")
+                self._core.abandon(CharoniaError(f"internal error: {type(error).__name__}"))
+        self._take_inbox()
+        self._core.close()
+
+    def _turn(self) -> None:
+        is_up = self._core.is_up or self._core.connect()
+        self._take_inbox()
+        if not (is_up and self._core.step()):
+            with self._wake:
+                if not self._inbox and not self._is_closing:
+                    self._wake.wait(IDLE_WAIT_S)
+
+    def _take_inbox(self) -> None:
+        with self._wake:
+            inbox, self._inbox = self._inbox, []
+            self._num_arriving = 0
+        for call in inbox:
+            call()
+
+
+def _rejection(error: CharoniaError) -> str:
+    if isinstance(error, QueueFullError):
+        return "queue_full"
+    return "invalid" if isinstance(error, InvalidRequestError) else "unavailable"

@@ -1,0 +1,253 @@
+"""The Python API: generate in this process, without Triton, through the same engine core.
+
+Owns the shapes that users of offline inference know. Nothing of ours imports it.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.data.runner import Runner
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.core import EngineCore
+from charonia.engine.inline import InlineExecutor
+from charonia.engine.metrics import Metrics
+from charonia.engine.outputs import Chunk, Logprob, name_logprobs
+from charonia.errors import InvalidRequestError
+from charonia.protocol import FinishReason, SamplingParams
+from charonia.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Logprobs = list[dict[int, Logprob]]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one prompt led to. `prompt` is None where token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    timing: dict[str, float] | None = None
+
+
+class LLM:
+    """A model loaded into this process.
+
+    Args:
+        model: directory of a checkpoint in Hugging Face format.
+        verbose: print what is loaded.
+        engine_args: those of `engine/1/model.json`, see `charonia.config.EngineArgs`.
+
+    Raises:
+        ConfigError: an argument is unknown or ill-typed.
+        CheckpointError: the checkpoint cannot be loaded.
+    """
+
+    def __init__(self, model: str, *, verbose: bool = False, **engine_args: Any) -> None:
+        args = EngineArgs.from_dict({"model": str(model), **engine_args})
+        log = print if verbose else _ignore
+        self._tokenizer = Tokenizer.from_dir(args.tokenizer_dir)
+        self._chunks: dict[str, deque[Chunk]] = {}
+        self._keys = itertools.count()
+        self._core = EngineCore(
+            InlineExecutor(Runner(args, log=log)),
+            args,
+            SchedulerArgs(max_queue_size=2**31),
+            self._tokenizer,
+            deliver=lambda chunk: self._chunks[chunk.key].append(chunk),
+            clock=time.monotonic,
+            log=log,
+        )
+        self._core.connect()
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts of this engine since it was made."""
+        return self._core.metrics
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete all prompts together.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            sampling_params: for all prompts, or one for each.
+            use_tqdm: show a progress bar.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            InvalidRequestError: before anything runs, when one of them cannot be served.
+            CharoniaError: a request failed; the others are cancelled.
+        """
+        many = _as_list(prompts)
+        params = _as_params(sampling_params, len(many))
+        requests = [self._request(p, s) for p, s in zip(many, params, strict=True)]
+        for request in requests:
+            self._core.check(request, 0)
+        outputs = [_empty_output(*each) for each in zip(many, requests, strict=True)]
+        live = dict(zip((request.key for request in requests), outputs, strict=True))
+        progress = tqdm(total=len(requests), unit="prompt", disable=not use_tqdm)
+        try:
+            for request in requests:
+                self._start(request)
+            while live:
+                self._core.step()
+                for key in [key for key, output in live.items() if self._drain(key, output)]:
+                    del live[key]
+                    progress.update()
+        finally:
+            progress.close()
+            for request in requests:
+                self._stop(request.key)
+        return outputs
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Chunk]:
+        """Complete one prompt, chunk by chunk; closing the iterator cancels it.
+
+        Raises:
+            InvalidRequestError: the request cannot be served.
+            CharoniaError: it failed on its way.
+        """
+        request = self._request(prompt, sampling_params or SamplingParams())
+        self._core.check(request, 0)
+        return self._stream(request)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._core.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ parts
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> GenerationRequest:
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return GenerationRequest(
+            key=str(next(self._keys)),
+            prompt_ids=ids,
+            params=params,
+            return_cumulative_logprob=params.logprobs is not None,
+        )
+
+    def _start(self, request: GenerationRequest) -> None:
+        self._chunks[request.key] = deque()
+        self._core.add(request)
+
+    def _stop(self, key: str) -> None:
+        if key in self._chunks:
+            self._core.cancel(key)
+            del self._chunks[key]
+
+    def _stream(self, request: GenerationRequest) -> Iterator[Chunk]:
+        self._start(request)
+        chunks = self._chunks[request.key]
+        try:
+            while True:
+                while not chunks:
+                    self._core.step()
+                chunk = chunks.popleft()
+                if chunk.error is not None:
+                    raise chunk.error
+                yield chunk
+                if chunk.is_final:
+                    return
+        finally:
+            self._stop(request.key)
+
+    def _drain(self, key: str, output: RequestOutput) -> bool:
+        """Add a request's new chunks to its output; return whether that was the last."""
+        completion = output.outputs[0]
+        for chunk in self._chunks[key]:
+            if chunk.error is not None:
+                raise chunk.error
+            completion.text += chunk.text
+            completion.token_ids += chunk.token_ids
+            completion.finish_reason = chunk.finish_reason
+            completion.cumulative_logprob = chunk.cumulative_logprob
+            if chunk.logprobs is not None:
+                named = [name_logprobs(entry, self._tokenizer) for entry in chunk.logprobs]
+                completion.logprobs = (completion.logprobs or []) + named
+            if chunk.prompt_logprobs is not None:
+                output.prompt_logprobs = [
+                    None if entry is None else name_logprobs(entry, self._tokenizer)
+                    for entry in chunk.prompt_logprobs
+                ]
+            output.timing = chunk.timing
+        self._chunks[key].clear()
+        return completion.finish_reason is not None
+
+
+def _empty_output(prompt: Prompt, request: GenerationRequest) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.key,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=request.prompt_ids,
+        outputs=[CompletionOutput()],
+    )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(f"{len(params)} sampling_params for {count} prompts")
+    return list(params)
+
+
+def _ignore(line: str) -> None:
+    """Take a log line and do nothing with it."""
