@@ -239,8 +239,10 @@ def _sliding_window(config: _Config, architecture: str) -> int | None:
 def _rope(config: _Config, max_position_embeddings: int) -> RopeSpec:
     """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before)."""
     values = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
-    if not isinstance(values, dict):
-        raise CheckpointError(f"rope_parameters must be an object, but is {values!r}")
+    if not isinstance(values, dict) or any(isinstance(part, dict) for part in values.values()):
+        raise CheckpointError(
+            f"rope_parameters must be one flat object for all layers, but is {values!r}"
+        )
     parameters = _Config(values)
     theta = parameters.number("rope_theta", config.number("rope_theta", _DEFAULT_ROPE_THETA))
     for factors in (values, config.values):
@@ -256,12 +258,17 @@ def _rope(config: _Config, max_position_embeddings: int) -> RopeSpec:
     if kind == "linear":
         return RopeSpec(theta, "linear", parameters.number("factor"))
     if kind == "llama3":
+        low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
+        if low >= high:
+            raise CheckpointError(
+                f"high_freq_factor must be above low_freq_factor ({low}), but is {high}"
+            )
         return RopeSpec(
             theta,
             "llama3",
             parameters.number("factor"),
-            parameters.number("low_freq_factor"),
-            parameters.number("high_freq_factor"),
+            low,
+            high,
             parameters.integer("original_max_position_embeddings", max_position_embeddings),
         )
     raise CheckpointError(

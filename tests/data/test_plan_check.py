@@ -1,0 +1,313 @@
+"""Plans that must be refused, and the proof that what is accepted stays in range."""
+
+import copy
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from charonia.data.plan_check import Progress, check_plan
+from charonia.data.step_tensors import RowState
+from charonia.errors import PlanRefusedError
+from charonia.protocol import (
+    EngineInfo,
+    KVLayout,
+    NewRow,
+    RowSampling,
+    RowStep,
+    StepPlan,
+    decode_request,
+    encode,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, NUM_ROWS, BUDGET, VOCAB = 4, 10, 18, 3, 12, 50
+INFO = EngineInfo(
+    epoch=2,
+    pids=[1],
+    num_blocks=NUM_BLOCKS,
+    kv=KVLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=2,
+        block_size=BLOCK_SIZE,
+        dtype="float32",
+        bytes_per_block=64,
+    ),
+    max_model_len=MAX_LEN,
+    max_num_seqs=NUM_ROWS,
+    max_num_batched_tokens=BUDGET,
+    vocab_size=VOCAB,
+    eos_token_ids=[0],
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    device="cpu",
+    num_parameters=1,
+)
+PROGRESS = Progress(epoch=2, step_id=5, needs_reset=False)
+SAMPLING = RowSampling(seed=1)
+
+
+def occupied() -> list[RowState | None]:
+    """Row 0 decodes (8 tokens in 2 blocks), row 1 is full, row 2 is free."""
+    return [
+        RowState(SAMPLING, num_prompt=6, num_tokens=8, num_computed=7, block_ids={1, 2}),
+        RowState(SAMPLING, 6, num_tokens=MAX_LEN, num_computed=17, block_ids={3, 4, 5, 6, 7}),
+        None,
+    ]
+
+
+def plan(**values: Any) -> StepPlan:
+    return StepPlan(**({"epoch": 2, "step_id": 6} | values))
+
+
+def join(**values: Any) -> StepPlan:
+    """A plan in which a good row joins, but for `values`."""
+    good = NewRow(2, [1, 2, 3, 4, 5], 5, 4, [8, 9], SAMPLING)
+    return plan(joins=[msgspec.structs.replace(good, **values)])
+
+
+def sampling(**values: Any) -> StepPlan:
+    return join(sampling=RowSampling(**({"seed": 1} | values)))
+
+
+GOOD = {
+    "nothing": plan(),
+    "decode": plan(rows=[RowStep(0, 1)]),
+    "join and compute": plan(joins=join().joins, rows=[RowStep(2, 1), RowStep(0, 1)]),
+    "the row of one that leaves": plan(
+        leaves=[1],
+        joins=[NewRow(1, [1] * 12, 1, 0, [], SAMPLING)],
+        rows=[RowStep(1, 12, [3, 4, 5])],
+    ),
+    "reset": plan(epoch=3, step_id=0, reset=True, joins=[NewRow(0, [1], 1, 0, [1], SAMPLING)]),
+    "reset far ahead": plan(epoch=2**64 - 1, step_id=0, reset=True),
+    "all of sampling": sampling(
+        seed=2**64 - 1,
+        temperature=0.0,
+        top_k=3,
+        min_p=1.0,
+        logit_bias={0: -100.0, 49: 100.0},
+        bad_words_ids=[[0], [1, 49]],
+        min_tokens=3,
+        stop_ids=[0, 49],
+        num_logprobs=20,
+        num_prompt_logprobs=0,
+    ),
+}
+
+BAD = {
+    "epoch behind": plan(epoch=1),
+    "epoch ahead without reset": plan(epoch=3),
+    "step repeated": plan(step_id=5),
+    "step skipped": plan(step_id=7),
+    "step negative": plan(step_id=-1),
+    "reset of the same epoch": plan(epoch=2, step_id=0, reset=True),
+    "reset of an older epoch": plan(epoch=1, step_id=0, reset=True),
+    "reset at a later step": plan(epoch=3, step_id=1, reset=True),
+    "reset beyond 64 bits": plan(epoch=2**64, step_id=0, reset=True),
+    "a leave after a reset": plan(epoch=3, step_id=0, reset=True, leaves=[0]),
+    "a step of a row that the reset dropped": plan(
+        epoch=3, step_id=0, reset=True, rows=[RowStep(0, 1)]
+    ),
+    "a free row leaves": plan(leaves=[2]),
+    "a row out of range leaves": plan(leaves=[3]),
+    "a negative row leaves": plan(leaves=[-1]),
+    "a row leaves twice": plan(leaves=[0, 0]),
+    "an occupied row joins": join(row=0),
+    "a row out of range joins": join(row=3),
+    "a negative row joins": join(row=-1),
+    "a row joins twice": plan(joins=join().joins * 2),
+    "no tokens": join(token_ids=[]),
+    "too many tokens": join(token_ids=[1] * MAX_LEN),
+    "token id beyond the vocabulary": join(token_ids=[1, 2, 3, 4, 50]),
+    "token id negative": join(token_ids=[1, 2, -3, 4, 5]),
+    "token id beyond 64 bits": join(token_ids=[1, 2, 3, 4, 2**64 - 1]),
+    "no prompt": join(num_prompt=0),
+    "prompt longer than all tokens": join(num_prompt=6),
+    "computed negative": join(num_computed=-1),
+    "all computed": join(num_computed=5),
+    "more computed than known": join(num_computed=100),
+    "computed tokens without blocks": join(block_ids=[]),
+    "the null block": join(block_ids=[8, 0]),
+    "a negative block": join(block_ids=[8, -1]),
+    "a block beyond the pool": join(block_ids=[8, 10]),
+    "a block twice": join(block_ids=[8, 8]),
+    "more blocks than a row can have": join(block_ids=[1, 2, 3, 4, 5, 6]),
+    "seed negative": sampling(seed=-1),
+    "seed beyond 64 bits": sampling(seed=2**64),
+    "temperature negative": sampling(temperature=-0.1),
+    "temperature infinite": sampling(temperature=math.inf),
+    "temperature not a number": sampling(temperature=math.nan),
+    "top_p zero": sampling(top_p=0.0),
+    "top_p above one": sampling(top_p=1.1),
+    "top_p not a number": sampling(top_p=math.nan),
+    "top_k negative": sampling(top_k=-1),
+    "min_p above one": sampling(min_p=1.5),
+    "repetition penalty zero": sampling(repetition_penalty=0.0),
+    "repetition penalty infinite": sampling(repetition_penalty=math.inf),
+    "presence penalty not a number": sampling(presence_penalty=math.nan),
+    "frequency penalty infinite": sampling(frequency_penalty=-math.inf),
+    "bias of a token beyond the vocabulary": sampling(logit_bias={50: 1.0}),
+    "bias not a number": sampling(logit_bias={1: math.nan}),
+    "stop id beyond the vocabulary": sampling(stop_ids=[50]),
+    "bad word beyond the vocabulary": sampling(bad_words_ids=[[1], [2, 50]]),
+    "bad word of nothing": sampling(bad_words_ids=[[]]),
+    "min_tokens negative": sampling(min_tokens=-1),
+    "too many logprobs": sampling(num_logprobs=21),
+    "logprobs below none": sampling(num_logprobs=-2),
+    "too many prompt logprobs": sampling(num_prompt_logprobs=21),
+    "a free row computes": plan(rows=[RowStep(2, 1)]),
+    "a row that left computes": plan(leaves=[0], rows=[RowStep(0, 1)]),
+    "a row out of range computes": plan(rows=[RowStep(3, 1)]),
+    "a negative row computes": plan(rows=[RowStep(-1, 1)]),
+    "a row computes twice": plan(rows=[RowStep(0, 1), RowStep(0, 1)]),
+    "no tokens to compute": plan(rows=[RowStep(0, 0)]),
+    "fewer than no tokens": plan(rows=[RowStep(0, -1)]),
+    "more tokens than known": plan(rows=[RowStep(0, 2)]),
+    "a full row samples": plan(rows=[RowStep(1, 1)]),
+    "a new block that the row has": plan(rows=[RowStep(0, 1, [1])]),
+    "a new block twice": plan(rows=[RowStep(0, 1, [8, 8])]),
+    "the null block as new block": plan(rows=[RowStep(0, 1, [0])]),
+    "a new block beyond the pool": plan(rows=[RowStep(0, 1, [10])]),
+    "tokens without a block": plan(
+        joins=[NewRow(2, [1] * 9, 9, 0, [8, 9], SAMPLING)], rows=[RowStep(2, 9)]
+    ),
+    "more tokens than the budget": plan(
+        joins=[NewRow(2, [1] * 13, 13, 0, [8, 9, 1, 2], SAMPLING)], rows=[RowStep(2, 13)]
+    ),
+    "more tokens than the budget in all": plan(
+        joins=[NewRow(2, [1] * 12, 12, 0, [8, 9, 1], SAMPLING)],
+        rows=[RowStep(0, 1), RowStep(2, 12)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_plan_is_accepted(name: str) -> None:
+    check_plan(GOOD[name], PROGRESS, occupied(), INFO)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_plan_is_refused_and_nothing_changes(name: str) -> None:
+    rows = occupied()
+    with pytest.raises(PlanRefusedError) as caught:
+        check_plan(BAD[name], PROGRESS, rows, INFO)
+    assert str(caught.value)
+    assert rows == occupied()
+
+
+def test_after_a_failed_step_only_a_reset_is_accepted() -> None:
+    failed = Progress(epoch=2, step_id=5, needs_reset=True)
+    with pytest.raises(PlanRefusedError, match="needs one, of an epoch above 2"):
+        check_plan(plan(), failed, occupied(), INFO)
+    check_plan(plan(epoch=3, step_id=0, reset=True), failed, occupied(), INFO)
+
+
+def test_the_message_names_the_value_and_what_is_accepted() -> None:
+    with pytest.raises(PlanRefusedError, match=r"^row 2: block id is 10; accepted is 1 to 9$"):
+        check_plan(BAD["a block beyond the pool"], PROGRESS, occupied(), INFO)
+
+
+number = st.one_of(
+    st.integers(-2, 12), st.sampled_from([17, 18, 49, 50, 2**31, 2**63, 2**64 - 1, -(2**63)])
+)
+samplings = st.builds(
+    RowSampling,
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, 60),
+    logit_bias=st.dictionaries(st.integers(0, 49), st.floats(-100, 100), max_size=2),
+    bad_words_ids=st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=2), max_size=2),
+    stop_ids=st.lists(st.integers(0, 49), max_size=2),
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> StepPlan:
+    """A plan that is good but for its total of tokens, or one with a single number changed."""
+    is_reset = draw(st.booleans())
+    rows = {row: state for row, state in enumerate(occupied()) if state and not is_reset}
+    leaves = draw(st.lists(st.sampled_from(sorted(rows)), unique=True)) if rows else []
+    pending, tables = {}, {}
+    for row in set(rows) - set(leaves):
+        pending[row] = (rows[row].num_computed, rows[row].num_tokens)
+        tables[row] = rows[row].block_ids
+    joins = []
+    for row in draw(st.lists(st.sampled_from(range(NUM_ROWS)), unique=True)):
+        if row in pending:
+            continue
+        token_ids = draw(st.lists(st.integers(0, 49), min_size=1, max_size=MAX_LEN - 1))
+        num_computed = draw(st.integers(0, len(token_ids) - 1))
+        num_blocks = -(-num_computed // BLOCK_SIZE)
+        block_ids = draw(st.permutations(range(1, NUM_BLOCKS)))[:num_blocks]
+        num_prompt = draw(st.integers(1, len(token_ids)))
+        joins.append(NewRow(row, token_ids, num_prompt, num_computed, block_ids, draw(samplings)))
+        pending[row], tables[row] = (num_computed, len(token_ids)), set(block_ids)
+    steps = []
+    for row in draw(st.lists(st.sampled_from(sorted(pending)), unique=True)) if pending else []:
+        num_computed, num_tokens = pending[row]
+        count = draw(st.integers(1, num_tokens - num_computed))
+        missing = -(-(num_computed + count) // BLOCK_SIZE) - len(tables[row])
+        unused = [block_id for block_id in range(1, NUM_BLOCKS) if block_id not in tables[row]]
+        steps.append(RowStep(row, count, unused[: max(missing, 0)]))
+    epoch, step_id = (3, 0) if is_reset else (2, 6)
+    good = StepPlan(
+        epoch=epoch, step_id=step_id, reset=is_reset, leaves=leaves, joins=joins, rows=steps
+    )
+    return with_one_number_changed(draw, good) if draw(st.booleans()) else good
+
+
+def with_one_number_changed(draw: st.DrawFn, good: StepPlan) -> StepPlan:
+    values = msgspec.to_builtins(good)
+    places: list[tuple[Any, Any]] = []
+
+    def find(part: Any) -> None:
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            if isinstance(value, dict | list):
+                find(value)
+            elif isinstance(value, int) and not isinstance(value, bool):
+                places.append((part, key))
+
+    find(values)
+    part, key = draw(st.sampled_from(places))
+    part[key] = draw(number)
+    return msgspec.convert(values, StepPlan)
+
+
+@settings(max_examples=600, deadline=None)
+@given(plan=plans())
+def test_an_accepted_plan_touches_nothing_out_of_range(plan: StepPlan) -> None:
+    """What is accepted is carried out on plain lists, and every index is looked at."""
+    plan = decode_request(encode(plan))
+    rows = occupied()
+    before = copy.deepcopy(rows)
+    try:
+        check_plan(plan, PROGRESS, rows, INFO)
+    except PlanRefusedError:
+        assert rows == before
+        return
+    assert rows == before
+    tables = {row: state for row, state in enumerate(rows) if state and not plan.reset}
+    for row in plan.leaves:
+        del tables[row]
+    for new in plan.joins:
+        assert new.row in range(NUM_ROWS)
+        assert new.row not in tables
+        assert all(token_id in range(VOCAB) for token_id in new.token_ids)
+        tables[new.row] = RowState(
+            new.sampling, new.num_prompt, len(new.token_ids), new.num_computed, set(new.block_ids)
+        )
+    computed = 0
+    for step in plan.rows:
+        state = tables[step.row]
+        table = [*state.block_ids, *step.new_block_ids]
+        assert len(set(table)) == len(table)
+        assert all(block_id in range(1, NUM_BLOCKS) for block_id in table)
+        end = state.num_computed + step.num_tokens
+        assert state.num_computed < end <= state.num_tokens
+        assert end <= len(table) * BLOCK_SIZE
+        assert end + (end == state.num_tokens) <= MAX_LEN
+        computed += step.num_tokens
+    assert computed <= BUDGET

@@ -1,0 +1,194 @@
+"""The runner's place in the sequence of plans, and what is left after refusals and failures."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from charonia.config import EngineArgs
+from charonia.data.runner import Runner
+from charonia.errors import ConfigError, PlanRefusedError
+from charonia.protocol import NewRow, RowSampling, RowStep, StepPlan, StepResult
+
+Checkpoint = Callable[..., Path]
+GREEDY = RowSampling(seed=0, temperature=0.0)
+PROMPT = [5, 9, 200, 31, 77]
+
+
+def make_runner(model_dir: Path, **args: Any) -> Runner:
+    values = {"num_gpu_blocks_override": 16, "max_num_seqs": 4, "device": "cpu"} | args
+    return Runner(EngineArgs(model=str(model_dir), **values), log=lambda line: None)
+
+
+@pytest.fixture
+def runner(checkpoint: Checkpoint) -> Runner:
+    return make_runner(checkpoint("LlamaForCausalLM"))
+
+
+def first_plan(epoch: int = 1) -> StepPlan:
+    return StepPlan(
+        epoch=epoch,
+        step_id=0,
+        reset=True,
+        joins=[NewRow(0, PROMPT, 5, 0, [3, 1], GREEDY)],
+        rows=[RowStep(0, 5)],
+    )
+
+
+def decode_plan(step_id: int, epoch: int = 1) -> StepPlan:
+    return StepPlan(epoch=epoch, step_id=step_id, rows=[RowStep(0, 1)])
+
+
+def tokens(*results: StepResult) -> list[int]:
+    return [token_id for result in results for row in result.rows for token_id in row.token_ids]
+
+
+def test_info_describes_the_engine(checkpoint: Checkpoint) -> None:
+    info = make_runner(checkpoint("LlamaForCausalLM"), block_size=8).info()
+    assert info.pids == [os.getpid()]
+    assert (info.epoch, info.num_blocks, info.max_model_len) == (0, 16, 512)
+    assert (info.vocab_size, info.eos_token_ids) == (384, [0])
+    assert (info.architecture, info.dtype, info.device) == ("LlamaForCausalLM", "float32", "cpu")
+    assert info.kv.bytes_per_block == 2 * 2 * 8 * 2 * 16 * 4  # K and V, layers, tokens, heads, …
+    assert info.num_parameters == 384 * 64 * 2 + 64 + 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128 + 128)
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "has_line"), [(None, 512, False), (100, 100, False), (513, 512, True)]
+)
+def test_max_model_len_is_at_most_what_the_model_supports(
+    checkpoint: Checkpoint, asked: int | None, given: int, has_line: bool
+) -> None:
+    lines: list[str] = []
+    args = EngineArgs(
+        model=str(checkpoint("LlamaForCausalLM")), max_model_len=asked, num_gpu_blocks_override=4
+    )
+    assert Runner(args, log=lines.append).info().max_model_len == given
+    assert any("max_model_len 513 is lowered to 512" in line for line in lines) == has_line
+
+
+def test_a_sliding_window_limits_max_model_len_and_says_so(checkpoint: Checkpoint) -> None:
+    lines: list[str] = []
+    model_dir = checkpoint("MistralForCausalLM", sliding_window=200)
+    runner = Runner(EngineArgs(model=str(model_dir), num_gpu_blocks_override=4), log=lines.append)
+    assert runner.info().max_model_len == 200
+    assert any("sliding window (200)" in line for line in lines)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_and_pages_take_the_dtype_asked_for(checkpoint: Checkpoint, dtype: str) -> None:
+    runner = make_runner(checkpoint("LlamaForCausalLM"), dtype=dtype)
+    assert runner.info().dtype == dtype
+    assert runner.info().kv.dtype == dtype
+    assert len(tokens(runner.execute(first_plan()))) == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a device that is not there")
+def test_a_device_that_is_not_there_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match="accepted is 'cpu'"):
+        make_runner(checkpoint("LlamaForCausalLM"), device="cuda")
+
+
+def test_a_step_that_only_drops_rows_computes_nothing(runner: Runner) -> None:
+    runner.execute(first_plan())
+    result = runner.execute(StepPlan(epoch=1, step_id=1, leaves=[0]))
+    assert result.rows == []
+    assert (result.epoch, result.step_id) == (1, 1)
+
+
+def test_a_prompt_in_chunks_yields_a_token_with_its_last_chunk_only(runner: Runner) -> None:
+    whole = runner.execute(first_plan())
+    plan = first_plan(epoch=2)
+    results = [
+        runner.execute(StepPlan(epoch=2, step_id=0, reset=True, joins=plan.joins)),
+        runner.execute(StepPlan(epoch=2, step_id=1, rows=[RowStep(0, 3)])),
+        runner.execute(StepPlan(epoch=2, step_id=2, rows=[RowStep(0, 2)])),
+    ]
+    assert results[1].rows[0].token_ids == []
+    assert tokens(*results) == tokens(whole)
+
+
+def test_a_fresh_engine_accepts_nothing_but_a_reset(runner: Runner) -> None:
+    for plan in (decode_plan(0), StepPlan(epoch=0, step_id=0), first_plan(epoch=0)):
+        with pytest.raises(PlanRefusedError):
+            runner.execute(plan)
+    assert runner.info().epoch == 0
+    runner.execute(first_plan())
+    assert runner.info().epoch == 1
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        decode_plan(0),
+        decode_plan(2),
+        decode_plan(1, epoch=2),
+        first_plan(epoch=1),
+        StepPlan(epoch=1, step_id=1, leaves=[0], rows=[RowStep(0, 1)]),
+        StepPlan(epoch=1, step_id=1, leaves=[0], joins=[NewRow(0, [999], 1, 0, [4], GREEDY)]),
+        StepPlan(epoch=1, step_id=1, rows=[RowStep(0, 1, [16])]),
+        StepPlan(
+            epoch=1,
+            step_id=1,
+            joins=[NewRow(1, [1, 2], 2, 0, [5], GREEDY)],
+            rows=[RowStep(1, 2), RowStep(0, 2)],
+        ),
+        StepPlan(epoch=2, step_id=0, reset=True, joins=[NewRow(9, [1], 1, 0, [4], GREEDY)]),
+    ],
+)
+def test_a_refused_plan_changes_nothing(checkpoint: Checkpoint, bad: StepPlan) -> None:
+    undisturbed = make_runner(checkpoint("LlamaForCausalLM"))
+    expected = tokens(undisturbed.execute(first_plan()), undisturbed.execute(decode_plan(1)))
+    runner = make_runner(checkpoint("LlamaForCausalLM"))
+    first = runner.execute(first_plan())
+    with pytest.raises(PlanRefusedError):
+        runner.execute(bad)
+    assert tokens(first, runner.execute(decode_plan(1))) == expected
+
+
+def test_after_a_step_that_raised_only_a_reset_goes_on(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tokens(runner.execute(first_plan()), runner.execute(decode_plan(1)))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_copy_", _out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            runner.execute(decode_plan(2))
+    for plan in (decode_plan(2), decode_plan(3), first_plan(epoch=1)):
+        with pytest.raises(PlanRefusedError):
+            runner.execute(plan)
+    again = tokens(runner.execute(first_plan(epoch=2)), runner.execute(decode_plan(1, epoch=2)))
+    assert again == expected
+
+
+def _out_of_memory(*args: object, **kwargs: object) -> None:
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_a_row_that_overflows_does_not_spoil_its_neighbours(checkpoint: Checkpoint) -> None:
+    """Infinities of one row stay its own: beside it, and in the block that it leaves behind."""
+    model_dir = checkpoint("LlamaForCausalLM")
+    undisturbed = make_runner(model_dir)
+    expected = tokens(undisturbed.execute(first_plan()), undisturbed.execute(decode_plan(1)))
+    runner = make_runner(model_dir)
+    embedding = dict(runner._model.checkpoint_tensors())["model.embed_tokens.weight"]
+    embedding[300] = float("inf")
+    left_behind = NewRow(1, [300] * 16, 16, 0, [3], GREEDY)
+    beside = NewRow(2, [300] * 16, 16, 0, [7, 8], GREEDY)
+    results = [
+        runner.execute(plan)
+        for plan in (
+            StepPlan(epoch=1, step_id=0, reset=True, joins=[left_behind], rows=[RowStep(1, 16)]),
+            StepPlan(
+                epoch=1,
+                step_id=1,
+                leaves=[1],
+                joins=[*first_plan().joins, beside],
+                rows=[RowStep(0, 5), RowStep(2, 16)],
+            ),
+            StepPlan(epoch=1, step_id=2, rows=[RowStep(0, 1), RowStep(2, 1)]),
+        )
+    ]
+    assert [result.rows[0].token_ids[0] for result in results[1:]] == expected

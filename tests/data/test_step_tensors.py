@@ -1,0 +1,89 @@
+"""The index tensors of a step, against plain loops over positions."""
+
+import torch
+from charonia.data.step_tensors import StepTensors
+from charonia.protocol import NewRow, RowSampling, RowStep
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SAMPLING = RowSampling(seed=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=4),
+    block_size=st.sampled_from([1, 4, 16]),
+    seed=st.integers(0, 1000),
+)
+def test_a_steps_indices_follow_the_block_tables(
+    rows: list[tuple[int, int]], block_size: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = StepTensors(
+        num_rows=6,
+        max_model_len=64,
+        block_size=block_size,
+        max_num_batched_tokens=100,
+        device=torch.device("cpu"),
+    )
+    row_ids = torch.randperm(6, generator=generator).tolist()
+    token_ids, positions, slots, tables = [], [], [], []
+    steps = []
+    for row, (computed, count) in zip(row_ids, rows, strict=False):
+        end = computed + count
+        known = torch.randint(0, 500, (end + 2,), generator=generator).tolist()
+        num_blocks = -(-end // block_size)
+        table = torch.randint(1, 1000, (num_blocks,), generator=generator).tolist()
+        table = list(dict.fromkeys(table))
+        while len(table) < num_blocks:
+            table.append(1000 + len(table))
+        cut = -(-computed // block_size)
+        tensors.join(NewRow(row, known, len(known), computed, table[:cut], SAMPLING))
+        steps.append(RowStep(row, count, table[cut:]))
+        for position in range(computed, end):
+            token_ids.append(known[position])
+            positions.append(position)
+            slots.append(table[position // block_size] * block_size + position % block_size)
+        tables.append(table)
+    batch = tensors.begin(steps)
+    assert batch.token_ids.tolist() == token_ids
+    assert batch.positions.tolist() == positions
+    assert batch.slots.tolist() == slots
+    assert batch.context_lens == [computed + count for computed, count in rows]
+    assert batch.query_starts[-1] == len(positions)
+    for row, table in enumerate(tables):
+        assert batch.block_tables[row, : len(table)].tolist() == table
+    assert [tensors.state(step.row).num_computed for step in steps] == batch.context_lens
+
+
+def test_sampled_tokens_are_appended_to_their_rows() -> None:
+    tensors = StepTensors(
+        num_rows=3,
+        max_model_len=8,
+        block_size=4,
+        max_num_batched_tokens=8,
+        device=torch.device("cpu"),
+    )
+    tensors.join(NewRow(2, [5, 6], 2, 0, [1], SAMPLING))
+    tensors.join(NewRow(0, [7], 1, 0, [2], SAMPLING))
+    tensors.append([0, 2], [8, 9])
+    assert tensors.token_ids(0).tolist() == [7, 8]
+    assert tensors.token_ids(2).tolist() == [5, 6, 9]
+
+
+def test_a_row_that_another_request_takes_over_shows_nothing_of_the_first() -> None:
+    tensors = StepTensors(
+        num_rows=1,
+        max_model_len=8,
+        block_size=4,
+        max_num_batched_tokens=8,
+        device=torch.device("cpu"),
+    )
+    tensors.join(NewRow(0, [1, 2, 3, 4, 5, 6], 6, 0, [7, 8], SAMPLING))
+    tensors.leave(0)
+    tensors.join(NewRow(0, [9], 1, 0, [5], SAMPLING))
+    batch = tensors.begin([RowStep(0, 1)])
+    assert batch.token_ids.tolist() == [9]
+    assert batch.slots.tolist() == [20]
+    assert batch.block_tables.tolist() == [[5]]
+    assert tensors.token_ids(0).tolist() == [9]
