@@ -200,5 +200,7 @@ def count_kept(
     if total is not None:
         whole = torch.where(is_known, whole, total * _MASS_UNIT)
     nucleus = (masses < (whole * cut.top_p).unsqueeze(1)).sum(-1) + 1
-    count = torch.where(cut.top_p < 1, torch.minimum(count, nucleus), count)
-    return count, is_known | ((cut.min_p == 0) & (nucleus <= width))
+    has_top_p = cut.top_p < 1
+    is_top_p_alone = has_top_p & (cut.min_p == 0) & (cut.top_k >= vocab_size)
+    count = torch.where(has_top_p, torch.minimum(count, nucleus), count)
+    return count, is_known | (is_top_p_alone & (nucleus <= width))
