@@ -166,13 +166,26 @@ def _check_links(stub: Path, installation: Installation) -> None:
     result = subprocess.run(
         ["ldd", str(stub)], env=installation.environment(), capture_output=True, text=True
     )
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if f"libpython{python}.so" not in result.stdout:
+        raise LaunchError(
+            f"the Python stub {stub} is not for Python {python}, which this is; start charonia "
+            "with the version that it was built for"
+        )
     missing = [line.split()[0] for line in result.stdout.splitlines() if "not found" in line]
     if missing:
         raise LaunchError(f"the Python stub {stub} lacks {', '.join(missing)}")
-    wanted = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so"
-    if wanted not in result.stdout:
-        raise LaunchError(
-            f"the Python stub {stub} is not for this Python "
-            f"({sys.version_info.major}.{sys.version_info.minor}): start charonia with the "
-            "Python that the stub was built for"
-        )
+
+
+def main() -> int:
+    """Say which tritonserver there is, or in one line why there is none (for `make setup`)."""
+    try:
+        print(f"charonia: found {find_tritonserver().binary}")
+    except LaunchError as error:
+        print(f"charonia: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

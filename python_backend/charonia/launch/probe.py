@@ -21,7 +21,6 @@ from charonia.launch.errors import LaunchError
 from charonia.launch.server import TritonServer
 
 PROBE_ID = "charonia-probe"
-PROBE_TIMEOUT_S = 5.0
 FIRST_TIMEOUT_S = 60.0  # the first inference of all may compile or page in weights
 DEADLINE_SHARE = 0.8  # of the timeout: after it a living scheduler refuses the probe
 POLL_S = 0.05
@@ -59,7 +58,7 @@ class Probe:
         # No kept connections: tritonserver would wait for them when it stops.
         self._client = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
-    def check(self, timeout_s: float = PROBE_TIMEOUT_S) -> ProbeResult:
+    def check(self, timeout_s: float) -> ProbeResult:
         """One inference of one token; SILENT after `timeout_s` seconds, or when `stop` is set."""
         answer: Future[ProbeResult] = Future()
         thread = threading.Thread(

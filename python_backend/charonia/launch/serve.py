@@ -41,8 +41,6 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
         LaunchError, ConfigError, CheckpointError: it cannot be started, or does not stay up.
     """
     with stop_on_signals() as stop:
-        for path in sweep_stale_runs():
-            say(f"removed what a killed run left in {path}")
 
         def on_log(line: str) -> None:
             if options.is_verbose or is_interesting(line):
@@ -56,6 +54,8 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             metrics_port=options.metrics_port,
             on_log=on_log,
         ) as (server, prepared):
+            for path in sweep_stale_runs():
+                say(f"removed what a killed run left in {path}")
             say(f"starting tritonserver with {prepared.engine_args.model}")
             Supervisor(
                 server,

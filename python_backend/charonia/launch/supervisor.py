@@ -33,7 +33,8 @@ class SupervisionLimits:
 
     Attributes:
         start_s: for loading the models until a token comes.
-        probe_interval_s: between two probes; watch_interval_s: between two looks at processes.
+        probe_interval_s: between two probes; probe_timeout_s: of one.
+        watch_interval_s: between two looks at processes.
         hang_s: without any answer of the scheduler while its engine is loaded; longer than the
             deadline that the scheduler itself sets its engine, or both would act at once.
         reload_s: the same while the engine is not loaded: the scheduler is then reloading it.
@@ -44,6 +45,7 @@ class SupervisionLimits:
 
     start_s: float = 900.0
     probe_interval_s: float = 5.0
+    probe_timeout_s: float = 5.0
     watch_interval_s: float = 0.25
     hang_s: float = 45.0
     reload_s: float = 900.0
@@ -118,7 +120,7 @@ class Supervisor:
             if state == known and now - probed < self._limits.probe_interval_s:
                 continue
             known = state
-            result = probe.check()
+            result = probe.check(self._limits.probe_timeout_s)
             probed = time.monotonic()
             if result.health is Health.DEAD:
                 return f"the {self._scheduler} process died or was stopped"
@@ -151,7 +153,7 @@ class Supervisor:
             self._quick_failures += 1
             if self._quick_failures > limits.max_quick_failures:
                 raise LaunchError(
-                    f"gave up after {limits.max_quick_failures} restarts in a row; last: {reason}"
+                    f"gave up after {self._quick_failures} failures in a row; last: {reason}"
                 )
             self._log(f"restarting tritonserver: {reason}")
             self._server.kill()

@@ -1,0 +1,60 @@
+# charonia: everything a developer types. `make setup` is idempotent and every other target needs it.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+EXTRAS := server,dev
+
+# The embedded tritonserver (the wheel nvidia-pytriton) decides what is supported.
+SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
+MIN_GLIBC_MINOR := 35
+
+.PHONY: help setup demo serve test check clean
+
+help:
+	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
+	@echo "make demo    serve the demo model, stream three completions, stop"
+	@echo "make serve   serve until interrupted; arguments in ARGS=\"--model DIR ...\""
+	@echo "make test    all default tests, with the coverage gate; arguments for pytest in ARGS"
+	@echo "make check   formatting, lint, types, import rules"
+	@echo "make clean   remove caches and build output; $(VENV) stays"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@case "$$(uname -s) $$(uname -m)" in "Linux x86_64") ;; *) \
+	    echo "charonia: the embedded tritonserver needs Linux on x86-64; this is $$(uname -s) on $$(uname -m)" >&2; exit 1;; esac
+	@version="$$(getconf GNU_LIBC_VERSION 2>/dev/null)"; minor="$${version#glibc 2.}"; \
+	    if [ "$$minor" = "$$version" ] || [ "$${minor%%.*}" -lt $(MIN_GLIBC_MINOR) ]; then \
+	    echo "charonia: the embedded tritonserver needs glibc 2.$(MIN_GLIBC_MINOR) or newer; this is $${version:-another C library}" >&2; exit 1; fi
+	@found=; for python in $(PYTHON) python3 python3.12 python3.11; do \
+	        if "$$python" -c '$(SUPPORTED_PYTHON)' 2>/dev/null; then found="$$python"; break; fi; done; \
+	    if [ -z "$$found" ]; then \
+	        echo "charonia: CPython 3.11 or 3.12 is needed, and none of$(if $(PYTHON), $(PYTHON),) python3, python3.12, python3.11 is one; name it with PYTHON=..." >&2; exit 1; fi; \
+	    if [ -x $(BIN)/python ] && $(BIN)/python -c '$(SUPPORTED_PYTHON)' 2>/dev/null; then :; \
+	    elif ! "$$found" -m venv --clear $(VENV); then \
+	        echo "charonia: $$found cannot make a virtual environment (a distribution may need its python3-venv package)" >&2; exit 1; fi
+	@echo "charonia: installing into $(VENV) (minutes, the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m charonia.launch.discovery
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/charonia demo
+
+serve: $(STAMP)
+	@$(BIN)/charonia serve $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --cov=charonia.control --cov=charonia.text --cov-branch --cov-fail-under=100 \
+	    --cov-report=term-missing:skip-covered $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --quiet tests/test_import_rules.py
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -print0 | xargs -0 rm -rf

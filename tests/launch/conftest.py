@@ -1,0 +1,59 @@
+"""What the launcher's tests share: stand-in models on a real tritonserver.
+
+The model repository beside this file holds a scheduler that needs no engine, so that these tests
+show what the launcher does, whatever the models do.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from charonia.launch.server import TritonServer
+
+STAND_INS = Path(__file__).parent / "repository"
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture
+def checkpoint_dir(tmp_path: Path) -> Path:
+    """A directory that looks like a checkpoint; nothing loads it here."""
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (directory / "model.safetensors").touch()
+    (directory / "tokenizer.json").touch()
+    return directory
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of the stand-ins that a test may change; its model.json points to `checkpoint_dir`."""
+    return Path(shutil.copytree(STAND_INS, tmp_path / "source" / "model_repository"))
+
+
+@pytest.fixture
+def make_server(repository: Path) -> Iterator[Callable[..., TritonServer]]:
+    """Servers over the stand-ins that are closed at the end of the test."""
+    servers = []
+
+    def make(**options: object) -> TritonServer:
+        servers.append(TritonServer(repository, **options))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.kill()
+        server.close()

@@ -1,0 +1,172 @@
+"""The `charonia` command as a person or a container uses it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from charonia import __version__
+from charonia.launch.cli import main
+from support.leftovers import leftovers
+
+CHARONIA = (sys.executable, "-m", "charonia.launch.cli")
+
+
+class Serving:
+    """A `charonia serve` in a process of its own, on free ports."""
+
+    def __init__(self, *arguments: object) -> None:
+        ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+        self.process = subprocess.Popen(
+            [*CHARONIA, "serve", *ports, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_announced(self) -> str:
+        """What was printed on stdout when it served."""
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if "curl" in line:
+                return "".join(lines)
+        raise AssertionError(self.process.communicate())
+
+    def server(self) -> psutil.Process:
+        """Its tritonserver, as soon as there is one."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            for child in psutil.Process(self.process.pid).children():
+                if "--load-model=*" in child.cmdline():
+                    return child
+        raise AssertionError("no tritonserver was started")
+
+    @property
+    def runtime_dir(self) -> Path:
+        option = next(a for a in self.server().cmdline() if a.startswith("--model-repository="))
+        return Path(option.partition("=")[2]).parent
+
+    def end(self, signum: signal.Signals) -> tuple[float, str]:
+        """Send a signal; returns the seconds until the end, and stderr."""
+        started = time.monotonic()
+        self.process.send_signal(signum)
+        _, stderr = self.process.communicate(timeout=20)
+        return time.monotonic() - started, stderr
+
+
+@pytest.fixture
+def serving(repository: Path, checkpoint_dir: Path) -> Iterator[Serving]:
+    serving = Serving("--model-repository", repository, "--model", checkpoint_dir)
+    with serving.process:
+        yield serving
+        serving.process.kill()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_serve_announces_itself_and_ends_cleanly_on_a_signal(
+    serving: Serving, signum: signal.Signals
+) -> None:
+    announcement = serving.wait_announced()
+    curl = re.search(r"curl .*", announcement)
+    assert curl is not None
+    answer = subprocess.run(["sh", "-c", curl[0]], capture_output=True, text=True)
+    assert '"text_output":"word31 "' in answer.stdout
+    for address in re.findall(r"gRPC +(\S+)|http://([^/\s]+)", announcement):
+        host, port = "".join(address).split(":")
+        socket.create_connection((host, int(port)), timeout=5).close()
+
+    runtime_dir = serving.runtime_dir
+    seconds, stderr = serving.end(signum)
+    assert serving.process.returncode == 0
+    assert seconds < 10
+    assert leftovers(runtime_dir) == []
+    assert stderr.splitlines()[-1] == "charonia: stopped"
+    assert "Traceback" not in stderr
+
+
+def test_serve_ends_in_time_with_a_stopped_process_and_an_open_stream(serving: Serving) -> None:
+    announcement = serving.wait_announced()
+    url = re.search(r"http://\S+/generate_stream", announcement)
+    assert url is not None
+    body = {"text_input": "x", "max_tokens": 10_000, "delay": 0.05}
+    runtime_dir = serving.runtime_dir
+    engine = next(p for p in serving.server().children() if "/engine/" in " ".join(p.cmdline()))
+    with httpx.stream("POST", url[0], json=body, timeout=20) as stream:
+        next(stream.iter_lines())
+        os.kill(engine.pid, signal.SIGSTOP)
+        seconds, _ = serving.end(signal.SIGTERM)
+    assert seconds < 10
+    assert leftovers(runtime_dir) == []
+
+
+def test_a_signal_while_the_server_starts_ends_it_too(serving: Serving) -> None:
+    runtime_dir = serving.runtime_dir
+    seconds, stderr = serving.end(signal.SIGTERM)
+    assert (serving.process.returncode, "Traceback" in stderr) == (0, False)
+    assert seconds < 10
+    assert leftovers(runtime_dir) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--model", "/no/such/directory"), "no checkpoint directory /no/such/directory"),
+        (("--set", "max_seqs=1"), "unknown engine argument 'max_seqs'"),
+        (("--model-repository", "/no/such"), "/no/such is not charonia's model repository"),
+        (("--address", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_a_start_that_cannot_work_is_one_line(
+    repository: Path,
+    checkpoint_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    base = ("serve", "--model-repository", str(repository), "--model", str(checkpoint_dir))
+    assert main([*base, *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"charonia: {message}")
+    assert error.count("\n") == 1
+
+
+def test_a_taken_port_is_one_line(
+    repository: Path, checkpoint_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("serve", "--model-repository", str(repository), "--model", str(checkpoint_dir))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main([*base, "--http-port", str(port)]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"charonia: HTTP port {port} on 127.0.0.1 cannot be used: Address already in use"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("serve", "--http-port", "99999"), ("serve", "--dtype", "int3"), (), ("fly",)]
+)
+def test_wrong_arguments_exit_with_2(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert "usage: charonia" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"charonia {__version__}\n"

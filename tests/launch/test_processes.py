@@ -1,0 +1,108 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from charonia.launch import processes
+from charonia.launch.errors import LaunchError
+
+# A leader whose child is stopped, and orphaned as soon as the leader is gone.
+FAMILY = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+os.kill(child.pid, signal.SIGSTOP)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def start_family() -> tuple[subprocess.Popen[bytes], int]:
+    leader = processes.start_leader([sys.executable, "-c", FAMILY], dict(os.environ))
+    assert leader.stdout is not None
+    with leader.stdout:
+        return leader, int(leader.stdout.readline())
+
+
+def test_killing_a_session_reaches_stopped_orphans() -> None:
+    leader, child = start_family()
+    leader.kill()
+    leader.wait()
+    assert [process.pid for process in processes.session_members(leader.pid)] == [child]
+    processes.kill_session(leader.pid)
+    assert processes.session_members(leader.pid) == []
+
+
+def test_a_leader_dies_with_the_process_that_started_it() -> None:
+    script = (
+        "import os, sys, time; from charonia.launch.processes import start_leader\n"
+        "print(start_leader(['sleep', '600'], dict(os.environ)).pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        leader = int(parent.stdout.readline())
+        assert psutil.pid_exists(leader)
+        parent.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(leader) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(leader)
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"gRPC port {port} on 127.0.0.1 .*in use"):
+            processes.check_port("127.0.0.1", port, "gRPC")
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"192\.0\.2\.1"):
+        processes.free_ports("192.0.2.1", 1)
+
+
+def test_free_ports_differ_and_can_be_used() -> None:
+    ports = processes.free_ports("127.0.0.1", 3)
+    assert len(set(ports)) == 3
+    for port in ports:
+        processes.check_port("127.0.0.1", port, "HTTP")
+
+
+def test_only_shared_memory_with_the_prefix_is_removed() -> None:
+    name = f"charonia-test{os.getpid()}"
+    mine, other = (processes.SHARED_MEMORY / f"{name}{end}" for end in ("a_1", "b_1"))
+    mine.touch()
+    other.touch()
+    try:
+        processes.remove_shared_memory(f"{name}a_")
+        assert (mine.exists(), other.exists()) == (False, True)
+    finally:
+        other.unlink()
+
+
+def test_removing_all_shared_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty prefix"):
+        processes.remove_shared_memory("")
+
+
+def test_only_tritons_processes_are_found_by_an_argument(tmp_path: Path) -> None:
+    stub = tmp_path / "triton_python_backend_stub"
+    stub.symlink_to("/bin/sleep")
+    argument = f"{os.getpid()}.5"
+    sleepers = [subprocess.Popen([program, argument]) for program in (stub, "/bin/sleep")]
+    try:
+        found = processes.find_by_argument(psutil.process_iter(), argument)
+        assert [process.pid for process in found] == [sleepers[0].pid]
+        processes.kill_by_argument(argument)
+        assert sleepers[0].wait(timeout=5) == -signal.SIGKILL
+        assert sleepers[1].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()

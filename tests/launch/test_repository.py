@@ -1,0 +1,174 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from charonia.errors import CharoniaError, CheckpointError, ConfigError
+from charonia.launch.errors import LaunchError
+from charonia.launch.repository import (
+    LINK_FROM_BYTES,
+    PreparedRepository,
+    RepositoryOptions,
+    prepare_repository,
+)
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "prepared"
+
+
+def prepare(source: Path, target: Path, *settings: str, **options: Any) -> PreparedRepository:
+    return prepare_repository(
+        target, RepositoryOptions(source=source, settings=settings, **options)
+    )
+
+
+def model_json(repository: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((repository / "engine/1/model.json").read_text("utf-8"))
+    return values
+
+
+def scheduler_parameters(repository: Path) -> dict[str, str]:
+    text = (repository / "scheduler/config.pbtxt").read_text("utf-8")
+    config = text_format.Parse(text, model_config_pb2.ModelConfig())
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+@pytest.fixture
+def source(repository: Path, checkpoint_dir: Path) -> Path:
+    """The stand-ins, with a checkpoint where their model.json says."""
+    (repository.parent / "checkpoint").symlink_to(checkpoint_dir)
+    return repository
+
+
+def test_without_overrides_only_paths_change(source: Path, target: Path) -> None:
+    prepared = prepare(source, target)
+    assert prepared.path == target
+    assert prepared.engine_args.max_num_seqs == 8
+    assert prepared.scheduler_args.max_queue_size == 7
+    assert model_json(target) == {"model": f"{source.parent}/checkpoint", "max_num_seqs": 8}
+    for file in ("scheduler/config.pbtxt", "scheduler/1/model.py", "engine/config.pbtxt"):
+        assert (target / file).read_bytes() == (source / file).read_bytes()
+
+
+def test_the_source_stays_as_it_is(source: Path, target: Path, checkpoint_dir: Path) -> None:
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    prepare(source, target, "seed=5", "scheduler.max_queue_size=9", model=checkpoint_dir)
+    assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+
+
+def test_settings_are_json_or_else_strings(source: Path, target: Path) -> None:
+    prepared = prepare(
+        source, target, "max_model_len=256", "enable_prefix_caching=false", "device=cpu"
+    )
+    assert prepared.engine_args.max_model_len == 256
+    assert prepared.engine_args.enable_prefix_caching is False
+    assert prepared.engine_args.device == "cpu"
+
+
+def test_a_relative_model_is_one_of_the_working_directory(
+    source: Path, target: Path, checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint_dir.parent)
+    prepare(source, target, model=Path(checkpoint_dir.name), dtype="float32")
+    assert model_json(target)["model"] == str(checkpoint_dir)
+    assert model_json(target)["dtype"] == "float32"
+
+
+def test_a_model_brings_its_own_tokenizer(source: Path, target: Path, checkpoint_dir: Path) -> None:
+    path = source / "engine/1/model.json"
+    path.write_text(json.dumps({"model": "a", "tokenizer": "b"}), encoding="utf-8")
+    prepared = prepare(source, target, model=checkpoint_dir)
+    assert prepared.engine_args.tokenizer_dir == checkpoint_dir
+
+
+def test_scheduler_parameters_are_set_in_its_configuration(source: Path, target: Path) -> None:
+    prepared = prepare(
+        source, target, "scheduler.num_sender_threads=3", "scheduler.max_queue_size=9"
+    )
+    assert prepared.scheduler_args.num_sender_threads == 3
+    assert scheduler_parameters(target) == {"max_queue_size": "9", "num_sender_threads": "3"}
+
+
+def test_weights_inside_the_repository_are_not_copied(source: Path, target: Path) -> None:
+    weights = source / "engine/1/weights.bin"
+    weights.write_bytes(bytes(LINK_FROM_BYTES))
+    prepare(source, target)
+    assert (target / "engine/1/weights.bin").resolve() == weights
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ("max_num_sequences=8",),
+            "unknown engine argument 'max_num_sequences'; accepted are model",
+        ),
+        (("max_num_seqs=0",), "max_num_seqs"),
+        (("max_num_seqs=many",), "max_num_seqs"),
+        (("scheduler.queue=8",), "unknown scheduler parameter 'queue'; accepted are engine_model"),
+        (("scheduler.max_queue_size=long",), "max_queue_size"),
+        (("max_num_seqs",), "'max_num_seqs' is not KEY=VALUE"),
+        (("=8",), "'=8' is not KEY=VALUE"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    source: Path, target: Path, settings: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(source, target, *settings)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_checkpoint_without_its_files_is_refused(
+    source: Path, target: Path, checkpoint_dir: Path, missing: str
+) -> None:
+    (checkpoint_dir / missing).unlink()
+    with pytest.raises(CharoniaError, match=missing.replace("model.", r"\*\.")):
+        prepare(source, target)
+
+
+def test_a_missing_checkpoint_directory_is_named(source: Path, target: Path) -> None:
+    with pytest.raises(LaunchError, match=r"no checkpoint directory /no/such/directory$"):
+        prepare(source, target, model=Path("/no/such/directory"))
+
+
+def test_an_unsupported_architecture_is_named(
+    source: Path, target: Path, checkpoint_dir: Path
+) -> None:
+    config = json.loads((checkpoint_dir / "config.json").read_text("utf-8"))
+    config["architectures"] = ["MambaForCausalLM"]
+    (checkpoint_dir / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
+        prepare(source, target)
+
+
+def test_a_folder_that_is_no_model_repository_is_refused(tmp_path: Path, target: Path) -> None:
+    with pytest.raises(LaunchError, match="is not charonia's model repository"):
+        prepare(tmp_path, target)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("engine/1/model.json", "{", "is not JSON"),
+        ("engine/1/model.json", "[]", "is not a JSON object"),
+        ("scheduler/config.pbtxt", "nonsense: {", "is not a model configuration"),
+    ],
+)
+def test_a_broken_file_is_named(
+    source: Path, target: Path, file: str, content: str, message: str
+) -> None:
+    (source / file).write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"{file} {message}"):
+        prepare(source, target)
+
+
+def test_a_repository_without_model_json_is_refused(source: Path, target: Path) -> None:
+    (source / "engine/1/model.json").unlink()
+    with pytest.raises(LaunchError, match=r"model\.json cannot be read"):
+        prepare(source, target)

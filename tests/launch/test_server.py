@@ -1,0 +1,148 @@
+"""TritonServer, on the real tritonserver with stand-in models."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import tritonclient.grpc
+from charonia.launch.errors import LaunchError
+from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
+from charonia.launch.server import TritonServer
+from support.leftovers import leftovers
+from tritonclient.utils import InferenceServerException
+
+MakeServer = Callable[..., TritonServer]
+
+
+def test_a_server_answers_and_leaves_nothing_behind(make_server: MakeServer) -> None:
+    with make_server() as server:
+        reply = httpx.post(
+            f"http://{server.http_url}/v2/models/scheduler/generate", json={"text_input": "x"}
+        )
+        assert reply.json()["text_output"] == "word0 "
+        assert len(server.pids("scheduler")) == len(server.pids("engine")) == 1
+        assert httpx.get(server.metrics_url).status_code == 200
+        assert leftovers(server.runtime_dir)
+    assert leftovers(server.runtime_dir) == []
+
+
+def test_a_stopped_server_can_be_started_again(make_server: MakeServer) -> None:
+    server = make_server()
+    for end in (server.stop, server.kill):
+        server.start()
+        server.wait_ready()
+        end()
+        assert server.pids("scheduler") == []
+
+
+def test_a_stopped_process_does_not_survive_a_stop(make_server: MakeServer) -> None:
+    with make_server() as server:
+        os.kill(server.pids("scheduler")[0], signal.SIGSTOP)
+        started = time.monotonic()
+    assert time.monotonic() - started < 10
+    assert leftovers(server.runtime_dir) == []
+
+
+def test_restricted_endpoints_open_only_with_the_key_over_http(make_server: MakeServer) -> None:
+    endpoints = (
+        ("POST", "/v2/repository/index"),
+        ("POST", "/v2/repository/models/scheduler/load"),
+        ("GET", "/v2/systemsharedmemory/status"),
+        ("GET", "/v2/trace/setting"),
+        ("GET", "/v2/logging"),
+    )
+    with make_server() as server:
+        for headers, expected in (({}, 403), (server.api_headers, 200)):
+            for method, path in endpoints:
+                reply = httpx.request(method, f"http://{server.http_url}{path}", headers=headers)
+                assert (path, reply.status_code) == (path, expected)
+
+
+def test_restricted_protocols_open_only_with_the_key_over_grpc(make_server: MakeServer) -> None:
+    with (
+        make_server() as server,
+        tritonclient.grpc.InferenceServerClient(server.grpc_url) as client,
+    ):
+        calls: tuple[Callable[..., object], ...] = (
+            client.get_model_repository_index,
+            lambda headers=None: client.load_model("scheduler", headers=headers),
+            client.get_system_shared_memory_status,
+            client.get_trace_settings,
+            client.get_log_settings,
+        )
+        for call in calls:
+            with pytest.raises(InferenceServerException, match="restricted"):
+                call()
+            call(headers=server.api_headers)
+
+
+def test_the_key_is_for_the_operator_alone(make_server: MakeServer) -> None:
+    server = make_server()
+    key_file = server.runtime_dir / KEY_FILE
+    assert key_file.read_text("utf-8").strip() == server.api_key
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(server.runtime_dir.stat().st_mode) == 0o700
+    assert make_server().api_key != server.api_key
+
+
+@pytest.mark.parametrize(("option", "what"), [("http_port", "HTTP"), ("grpc_port", "gRPC")])
+def test_a_taken_port_is_named_before_anything_starts(
+    make_server: MakeServer, option: str, what: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        server = make_server(**{option: port})
+        with pytest.raises(LaunchError, match=f"^{what} port {port} on 127.0.0.1"):
+            server.start()
+    assert server.pid is None
+
+
+def test_a_model_that_cannot_be_loaded_is_the_reason(
+    make_server: MakeServer, repository: Path
+) -> None:
+    (repository / "refuse-to-load").touch()
+    server = make_server()
+    server.start()
+    with pytest.raises(LaunchError, match=r"'scheduler'.* the stand-in refuses to load"):
+        server.wait_ready()
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from charonia.launch.server import TritonServer
+server = TritonServer(Path(sys.argv[1]))
+server.start()
+server.wait_ready()
+print(server.runtime_dir, server.pid, server.pids("scheduler")[0], flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_launcher_takes_its_server_along_and_the_next_one_sweeps(
+    repository: Path,
+) -> None:
+    command = [sys.executable, "-c", LAUNCHER, str(repository)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        path, pid, stub = launcher.stdout.readline().split()
+        assert Path(path) not in sweep_stale_runs()
+        os.kill(int(stub), signal.SIGSTOP)  # the one thing that does not die by itself
+        launcher.kill()
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(int(pid))
+    assert Path(path) in sweep_stale_runs()
+    assert leftovers(Path(path)) == []
