@@ -162,7 +162,8 @@ class EchoExecutor:
             assert join.row not in self.rows, f"row {join.row} is taken"
             self.rows[join.row] = _Row(join)
         assert sum(step.num_tokens for step in plan.rows) <= self.max_num_batched_tokens
-        results = [self._compute(step) for step in plan.rows]
+        computed = [self._compute(step) for step in plan.rows]
+        results = [result for result in computed if result.token_ids]
         self.epoch, self.step_id, self.needs_reset = plan.epoch, plan.step_id, False
         self.num_steps += 1
         return StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=results, seconds=0.001)

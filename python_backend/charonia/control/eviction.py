@@ -26,10 +26,6 @@ class LruEviction:
         """Free blocks that still hold content."""
         return len(self._cached)
 
-    def __contains__(self, block_id: int) -> bool:
-        """Whether a block with content is free."""
-        return block_id in self._cached
-
     def add(self, block_id: int, *, has_content: bool) -> None:
         """A block became free."""
         if has_content:

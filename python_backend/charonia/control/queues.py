@@ -3,7 +3,6 @@
 Owns the order of the waiting. Must not know blocks or rows.
 """
 
-from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from charonia.control.request import Request
@@ -24,10 +23,6 @@ class WaitingQueue:
 
     def __contains__(self, request: Request) -> bool:
         return request.rank in self._by_rank
-
-    def __iter__(self) -> Iterator[Request]:
-        """In no particular order."""
-        return iter(self._by_rank.values())
 
     def push(self, request: Request) -> None:
         """Add a request at its rank, which no other request has."""

@@ -63,6 +63,7 @@ class Scheduler:
         self._hash_secret = hash_secret
         self._expiries: list[tuple[float, str]] = []
         self._suspects: list[Request] = []  # by rank
+        self._ended: list[Request] = []  # by finish(), not dropped yet
         self._epoch = epoch
         self._in_flight: list[_Scheduled]
         self._leaves: list[int]
@@ -145,8 +146,9 @@ class Scheduler:
         if request is None or request.is_ended:
             return None
         request.is_ended = True
+        self._ended.append(request)
         if not self._in_flight:
-            self._drop(request)
+            self._drop_ended()
         return request
 
     def expire(self, now: float) -> list[Request]:
@@ -214,12 +216,9 @@ class Scheduler:
             assert request.row is not None
             row_result = by_row.get(request.row)
             self._commit(request, scheduled.num_tokens)
-            if request.is_ended:
-                self._drop(request)
-            elif row_result is not None:
+            if row_result is not None and not request.is_ended:
                 updates.append(self._append(request, row_result, scheduled.num_tokens))
-        for request in [request for request in self._requests.values() if request.is_ended]:
-            self._drop(request)
+        self._drop_ended()
         return updates
 
     # ------------------------------------------------------------------ when the engine fails
@@ -238,8 +237,7 @@ class Scheduler:
         self._running = []
         self._epoch = max(self._epoch, epoch)
         self._start_epoch(limits or self.limits)
-        for request in [request for request in self._requests.values() if request.is_ended]:
-            self._drop(request)
+        self._drop_ended()
 
     def blame(self) -> Request | None:
         """Note that the engine died with the step in flight; call before `reset`.
@@ -258,7 +256,7 @@ class Scheduler:
                 request.num_deaths_in_a_row = 0
         if self._suspects:  # it ran alone
             guilty = self._suspects[0]
-            guilty.is_ended = True
+            self.finish(guilty.key)
             return guilty
         self._suspects = [
             request for request in self._requests.values() if request.num_deaths_in_a_row >= 2
@@ -286,9 +284,6 @@ class Scheduler:
     def _plan_running(self, request: Request, budget: int, rows: list[RowStep]) -> int:
         """Plan the next tokens of a request that has a row; return how many."""
         num_tokens = min(len(request.token_ids) - request.num_computed, budget)
-        is_whole = request.num_computed + num_tokens == len(request.token_ids)
-        if not self.limits.enable_chunked_prefill and not is_whole:
-            return 0
         total = self.limits.blocks_for(request.num_computed + num_tokens)
         num_new = total - len(request.block_ids)
         while num_new > self.kv.num_free:
@@ -414,6 +409,12 @@ class Scheduler:
 
     def _extend_keys(self, request: Request) -> None:
         self._hasher.extend(request.block_keys, request.token_ids, request.cache_scope)
+
+    def _drop_ended(self) -> None:
+        """Forget what was ended from outside while a step was in flight."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self._drop(request)
 
     def _drop(self, request: Request) -> None:
         """Forget a request for good."""

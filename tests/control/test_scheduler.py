@@ -1,0 +1,329 @@
+"""The scheduler's rules one by one: admission, preemption, caching, expiry, blame."""
+
+import pytest
+from charonia.control import Limits, Request, Scheduler
+from charonia.errors import (
+    ConfigError,
+    EngineDiedError,
+    InvalidRequestError,
+    QueueFullError,
+)
+from charonia.protocol import RowSampling
+from support.echo import EchoExecutor, echo_run
+from support.invariants import check_invariants
+
+LIMITS = Limits(
+    num_blocks=17, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64
+)
+
+
+def make_scheduler(**changes) -> Scheduler:
+    values = {name: getattr(LIMITS, name) for name in LIMITS.__slots__} | changes
+    return Scheduler(Limits(**values), hash_secret=b"test")
+
+
+def make_request(key: str, num_prompt: int = 8, **changes) -> Request:
+    values = {
+        "key": key,
+        "token_ids": list(range(num_prompt)),
+        "num_prompt": num_prompt,
+        "sampling": RowSampling(seed=1, min_tokens=changes.pop("min_tokens", 0)),
+        "max_tokens": 8,
+        "stop_ids": frozenset(),
+        "arrived_at": 0.0,
+    } | changes
+    return Request(**values)
+
+
+def make_engine(scheduler: Scheduler, **changes) -> EchoExecutor:
+    limits = scheduler.limits
+    return EchoExecutor(
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        **changes,
+    )
+
+
+def run_step(scheduler: Scheduler, engine: EchoExecutor, now: float = 0.0):
+    plan = scheduler.plan(now)
+    updates = scheduler.apply(engine.submit(plan).result(None), now)
+    check_invariants(scheduler)
+    return plan, updates
+
+
+def run_to_end(scheduler: Scheduler, engine: EchoExecutor) -> dict[str, list[int]]:
+    outputs: dict[str, list[int]] = {}
+    while scheduler.has_requests:
+        for update in run_step(scheduler, engine)[1]:
+            outputs.setdefault(update.request.key, []).extend(update.token_ids)
+    return outputs
+
+
+# ---------------------------------------------------------------------- limits
+
+
+def test_the_pool_bounds_the_length_of_a_request():
+    info = EchoExecutor(num_blocks=5, block_size=16, max_model_len=4096).info()
+    assert Limits.of_engine(info).max_model_len == 64
+
+
+@pytest.mark.parametrize("num_tokens", [0, 64, 65])
+def test_a_prompt_that_can_never_be_served_is_refused(num_tokens):
+    with pytest.raises(InvalidRequestError, match=r"empty|at most 63"):
+        make_scheduler().add(make_request("a", num_tokens))
+
+
+def test_without_chunking_the_budget_must_hold_the_longest_prompt():
+    with pytest.raises(ConfigError, match="max_num_batched_tokens = 32"):
+        make_scheduler(enable_chunked_prefill=False, max_num_batched_tokens=32)
+
+
+# ---------------------------------------------------------------------- planning
+
+
+def test_the_first_plan_opens_an_epoch_and_the_next_ones_count_steps():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a"))
+    assert scheduler.num_tokens_in_flight == 0
+    first, _ = run_step(scheduler, engine)
+    second, _ = run_step(scheduler, engine)
+    assert (first.reset, first.step_id, second.reset, second.step_id) == (True, 0, False, 1)
+    assert first.epoch == second.epoch == 1
+
+
+def test_nothing_is_planned_without_requests():
+    assert make_scheduler().plan(0.0) is None
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a", 20, max_tokens=1))
+    chunks = [run_step(scheduler, engine)[0].rows[0].num_tokens for _ in range(3)]
+    assert chunks == [8, 8, 4]
+
+
+def test_without_chunking_a_prompt_waits_for_a_step_with_room():
+    scheduler = make_scheduler(enable_chunked_prefill=False)
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a", 40, token_ids=[1] * 40))
+    scheduler.add(make_request("b", 30, token_ids=[2] * 30))
+    plan, _ = run_step(scheduler, engine)
+    assert [row.num_tokens for row in plan.rows] == [40]
+
+
+def test_admission_counts_blocks_that_admitted_prompts_still_need():
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a", 40, token_ids=[1] * 40, max_tokens=2))
+    scheduler.add(make_request("b", 24, token_ids=[2] * 24, max_tokens=2))
+    for _ in range(5):
+        run_step(scheduler, engine)
+        assert scheduler.stats.preemptions == 0
+    assert run_to_end(scheduler, engine).keys() == {"a", "b"}
+    assert scheduler.stats.preemptions == 0
+
+
+def test_a_hit_on_a_free_block_counts_against_capacity():
+    scheduler = make_scheduler(num_blocks=9)
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a", 16, max_tokens=1))
+    run_to_end(scheduler, engine)
+    scheduler.add(make_request("b", 13, token_ids=[99] * 13, max_tokens=8))
+    run_step(scheduler, engine)
+    # 4 of 8 blocks are b's. c hits 4 free ones: they are its capacity, not spare.
+    scheduler.add(make_request("c", 17, token_ids=[*range(16), 5], max_tokens=1))
+    plan, _ = run_step(scheduler, engine)
+    assert plan.joins == []
+
+
+def test_the_victim_of_a_preemption_is_the_last_in_order_and_comes_back_first():
+    scheduler = make_scheduler(num_blocks=9)
+    engine = make_engine(scheduler)
+    for key in "abc":
+        scheduler.add(make_request(key, 7, token_ids=[ord(key)] * 7, max_tokens=20))
+    outputs = run_to_end(scheduler, engine)
+    assert scheduler.stats.preemptions > 0
+    for key, output in outputs.items():
+        assert output == echo_run([ord(key)] * 7, seed=1, max_tokens=20, vocab_size=256)
+
+
+# ---------------------------------------------------------------------- prefix cache
+
+
+def test_a_second_request_starts_from_the_firsts_full_blocks_but_computes_its_last_token():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    for key in "ab":
+        scheduler.add(make_request(key, 8, max_tokens=1))
+        plan = scheduler.plan(0.0)
+        scheduler.apply(engine.submit(plan).result(None), 0.0)
+    assert plan.joins[0].num_computed == 4
+    assert scheduler.stats.prompt_tokens_cached == 4
+
+
+@pytest.mark.parametrize(
+    "changes", [{"cache_scope": b"other"}, {"takes_hits": False}, {"enable": False}]
+)
+def test_no_hits_across_tenants_or_where_they_are_not_wanted(changes):
+    scheduler = make_scheduler(enable_prefix_caching=changes.pop("enable", True))
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a", 16, max_tokens=1))
+    run_to_end(scheduler, engine)
+    scheduler.add(make_request("b", 16, max_tokens=1, **changes))
+    plan, _ = run_step(scheduler, engine)
+    assert plan.joins[0].num_computed == 0
+
+
+def test_two_requests_that_computed_the_same_prefix_at_once_are_both_cached():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a", 9, max_tokens=1))
+    scheduler.add(make_request("b", 9, max_tokens=1))
+    run_step(scheduler, engine)
+    assert scheduler.kv.num_cached == 4
+    # Filling the pool evicts one copy after the other.
+    scheduler.add(make_request("c", 60, token_ids=[7] * 60, max_tokens=1))
+    run_to_end(scheduler, engine)
+    assert scheduler.kv.num_used == 0
+
+
+# ---------------------------------------------------------------------- endings
+
+
+def test_a_stop_token_counts_only_after_min_tokens():
+    prompt = list(range(8))
+    tokens = echo_run(prompt, seed=1, max_tokens=8, vocab_size=256)
+    for min_tokens, expected in ((0, 3), (4, 8)):
+        scheduler = make_scheduler()
+        engine = make_engine(scheduler)
+        request = make_request("a", stop_ids=frozenset({tokens[2]}), min_tokens=min_tokens)
+        scheduler.add(request)
+        assert len(run_to_end(scheduler, engine)["a"]) == expected
+
+
+def test_blocks_of_a_request_that_ends_during_a_step_are_free_after_it_and_not_before():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a"))
+    scheduler.add(make_request("b", token_ids=[9] * 8))
+    plan = scheduler.plan(0.0)
+    assert scheduler.num_tokens_in_flight == 16
+    assert scheduler.finish("a") is not None
+    assert scheduler.finish("a") is None
+    assert scheduler.kv.num_used == 4
+    updates = scheduler.apply(engine.submit(plan).result(None), 0.0)
+    assert [update.request.key for update in updates] == ["b"]
+    assert scheduler.kv.num_used == 2
+    assert scheduler.finish("unknown") is None
+
+
+def test_a_full_queue_refuses_and_free_rows_do_not_queue():
+    scheduler = make_scheduler(max_num_seqs=2, max_queue_size=1)
+    for key in "abc":
+        scheduler.add(make_request(key))
+    with pytest.raises(QueueFullError, match=r"Exceeds maximum queue size.*Maximum queue size of"):
+        scheduler.add(make_request("d"))
+    run_step(scheduler, make_engine(scheduler))
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    with pytest.raises(QueueFullError):
+        scheduler.add(make_request("d"))
+
+
+def test_a_request_expires_in_the_queue_but_not_once_it_runs():
+    scheduler = make_scheduler(max_num_seqs=1)
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("runs", queue_expires_at=5.0))
+    scheduler.add(make_request("waits", queue_expires_at=5.0))
+    run_step(scheduler, engine)
+    assert scheduler.expire(4.9) == []
+    assert [request.key for request in scheduler.expire(5.0)] == ["waits"]
+    assert scheduler.num_running == 1
+    check_invariants(scheduler)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a", deadline_at=5.0, queue_expires_at=6.0))
+    scheduler.add(make_request("done", deadline_at=5.0, max_tokens=1))
+    run_step(scheduler, engine)
+    plan = scheduler.plan(0.0)
+    scheduler.finish("a")  # gone already, in the step that is in flight
+    assert scheduler.expire(5.0) == []
+    scheduler.apply(engine.submit(plan).result(None), 5.0)
+    scheduler.add(make_request("b", deadline_at=7.0))
+    run_step(scheduler, engine)
+    assert [request.key for request in scheduler.expire(7.0)] == ["b"]
+    assert scheduler.kv.num_used == 0
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_a_reset_recomputes_every_request_from_its_tokens():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    scheduler.add(make_request("a"))
+    scheduler.add(make_request("b", token_ids=[9] * 8))
+    outputs = {"a": [], "b": []}
+    for _ in range(3):
+        for update in run_step(scheduler, engine)[1]:
+            outputs[update.request.key] += update.token_ids
+    scheduler.plan(0.0)
+    scheduler.finish("b")
+    scheduler.reset(epoch=7)
+    check_invariants(scheduler)
+    assert scheduler.num_waiting == 1
+    plan = scheduler.plan(0.0)
+    assert (plan.reset, plan.epoch) == (True, 8)
+    assert plan.joins[0].token_ids == [*range(8), *outputs["a"]]
+
+
+def test_the_request_that_kills_every_engine_is_found_and_the_others_finish():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler, poison=200, vocab_size=128)  # nobody generates 200
+    scheduler.add(make_request("good"))
+    scheduler.add(make_request("bad", token_ids=[200] * 8))
+    scheduler.add(make_request("fine", token_ids=[3] * 8))
+    outputs: dict[str, list[int]] = {}
+    guilty = []
+    num_deaths = 0
+    while scheduler.has_requests:
+        plan = scheduler.plan(0.0)
+        try:
+            result = engine.submit(plan).result(None)
+        except EngineDiedError:
+            num_deaths += 1
+            culprit = scheduler.blame()
+            guilty += [culprit.key] if culprit else []
+            engine.restart()
+            scheduler.reset()
+            check_invariants(scheduler)
+            continue
+        for update in scheduler.apply(result, 0.0):
+            outputs.setdefault(update.request.key, []).extend(update.token_ids)
+        check_invariants(scheduler)
+    assert guilty == ["bad"]
+    assert num_deaths == 3
+    for key, prompt in (("good", list(range(8))), ("fine", [3] * 8)):
+        assert outputs[key] == echo_run(prompt, seed=1, max_tokens=8, vocab_size=128)
+
+
+def test_a_suspect_that_is_cancelled_frees_the_others():
+    scheduler = make_scheduler()
+    for key in "ab":
+        scheduler.add(make_request(key))
+    for _ in range(2):
+        scheduler.plan(0.0)
+        assert scheduler.blame() is None
+        scheduler.reset()
+    scheduler.finish("a")
+    plan = scheduler.plan(0.0)
+    assert len(plan.rows) == 1
+    scheduler.finish("b")
+    scheduler.reset()
+    assert not scheduler.has_requests
