@@ -351,7 +351,7 @@ class Pending(Protocol):
         """Wait for the step, at most `timeout` seconds.
 
         Raises:
-            StepFailedError: the step raised; the engine lives.
+            StepFailedError: the step raised, or the plan was refused; the engine lives.
             EngineDiedError: the engine is gone or does not answer.
             TimeoutError: still under way after `timeout`.
         """

@@ -209,4 +209,7 @@ class _Done:
         self._plan = plan
 
     def result(self, timeout: float | None) -> StepResult:
-        return self._executor.execute(self._plan)
+        try:
+            return self._executor.execute(self._plan)
+        except PlanRefusedError as error:
+            raise StepFailedError(str(error)) from error

@@ -1,0 +1,315 @@
+"""The core on an engine that fails in every way: no request is lost, changed or left hanging."""
+
+from collections import defaultdict
+
+import pytest
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.core import EngineCore
+from charonia.engine.outputs import Chunk
+from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
+from charonia.protocol import SamplingParams
+from charonia.text.tokenizer import Tokenizer
+from support.echo import EchoExecutor, echo_run
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, so that an echo engine's tokens are arbitrary, mostly broken UTF-8."""
+    backend = Backend(models.BPE({char: i for i, char in enumerate(ALPHABET)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+class Bench:
+    """A core on an echo engine, with a clock of its own and the chunks by request."""
+
+    def __init__(self, executor: EchoExecutor | None = None, **args) -> None:
+        self.now = 0.0
+        self.lines: list[str] = []
+        self.chunks: dict[str, list[Chunk]] = defaultdict(list)
+        self.executor = executor or EchoExecutor()
+        self.tokenizer = byte_tokenizer()
+        self.core = EngineCore(
+            self.executor,
+            EngineArgs(model="echo"),
+            SchedulerArgs(**args),
+            self.tokenizer,
+            deliver=lambda chunk: self.chunks[chunk.key].append(chunk),
+            clock=lambda: self.now,
+            log=self.lines.append,
+        )
+        assert self.core.connect()
+
+    def add(self, key: str, prompt: list[int] | None = None, timeout_s=None, **params) -> None:
+        params = {"max_tokens": 20, "seed": 5} | params
+        self.core.add(
+            GenerationRequest(
+                key=key,
+                request_id=f"id-{key}",
+                prompt_ids=prompt or [ord(key[0])] * 10,
+                params=SamplingParams(**params),
+                timeout_s=timeout_s,
+            )
+        )
+
+    def run(self, num_steps: int = 10**6) -> None:
+        while self.core.has_requests and num_steps:
+            self.now += 0.01
+            num_steps -= 1
+            if not self.core.is_up and not self.core.connect():
+                self.now += 60
+                continue
+            self.core.step()
+
+    def tokens(self, key: str) -> list[int]:
+        return [token_id for chunk in self.chunks[key] for token_id in chunk.token_ids]
+
+    def text(self, key: str) -> str:
+        return "".join(chunk.text for chunk in self.chunks[key])
+
+    def error(self, key: str) -> CharoniaError | None:
+        return self.chunks[key][-1].error
+
+
+def expected(key: str, max_tokens: int = 20, seed: int = 5) -> list[int]:
+    return echo_run([ord(key)] * 10, seed=seed, max_tokens=max_tokens, vocab_size=256)
+
+
+def test_chunks_carry_all_tokens_and_text_and_one_end():
+    bench = Bench()
+    bench.add("a", max_tokens=200)
+    bench.run()
+    chunks = bench.chunks["a"]
+    assert bench.tokens("a") == expected("a", 200)
+    assert bench.text("a") == bench.tokenizer.decode(expected("a", 200))
+    assert [chunk.is_final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert all(chunk.text for chunk in chunks[:-1])
+    assert all(chunk.token_ids for chunk in chunks)
+    assert len(chunks) < 200, "nothing was held back although much of it is broken UTF-8"
+    assert chunks[-1].finish_reason == "length"
+    assert chunks[-1].timing["computed_tokens"] == 10
+
+
+def test_a_stop_string_ends_the_text_and_its_surplus_tokens_do_not_count():
+    bench = Bench()
+    whole = expected("a", 60)
+    text = bench.tokenizer.decode(whole)
+    stop = text[25:28]
+    bench.add("a", max_tokens=60, stop=(stop,))
+    bench.add("b", max_tokens=60, stop=(stop,), include_stop_str_in_output=True, min_tokens=60)
+    bench.run()
+    assert bench.text("a") == text[: text.index(stop)]
+    assert bench.chunks["a"][-1].finish_reason == "stop"
+    assert bench.tokens("a") == whole[: len(bench.tokens("a"))]
+    assert bench.chunks["b"][-1].finish_reason == "length"
+    counted = bench.core.metrics.counters["charonia_generation_tokens_total", ""]
+    assert counted == len(bench.tokens("a")) + 60
+
+
+def test_a_stop_token_is_counted_but_not_shown():
+    bench = Bench()
+    whole = expected("a")
+    bench.add("a", stop_token_ids=(whole[6],))
+    bench.add("b", prompt=[ord("a")] * 10, stop_token_ids=(whole[6],), logprobs=0)
+    bench.add(
+        "c", prompt=[ord("a")] * 10, stop_token_ids=(whole[6],), include_stop_str_in_output=True
+    )
+    bench.run()
+    assert bench.tokens("a") == whole[:7]
+    assert bench.text("a") == bench.tokenizer.decode(whole[:6])
+    assert bench.text("c") == bench.tokenizer.decode(whole[:7])
+    assert bench.chunks["b"][-1].cumulative_logprob == pytest.approx(-0.5 * 7)
+
+
+@pytest.mark.parametrize("fault", ["fail", "fail twice", "die", "die and not come back at once"])
+def test_no_fault_changes_a_token(fault):
+    bench = Bench()
+    for key in "abc":
+        bench.add(key)
+    bench.run(5)
+    bench.executor.fail_next = {"fail": 1, "fail twice": 2}.get(fault, 0)
+    bench.executor.die_next = int("die" in fault)
+    bench.run()
+    for key in "abc":
+        assert bench.tokens(key) == expected(key)
+    assert bench.executor.num_restarts == int(fault != "fail")
+
+
+def test_a_request_that_kills_every_engine_fails_alone():
+    bench = Bench(EchoExecutor(poison=255))
+    bench.add("a")
+    bench.add("x", prompt=[255] * 10)
+    bench.add("b")
+    bench.run()
+    assert "each time" in str(bench.error("x"))
+    for key in "ab":
+        whole = expected(key)
+        assert bench.tokens(key) == whole or 255 in whole
+    assert bench.core.metrics.counters["charonia_engine_restarts_total", ""] >= 3
+
+
+def test_while_the_engine_cannot_be_loaded_requests_fail_with_the_reason():
+    bench = Bench()
+    bench.add("a")
+    bench.run(4)
+    bench.executor.die_next = 1
+    bench.executor.refuse_restarts = 2
+    bench.run()
+    assert isinstance(bench.error("a"), UnavailableError)
+    assert "cannot be loaded" in str(bench.error("a"))
+    with pytest.raises(UnavailableError, match="cannot be loaded"):
+        bench.core.check(GenerationRequest(key="b", prompt_ids=[1]), 0)
+    bench.add("b")
+    assert isinstance(bench.error("b"), UnavailableError)
+    assert bench.core.metrics.gauges["charonia_engine_up", ""] == 0
+    assert not bench.core.connect(), "it tried again without waiting"
+    bench.now += 1
+    assert not bench.core.connect()
+    bench.now += 2
+    assert bench.core.connect()
+    bench.add("c")
+    bench.run()
+    assert bench.tokens("c") == expected("c")
+
+
+def test_a_step_that_never_ends_counts_as_death():
+    class Hanging(EchoExecutor):
+        def submit(self, plan):
+            return self if self.num_steps == 3 and not self.num_restarts else super().submit(plan)
+
+        def result(self, timeout):
+            assert timeout == 7.0
+            raise TimeoutError
+
+    bench = Bench(Hanging(), min_step_deadline_s=7.0)
+    bench.add("a")
+    bench.run()
+    assert bench.executor.num_restarts == 1
+    assert bench.tokens("a") == expected("a")
+
+
+def test_a_new_scheduler_takes_over_a_living_engine():
+    first = Bench()
+    first.add("a")
+    first.run(5)
+    second = Bench(first.executor)
+    second.add("a")
+    second.run()
+    assert second.tokens("a") == expected("a")
+    first.run()  # its plans are refused at first; it opens a later epoch
+    assert first.tokens("a") == expected("a")
+
+
+def test_a_smaller_engine_after_a_restart_ends_what_no_longer_fits():
+    bench = Bench()
+    bench.add("a", max_tokens=200)
+    bench.add("b", prompt=[3] * 100, max_tokens=100)
+    bench.run(5)
+    bench.executor.die_next = 1
+    bench.executor.num_blocks = 5
+    bench.run()
+    assert "max_model_len 64" in str(bench.error("b"))
+    assert any("max_model_len is lowered" in line for line in bench.lines)
+    assert bench.chunks["a"][-1].finish_reason == "length"
+
+
+def test_cancelling_frees_everything_and_leaves_the_others():
+    bench = Bench(EchoExecutor(max_num_seqs=2))
+    for key in "abcd":
+        bench.add(key)
+    bench.run(3)
+    bench.core.cancel("a")
+    bench.core.cancel_matching("id-d", "")
+    bench.core.cancel_matching("id-c", "another tenant")
+    bench.core.cancel("unknown")
+    bench.run()
+    assert [type(bench.error(key)).__name__ for key in "ad"] == ["RequestCancelledError"] * 2
+    assert bench.tokens("b") == expected("b")
+    assert bench.tokens("c") == expected("c")
+    gauges = bench.core.metrics.gauges
+    assert gauges["charonia_kv_blocks", "used"] == 0
+    assert gauges["charonia_requests_running", ""] == gauges["charonia_requests_waiting", ""] == 0
+
+
+def test_a_timeout_in_the_queue_and_a_deadline_end_requests():
+    bench = Bench(EchoExecutor(max_num_seqs=1))
+    bench.add("a", max_tokens=100, deadline_ms=500)
+    bench.add("b", timeout_s=0.2)
+    bench.run()
+    assert str(bench.error("a")) == str(bench.error("b")) == "Request timeout expired"
+    assert bench.tokens("b") == []
+    assert 30 < len(bench.tokens("a")) < 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": []}, "empty"),
+        ({"prompt_ids": [256]}, "token id 256 at place 0; the vocabulary has ids 0 to 255"),
+        ({"prompt_ids": [1, -1]}, "token id -1 at place 1"),
+        ({"prompt_ids": [1] * 2000}, "2000 tokens; at most"),
+        ({"params": SamplingParams(logit_bias={999: 1.0})}, "logit_bias has token id 999"),
+        ({"params": SamplingParams(stop_token_ids=(-3,))}, "stop_token_ids has token id -3"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(changes, message):
+    request = GenerationRequest(**({"key": "a", "prompt_ids": [1]} | changes))
+    with pytest.raises(InvalidRequestError, match=message):
+        Bench().core.check(request, 0)
+
+
+def test_seeds_of_64_bits_are_taken_as_they_are_and_missing_ones_are_drawn():
+    bench = Bench()
+    bench.add("a", seed=2**64 - 1)
+    bench.add("b", prompt=[ord("a")] * 10, seed=-1)
+    bench.add("c", prompt=[ord("a")] * 10, seed=None)
+    bench.add("d", prompt=[ord("a")] * 10, seed=None)
+    bench.run()
+    assert bench.tokens("a") == bench.tokens("b") == expected("a", seed=2**64 - 1)
+    assert bench.tokens("c") != bench.tokens("d")
+
+
+def test_the_metrics_add_up():
+    bench = Bench()
+    for key in "ab":
+        bench.add(key, prompt=list(range(40)), max_tokens=10)
+        bench.run()
+    metrics = bench.core.metrics
+    assert metrics.counters["charonia_prompt_tokens_total", "computed"] == 40 + 8
+    assert metrics.counters["charonia_prompt_tokens_total", "cached"] == 32
+    assert metrics.counters["charonia_finished_total", "length"] == 2
+    assert metrics.histograms["charonia_inter_token_seconds"].count == 18
+    assert metrics.histograms["charonia_inter_token_seconds"].cumulative()[-1] == 18
+    drained = metrics.drain()
+    assert drained["request_generation_tokens"] == [10, 10]
+    assert len(drained["charonia_time_to_first_token_seconds"]) == 2
+    assert metrics.drain() == {}
+
+
+def test_chunks_merge_into_what_one_chunk_would_have_been():
+    bench = Bench()
+    bench.add("a", logprobs=0)
+    bench.run()
+    merged = Chunk.merge(bench.chunks["a"])
+    assert merged.text == bench.text("a")
+    assert list(merged.token_ids) == expected("a")
+    assert len(merged.logprobs) == 20
+    assert merged.cumulative_logprob == pytest.approx(-10)
+    assert merged.is_final
+
+
+def test_an_abandoned_core_fails_its_requests_and_serves_new_ones():
+    bench = Bench()
+    bench.add("a")
+    bench.run(3)
+    bench.core.abandon(CharoniaError("internal error: KeyError"))
+    assert "KeyError" in str(bench.error("a"))
+    assert bench.core.connect()
+    bench.add("b")
+    bench.run()
+    assert bench.tokens("b") == expected("b")

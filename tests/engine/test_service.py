@@ -1,0 +1,157 @@
+"""The service under many threads: every request is answered once, whoever comes and goes."""
+
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.service import EngineService
+from charonia.errors import EngineDiedError, QueueFullError, UnavailableError
+from charonia.protocol import SamplingParams
+from support.echo import EchoExecutor, echo_run
+
+from engine.test_core import byte_tokenizer
+
+
+class Client:
+    """Collects the chunks of its requests and waits for their ends."""
+
+    def __init__(self, service: EngineService) -> None:
+        self.service = service
+        self.chunks = defaultdict(list)
+        self.ends = defaultdict(threading.Event)
+
+    def submit(self, key: str, **params) -> None:
+        params = {"max_tokens": 10, "seed": 1} | params
+        request = GenerationRequest(
+            key=key, prompt_ids=list(key.encode()), params=SamplingParams(**params)
+        )
+        self.ends[key] = threading.Event()
+        self.service.submit(request, self._take)
+
+    def _take(self, chunk) -> None:
+        self.chunks[chunk.key].append(chunk)
+        if chunk.is_final:
+            assert not self.ends[chunk.key].is_set(), "answered twice"
+            self.ends[chunk.key].set()
+
+    def wait(self, key: str):
+        assert self.ends[key].wait(20), f"{key} hangs"
+        return self.chunks[key]
+
+
+def make_service(executor: EchoExecutor, **args) -> EngineService:
+    service = EngineService(
+        executor,
+        EngineArgs(model="echo"),
+        SchedulerArgs(**args),
+        byte_tokenizer(),
+        log=lambda line: None,
+    )
+    service.start()
+    return service
+
+
+def wait_until_up(service: EngineService) -> None:
+    for _ in range(200):
+        if service.metrics.gauges["charonia_engine_up", ""]:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the service does not come up")
+
+
+@pytest.fixture
+def service():
+    service = make_service(EchoExecutor())
+    wait_until_up(service)
+    yield service
+    service.close()
+
+
+def test_many_threads_are_served_at_once(service):
+    client = Client(service)
+
+    def one(index: int) -> None:
+        key = f"request {index}"
+        client.submit(key)
+        client.wait(key)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(one, range(100)))
+    for index in range(100):
+        key = f"request {index}"
+        tokens = [t for chunk in client.chunks[key] for t in chunk.token_ids]
+        assert tokens == echo_run(list(key.encode()), seed=1, max_tokens=10, vocab_size=256)
+
+
+def test_a_cancelled_request_ends_once_and_with_an_error(service):
+    client = Client(service)
+    client.submit("a", max_tokens=10**5)
+    service.cancel("a")
+    assert client.wait("a")[-1].error.code == "CANCELLED"
+
+
+def test_before_the_engine_is_ready_requests_are_refused_at_once():
+    class Late(EchoExecutor):
+        def info(self):
+            raise EngineDiedError("loading")
+
+    service = make_service(Late())
+    with pytest.raises(UnavailableError, match="not ready yet"):
+        Client(service).submit("a")
+    with pytest.raises(UnavailableError, match="not ready yet"):
+        _ = service.info
+    assert service.metrics.counters["charonia_rejections_total", "unavailable"] == 1
+    service.close()
+
+
+def test_a_full_queue_is_refused_at_once():
+    class Slow(EchoExecutor):
+        def execute(self, plan):
+            time.sleep(0.005)
+            return super().execute(plan)
+
+    service = make_service(Slow(max_num_seqs=2), max_queue_size=3)
+    wait_until_up(service)
+    client = Client(service)
+    for index in range(5):
+        client.submit(f"r{index}", max_tokens=50)
+    with pytest.raises(QueueFullError):
+        client.submit("one too many")
+    assert service.metrics.counters["charonia_rejections_total", "queue_full"] == 1
+    for index in range(5):
+        assert client.wait(f"r{index}")[-1].finish_reason == "length"
+    service.close()
+
+
+def test_closing_answers_what_is_live():
+    service = make_service(EchoExecutor())
+    wait_until_up(service)
+    client = Client(service)
+    client.submit("a", max_tokens=10**5)
+    service.close()
+    assert "shutting down" in str(client.wait("a")[-1].error)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        client.submit("b")
+
+
+def test_a_bug_in_a_step_fails_the_live_requests_and_the_service_goes_on():
+    class Buggy(EchoExecutor):
+        def execute(self, plan):
+            if self.num_steps == 5:
+                self.num_steps += 1
+                raise KeyError("a bug")
+            return super().execute(plan)
+
+    service = make_service(Buggy())
+    wait_until_up(service)
+    client = Client(service)
+    client.submit("a", max_tokens=100)
+    assert str(client.wait("a")[-1].error) == "internal error: KeyError"
+    wait_until_up(service)
+    client.submit("b")
+    assert client.wait("b")[-1].finish_reason == "length"
+    service.close()
