@@ -340,16 +340,18 @@ def test_logits_that_are_not_finite_harm_only_their_own_row(spoiler: str, top_k:
         assert token_ids(spoilt[4:7]) == [7, 7, 7]
 
 
-def test_a_row_where_everything_is_banned_still_draws_something() -> None:
+def test_a_row_where_everything_is_banned_draws_as_if_all_were_equal() -> None:
     everything = [[token] for token in range(70)]
-    samplings = [
-        RowSampling(seed=1, bad_words_ids=everything, temperature=0.0),
-        RowSampling(seed=1, bad_words_ids=everything),
-        RowSampling(seed=1, bad_words_ids=everything, top_k=5, top_p=0.5),
-    ]
-    drawn = Sampler(70, "cpu").sample(torch.zeros(3, 70), [a_row(s) for s in samplings])
-    assert all(0 <= one.token_id < 70 for one in drawn)
-    assert drawn[0].token_id == 0
+    logits = torch.linspace(0, 50, 70).expand(40, -1)
+    of = Sampler(70, "cpu")
+    for top_k, top_p in ((0, 1.0), (65, 1.0), (300, 0.9)):
+        samplings = [
+            RowSampling(seed=i, bad_words_ids=everything, top_k=top_k, top_p=top_p)
+            for i in range(40)
+        ]
+        assert len(set(token_ids(of.sample(logits, [a_row(s) for s in samplings])))) > 20
+    greedy = RowSampling(seed=1, bad_words_ids=everything, temperature=0.0)
+    assert token_ids(of.sample(logits[:1], [a_row(greedy)])) == [0]
 
 
 def test_one_allowed_token_is_always_drawn() -> None:

@@ -194,7 +194,7 @@ def count_kept(
     width = relative.shape[1]
     eligible = (relative >= cut.min_p.log().unsqueeze(1)).sum(-1)
     count = torch.minimum(eligible, cut.top_k).clamp_(1, width)
-    is_known = (eligible < width) | (cut.top_k <= width) | (width >= vocab_size)
+    is_known = (eligible < width) | (cut.top_k <= width)
     masses = (relative.exp() * _MASS_UNIT).round_().long().cumsum(-1)
     whole = masses.gather(1, count.unsqueeze(1) - 1).squeeze(1).double()
     if total is not None:

@@ -87,7 +87,7 @@ def smallest_beginning(logits: Tensor, weights: Tensor, target: Tensor) -> Tenso
 
     Args:
         logits: [n, vocab] float32.
-        weights: [n, vocab] float32, >= 0, equal for equal logits.
+        weights: [n, vocab] float32, >= 0, equal for equal logits but for an end in order that is 0.
         target: [n] float64, > 0 and at most the sum of the weights (above it: all tokens).
 
     Returns:
