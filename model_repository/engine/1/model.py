@@ -1,0 +1,34 @@
+"""The engine model; what it does is in charonia.serving.engine_host."""
+
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from charonia.config import EngineArgs
+from charonia.errors import CharoniaError
+from charonia.serving.engine_host import EngineHost, PlanRunner
+from charonia.serving.logs import logger
+
+
+class TritonPythonModel:
+    """What Triton's Python backend looks for."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the engine."""
+        log = logger(args["model_name"])
+
+        def make_runner(engine_args: EngineArgs) -> PlanRunner:
+            from charonia.data.runner import Runner  # late: it brings torch
+
+            return Runner(engine_args, log=log)
+
+        version_dir = Path(args["model_repository"]) / args["model_version"]
+        kind = args["model_instance_kind"]
+        try:
+            self._host = EngineHost(pb_utils, make_runner, version_dir, kind, log=log)
+        except CharoniaError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Execute plans."""
+        return self._host.execute(requests)

@@ -1,0 +1,27 @@
+"""The generate model; what it does is in charonia.serving.generate_host."""
+
+import json
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from charonia.serving.generate_host import GenerateHost
+from charonia.serving.logs import logger
+
+
+class TritonPythonModel:
+    """What Triton's Python backend looks for."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Learn the scheduler's name."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        scheduler_model = parameters["scheduler_model"]["string_value"]
+        log = logger(args["model_name"])
+        self._host = GenerateHost(pb_utils, scheduler_model, log=log)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hand requests in; the answers come from another thread."""
+        self._host.execute(requests)
+
+    def finalize(self) -> None:
+        """Stop."""
+        self._host.finalize()

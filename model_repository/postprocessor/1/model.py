@@ -1,0 +1,27 @@
+"""The postprocessor model; what it does is in charonia.serving.postprocessor_host."""
+
+import json
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from charonia.serving.logs import logger
+from charonia.serving.postprocessor_host import PostprocessorHost
+
+
+class TritonPythonModel:
+    """What Triton's Python backend looks for."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Learn the scheduler's name."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        scheduler_model = parameters["scheduler_model"]["string_value"]
+        log = logger(args["model_name"])
+        self._host = PostprocessorHost(pb_utils, scheduler_model, log=log)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Hand chunks on."""
+        return self._host.execute(requests)
+
+    def finalize(self) -> None:
+        """Stop."""
+        self._host.finalize()

@@ -1,0 +1,27 @@
+"""The scheduler model; what it does is in charonia.serving.scheduler_host."""
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from charonia.errors import CharoniaError
+from charonia.serving.logs import logger
+from charonia.serving.scheduler_host import SchedulerHost
+
+
+class TritonPythonModel:
+    """What Triton's Python backend looks for."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Start serving; the engine may come later."""
+        try:
+            self._host = SchedulerHost(pb_utils, args, log=logger(args["model_name"]))
+        except CharoniaError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; the responses come from other threads."""
+        self._host.execute(requests)
+
+    def finalize(self) -> None:
+        """Answer what is still live."""
+        self._host.finalize()

@@ -1,0 +1,28 @@
+"""The tokenizer model; what it does is in charonia.serving.tokenizer_host."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from charonia.errors import CharoniaError
+from charonia.serving.logs import logger
+from charonia.serving.tokenizer_host import TokenizerHost
+
+
+class TritonPythonModel:
+    """What Triton's Python backend looks for."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Read the tokenizer that the engine's model.json names."""
+        parameters = json.loads(args["model_config"])["parameters"]
+        engine_model = parameters["engine_model"]["string_value"]
+        model_file = Path(args["model_repository"]).parent / engine_model / "1" / "model.json"
+        try:
+            self._host = TokenizerHost(pb_utils, model_file, log=logger(args["model_name"]))
+        except CharoniaError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Tokenize prompts."""
+        return self._host.execute(requests)

@@ -1,0 +1,132 @@
+"""The engine model's side: takes plans from the scheduler alone and has a Runner execute them.
+
+Owns the secret's check and what becomes of an exception. Must not know what is in a plan, nor
+torch: the runner is made by a function that is passed in.
+"""
+
+import hmac
+import locale
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from charonia.config import EngineArgs
+from charonia.errors import ConfigError, PlanRefusedError
+from charonia.protocol import (
+    EngineInfo,
+    EngineReply,
+    EngineRequest,
+    Hello,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    decode_request,
+    encode,
+)
+from charonia.serving.bls import PLAN, REPLY
+from charonia.serving.secret import FILE_NAME, read_or_create
+from charonia.serving.tensors import error_response
+
+MODEL_FILE = "model.json"
+NOT_THE_SCHEDULER = "the engine takes plans from the scheduler alone; send requests to that model"
+
+
+class PlanRunner(Protocol):
+    """What executes plans, e.g. `charonia.data.runner.Runner`."""
+
+    def info(self) -> EngineInfo:
+        """Say what this engine is."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Execute the next step. Raises PlanRefusedError for any other."""
+        ...
+
+
+class EngineHost:
+    """One engine behind Triton.
+
+    Args:
+        make_runner: loads the engine.
+        version_dir: the model's version directory, with model.json; the secret lies beside it.
+        instance_kind: Triton's, e.g. "MODEL". log: takes one line.
+
+    Raises:
+        ConfigError, CheckpointError: the engine cannot be loaded as configured.
+    """
+
+    def __init__(
+        self,
+        pb_utils: Any,
+        make_runner: Callable[[EngineArgs], PlanRunner],
+        version_dir: Path,
+        instance_kind: str,
+        *,
+        log: Callable[[str], None],
+    ) -> None:
+        # The stub's interpreter decodes files as ASCII otherwise, also inside torch.
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+        self._pb_utils = pb_utils
+        self._log = log
+        check_instance_kind(version_dir / MODEL_FILE, instance_kind)
+        args = EngineArgs.from_file(version_dir / MODEL_FILE)
+        self._secret = read_or_create(version_dir / FILE_NAME)
+        self._runner = make_runner(args)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer each request with the tensor `reply`, or an error that gives nothing away."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            reply = self._reply(self._decode(request))
+        except PlanRefusedError as error:
+            self._log(f"refused: {error}")
+            return error_response(self._pb_utils, error)
+        data = np.frombuffer(encode(reply), dtype=np.uint8)
+        return self._pb_utils.InferenceResponse([self._pb_utils.Tensor(REPLY, data)])
+
+    def _decode(self, request: Any) -> EngineRequest:
+        """Raises PlanRefusedError for anything but a message that carries the secret."""
+        plan = self._pb_utils.get_input_tensor_by_name(request, PLAN)
+        try:
+            message = decode_request(plan.as_numpy().tobytes())
+        except (AttributeError, msgspec.DecodeError):
+            raise PlanRefusedError(NOT_THE_SCHEDULER) from None
+        if not hmac.compare_digest(message.secret.encode(), self._secret.encode()):
+            raise PlanRefusedError(NOT_THE_SCHEDULER)
+        return message
+
+    def _reply(self, message: EngineRequest) -> EngineReply:
+        try:
+            if isinstance(message, Hello):
+                return self._runner.info()
+            assert isinstance(message, StepPlan)
+            return self._runner.execute(message)
+        except PlanRefusedError:
+            raise
+        except Exception as error:
+            self._log(f"a step failed: {traceback.format_exc()}")
+            return StepFailure(f"{type(error).__name__} in a step of the engine")
+
+
+def check_instance_kind(model_file: Path, instance_kind: str) -> None:
+    """Refuse one Triton instance per GPU for an engine that brings its own ranks.
+
+    Raises:
+        ConfigError: tensor_parallel_size > 1 with KIND_GPU, whatever else is wrong.
+    """
+    try:
+        values: Mapping[str, Any] = msgspec.json.decode(model_file.read_bytes(), type=dict)
+    except (OSError, msgspec.DecodeError):
+        return  # EngineArgs says it better
+    size = values.get("tensor_parallel_size", 1)
+    if instance_kind == "GPU" and isinstance(size, int) and size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but the engine's instance group is KIND_GPU: "
+            "please specify KIND_MODEL in the engine's config.pbtxt"
+        )

@@ -1,0 +1,107 @@
+"""Where the answer to one request goes: a response sender that cannot be misused.
+
+Owns the discipline around `pb_utils` senders. Must not know what is in a response.
+
+Triton frees what stands behind a sender as soon as the FINAL flag was sent; asking such a sender
+whether its client has gone crashes the whole server. So nobody else holds a sender, and after the
+last response it is never touched again.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from charonia.errors import CharoniaError
+from charonia.serving.tensors import Outputs, error_response, response
+
+
+class Outlet(Protocol):
+    """Takes the answer to one request: responses, of which the last one is final, or an error."""
+
+    def send(self, outputs: Outputs, *, is_final: bool) -> None:
+        """Send a response."""
+        ...
+
+    def fail(self, error: CharoniaError) -> None:
+        """Send an error, as the last response."""
+        ...
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has gone; False once the answer is complete."""
+        ...
+
+
+class TritonOutlet:
+    """The client of one Triton request.
+
+    Args:
+        sender: of the request; nobody else may use it.
+    """
+
+    def __init__(self, pb_utils: Any, sender: Any) -> None:
+        self._pb_utils = pb_utils
+        self._sender = sender
+        self._lock = threading.Lock()
+
+    def send(self, outputs: Outputs, *, is_final: bool) -> None:
+        """Send a response. Nothing is sent after the last one."""
+        self._send(response(self._pb_utils, outputs), is_final=is_final)
+
+    def fail(self, error: CharoniaError) -> None:
+        """Send an error, unless the answer is complete."""
+        self._send(error_response(self._pb_utils, error), is_final=True)
+
+    def is_cancelled(self) -> bool:
+        """Ask Triton; a round trip to the server of 0.05 ms."""
+        with self._lock:
+            return self._sender is not None and bool(self._sender.is_cancelled())
+
+    def _send(self, message: Any, *, is_final: bool) -> None:
+        flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
+        with self._lock:
+            sender = self._sender
+            if is_final:
+                self._sender = None
+            if sender is not None:
+                sender.send(message, flags=flags)
+
+
+class CancellationPoller:
+    """Asks outlets in turn, from a thread of its own, whether their clients have gone.
+
+    Triton tells nobody that a client has gone; it must be asked, and each question is a round
+    trip. An outlet is asked every `INTERVAL_S`, and more seldom when there are so many that it
+    would be more than `MAX_POLLS_PER_S` questions.
+    """
+
+    MAX_POLLS_PER_S = 500
+    INTERVAL_S = 0.02
+
+    def __init__(self, on_cancelled: Callable[[str], None]) -> None:
+        self._on_cancelled = on_cancelled
+        self._outlets: dict[str, Outlet] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="charonia-polling", daemon=True)
+        self._thread.start()
+
+    def add(self, key: str, outlet: Outlet) -> None:
+        """Watch an outlet; `on_cancelled(key)` is called at most once."""
+        self._outlets[key] = outlet
+
+    def remove(self, key: str) -> None:
+        """Stop watching."""
+        self._outlets.pop(key, None)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause = 1 / self.MAX_POLLS_PER_S
+        while not self._stop.wait(self.INTERVAL_S):
+            for key, outlet in list(self._outlets.items()):
+                if outlet.is_cancelled() and self._outlets.pop(key, None) is not None:
+                    self._on_cancelled(key)
+                if self._stop.wait(pause):
+                    return

@@ -1,0 +1,162 @@
+"""Sampling parameters as clients write them: numbers and booleans may be strings.
+
+Owns names, coercion, and which names Triton itself adds. Must not know tensors; ranges are
+checked by `SamplingParams`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from charonia.errors import InvalidRequestError
+from charonia.protocol import SamplingParams
+
+INT32_MAX = 2**31 - 1
+_SHOWN = 80  # characters of an offending value in a message
+_INTEGER = re.compile(r"[+-]?\d{1,20}")
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_NOT_OURS = ("id", "timeout")
+_NOT_OURS_PREFIX = "sequence_"
+
+
+def parse_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+    """Coerce and check; null is the default, and names that Triton adds are passed over.
+
+    Raises:
+        InvalidRequestError: an unknown name, or a value of the wrong type or out of range.
+        NotSupportedError: something that charonia does not do.
+    """
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _NOT_OURS or name.startswith(_NOT_OURS_PREFIX):
+            continue
+        coerce = _COERCIONS.get(name)
+        if coerce is None:
+            raise InvalidRequestError(
+                f"unknown sampling parameter {_shown(name)}; accepted are {', '.join(_COERCIONS)}"
+            )
+        if value is not None:
+            arguments[name] = coerce(name, value)
+    return SamplingParams(**arguments)
+
+
+def parse_timeout(value: Any) -> int:
+    """`timeout` of the request's own parameters, in microseconds; 0 is none.
+
+    Raises:
+        InvalidRequestError: it is not an integer of at least 0.
+    """
+    timeout_us = _integer_64("timeout", value)
+    if timeout_us < 0:
+        raise _ill_typed("timeout", value, "microseconds, at least 0")
+    return timeout_us
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _ill_typed(name: str, value: Any, accepted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} must be {accepted}, but is {_shown(value)}")
+
+
+def _integer_64(name: str, value: Any) -> int:
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**64:
+        raise _ill_typed(name, value, "an integer")
+    return value
+
+
+def _integer(name: str, value: Any) -> int:
+    number = _integer_64(name, value)
+    # A seed has 64 bits; everything else must also fit into the engine's 32-bit tensors.
+    if name != "seed" and abs(number) > INT32_MAX:
+        raise _ill_typed(name, value, f"an integer of at most {INT32_MAX}")
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise _ill_typed(name, value, "a number")
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise _ill_typed(name, value, "a number") from None
+
+
+def _boolean(name: str, value: Any) -> bool:
+    flag = _BOOLEANS.get(str(value).strip().lower())
+    if flag is None:
+        raise _ill_typed(name, value, "true or false")
+    return flag
+
+
+def _string(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise _ill_typed(name, value, "a string")
+    _check_unicode(name, value)
+    return value
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(item, str) for item in values):
+        raise _ill_typed(name, value, "a string or a list of strings")
+    for item in values:
+        _check_unicode(name, item)
+    return tuple(values)
+
+
+def _integers(name: str, value: Any) -> tuple[int, ...]:
+    accepted = "a list of integers"
+    values = _json_value(name, value, accepted)
+    if not isinstance(values, list):
+        raise _ill_typed(name, value, accepted)
+    return tuple(_integer(f"each of {name}", item) for item in values)
+
+
+def _biases(name: str, value: Any) -> dict[int, float]:
+    accepted = "an object of token ids and numbers"
+    values = _json_value(name, value, accepted)
+    if not isinstance(values, dict):
+        raise _ill_typed(name, value, accepted)
+    return {
+        _integer(f"each token id of {name}", token_id): _number(f"{name} of {token_id}", bias)
+        for token_id, bias in values.items()
+    }
+
+
+def _json_value(name: str, value: Any, accepted: str) -> Any:
+    """Read JSON in a string: the request's own parameters can be no lists or objects."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise _ill_typed(name, value, accepted) from None
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _ill_typed(name, text, "valid Unicode, without unpaired surrogates") from None
+
+
+_BY_TYPE: dict[Any, Callable[[str, Any], Any]] = {
+    int: _integer,
+    int | None: _integer,
+    float: _number,
+    bool: _boolean,
+    str: _string,
+    tuple[str, ...]: _strings,
+    tuple[int, ...]: _integers,
+    dict[int, float]: _biases,
+}
+_COERCIONS = {name: _BY_TYPE[kind] for name, kind in get_type_hints(SamplingParams).items()}
+PARAMETER_NAMES = frozenset(_COERCIONS)

@@ -1,0 +1,148 @@
+"""The scheduler model's side: requests in, the engine service behind, responses out.
+
+Owns wiring them together in the scheduler's process. Must not know torch, nor how anything is
+scheduled.
+"""
+
+import json
+import locale
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.service import EngineService
+from charonia.errors import CharoniaError
+from charonia.serving.bls import BlsExecutor
+from charonia.serving.engine_host import MODEL_FILE
+from charonia.serving.metrics import MetricsExporter
+from charonia.serving.outlets import Outlet, TritonOutlet
+from charonia.serving.relay import MailboxOutlet, Relay
+from charonia.serving.schema import CancelCall, CollectCall, GenerateCall, parse
+from charonia.serving.secret import FILE_NAME, read_or_create
+from charonia.serving.sessions import Sessions
+from charonia.serving.tensors import INTERNAL_ERROR, Outputs, read_request
+from charonia.text.tokenizer import Tokenizer
+
+NOTHING: Outputs = {"text_output": [""]}
+"""Answers a request that generates no text."""
+TRITON_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
+
+
+def own_parameters(model_config: str) -> dict[str, str]:
+    """The `parameters` of a model's config.pbtxt, without Triton's own."""
+    parameters: Mapping[str, Any] = json.loads(model_config).get("parameters", {})
+    return {
+        name: value["string_value"]
+        for name, value in parameters.items()
+        if name not in TRITON_PARAMETERS
+    }
+
+
+class SchedulerHost:
+    """The scheduler behind Triton.
+
+    Args:
+        args: what Triton gives to `initialize`. log: takes one line, from any thread.
+
+    Raises:
+        ConfigError, CheckpointError: a parameter, model.json or the tokenizer is wrong.
+    """
+
+    def __init__(
+        self, pb_utils: Any, args: Mapping[str, str], *, log: Callable[[str], None]
+    ) -> None:
+        # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
+        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+        self._pb_utils = pb_utils
+        self._log = log
+        scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
+        engine_dir = Path(args["model_repository"]).parent / scheduler_args.engine_model / "1"
+        engine_args = EngineArgs.from_file(engine_dir / MODEL_FILE)
+        self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
+        secret = read_or_create(engine_dir / FILE_NAME)
+        executor = BlsExecutor(pb_utils, scheduler_args.engine_model, secret, log=log)
+        self._service = EngineService(
+            executor, engine_args, scheduler_args, self._tokenizer, log=log
+        )
+        self._sessions = Sessions(
+            self._tokenizer,
+            scheduler_args.num_sender_threads,
+            cancel=self._service.cancel,
+            log=log,
+        )
+        self._relay = Relay()
+        self._exporter = MetricsExporter(
+            pb_utils,
+            self._service.metrics,
+            labels={"model": args["model_name"], "version": args["model_version"]},
+            block_size=engine_args.block_size,
+            with_vllm_names=scheduler_args.report_custom_metrics,
+            log=log,
+        )
+        self._service.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; everything else happens in other threads."""
+        self._exporter.allow()
+        for request in requests:
+            outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
+            try:
+                self._take(request, outlet)
+            except CharoniaError as error:
+                outlet.fail(error)
+            except Exception:
+                self._log(f"a request could not be read: {traceback.format_exc()}")
+                outlet.fail(CharoniaError(INTERNAL_ERROR))
+
+    def finalize(self) -> None:
+        """Answer what is still live, and stop."""
+        self._service.close()
+        self._sessions.close()
+        self._relay.close()
+        self._exporter.close()
+
+    def _take(self, request: Any, outlet: TritonOutlet) -> None:
+        call = parse(read_request(request))
+        match call:
+            case GenerateCall(relay_key=None):
+                self._generate(call, outlet)
+            case GenerateCall(relay_key=relay_key):
+                self._generate(call, MailboxOutlet(self._relay, str(relay_key), call.key))
+                outlet.send(self._relay.accepted(), is_final=True)
+            case CancelCall(key=None):
+                self._service.cancel_matching(call.request_id, call.tenant)
+                outlet.send(NOTHING, is_final=True)
+            case CancelCall(key=key):
+                self._service.cancel(str(key))
+                outlet.send(NOTHING, is_final=True)
+            case CollectCall():
+                self._relay.collect(call.relay_key, outlet)
+
+    def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
+        prompt_ids = call.prompt_ids
+        if prompt_ids is None:
+            prompt_ids = self._tokenizer.encode(call.text or "")
+        prompt_text = call.prompt_text
+        if prompt_text is None and call.options.has_echo:
+            prompt_text = self._tokenizer.decode(
+                prompt_ids, skip_special_tokens=call.params.skip_special_tokens
+            )
+        sink = self._sessions.open(call.key, call.options, prompt_text or "", outlet)
+        try:
+            self._service.submit(
+                GenerationRequest(
+                    key=call.key,
+                    request_id=call.request_id,
+                    prompt_ids=prompt_ids,
+                    params=call.params,
+                    return_cumulative_logprob=call.wants_cumulative_logprob,
+                    timeout_s=call.timeout_s,
+                ),
+                sink,
+            )
+        except BaseException:
+            self._sessions.drop(call.key)
+            raise

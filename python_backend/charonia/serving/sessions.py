@@ -1,0 +1,153 @@
+"""Live requests: from the engine's chunks to responses, each request's in order.
+
+Owns the sender threads and what waits for them. Must not know how chunks come about.
+
+    engine's thread ──sink──► session.chunks ──► ready queue ──► sender threads ──► outlet
+                              (piles up while                    (one at a time
+                               a send is under way)               per session)
+
+A send is a blocking round trip, so whatever piled up for a request while one was under way goes
+out as one response. A session that does not stream waits for its last chunk.
+"""
+
+import threading
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from charonia.engine.outputs import Chunk
+from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
+from charonia.serving.outlets import CancellationPoller, Outlet
+from charonia.serving.schema import OutputOptions, chunk_outputs
+from charonia.serving.tensors import INTERNAL_ERROR
+from charonia.text.tokenizer import Tokenizer
+
+
+class Session:
+    """One live request.
+
+    Attributes:
+        chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
+    """
+
+    def __init__(self, key: str, options: OutputOptions, prompt_text: str, outlet: Outlet) -> None:
+        self.key = key
+        self.options = options
+        self.prompt_text = prompt_text
+        self.outlet = outlet
+        self.chunks: list[Chunk] = []
+        self.is_queued = False
+        self.lock = threading.Lock()
+
+
+class Sessions:
+    """All live requests of the scheduler's process.
+
+    Args:
+        cancel: called with the key of a request whose client has gone.
+        log: takes one line, from any thread.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        num_threads: int,
+        *,
+        cancel: Callable[[str], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._cancel = cancel
+        self._log = log
+        self._sessions: dict[str, Session] = {}
+        self._ready: SimpleQueue[Session | None] = SimpleQueue()
+        self._poller = CancellationPoller(cancel)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"charonia-sender-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def open(
+        self, key: str, options: OutputOptions, prompt_text: str, outlet: Outlet
+    ) -> Callable[[Chunk], None]:
+        """Take a request in; returns the sink for its chunks, which never blocks.
+
+        Raises:
+            InvalidRequestError: there is a live request with this key.
+        """
+        session = Session(key, options, prompt_text, outlet)
+        if self._sessions.setdefault(key, session) is not session:
+            raise InvalidRequestError("request_key belongs to a live request")
+        self._poller.add(key, outlet)
+        return lambda chunk: self._take(session, chunk)
+
+    def drop(self, key: str) -> None:
+        """Forget a request that got no further than `open`; nothing is sent."""
+        self._poller.remove(key)
+        self._sessions.pop(key, None)
+
+    def close(self) -> None:
+        """End what is still live with an error, and stop the threads."""
+        for key, session in list(self._sessions.items()):
+            self._take(session, Chunk(key, error=UnavailableError("the server is shutting down")))
+        for _ in self._threads:
+            self._ready.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._poller.close()
+
+    def _take(self, session: Session, chunk: Chunk) -> None:
+        with session.lock:
+            session.chunks.append(chunk)
+            if session.is_queued or not (session.options.is_streaming or chunk.is_final):
+                return
+            session.is_queued = True
+        self._ready.put(session)
+
+    def _run(self) -> None:
+        while (session := self._ready.get()) is not None:
+            with session.lock:
+                chunks, session.chunks = session.chunks, []
+            try:
+                self._send(session, chunks)
+            except Exception:
+                self._log(f"a response could not be sent: {traceback.format_exc()}")
+                self._give_up(session)
+            with session.lock:
+                session.is_queued = bool(session.chunks)
+                if session.is_queued:
+                    self._ready.put(session)
+
+    def _send(self, session: Session, chunks: list[Chunk]) -> None:
+        last = chunks[-1]
+        if last.error is None:
+            self._send_outputs(session, chunks, is_final=last.is_final)
+        else:
+            if session.options.is_streaming and chunks[:-1]:
+                self._send_outputs(session, chunks[:-1], is_final=False)
+            self._end(session)
+            session.outlet.fail(last.error)
+
+    def _send_outputs(self, session: Session, chunks: list[Chunk], *, is_final: bool) -> None:
+        outputs: dict[str, list[Any]] = chunk_outputs(
+            Chunk.merge(chunks), session.options, session.prompt_text, self._tokenizer
+        )
+        if is_final:
+            self._end(session)
+        session.outlet.send(outputs, is_final=is_final)
+
+    def _end(self, session: Session) -> None:
+        self._poller.remove(session.key)
+        self._sessions.pop(session.key, None)
+
+    def _give_up(self, session: Session) -> None:
+        """Cancel a request whose response could not be made or sent, and tell the client."""
+        self._cancel(session.key)
+        self._end(session)
+        try:
+            session.outlet.fail(CharoniaError(INTERNAL_ERROR))
+        except Exception:
+            self._log(f"nor could the error: {traceback.format_exc()}")
