@@ -1,0 +1,40 @@
+"""Training batches and held-out windows, cut from tokenized documents.
+
+Owns the order in which tokens are seen. Must not know text or models.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+
+def join(documents: list[list[int]]) -> torch.Tensor:
+    """All documents in a row, int64 [tokens]; each ends with its own end token."""
+    return torch.tensor([token for document in documents for token in document])
+
+
+def training_batches(
+    documents: list[list[int]], *, batch_size: int, length: int, seed: int
+) -> Iterator[torch.Tensor]:
+    """Endless batches, int64 [batch_size, length + 1]: the inputs and, one later, the targets.
+
+    Every epoch puts the documents into another order and cuts them at other places, so that the
+    same windows never come twice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows: list[torch.Tensor] = []
+    while True:
+        order = torch.randperm(len(documents), generator=generator).tolist()
+        tokens = join([documents[index] for index in order])
+        offset = int(torch.randint(length, (1,), generator=generator))
+        windows = tokens[offset:].unfold(0, length + 1, length)  # [windows, length + 1]
+        for index in torch.randperm(len(windows), generator=generator).tolist():
+            rows.append(windows[index])
+            if len(rows) == batch_size:
+                yield torch.stack(rows)
+                rows = []
+
+
+def held_out_windows(documents: list[list[int]], length: int) -> torch.Tensor:
+    """Windows int64 [windows, length + 1] that predict each token but the first once."""
+    return join(documents).unfold(0, length + 1, length)
