@@ -111,7 +111,7 @@ class MetricsExporter:
 
     def _export_histogram(self, name: str, source: str) -> None:
         histogram = self._metrics.histograms[source]
-        bounds = [*map(str, histogram.bounds), "+Inf"]
+        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
         totals = histogram.cumulative()
         for bound, total in zip(bounds, totals, strict=True):
             self._families.count_up_to(f"{name}_bucket", total, {"le": bound})

@@ -36,9 +36,10 @@ PROMPT_TEXT = "prompt_text"
 RELAY_KEY = "relay_key"
 RELAYED = "relayed"
 INPUT_IDS = "input_ids"
-_INTERNAL_TYPES: dict[str, type] = {
+_TYPES: dict[str, type] = OUTPUT_TYPES | {
     REQUEST_KEY: np.object_,
     PROMPT_TEXT: np.object_,
+    RELAY_KEY: np.object_,
     RELAYED: np.uint8,
     INPUT_IDS: np.int32,
 }
@@ -83,7 +84,7 @@ def read_request(request: Any) -> RawRequest:
 
 def tensor(pb_utils: Any, name: str, values: Iterable[Any]) -> Any:
     """A one-dimensional `pb_utils.Tensor`; strings become UTF-8."""
-    dtype = OUTPUT_TYPES.get(name) or _INTERNAL_TYPES[name]
+    dtype = _TYPES[name]
     if dtype is np.object_:
         values = [v.encode() if isinstance(v, str) else v for v in values]
     return pb_utils.Tensor(name, np.array(list(values), dtype=dtype))
