@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 EXTRAS := server,dev
 
+# Candidates to make the environment with, first come first taken; PYTHON=... is the only one then.
+PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
+
 # The embedded tritonserver (the wheel nvidia-pytriton) decides what is supported.
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
@@ -27,15 +30,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@version="$$(getconf GNU_LIBC_VERSION 2>/dev/null)"; minor="$${version#glibc 2.}"; \
 	    if [ "$$minor" = "$$version" ] || [ "$${minor%%.*}" -lt $(MIN_GLIBC_MINOR) ]; then \
 	    echo "charonia: the embedded tritonserver needs glibc 2.$(MIN_GLIBC_MINOR) or newer; this is $${version:-another C library}" >&2; exit 1; fi
-	@found=; for python in $(PYTHON) python3 python3.12 python3.11; do \
+	@found=; for python in $(PYTHONS); do \
 	        if "$$python" -c '$(SUPPORTED_PYTHON)' 2>/dev/null; then found="$$python"; break; fi; done; \
 	    if [ -z "$$found" ]; then \
-	        echo "charonia: CPython 3.11 or 3.12 is needed, and none of$(if $(PYTHON), $(PYTHON),) python3, python3.12, python3.11 is one; name it with PYTHON=..." >&2; exit 1; fi; \
+	        echo "charonia: CPython 3.11 or 3.12 is needed, and none of these is one: $(PYTHONS); name it with PYTHON=..." >&2; exit 1; fi; \
 	    if [ -x $(BIN)/python ] && $(BIN)/python -c '$(SUPPORTED_PYTHON)' 2>/dev/null; then :; \
 	    elif ! "$$found" -m venv --clear $(VENV); then \
 	        echo "charonia: $$found cannot make a virtual environment (a distribution may need its python3-venv package)" >&2; exit 1; fi
 	@echo "charonia: installing into $(VENV) (minutes, the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	@$(BIN)/python -m charonia.launch.discovery
 	@touch $@
 

@@ -22,6 +22,7 @@ from charonia.launch.server import TritonServer
 
 PROBE_ID = "charonia-probe"
 FIRST_TIMEOUT_S = 60.0  # the first inference of all may compile or page in weights
+MAX_REFUSING_S = 60.0  # a new scheduler refuses until it has found its engine, which is loaded
 DEADLINE_SHARE = 0.8  # of the timeout: after it a living scheduler refuses the probe
 POLL_S = 0.05
 
@@ -86,7 +87,7 @@ class Probe:
     def _ask(self, timeout_s: float) -> ProbeResult:
         request = {
             "id": PROBE_ID,
-            "text_input": "charonia",
+            "text_input": "a",
             "max_tokens": 1,
             "temperature": 0,
             "timeout": int(timeout_s * DEADLINE_SHARE * 1e6),
@@ -112,14 +113,17 @@ def wait_serving(
         LaunchError: the server ended, or did not get so far within `timeout_s` seconds.
     """
     stop = stop or threading.Event()
-    deadline = time.monotonic() + timeout_s
+    started = time.monotonic()
     server.wait_ready(timeout_s, stop)
+    ready = time.monotonic()
     while not stop.is_set():
         result = probe.check(FIRST_TIMEOUT_S)
         if result.health is Health.SERVING:
             return True
         server.raise_if_ended()
-        if result.health is Health.DEAD or time.monotonic() > deadline:
+        now = time.monotonic()
+        is_refusing = result.health is Health.REFUSING and now - ready > MAX_REFUSING_S
+        if result.health is Health.DEAD or is_refusing or now - started > timeout_s:
             raise LaunchError(f"tritonserver is up, but does not serve: {result.detail}")
         stop.wait(0.1)
     return False
