@@ -100,6 +100,16 @@ def test_weights_inside_the_repository_are_not_copied(source: Path, target: Path
     assert (target / "engine/1/weights.bin").resolve() == weights
 
 
+def test_a_renamed_scheduler_is_found(source: Path, target: Path) -> None:
+    config = source / "scheduler/config.pbtxt"
+    engine_model = 'parameters { key: "engine_model" value { string_value: "engine" } }'
+    config.write_text(config.read_text("utf-8") + engine_model, encoding="utf-8")
+    (source / "scheduler").rename(source / "planner")
+    prepared = prepare(source, target, "scheduler.max_queue_size=9")
+    assert prepared.scheduler == "planner"
+    assert prepared.scheduler_args.max_queue_size == 9
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

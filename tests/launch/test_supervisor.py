@@ -121,6 +121,7 @@ def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Supervised]) 
     os.kill(supervised.server.pid, signal.SIGKILL)
     supervised.wait_serving()
     assert supervised.generate().status_code == 200
+    assert supervised.lines == ["restarting tritonserver: tritonserver was ended by SIGKILL"]
 
 
 def test_a_scheduler_that_hangs_is_restarted(supervise: Callable[..., Supervised]) -> None:

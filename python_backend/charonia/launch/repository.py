@@ -25,7 +25,7 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
 
-SCHEDULER = "scheduler"
+DEFAULT_SCHEDULER = "scheduler"
 DEMO_CHECKPOINT = Path(charonia.__file__).parent / "demo" / "checkpoints" / "charonia-demo"
 LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
 PATH_KEYS = ("model", "tokenizer")
@@ -53,9 +53,10 @@ class RepositoryOptions:
 
 @dataclass(frozen=True)
 class PreparedRepository:
-    """A model repository that Triton may load as it is."""
+    """A model repository that Triton may load as it is. `scheduler` is that model's name."""
 
     path: Path
+    scheduler: str
     engine_args: EngineArgs
     scheduler_args: SchedulerArgs
 
@@ -83,11 +84,8 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
         CheckpointError: the checkpoint's configuration is not supported.
     """
     source = (options.source or default_repository()).absolute()
-    scheduler_config = source / SCHEDULER / "config.pbtxt"
-    if not scheduler_config.is_file():
-        raise LaunchError(f"{source} is not charonia's model repository: no {scheduler_config}")
     engine_settings, scheduler_settings = _split_settings(options.settings)
-    config = _read_config(scheduler_config)
+    scheduler, config = _find_scheduler(source)
     scheduler_args = _override_parameters(config, scheduler_settings)
     model_json = source / scheduler_args.engine_model / "1" / "model.json"
     values = _engine_values(model_json, options, engine_settings)
@@ -102,8 +100,8 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     )
     if scheduler_settings:
         text = text_format.MessageToString(config)
-        (target / SCHEDULER / "config.pbtxt").write_text(text, encoding="utf-8")
-    return PreparedRepository(target, engine_args, scheduler_args)
+        (target / scheduler / "config.pbtxt").write_text(text, encoding="utf-8")
+    return PreparedRepository(target, scheduler, engine_args, scheduler_args)
 
 
 def check_checkpoint(args: EngineArgs) -> None:
@@ -178,6 +176,23 @@ def _json_or_string(value: str) -> Any:
         return json.loads(value)
     except ValueError:
         return value
+
+
+def _find_scheduler(source: Path) -> tuple[str, Any]:
+    """Name and configuration of the scheduler: its folder may have been renamed.
+
+    It is the one decoupled model that names its engine, or simply is called so.
+    """
+    for path in sorted(source.glob("*/config.pbtxt")):
+        config = _read_config(path)
+        names_engine = "engine_model" in config.parameters
+        is_decoupled = config.model_transaction_policy.decoupled
+        if is_decoupled and (names_engine or path.parent.name == DEFAULT_SCHEDULER):
+            return path.parent.name, config
+    raise LaunchError(
+        f"{source} is not charonia's model repository: no decoupled model has the parameter "
+        "engine_model"
+    )
 
 
 def _read_config(path: Path) -> Any:

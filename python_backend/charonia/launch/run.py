@@ -11,7 +11,6 @@ from typing import Any
 
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.repository import (
-    SCHEDULER,
     PreparedRepository,
     RepositoryOptions,
     prepare_repository,
@@ -59,8 +58,8 @@ def running_server(
         LaunchError, ConfigError, CheckpointError: it cannot be started; the text says why.
     """
     options = RepositoryOptions(source=source, model=model, dtype=dtype, settings=settings)
-    with prepared_server(options, on_log=on_log) as (server, _):
+    with prepared_server(options, on_log=on_log) as (server, prepared):
         server.start()
-        with contextlib.closing(Probe(server.http_url, SCHEDULER)) as probe:
+        with contextlib.closing(Probe(server.http_url, prepared.scheduler)) as probe:
             wait_serving(server, probe, timeout)
         yield server

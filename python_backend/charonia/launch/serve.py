@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from charonia.launch.logs import is_interesting
-from charonia.launch.repository import SCHEDULER, RepositoryOptions
+from charonia.launch.repository import RepositoryOptions
 from charonia.launch.run import prepared_server
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import DEFAULT_ADDRESS, TritonServer
@@ -61,8 +61,8 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
                 server,
                 stop=stop,
                 log=say,
-                on_serving=lambda: _announce(server),
-                scheduler=SCHEDULER,
+                on_serving=lambda: _announce(server, prepared.scheduler),
+                scheduler=prepared.scheduler,
                 engine=prepared.scheduler_args.engine_model,
                 limits=SupervisionLimits(
                     hang_s=prepared.scheduler_args.min_step_deadline_s + HANG_MARGIN_S
@@ -92,9 +92,9 @@ def say(text: str) -> None:
     print(f"charonia: {text}", file=sys.stderr, flush=True)
 
 
-def _announce(server: TritonServer) -> None:
+def _announce(server: TritonServer, scheduler: str) -> None:
     body = '{"text_input": "def add(a, b):", "max_tokens": 32, "temperature": 0, "stream": true}'
-    url = f"http://{server.http_url}/v2/models/{SCHEDULER}/generate_stream"
+    url = f"http://{server.http_url}/v2/models/{scheduler}/generate_stream"
     say("serving")
     print(
         f"  gRPC     {server.grpc_url}\n"

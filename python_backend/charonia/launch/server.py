@@ -5,6 +5,7 @@ server should be restarted (see `supervisor`).
 """
 
 import contextlib
+import signal
 import subprocess
 import threading
 import time
@@ -19,7 +20,7 @@ import psutil
 from charonia.launch import processes
 from charonia.launch.discovery import find_tritonserver
 from charonia.launch.errors import LaunchError
-from charonia.launch.logs import failure_reason
+from charonia.launch.logs import failure_reason, is_interesting
 from charonia.launch.runtime_dir import RuntimeDir
 
 DEFAULT_ADDRESS = "127.0.0.1"
@@ -165,8 +166,10 @@ class TritonServer:
         """Why tritonserver ended, in one line, from what it logged last."""
         code = self._process.returncode if self._process else None
         lines = list(self._tail)
-        reason = failure_reason(lines) or next(filter(None, lines), "it said nothing")
-        return f"tritonserver ended (exit code {code}): {reason}"
+        if code is not None and code < 0:
+            return f"tritonserver was ended by {signal.Signals(-code).name}"
+        reason = failure_reason(lines) or next(filter(is_interesting, lines), "it said nothing")
+        return f"tritonserver ended with exit code {code}: {reason}"
 
     def stop(self) -> None:
         """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s."""
