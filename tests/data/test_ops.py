@@ -7,9 +7,9 @@ from charonia.data.ops.reference import ReferenceOps
 from charonia.data.ops.torch_ops import TorchOps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.devices import DEVICES
 from torch import Tensor
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)
 NUM_BLOCKS = 40

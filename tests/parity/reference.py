@@ -9,8 +9,6 @@ import torch
 from support.checkpoints import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
 
 @dataclass(frozen=True)
 class Reference:

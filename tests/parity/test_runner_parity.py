@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from charonia.protocol import NewRow, RowSampling, RowStep
 from parity.driver import BLOCK_SIZE, GREEDY, Driver, blocks_for, make_runner, new_row
-from parity.reference import DEVICES, Reference, greedy, prompt_logprobs, random_prompt
+from parity.reference import Reference, greedy, prompt_logprobs, random_prompt
 from support.checkpoints import ARCHITECTURES, assert_varied
+from support.devices import DEVICES
 
 Checkpoint = Callable[..., Path]
 NUM_NEW = 40
