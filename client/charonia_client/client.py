@@ -1,0 +1,367 @@
+"""`Client` and `AsyncClient`: what a user of the package works with.
+
+Owns the settings of a client and the choice of the transport. Must not know how requests travel
+(see the transports) nor how attempts are made (see `streams`).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Unpack
+from urllib.parse import urlsplit
+
+import httpx
+
+from charonia_client import wire
+from charonia_client.errors import CharoniaClientError, ConnectionFailed, from_http_status
+from charonia_client.exchange import Limits
+from charonia_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
+from charonia_client.http_transport import AsyncHttpTransport, HttpTransport
+from charonia_client.metrics import MetricsSnapshot, parse_metrics
+from charonia_client.retry import RetryPolicy
+from charonia_client.streams import AsyncCompletionStream, CallSettings, CompletionStream
+from charonia_client.values import (
+    DEFAULT_INCLUDE,
+    Chunk,
+    Completion,
+    Health,
+    Include,
+    Protocol,
+    Sampling,
+    Timeouts,
+    join,
+)
+
+_PORTS: Mapping[Protocol, int] = {"grpc": 8001, "http": 8000}
+_METRICS_PORT = 8002
+_CANCEL_S = 10.0
+_METRICS_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What both clients are made of; see `Client` for the meaning."""
+
+    url: str
+    protocol: Protocol
+    model: str
+    metrics_url: str
+    timeouts: Timeouts
+    retry: RetryPolicy
+    headers: Mapping[str, str] = field(default_factory=dict)
+    credentials: Any = None
+
+    @classmethod
+    def make(
+        cls,
+        url: str | None,
+        protocol: Protocol,
+        model: str,
+        metrics_url: str | None,
+        timeouts: Timeouts | None,
+        retry: RetryPolicy | None,
+        headers: Mapping[str, str] | None,
+        credentials: Any,
+    ) -> "_Settings":
+        if protocol not in _PORTS:
+            raise ValueError(f"protocol must be 'grpc' or 'http', but is {protocol!r}")
+        address = url or f"127.0.0.1:{_PORTS[protocol]}"
+        has_scheme = "://" in address
+        host = urlsplit(address if has_scheme else f"//{address}").hostname or "127.0.0.1"
+        host = f"[{host}]" if ":" in host else host
+        if protocol == "http" and not has_scheme:
+            address = f"http://{address}"
+        return cls(
+            url=address,
+            protocol=protocol,
+            model=model,
+            metrics_url=metrics_url or f"http://{host}:{_METRICS_PORT}/metrics",
+            timeouts=timeouts or Timeouts(),
+            retry=retry or RetryPolicy(),
+            headers=dict(headers or {}),
+            credentials=credentials,
+        )
+
+    def generation(
+        self,
+        prompt: wire.Prompt,
+        params: Sampling | None,
+        sampling: Sampling,
+        request_id: str | None,
+        include: Collection[Include],
+        timeouts: Timeouts | None,
+        *,
+        wants_chunks: bool,
+    ) -> tuple[wire.Request, CallSettings]:
+        """A request for text, and what holds for its call.
+
+        A completion is asked for in one response where nothing is lost by it: not over HTTP,
+        where Triton would not notice that its client has gone, nor with a timeout to the first
+        token.
+        """
+        timeouts = timeouts or self.timeouts
+        needs_chunks = self.protocol == "http" or timeouts.first_token_s is not None
+        request = wire.generation_request(
+            self.model,
+            prompt,
+            {**(params or {}), **sampling},
+            request_id=request_id,
+            include=include,
+            is_streaming=wants_chunks or needs_chunks,
+        )
+        return request, CallSettings(request.request_id, timeouts, self.retry)
+
+
+class Client:
+    """A client of one server. Its methods may be called from any thread, many at a time.
+
+    Args:
+        url: `host:port`, default 127.0.0.1 and Triton's port of the protocol. For HTTP also
+            `http://…` or `https://…`.
+        protocol: "grpc" has the least work per token and is cancelled at once; "http" streams
+            server-sent events.
+        model: "scheduler", "llm" (the ensemble), or what they are called on the server.
+        metrics_url: of Triton's metrics page, default port 8002 of the same host.
+        timeouts: for calls that do not bring their own.
+        retry: `RetryPolicy(max_attempts=1)` never tries again.
+        headers: sent with every request; as metadata over gRPC.
+        credentials: `grpc.ChannelCredentials` for TLS over gRPC.
+
+    Methods raise the errors of `charonia_client.errors`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        protocol: Protocol = "grpc",
+        model: str = "scheduler",
+        metrics_url: str | None = None,
+        timeouts: Timeouts | None = None,
+        retry: RetryPolicy | None = None,
+        headers: Mapping[str, str] | None = None,
+        credentials: Any = None,
+    ) -> None:
+        self._settings = _Settings.make(
+            url, protocol, model, metrics_url, timeouts, retry, headers, credentials
+        )
+        settings = self._settings
+        self._transport: GrpcTransport | HttpTransport
+        if protocol == "grpc":
+            self._transport = GrpcTransport(settings.url, credentials, settings.headers)
+        else:
+            self._transport = HttpTransport(settings.url, settings.headers)
+
+    def stream(
+        self,
+        prompt: wire.Prompt,
+        params: Sampling | None = None,
+        *,
+        request_id: str | None = None,
+        include: Collection[Include] = DEFAULT_INCLUDE,
+        timeouts: Timeouts | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> CompletionStream:
+        """Stream one completion.
+
+        Args:
+            prompt: a text or token ids.
+            params: sampling parameters; those given by name count more.
+            request_id: default a random one. Need not be unique, but `cancel` goes by it.
+            include: what chunks carry beside text and finish reason. Asking for `logprobs`
+                among the sampling parameters includes them.
+            timeouts: instead of the client's.
+
+        Raises:
+            InvalidRequest: the request cannot even be written. Everything else is raised by the
+                stream.
+        """
+        request, call = self._settings.generation(
+            prompt, params, sampling, request_id, include, timeouts, wants_chunks=True
+        )
+        return self._open(request, call)
+
+    def generate(
+        self,
+        prompt: wire.Prompt,
+        params: Sampling | None = None,
+        *,
+        request_id: str | None = None,
+        include: Collection[Include] = DEFAULT_INCLUDE,
+        timeouts: Timeouts | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Completion:
+        """Generate one completion. Arguments as for `stream`.
+
+        Raises:
+            CharoniaClientError: it failed. Leaving early (KeyboardInterrupt) cancels the request.
+        """
+        request, call = self._settings.generation(
+            prompt, params, sampling, request_id, include, timeouts, wants_chunks=False
+        )
+        with self._open(request, call) as stream:
+            return join(request.request_id, stream)
+
+    def cancel(self, request_id: str, *, tenant: str = "") -> None:
+        """Cancel all live requests of this id and tenant; unknown ones are no error."""
+        request = wire.cancel_request(self._settings.model, request_id, tenant)
+        try:
+            self._transport.send(request, Limits(_CANCEL_S, None))
+        except CharoniaClientError as error:
+            error.request_id = request_id
+            raise
+
+    def health(self, models: Sequence[str] | None = None) -> Health:
+        """Ask whether the server and these models are ready. Never raises for a server that is not.
+
+        Args:
+            models: default the client's model.
+        """
+        return self._transport.health(self._models(models))
+
+    def metrics(self) -> MetricsSnapshot:
+        """All metrics of the server, now."""
+        try:
+            page = httpx.get(self._settings.metrics_url, timeout=_METRICS_S)
+        except httpx.TransportError as error:
+            raise ConnectionFailed(f"{self._settings.metrics_url}: {error}") from None
+        return _read_metrics(page)
+
+    def close(self) -> None:
+        """Close all connections; streams under way end with an error."""
+        self._transport.close()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, request: wire.Request, call: CallSettings) -> CompletionStream:
+        transport = self._transport
+        return CompletionStream(call, lambda limits: transport.open(request, limits))
+
+    def _models(self, models: Sequence[str] | None) -> tuple[str, ...]:
+        return (self._settings.model,) if models is None else tuple(models)
+
+
+class AsyncClient:
+    """The same for asyncio; arguments as for `Client`. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        protocol: Protocol = "grpc",
+        model: str = "scheduler",
+        metrics_url: str | None = None,
+        timeouts: Timeouts | None = None,
+        retry: RetryPolicy | None = None,
+        headers: Mapping[str, str] | None = None,
+        credentials: Any = None,
+    ) -> None:
+        self._settings = _Settings.make(
+            url, protocol, model, metrics_url, timeouts, retry, headers, credentials
+        )
+        # Made when first used, which is in the event loop that it will belong to.
+        self._made: AsyncGrpcTransport | AsyncHttpTransport | None = None
+
+    def stream(
+        self,
+        prompt: wire.Prompt,
+        params: Sampling | None = None,
+        *,
+        request_id: str | None = None,
+        include: Collection[Include] = DEFAULT_INCLUDE,
+        timeouts: Timeouts | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncCompletionStream:
+        """Stream one completion. See `Client.stream`."""
+        request, call = self._settings.generation(
+            prompt, params, sampling, request_id, include, timeouts, wants_chunks=True
+        )
+        return self._open(request, call)
+
+    async def generate(
+        self,
+        prompt: wire.Prompt,
+        params: Sampling | None = None,
+        *,
+        request_id: str | None = None,
+        include: Collection[Include] = DEFAULT_INCLUDE,
+        timeouts: Timeouts | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Completion:
+        """See `Client.generate`; cancelling the task cancels the request."""
+        request, call = self._settings.generation(
+            prompt, params, sampling, request_id, include, timeouts, wants_chunks=False
+        )
+        chunks: list[Chunk] = []
+        async with self._open(request, call) as stream:
+            async for chunk in stream:
+                chunks.append(chunk)  # noqa: PERF401
+        return join(request.request_id, chunks)
+
+    async def cancel(self, request_id: str, *, tenant: str = "") -> None:
+        """See `Client.cancel`."""
+        request = wire.cancel_request(self._settings.model, request_id, tenant)
+        try:
+            await self._transport.send(request, Limits(_CANCEL_S, None))
+        except CharoniaClientError as error:
+            error.request_id = request_id
+            raise
+
+    async def health(self, models: Sequence[str] | None = None) -> Health:
+        """See `Client.health`."""
+        wanted = (self._settings.model,) if models is None else tuple(models)
+        return await self._transport.health(wanted)
+
+    async def metrics(self) -> MetricsSnapshot:
+        """See `Client.metrics`."""
+        async with httpx.AsyncClient(timeout=_METRICS_S) as http:
+            try:
+                page = await http.get(self._settings.metrics_url)
+            except httpx.TransportError as error:
+                raise ConnectionFailed(f"{self._settings.metrics_url}: {error}") from None
+        return _read_metrics(page)
+
+    async def close(self) -> None:
+        """Close all connections; streams under way end with an error."""
+        if self._made is not None:
+            await self._made.close()
+            self._made = None
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def _transport(self) -> AsyncGrpcTransport | AsyncHttpTransport:
+        settings = self._settings
+        if self._made is None and settings.protocol == "grpc":
+            self._made = AsyncGrpcTransport(settings.url, settings.credentials, settings.headers)
+        elif self._made is None:
+            self._made = AsyncHttpTransport(settings.url, settings.headers)
+        return self._made
+
+    def _open(self, request: wire.Request, call: CallSettings) -> AsyncCompletionStream:
+        transport = self._transport
+        return AsyncCompletionStream(call, lambda limits: transport.open(request, limits))
+
+
+def _read_metrics(page: httpx.Response) -> MetricsSnapshot:
+    if page.status_code != httpx.codes.OK:
+        raise from_http_status(page.status_code, f"{page.url}: HTTP status {page.status_code}")
+    return parse_metrics(page.text)

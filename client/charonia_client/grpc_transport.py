@@ -1,0 +1,294 @@
+"""Requests over gRPC, synchronous and asyncio.
+
+Owns the channel and the calls. Must not know attempts, nor what the tensors mean.
+
+One `ModelStreamInfer` call per request, many at a time on one channel, so one TCP connection.
+tritonclient's own client keeps one stream per object, each with a channel and a thread; the
+stub beneath it, generated from Triton's protobuf, has no such limit and costs less (see
+README.md for the numbers).
+
+Two things about Triton 2.51.0 shape this file:
+
+- With the header `triton_grpc_error` errors would come with a status code, but that mode brings
+  the server down under concurrent errors. So errors are texts.
+- A call that is cancelled at the moment in which the server completes it can bring the server
+  down too. So `finish` waits for the end of the call, and never cancels one that is about to end.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import grpc  # type: ignore[import-untyped]
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from charonia_client import wire
+from charonia_client.errors import (
+    Cancelled,
+    CharoniaClientError,
+    ServerError,
+    Timeout,
+    from_grpc_status,
+    from_text,
+)
+from charonia_client.exchange import Limits
+from charonia_client.values import Chunk, Health
+
+_FINISH_S = 1.0  # how long a call may take to end after its last response
+_HEALTH_S = 5.0
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # Without these a channel that lost its server looks for it again only after seconds, and
+    # every attempt until then fails with the old error. The second is the time to connect in.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 10_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+
+class GrpcTransport:
+    """A channel to one server; its methods may be called from any thread.
+
+    Args:
+        url: `host:port`. credentials: for TLS; None is plain text.
+        headers: sent as metadata with every call.
+    """
+
+    def __init__(
+        self, url: str, credentials: grpc.ChannelCredentials | None, headers: Mapping[str, str]
+    ) -> None:
+        if credentials is None:
+            self._channel = grpc.insecure_channel(url, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(url, credentials, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._metadata = _metadata(headers)
+
+    def open(self, request: wire.Request, limits: Limits) -> "GrpcExchange":
+        """Send a request."""
+        message = wire.to_grpc(request)
+        call = self._stub.ModelStreamInfer(
+            iter([message]), timeout=limits.total_s, metadata=self._metadata
+        )
+        return GrpcExchange(call, limits)
+
+    def send(self, request: wire.Request, limits: Limits) -> None:
+        """Send a request whose responses mean nothing, and wait until it is done.
+
+        Raises:
+            CharoniaClientError: it failed.
+        """
+        exchange = self.open(request, limits)
+        try:
+            while exchange.receive_outputs() is not None:
+                pass
+        finally:
+            exchange.finish()
+
+    def health(self, models: tuple[str, ...]) -> Health:
+        """Ask the server and each model whether it is ready."""
+        ask = {"timeout": _HEALTH_S, "metadata": self._metadata}
+        try:
+            return Health(
+                is_live=self._stub.ServerLive(service_pb2.ServerLiveRequest(), **ask).live,
+                is_ready=self._stub.ServerReady(service_pb2.ServerReadyRequest(), **ask).ready,
+                models={
+                    name: self._stub.ModelReady(
+                        service_pb2.ModelReadyRequest(name=name), **ask
+                    ).ready
+                    for name in models
+                },
+            )
+        except grpc.RpcError:
+            return Health(False, False, dict.fromkeys(models, False))
+
+    def close(self) -> None:
+        """Close the channel; calls under way end."""
+        self._channel.close()
+
+
+class GrpcExchange:
+    """One call. See `exchange.Exchange`."""
+
+    def __init__(self, call: Any, limits: Limits) -> None:
+        self._call = call
+        self._limits = limits
+        self._has_begun = False
+        self._end_reason: CharoniaClientError | None = None
+        self._timer: threading.Timer | None = None
+        if limits.first_token_s is not None:
+            self._timer = threading.Timer(
+                limits.first_token_s, self._expire, [limits.first_token_s]
+            )
+            self._timer.daemon = True
+            self._timer.start()
+
+    def receive(self) -> Chunk | None:
+        """See `exchange.Exchange`."""
+        outputs = self.receive_outputs()
+        return None if outputs is None else wire.to_chunk(outputs)
+
+    def receive_outputs(self) -> wire.Outputs | None:
+        """The next response's outputs as they are; None at the end of the call.
+
+        Raises:
+            CharoniaClientError: the call failed, was interrupted, or the response is an error.
+        """
+        try:
+            response = next(self._call, None)
+        except grpc.RpcError as error:
+            raise self._end_reason or _status_error(error, self._limits) from None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        if response is None:
+            return None
+        outputs = _outputs(response, self._has_begun)
+        self._has_begun = True
+        return outputs
+
+    def finish(self) -> None:
+        """See `exchange.Exchange`. An error response ends a call as well as a final one."""
+        ended = threading.Event()
+        if self._call.add_callback(ended.set) and not ended.wait(_FINISH_S):
+            self.abort()
+
+    def abort(self) -> None:
+        """See `exchange.Exchange`."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._call.cancel()
+
+    def interrupt(self) -> None:
+        """See `exchange.Exchange`."""
+        self._stop(Cancelled("the stream was closed"))
+
+    def _expire(self, first_token_s: float) -> None:
+        self._stop(Timeout(f"no first token within {first_token_s:.3g} s"))
+
+    def _stop(self, reason: CharoniaClientError) -> None:
+        self._end_reason = self._end_reason or reason
+        self._call.cancel()
+
+
+class AsyncGrpcTransport:
+    """The same for asyncio; belongs to the event loop in which it was made."""
+
+    def __init__(
+        self, url: str, credentials: grpc.ChannelCredentials | None, headers: Mapping[str, str]
+    ) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(url, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(url, credentials, options=_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._metadata = _metadata(headers)
+
+    async def open(self, request: wire.Request, limits: Limits) -> "AsyncGrpcExchange":
+        """Send a request."""
+        call = self._stub.ModelStreamInfer(
+            iter([wire.to_grpc(request)]), timeout=limits.total_s, metadata=self._metadata
+        )
+        return AsyncGrpcExchange(call, limits)
+
+    async def send(self, request: wire.Request, limits: Limits) -> None:
+        """See `GrpcTransport.send`."""
+        exchange = await self.open(request, limits)
+        try:
+            while await exchange.receive_outputs() is not None:
+                pass
+        finally:
+            await exchange.finish()
+
+    async def health(self, models: tuple[str, ...]) -> Health:
+        """See `GrpcTransport.health`."""
+        ask = {"timeout": _HEALTH_S, "metadata": self._metadata}
+        stub = self._stub
+        try:
+            live = await stub.ServerLive(service_pb2.ServerLiveRequest(), **ask)
+            ready = await stub.ServerReady(service_pb2.ServerReadyRequest(), **ask)
+            states = {
+                name: (await stub.ModelReady(service_pb2.ModelReadyRequest(name=name), **ask)).ready
+                for name in models
+            }
+        except grpc.RpcError:
+            return Health(False, False, dict.fromkeys(models, False))
+        return Health(live.live, ready.ready, states)
+
+    async def close(self) -> None:
+        """Close the channel; calls under way end."""
+        await self._channel.close()
+
+
+class AsyncGrpcExchange:
+    """One call. See `exchange.AsyncExchange`."""
+
+    def __init__(self, call: Any, limits: Limits) -> None:
+        self._call = call
+        self._limits = limits
+        self._has_begun = False
+
+    async def receive(self) -> Chunk | None:
+        """See `exchange.AsyncExchange`."""
+        outputs = await self.receive_outputs()
+        return None if outputs is None else wire.to_chunk(outputs)
+
+    async def receive_outputs(self) -> wire.Outputs | None:
+        """See `GrpcExchange.receive_outputs`."""
+        try:
+            if self._has_begun or self._limits.first_token_s is None:
+                response = await self._call.read()
+            else:
+                async with asyncio.timeout(self._limits.first_token_s):
+                    response = await self._call.read()
+        except TimeoutError:
+            raise Timeout(f"no first token within {self._limits.first_token_s:.3g} s") from None
+        except grpc.RpcError as error:
+            raise _status_error(error, self._limits) from None
+        if response is grpc.aio.EOF:
+            # The end is in the status: read() gives EOF for a broken stream as well.
+            code = await self._call.code()
+            if code is not grpc.StatusCode.OK:
+                raise _ended(code, await self._call.details(), self._limits)
+            return None
+        outputs = _outputs(response, self._has_begun)
+        self._has_begun = True
+        return outputs
+
+    async def finish(self) -> None:
+        """See `exchange.AsyncExchange`."""
+        ended = asyncio.Event()
+        self._call.add_done_callback(lambda call: ended.set())
+        if not self._call.done():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), _FINISH_S)
+        await self.abort()
+
+    async def abort(self) -> None:
+        """See `exchange.AsyncExchange`."""
+        self._call.cancel()
+
+
+def _metadata(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple((name.lower(), value) for name, value in headers.items())
+
+
+def _outputs(response: service_pb2.ModelStreamInferResponse, has_begun: bool) -> wire.Outputs:
+    if response.error_message:
+        if has_begun:
+            raise from_text(response.error_message, default=ServerError)
+        raise from_text(response.error_message)
+    return wire.from_grpc(response.infer_response)
+
+
+def _status_error(error: grpc.RpcError, limits: Limits) -> CharoniaClientError:
+    return _ended(error.code(), error.details(), limits)
+
+
+def _ended(code: grpc.StatusCode, details: str | None, limits: Limits) -> CharoniaClientError:
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and limits.total_s is not None:
+        return Timeout(f"no complete answer within {limits.total_s:.3g} s")
+    return from_grpc_status(code.name, details or f"the call ended with {code.name}")

@@ -1,0 +1,269 @@
+"""A stream of chunks as the user holds it: attempts, timeouts, and what closing it does.
+
+Owns the life of one call over all its attempts. Must not know gRPC or HTTP: a function that
+opens an `Exchange` is passed in.
+
+The chunks come from a generator that holds no reference to the stream object, so that a stream
+which is dropped in mid-way is closed at once, and its request cancelled.
+"""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from charonia_client.errors import Cancelled, CharoniaClientError, ServerError, Timeout
+from charonia_client.exchange import AsyncExchange, Exchange, Limits
+from charonia_client.retry import Attempts, RetryPolicy
+from charonia_client.values import Chunk, Timeouts
+
+_TRUNCATED = "the stream ended before its last chunk"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSettings:
+    """What holds for one call."""
+
+    request_id: str
+    timeouts: Timeouts
+    retry: RetryPolicy
+
+    def start(self) -> "Call":
+        """Begin to count the call's time."""
+        total = self.timeouts.total_s
+        deadline = None if total is None else time.monotonic() + total
+        attempts = Attempts(self.retry, deadline, clock=time.monotonic, chance=random.random)
+        return Call(self, deadline, attempts)
+
+
+class Call:
+    """The attempts of one call, and whether anything was received yet."""
+
+    def __init__(self, settings: CallSettings, deadline: float | None, attempts: Attempts) -> None:
+        self._settings = settings
+        self._deadline = deadline
+        self._attempts = attempts
+        self.last: Chunk | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last chunk is there."""
+        return self.last is not None and self.last.is_final
+
+    def limits(self) -> Limits:
+        """What is left of the timeouts for the next attempt.
+
+        Raises:
+            Timeout: nothing.
+        """
+        timeouts = self._settings.timeouts
+        left = None if self._deadline is None else self._deadline - time.monotonic()
+        if left is not None and left <= 0:
+            raise Timeout(f"no complete answer within {timeouts.total_s:.3g} s")
+        return Limits(left, timeouts.first_token_s)
+
+    def took(self, chunk: Chunk | None) -> Chunk:
+        """Note what was received.
+
+        Raises:
+            ServerError: the stream ended although its last chunk is not there.
+        """
+        if chunk is None:
+            raise ServerError(_TRUNCATED)
+        self.last = chunk
+        return chunk
+
+    def wait_after(self, error: CharoniaClientError) -> float:
+        """Seconds to wait before the next attempt.
+
+        Raises:
+            CharoniaClientError: `error`, where there shall be no other attempt.
+        """
+        error.request_id = self._settings.request_id
+        wait = self._attempts.wait_after(error) if self.last is None else None
+        if wait is None:
+            raise error
+        return wait
+
+
+class CompletionStream(Iterator[Chunk]):
+    """The chunks of one request, as an iterator and a context manager.
+
+    The request goes out when the first chunk is asked for. Leaving `with`, `close`, or dropping
+    the stream before its last chunk cancels the request on the server. One thread iterates; any
+    thread may close, and the one that waits for a chunk then gets `Cancelled`.
+
+    Attributes:
+        request_id: under which `Client.cancel` finds the request.
+    """
+
+    def __init__(self, settings: CallSettings, open_exchange: Callable[[Limits], Exchange]) -> None:
+        self.request_id = settings.request_id
+        self._control = _Control()
+        self._chunks = _chunks(settings, open_exchange, self._control)
+
+    def __next__(self) -> Chunk:
+        """Wait for the next chunk.
+
+        Raises:
+            CharoniaClientError: the request failed, was cancelled or took too long; also when
+                the server goes away in mid-stream. A stream never just ends before its last chunk.
+        """
+        return next(self._chunks)
+
+    def close(self) -> None:
+        """Cancel the request if it is not complete. May be called again."""
+        self._control.close()
+        # A generator that is running belongs to another thread, which ends it by itself.
+        with contextlib.suppress(ValueError):
+            self._chunks.close()
+
+    def __enter__(self) -> "CompletionStream":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Control:
+    """Lets another thread stop the attempt under way, or the wait before the next one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._exchange: Exchange | None = None
+        self._is_receiving = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            if self._exchange is not None and self._is_receiving:
+                self._exchange.interrupt()
+
+    def receive(self, exchange: Exchange) -> Chunk | None:
+        """`exchange.receive()`, which `close` interrupts."""
+        with self._lock:
+            self._raise_if_closed()
+            self._exchange, self._is_receiving = exchange, True
+        try:
+            return exchange.receive()
+        finally:
+            with self._lock:
+                self._is_receiving = False
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until `close`."""
+        self._closed.wait(seconds)
+        self._raise_if_closed()
+
+    def _raise_if_closed(self) -> None:
+        if self.is_closed:
+            raise Cancelled("the stream was closed")
+
+
+def _chunks(
+    settings: CallSettings, open_exchange: Callable[[Limits], Exchange], control: _Control
+) -> Generator[Chunk, None, None]:
+    call = settings.start()
+    while not call.is_complete:
+        try:
+            yield from _attempt(call, open_exchange(call.limits()), control)
+        except CharoniaClientError as error:
+            control.sleep(call.wait_after(error))
+
+
+def _attempt(call: Call, exchange: Exchange, control: _Control) -> Generator[Chunk, None, None]:
+    ends_by_itself = False
+    try:
+        while not call.is_complete:
+            yield call.took(control.receive(exchange))
+    except CharoniaClientError:
+        ends_by_itself = not control.is_closed
+        raise
+    finally:
+        if ends_by_itself or call.is_complete:
+            exchange.finish()
+        else:
+            exchange.abort()
+
+
+class AsyncCompletionStream(AsyncIterator[Chunk]):
+    """The same for asyncio. Cancelling the task that waits for a chunk cancels the request.
+
+    Attributes:
+        request_id: under which `AsyncClient.cancel` finds the request.
+    """
+
+    def __init__(
+        self,
+        settings: CallSettings,
+        open_exchange: Callable[[Limits], Awaitable[AsyncExchange]],
+    ) -> None:
+        self.request_id = settings.request_id
+        self._chunks = _async_chunks(settings, open_exchange)
+
+    async def __anext__(self) -> Chunk:
+        """Wait for the next chunk. Raises as `CompletionStream.__next__` does."""
+        return await anext(self._chunks)
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is not complete. May be called again.
+
+        Raises:
+            RuntimeError: another task waits for a chunk; cancel that task instead.
+        """
+        await self._chunks.aclose()
+
+    async def __aenter__(self) -> "AsyncCompletionStream":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+async def _async_chunks(
+    settings: CallSettings, open_exchange: Callable[[Limits], Awaitable[AsyncExchange]]
+) -> AsyncGenerator[Chunk, None]:
+    call = settings.start()
+    while not call.is_complete:
+        try:
+            async with contextlib.aclosing(
+                _async_attempt(call, await open_exchange(call.limits()))
+            ) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except CharoniaClientError as error:
+            await asyncio.sleep(call.wait_after(error))
+
+
+async def _async_attempt(call: Call, exchange: AsyncExchange) -> AsyncGenerator[Chunk, None]:
+    ends_by_itself = False
+    try:
+        while not call.is_complete:
+            yield call.took(await exchange.receive())
+    except CharoniaClientError:
+        ends_by_itself = True
+        raise
+    finally:
+        if ends_by_itself or call.is_complete:
+            await exchange.finish()
+        else:
+            await exchange.abort()
