@@ -1,0 +1,60 @@
+"""Runs `charonia serve` as a person or a container does: as a command in a process of its own."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+CHARONIA = (sys.executable, "-m", "charonia.launch.cli")
+
+
+class Serving:
+    """A `charonia serve` on free ports.
+
+    Args:
+        arguments: beside the ports.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        ports = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+        self.process = subprocess.Popen(
+            [*CHARONIA, "serve", *ports, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_announced(self) -> str:
+        """What was printed on stdout when it served (again)."""
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line)
+            if "curl" in line:
+                return "".join(lines)
+        raise AssertionError(self.process.communicate())
+
+    def server(self) -> psutil.Process:
+        """Its tritonserver, as soon as there is one."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            for child in psutil.Process(self.process.pid).children():
+                if "--load-model=*" in child.cmdline():
+                    return child
+        raise AssertionError("no tritonserver was started")
+
+    @property
+    def runtime_dir(self) -> Path:
+        """The directory of this run."""
+        option = next(a for a in self.server().cmdline() if a.startswith("--model-repository="))
+        return Path(option.partition("=")[2]).parent
+
+    def end(self, signum: signal.Signals) -> tuple[float, str]:
+        """Send a signal; returns the seconds until the end, and stderr."""
+        started = time.monotonic()
+        self.process.send_signal(signum)
+        _, stderr = self.process.communicate(timeout=20)
+        return time.monotonic() - started, stderr
