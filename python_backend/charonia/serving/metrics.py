@@ -48,8 +48,7 @@ class MetricsExporter:
     """Keeps Triton's metrics equal to `metrics`.
 
     Triton must not be called from a thread while it loads the model: the families and first values
-    are made here, in `initialize`, and the thread waits until `allow` or an engine is up, which
-    both mean that the server is.
+    are made here, in `initialize`; the thread starts later, with `start`.
 
     Args:
         labels: of every series. block_size: tokens per KV block.
@@ -71,25 +70,23 @@ class MetricsExporter:
         self._with_vllm_names = with_vllm_names
         self._log = log
         self._families = Families(pb_utils, labels)
-        self._is_allowed = False
         self._stop = threading.Event()
-        self._export()
         self._thread = threading.Thread(target=self._run, name="charonia-metrics", daemon=True)
+        self._export()
+
+    def start(self) -> None:
+        """Start the thread, once the model is loaded."""
         self._thread.start()
 
-    def allow(self) -> None:
-        """Say that the server is up."""
-        self._is_allowed = True
-
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread and let go of Triton's objects, which must not outlive `finalize`."""
         self._stop.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._families.clear()
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
-            if not (self._is_allowed or self._metrics.gauges.get(("charonia_engine_up", ""))):
-                continue
             try:
                 self._export()
             except Exception:
@@ -185,6 +182,11 @@ class Families:
         _, series = self._find(name, "HISTOGRAM", None, buckets=list(buckets))
         for value in values:
             series.observe(value)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._series.clear()
+        self._families.clear()
 
     def _find(
         self, name: str, kind: str, labels: Mapping[str, str] | None, **options: Any

@@ -6,6 +6,7 @@ scheduled.
 
 import json
 import locale
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from charonia.text.tokenizer import Tokenizer
 
 NOTHING: Outputs = {"text_output": [""]}
 """Answers a request that generates no text."""
+START_DELAY_S = 3.0
 TRITON_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 
 
@@ -43,6 +45,10 @@ def own_parameters(model_config: str) -> dict[str, str]:
 
 class SchedulerHost:
     """The scheduler behind Triton.
+
+    A BLS call from a thread at the moment when `initialize` returns can crash the whole server. So
+    the service, whose thread makes such calls, starts with the first request, which shows that
+    the model is loaded, or some seconds later.
 
     Args:
         args: what Triton gives to `initialize`. log: takes one line, from any thread.
@@ -82,11 +88,15 @@ class SchedulerHost:
             with_vllm_names=scheduler_args.report_custom_metrics,
             log=log,
         )
-        self._service.start()
+        self._start_lock = threading.Lock()
+        self._is_started = False
+        self._timer = threading.Timer(START_DELAY_S, self._start)
+        self._timer.daemon = True
+        self._timer.start()
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests in; everything else happens in other threads."""
-        self._exporter.allow()
+        self._start()
         for request in requests:
             outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
             try:
@@ -99,10 +109,18 @@ class SchedulerHost:
 
     def finalize(self) -> None:
         """Answer what is still live, and stop."""
+        self._timer.cancel()
         self._service.close()
         self._sessions.close()
         self._relay.close()
         self._exporter.close()
+
+    def _start(self) -> None:
+        with self._start_lock:
+            if not self._is_started:
+                self._is_started = True
+                self._service.start()
+                self._exporter.start()
 
     def _take(self, request: Any, outlet: TritonOutlet) -> None:
         call = parse(read_request(request))
