@@ -134,7 +134,7 @@ def _run_generate(options: argparse.Namespace) -> None:
 
     generate(
         options.prompt,
-        sampling={
+        {
             "max_tokens": options.max_tokens,
             "temperature": options.temperature,
             "seed": options.seed,

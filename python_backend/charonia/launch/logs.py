@@ -12,7 +12,7 @@ _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<
 
 # What a server says on a machine without a GPU, whatever it serves, and the tables of its start.
 _NOISE = (
-    "pinned_memory_manager.cc",
+    "CUDA driver version is insufficient for CUDA runtime version",
     "CudaDriverHelper has not been initialized",
     "DCGM unable to start",
     "Failed to initialize NVML",

@@ -57,17 +57,18 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             for path in sweep_stale_runs():
                 say(f"removed what a killed run left in {path}")
             say(f"starting tritonserver with {prepared.engine_args.model}")
-            Supervisor(
+            supervisor = Supervisor(
                 server,
                 stop=stop,
                 log=say,
-                on_serving=lambda: _announce(server, prepared.scheduler),
+                on_serving=lambda: _announce(server, prepared.scheduler, supervisor.num_restarts),
                 scheduler=prepared.scheduler,
                 engine=prepared.scheduler_args.engine_model,
                 limits=SupervisionLimits(
                     hang_s=prepared.scheduler_args.min_step_deadline_s + HANG_MARGIN_S
                 ),
-            ).run()
+            )
+            supervisor.run()
             say("stopped")
 
 
@@ -92,7 +93,10 @@ def say(text: str) -> None:
     print(f"charonia: {text}", file=sys.stderr, flush=True)
 
 
-def _announce(server: TritonServer, scheduler: str) -> None:
+def _announce(server: TritonServer, scheduler: str, num_restarts: int) -> None:
+    if num_restarts:
+        say(f"serving again, after {num_restarts} restart{'s' if num_restarts > 1 else ''}")
+        return
     body = '{"text_input": "def add(a, b):", "max_tokens": 32, "temperature": 0, "stream": true}'
     url = f"http://{server.http_url}/v2/models/{scheduler}/generate_stream"
     say("serving")

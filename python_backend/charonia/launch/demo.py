@@ -1,0 +1,77 @@
+"""`charonia demo`: the whole way once, from a checkpoint to streamed text, on free ports.
+
+Owns what is shown. Must not know how a server is started or a request sent.
+"""
+
+import re
+import signal
+import time
+
+from charonia_client import CharoniaClientError, Client
+
+from charonia.demo.prompts import DEMO_PROMPTS, DemoPrompt
+from charonia.launch.errors import LaunchError
+from charonia.launch.logs import is_interesting
+from charonia.launch.repository import DEMO_CHECKPOINT
+from charonia.launch.run import running_server
+from charonia.launch.serve import say
+
+PUBLIC_MODEL = "llm"
+
+
+def run_demo() -> None:
+    """Serve the demo model, stream the built-in prompts with their speed, and stop.
+
+    Raises:
+        LaunchError, CheckpointError: the server cannot be started, or a request failed.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        _serve_and_stream()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _serve_and_stream() -> None:
+    say(f"starting tritonserver with {DEMO_CHECKPOINT.name}")
+    started = time.monotonic()
+    with running_server(model=DEMO_CHECKPOINT, on_log=_show_loading) as server:
+        say(f"serving on {server.grpc_url} (gRPC) after {time.monotonic() - started:.1f} s")
+        with Client(server.grpc_url, protocol="grpc", model=PUBLIC_MODEL) as client:
+            for prompt in DEMO_PROMPTS:
+                try:
+                    _stream(client, prompt)
+                except CharoniaClientError as error:
+                    raise LaunchError(str(error)) from None
+    print()
+    say("stopped; `charonia serve` goes on serving")
+
+
+def _show_loading(line: str) -> None:
+    if match := re.search(r"successfully loaded '(\S+)'", line):
+        say(f"loaded {match[1]}")
+    elif is_interesting(line):
+        say(line)
+
+
+def _stream(client: Client, prompt: DemoPrompt) -> None:
+    """Print a prompt, its completion as it comes, and how fast it came."""
+    print(f"\n{'─' * 72}\n{prompt.text}", end="", flush=True)
+    sent = time.monotonic()
+    first = None
+    num_tokens = 0
+    for chunk in client.stream(
+        prompt.text,
+        max_tokens=prompt.max_tokens,
+        temperature=prompt.temperature,
+        seed=prompt.seed,
+    ):
+        first = first or time.monotonic()
+        num_tokens += len(chunk.token_ids)
+        print(chunk.text, end="", flush=True)
+    total_s = time.monotonic() - sent
+    first_ms = ((first or sent) - sent) * 1000
+    print(
+        f"\n── {num_tokens} tokens, {num_tokens / total_s:.0f} tokens/s, "
+        f"first token after {first_ms:.0f} ms"
+    )

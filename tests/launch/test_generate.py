@@ -1,0 +1,86 @@
+"""`charonia generate` and `charonia demo` against the real server with a real, random model."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from charonia.launch import demo
+from charonia.launch.cli import main
+from charonia.launch.run import running_server
+from charonia.launch.server import TritonServer
+
+SETTINGS = ("num_gpu_blocks_override=64",)
+GREEDY = ("hello", "--max-tokens", "8", "--temperature", "0")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Callable[..., Path]) -> Iterator[TritonServer]:
+    with running_server(model=checkpoint(), settings=SETTINGS) as server:
+        yield server
+
+
+def generate(server: TritonServer, protocol: str, *arguments: str) -> int:
+    url = server.grpc_url if protocol == "grpc" else server.http_url
+    return main(["generate", "--protocol", protocol, "--url", url, *arguments])
+
+
+@pytest.mark.parametrize("model_name", ["scheduler", "llm"])
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_text_and_json_tell_the_same_over_every_way_in(
+    server: TritonServer, capsys: pytest.CaptureFixture[str], protocol: str, model_name: str
+) -> None:
+    assert generate(server, protocol, *GREEDY, "--model-name", model_name) == 0
+    text = capsys.readouterr().out
+    assert generate(server, protocol, *GREEDY, "--model-name", model_name, "--json") == 0
+    chunks = [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
+    assert "".join(chunk["text"] for chunk in chunks) + "\n" == text
+    assert sum(len(chunk["token_ids"]) for chunk in chunks) == 8
+    assert chunks[-1]["finish_reason"] == "length"
+    assert len(chunks) > 1
+
+
+def test_sampling_options_reach_the_server(
+    server: TritonServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("hello", "--max-tokens", "16", "--temperature", "1.5")
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert generate(server, "grpc", *base, "--seed", seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    stop = texts[0][3:5]
+    assert generate(server, "grpc", *base, "--seed", "1", "--stop", "never", "--stop", stop) == 0
+    assert capsys.readouterr().out == texts[0][: texts[0].index(stop)] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("hello", "--max-tokens", "0"), "max_tokens must be at least 1, but is 0"),
+        (("hello", "--model-name", "no_such"), "unknown model: 'no_such'"),
+    ],
+)
+def test_a_refused_request_is_one_line(
+    server: TritonServer,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    assert generate(server, "grpc", *arguments) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_demo_streams_its_prompts_and_stops(
+    checkpoint: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(demo, "DEMO_CHECKPOINT", checkpoint())
+    assert main(["demo"]) == 0
+    shown = capsys.readouterr()
+    assert [shown.out.count(prompt.text) for prompt in demo.DEMO_PROMPTS] == [1, 1, 1]
+    assert shown.out.count("tokens/s, first token after") == 3
+    assert "loaded engine" in shown.err
