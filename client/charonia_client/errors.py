@@ -67,7 +67,7 @@ class ServerError(CharoniaClientError):
 _KNOWN_TEXTS: tuple[tuple[type[CharoniaClientError], str], ...] = (
     (QueueFull, r"exceeds maximum queue size"),
     (Timeout, r"request timeout expired|deadline.*exceeded"),
-    (Cancelled, r"request was cancelled|^cancelled$"),
+    (Cancelled, r"request was cancelled"),
     (InvalidRequest, r"protocol is restricted|unknown model: '[^']*' is not found"),
     (
         Unavailable,

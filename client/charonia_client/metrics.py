@@ -28,11 +28,12 @@ class MetricsSnapshot:
         Raises:
             KeyError: there is no such sample.
         """
+        # The parser names the samples of a counter `…_total`, also where the page does not.
         values = [
             each.value
             for family in self.families.values()
             for each in family.samples
-            if each.name == sample and labels.items() <= each.labels.items()
+            if each.name in (sample, f"{sample}_total") and labels.items() <= each.labels.items()
         ]
         if not values:
             raise KeyError(f"no sample {sample} with labels {labels}")

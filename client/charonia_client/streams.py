@@ -47,6 +47,7 @@ class Call:
         self._settings = settings
         self._deadline = deadline
         self._attempts = attempts
+        self._last_error: CharoniaClientError | None = None
         self.last: Chunk | None = None
 
     @property
@@ -58,12 +59,13 @@ class Call:
         """What is left of the timeouts for the next attempt.
 
         Raises:
-            Timeout: nothing.
+            Timeout: nothing is left; its cause is what the last attempt failed with.
         """
         timeouts = self._settings.timeouts
         left = None if self._deadline is None else self._deadline - time.monotonic()
         if left is not None and left <= 0:
-            raise Timeout(f"no complete answer within {timeouts.total_s:.3g} s")
+            error = Timeout(f"no complete answer within {timeouts.total_s:.3g} s")
+            raise error from self._last_error
         return Limits(left, timeouts.first_token_s)
 
     def took(self, chunk: Chunk | None) -> Chunk:
@@ -84,6 +86,7 @@ class Call:
             CharoniaClientError: `error`, where there shall be no other attempt.
         """
         error.request_id = self._settings.request_id
+        self._last_error = error
         wait = self._attempts.wait_after(error) if self.last is None else None
         if wait is None:
             raise error

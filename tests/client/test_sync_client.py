@@ -1,0 +1,292 @@
+"""`Client` against a real tritonserver, over both protocols."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from charonia.launch.server import TritonServer
+from charonia_client import (
+    Cancelled,
+    Client,
+    ConnectionFailed,
+    InvalidRequest,
+    QueueFull,
+    RetryPolicy,
+    ServerError,
+    Timeout,
+    Timeouts,
+)
+from charonia_client.values import Protocol
+from client.conftest import REPOSITORY, endless, script, settings
+
+QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.01)
+
+
+def test_a_stream_gives_each_chunk_and_ends_after_the_final_one(client: Client) -> None:
+    prompt = script(chunks=["one ", "two"], token_ids=[[1, 2], [3]], finish="length")
+    with client.stream(prompt) as stream:
+        chunks = list(stream)
+    assert [chunk.text for chunk in chunks] == ["one ", "two"]
+    assert [chunk.token_ids for chunk in chunks] == [(1, 2), (3,)]
+    assert [chunk.is_final for chunk in chunks] == [False, True]
+    assert chunks[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "text", ["a\u2028b\u2029c\x85d", "\r\n\n\rdata: x\n\n", "\x00\x1c\v\f", "語🐚"]
+)
+def test_text_arrives_as_it_was_sent_whatever_it_holds(client: Client, text: str) -> None:
+    assert client.generate(script(chunks=[text, text])).text == text * 2
+
+
+def test_all_outputs_of_the_last_response_are_read(client: Client) -> None:
+    raw = {
+        "cumulative_logprob": [-1.5],
+        "logprobs": ['[{"7": {"logprob": -1.5, "rank": 2, "decoded_token": "a"}}]'],
+        "num_input_tokens": [4],
+        "num_output_tokens": [1],
+        "timing": ['{"queue_seconds": 0.25, "restarts": 1}'],
+    }
+    completion = client.generate(script(chunks=["a"], raw=raw))
+    assert completion.cumulative_logprob == -1.5
+    assert completion.logprobs is not None
+    assert completion.logprobs[0][0].rank == 2
+    assert (completion.num_input_tokens, completion.num_output_tokens) == (4, 1)
+    assert completion.timing == {"queue_seconds": 0.25, "restarts": 1}
+
+
+def test_outputs_that_are_present_and_empty_are_as_if_absent(client: Client) -> None:
+    raw: dict[str, list[str]] = {"cumulative_logprob": [], "logprobs": [], "num_output_tokens": []}
+    completion = client.generate(script(chunks=["a"], raw=raw))
+    assert completion.cumulative_logprob is completion.logprobs is None
+
+
+def test_the_server_gets_what_was_asked_for(client: Client) -> None:
+    params = {"max_tokens": 5, "stop": ["x"]}
+    answer = client.generate([5, 6], params, request_id="mine", max_tokens=7)  # type: ignore[arg-type]
+    seen = json.loads(answer.text)
+    assert answer.request_id == seen["id"] == "mine"
+    assert seen["inputs"]["input_ids"] == [5, 6]
+    assert json.loads(seen["inputs"]["sampling_parameters"]) == {"max_tokens": 7, "stop": ["x"]}
+
+
+def test_one_response_in_all_is_asked_for_only_where_nothing_is_lost(
+    client: Client, protocol: Protocol
+) -> None:
+    def is_streaming(timeouts: Timeouts | None) -> bool:
+        answer = client.generate(script(echo=True), timeouts=timeouts)
+        return bool(json.loads(answer.text)["inputs"]["stream"])
+
+    assert is_streaming(None) == (protocol == "http")
+    assert is_streaming(Timeouts(first_token_s=5)) is True
+
+
+def test_many_threads_stream_from_one_client(client: Client) -> None:
+    def run(index: int) -> str:
+        texts = [f"{index} ", "a", "b"]
+        return "".join(chunk.text for chunk in client.stream(script(chunks=texts, delay_s=0.01)))
+
+    with ThreadPoolExecutor(32) as threads:
+        assert list(threads.map(run, range(64))) == [f"{index} ab" for index in range(64)]
+
+
+def test_one_thread_holds_several_streams_open(client: Client) -> None:
+    streams = [client.stream(script(chunks=[str(i), str(i)], delay_s=0.01)) for i in range(4)]
+    rounds = [[next(stream).text for stream in streams] for _ in range(2)]
+    assert rounds == [["0", "1", "2", "3"]] * 2
+
+
+def test_leaving_with_cancels_the_request(client: Client, outcome: Callable[[str], str]) -> None:
+    with client.stream(endless()) as stream:
+        for number, _ in enumerate(stream):
+            if number == 2:
+                break
+    assert outcome(stream.request_id) == "cancelled"
+    assert list(stream) == []
+
+
+def test_dropping_a_stream_cancels_the_request(
+    client: Client, outcome: Callable[[str], str]
+) -> None:
+    stream = client.stream(endless())
+    request_id = stream.request_id
+    next(stream)
+    del stream
+    assert outcome(request_id) == "cancelled"
+
+
+def test_closing_from_another_thread_wakes_the_one_that_waits(
+    client: Client, outcome: Callable[[str], str]
+) -> None:
+    stream = client.stream(script(chunks=["a", "b"], delay_s=1.0))
+    next(stream)
+    timer = threading.Timer(0.1, stream.close)
+    timer.start()
+    started = time.monotonic()
+    with pytest.raises(Cancelled, match="closed"):
+        next(stream)
+    assert time.monotonic() - started < 0.8
+    assert outcome(stream.request_id) == "cancelled"
+    timer.join()
+
+
+def test_a_stream_that_was_never_read_sends_nothing(
+    client: Client, outcome: Callable[[str], str]
+) -> None:
+    stream = client.stream(endless())
+    stream.close()
+    assert client.generate(script(report=stream.request_id)).text == "unknown"
+
+
+def test_cancel_ends_a_request_by_its_id(client: Client) -> None:
+    with client.stream(endless()) as stream:
+        next(stream)
+        client.cancel(stream.request_id)
+        with pytest.raises(Cancelled, match="the request was cancelled") as caught:
+            list(stream)
+    assert caught.value.request_id == stream.request_id
+
+
+def test_closing_after_the_last_chunk_leaves_the_answer_complete(
+    client: Client, outcome: Callable[[str], str]
+) -> None:
+    with client.stream(script(chunks=["a", "b"])) as stream:
+        for chunk in stream:
+            if chunk.is_final:
+                break
+    assert outcome(stream.request_id) == "done"
+
+
+def test_an_error_before_the_first_chunk_has_its_type_and_text(client: Client) -> None:
+    text = "in ensemble 'llm', top_p must be above 0 and at most 1, but is 7"
+    with pytest.raises(InvalidRequest) as caught:
+        client.generate(script(error=text, code="INVALID_ARG"))
+    assert str(caught.value) == text
+    assert caught.value.request_id
+
+
+def test_an_error_in_mid_stream_comes_after_the_chunks_before_it(client: Client) -> None:
+    stream = client.stream(script(chunks=["a", "b"], error="boom"))
+    assert [next(stream).text, next(stream).text] == ["a", "b"]
+    with pytest.raises(ServerError, match="boom"):
+        next(stream)
+
+
+@pytest.mark.parametrize("chunks", [[], ["a"]])
+def test_a_stream_that_ends_before_its_last_chunk_is_an_error(
+    client: Client, chunks: list[str]
+) -> None:
+    with pytest.raises(ServerError, match="ended before its last chunk"):
+        client.generate(script(chunks=chunks, finish=None))
+
+
+def test_an_unknown_model_is_an_invalid_request(scripted: TritonServer, protocol: Protocol) -> None:
+    with (
+        Client(**settings(scripted, protocol) | {"model": "nope"}) as client,
+        pytest.raises(InvalidRequest, match="unknown model"),
+    ):
+        client.generate("hi")
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "text"),
+    [
+        (Timeouts(total_s=0.3), "no complete answer within 0.3 s"),
+        (Timeouts(first_token_s=0.3), "no first token within 0.3 s"),
+        (Timeouts(total_s=5, first_token_s=0.3), "no first token within 0.3 s"),
+    ],
+)
+def test_a_timeout_before_the_first_token_is_kept(
+    client: Client, timeouts: Timeouts, text: str
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(Timeout, match=text):
+        client.generate(script(chunks=["a"], delay_s=1.5), timeouts=timeouts)
+    assert 0.28 < time.monotonic() - started < 1.2
+
+
+def test_the_total_timeout_holds_in_mid_stream(
+    client: Client, outcome: Callable[[str], str]
+) -> None:
+    started = time.monotonic()
+    stream = client.stream(endless(0.05), timeouts=Timeouts(total_s=0.4))
+    with pytest.raises(Timeout, match=r"0\.4 s"):
+        list(stream)
+    assert 0.38 < time.monotonic() - started < 1.2
+    assert outcome(stream.request_id) == "cancelled"
+
+
+def test_the_first_token_timeout_ends_with_the_first_token(client: Client) -> None:
+    prompt = script(chunks=["a"] * 3, delay_s=0.25)
+    assert client.generate(prompt, timeouts=Timeouts(first_token_s=0.4)).text == "aaa"
+
+
+def test_a_full_queue_is_tried_again_until_it_takes_the_request(
+    scripted: TritonServer, protocol: Protocol
+) -> None:
+    prompt = script(chunks=[], error="Exceeds maximum queue size", code="UNAVAILABLE", failures=2)
+    with Client(**settings(scripted, protocol), retry=QUICK) as client:
+        # Two failures, then the answer, which has no chunks: the third attempt was made.
+        with pytest.raises(ServerError, match="ended before"):
+            client.generate(prompt)
+        with pytest.raises(QueueFull):
+            client.generate(prompt.replace("2", "3"))
+
+
+def test_nothing_is_tried_again_once_a_chunk_was_received(
+    scripted: TritonServer, protocol: Protocol
+) -> None:
+    prompt = script(chunks=["a"], error="Exceeds maximum queue size", failures=1)
+    with Client(**settings(scripted, protocol), retry=QUICK) as client:
+        stream = client.stream(prompt)
+        next(stream)
+        with pytest.raises(QueueFull):
+            next(stream)
+
+
+def test_health_and_metrics_are_the_servers(client: Client) -> None:
+    health = client.health()
+    assert health.is_serving
+    assert client.health(["scripted", "nope"]).models == {"scripted": True, "nope": False}
+    client.generate(script(chunks=["a"]))
+    metrics = client.metrics()
+    assert metrics.value("nv_inference_request_success", model="scripted") >= 1
+    assert "nv_inference_request_success" in metrics.families
+    with pytest.raises(KeyError, match="nonsense"):
+        metrics.value("nonsense")
+
+
+@pytest.fixture
+def mortal(protocol: Protocol) -> Iterator[TritonServer]:
+    """A server of its own, for a test to kill."""
+    with TritonServer(REPOSITORY) as server:
+        server.wait_ready()
+        yield server
+
+
+def test_a_server_that_dies_is_an_error_in_mid_stream_and_a_retry_away_when_it_is_back(
+    mortal: TritonServer, protocol: Protocol
+) -> None:
+    patient = RetryPolicy(max_attempts=100, initial_backoff_s=0.1, max_backoff_s=0.1)
+    with Client(**settings(mortal, protocol), retry=patient) as client:
+        stream = client.stream(endless())
+        next(stream)
+        mortal.kill()
+        with pytest.raises(ConnectionFailed):
+            list(stream)
+        assert client.health().is_live is False
+        with pytest.raises(ConnectionFailed):
+            client.metrics()
+        with pytest.raises((ConnectionFailed, Timeout)):  # whichever ends the last attempt
+            client.generate(endless(), timeouts=Timeouts(total_s=0.3))
+        mortal.start()
+        assert client.generate(script(chunks=["back"])).text == "back"
+        mortal.wait_ready()
+
+
+def test_an_unknown_protocol_is_refused() -> None:
+    with pytest.raises(ValueError, match="grpc"):
+        Client(protocol="smtp")  # type: ignore[arg-type]

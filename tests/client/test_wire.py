@@ -1,0 +1,180 @@
+"""Requests as both protocols want them, and responses as chunks."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from charonia.protocol import SamplingParams
+from charonia_client import (
+    Chunk,
+    InvalidRequest,
+    Sampling,
+    ServerError,
+    Timeouts,
+    TokenLogprob,
+    wire,
+)
+from charonia_client.values import join
+from tritonclient.utils import deserialize_bytes_tensor
+
+
+def request(prompt: Any = "hi", **options: Any) -> wire.Request:
+    values = {"request_id": "r", "include": (), "is_streaming": True, "sampling": {}} | options
+    return wire.generation_request("m", prompt, values.pop("sampling"), **values)
+
+
+def test_the_sampling_parameters_are_those_of_the_server() -> None:
+    server = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    assert set(Sampling.__annotations__) == server
+
+
+def test_the_client_needs_neither_the_servers_package_nor_torch() -> None:
+    code = "import charonia_client, sys; print({'charonia', 'torch'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "set()"
+
+
+def test_the_finish_reason_is_always_asked_for_and_the_prompt_never() -> None:
+    inputs = request().inputs
+    assert inputs["return_finish_reason"] is True
+    assert inputs["exclude_input_in_output"] is True
+
+
+def test_asking_for_logprobs_in_the_sampling_includes_them() -> None:
+    assert "return_logprobs" not in request().inputs
+    assert request(sampling={"logprobs": 0}).inputs["return_logprobs"] is True
+
+
+def test_a_sampling_parameter_of_none_is_left_to_the_server() -> None:
+    inputs = request(sampling={"seed": None, "top_k": np.int64(3)}).inputs
+    assert json.loads(str(inputs["sampling_parameters"])) == {"top_k": 3}
+
+
+def test_a_request_has_the_same_tensors_in_both_protocols() -> None:
+    asked = request([1, 2, 3], include=("token_ids",))
+    message = wire.to_grpc(asked)
+    pairs = zip(message.inputs, message.raw_input_contents, strict=True)
+    tensors = {tensor.name: (tensor, raw) for tensor, raw in pairs}
+    assert message.model_name == "m"
+    assert message.id == "r"
+    body = wire.to_http(asked, None)
+    assert set(tensors) | {"id"} == set(body)
+    ids, raw = tensors["input_ids"]
+    assert (ids.datatype, list(ids.shape)) == ("INT32", [3])
+    assert np.frombuffer(raw, np.int32).tolist() == body["input_ids"] == [1, 2, 3]
+    sampling, raw = tensors["sampling_parameters"]
+    assert sampling.datatype == "BYTES"
+    assert deserialize_bytes_tensor(raw)[0].decode() == body["sampling_parameters"] == "{}"
+    assert tensors["stream"][1] == b"\x01"
+
+
+def test_over_http_the_total_timeout_is_told_in_microseconds() -> None:
+    assert wire.to_http(request(), 1.5)["timeout"] == 1_500_000
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"bytes", [1.5], ["a"], [[1], [2, 3]], [[1]], [2**31], 5, None, "\ud800"]
+)
+def test_a_prompt_that_is_neither_text_nor_token_ids_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt|token ids"):
+        request(prompt)
+
+
+def test_an_unknown_name_to_include_is_refused_with_what_is_accepted() -> None:
+    with pytest.raises(InvalidRequest, match=r"token_ids.*'tokens'"):
+        request(include=("tokens",))
+
+
+def test_sampling_that_is_no_json_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="set is neither"):
+        request(sampling={"stop": {"a"}})
+
+
+def test_empty_and_absent_outputs_mean_the_same() -> None:
+    names = ("finish_reason", "logprobs", "cumulative_logprob", "num_input_tokens", "timing")
+    empty: dict[str, list[Any]] = {name: [] for name in (*names, "output_ids")}
+    assert wire.to_chunk({"text_output": ["a"]} | empty) == Chunk(text="a")
+    assert wire.to_chunk({"text_output": ["a"]}) == Chunk(text="a")
+
+
+def test_an_sse_event_gives_the_same_chunk_whether_lists_of_one_are_scalars_or_not() -> None:
+    event = {"text_output": "a", "output_ids": 7, "finish_reason": "None", "model_name": "m"}
+    lists = {"text_output": ["a"], "output_ids": [7], "finish_reason": ["None"]}
+    chunk = Chunk(text="a", token_ids=(7,))
+    assert wire.to_chunk(wire.from_http(event)) == wire.to_chunk(wire.from_http(lists)) == chunk
+
+
+def test_logprobs_are_read_with_the_taken_token_first() -> None:
+    taken = {"logprob": -2.0, "rank": 2, "decoded_token": "b"}
+    best = {"logprob": -0.5, "rank": 1, "decoded_token": "a"}
+    chunk = wire.to_chunk(
+        {
+            "text_output": ["b"],
+            "logprobs": [json.dumps([{"9": taken, "4": best}])],
+            "prompt_logprobs": [json.dumps([None, {"4": best}])],
+        }
+    )
+    position = (TokenLogprob(9, -2.0, 2, "b"), TokenLogprob(4, -0.5, 1, "a"))
+    assert chunk.logprobs == (position,)
+    assert chunk.prompt_logprobs == (None, position[1:])
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {},
+        {"text_output": ["a", "b"]},
+        {"text_output": ["a"], "finish_reason": ["bored"]},
+        {"text_output": ["a"], "logprobs": ["nope"]},
+        {"text_output": ["a"], "logprobs": ['[{"x": {}}]']},
+        {"text_output": ["a"], "logprobs": ["[4]"]},
+        {"text_output": ["a"], "timing": ["{"]},
+    ],
+)
+def test_a_response_that_cannot_be_understood_is_the_servers_fault(
+    outputs: dict[str, list[str]],
+) -> None:
+    with pytest.raises(ServerError):
+        wire.to_chunk(outputs)
+
+
+def test_joining_adds_up_what_is_per_chunk_and_takes_the_rest_from_the_last() -> None:
+    one = (TokenLogprob(1, -1.0, 1, "a"),)
+    completion = join(
+        "r",
+        [
+            Chunk(text="a", token_ids=(1,), logprobs=(one,), num_output_tokens=1),
+            Chunk(
+                text="bc",
+                token_ids=(2, 3),
+                logprobs=(one, one),
+                num_output_tokens=2,
+                cumulative_logprob=-3.0,
+                finish_reason="length",
+                num_input_tokens=5,
+                timing={"total_seconds": 0.5},
+            ),
+        ],
+    )
+    assert (completion.text, completion.token_ids) == ("abc", (1, 2, 3))
+    assert completion.logprobs == (one, one, one)
+    assert (completion.num_input_tokens, completion.num_output_tokens) == (5, 3)
+    assert (completion.cumulative_logprob, completion.finish_reason) == (-3.0, "length")
+    assert completion.timing == {"total_seconds": 0.5}
+
+
+@pytest.mark.parametrize("chunks", [[], [Chunk(text="a")]])
+def test_chunks_without_a_last_one_make_no_completion(chunks: list[Chunk]) -> None:
+    with pytest.raises(ValueError, match="finish_reason"):
+        join("r", chunks)
+
+
+@pytest.mark.parametrize("name", ["total_s", "first_token_s"])
+@pytest.mark.parametrize("value", [0, -1, float("nan")])
+def test_a_timeout_that_is_not_above_zero_is_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        Timeouts(**{name: value})
