@@ -11,7 +11,6 @@ from charonia_client import CharoniaClientError, Client
 
 from charonia.demo.prompts import DEMO_PROMPTS, DemoPrompt
 from charonia.launch.errors import LaunchError
-from charonia.launch.logs import is_interesting
 from charonia.launch.repository import DEMO_CHECKPOINT
 from charonia.launch.run import running_server
 from charonia.launch.serve import say
@@ -50,8 +49,6 @@ def _serve_and_stream() -> None:
 def _show_loading(line: str) -> None:
     if match := re.search(r"successfully loaded '(\S+)'", line):
         say(f"loaded {match[1]}")
-    elif is_interesting(line):
-        say(line)
 
 
 def _stream(client: Client, prompt: DemoPrompt) -> None:

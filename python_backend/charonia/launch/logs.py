@@ -13,6 +13,7 @@ _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<
 # What a server says on a machine without a GPU, whatever it serves, and the tables of its start.
 _NOISE = (
     "CUDA driver version is insufficient for CUDA runtime version",
+    "no pinned memory pool",
     "CudaDriverHelper has not been initialized",
     "DCGM unable to start",
     "Failed to initialize NVML",
