@@ -1,12 +1,14 @@
 """`charonia generate` and `charonia demo` against the real server with a real, random model."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from charonia.launch import demo
-from charonia.launch.cli import main
+from charonia.launch.cli import EXIT_BROKEN_PIPE, main
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 
@@ -71,6 +73,17 @@ def test_a_refused_request_is_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_reader_that_leaves_early_ends_it_without_a_traceback(server: TritonServer) -> None:
+    charonia = (sys.executable, "-m", "charonia.launch.cli")
+    command = [*charonia, "generate", "--url", server.grpc_url, "hello", "--max-tokens", "400"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (EXIT_BROKEN_PIPE, b"")
 
 
 def test_the_demo_streams_its_prompts_and_stops(
