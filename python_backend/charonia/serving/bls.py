@@ -2,9 +2,11 @@
 
 Owns the calls, their time limits, and bringing a dead engine back. Must not know what is in a plan.
 
-Time and processes: BLS works in `execute` and, once the server is up, in threads. While it starts,
-a BLS call errs harmlessly, but model control from a thread can take the server down; so nothing
-but BLS is tried before the first answer of an engine.
+BLS works in `execute` and, once the model is loaded, in threads; its errors are harmless. Model
+control is not: each call of `pb_utils` that fails has a chance of taking the whole server down
+(seen after 3 to 26 of them, on 2.51.0). So nothing is asked for that may be refused: whether
+control is explicit is read from the server's command line, and an engine that is loaded *again*
+comes up even when it cannot work, says why in answer to a hello, and is unloaded.
 """
 
 import os
@@ -33,18 +35,15 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
+from charonia.serving.secret import FILE_NAME, read_or_create
 
 PLAN = "plan"
 REPLY = "reply"
-NOT_EXPLICIT = (
-    "the engine died, and recovery is off: tritonserver was not started with "
-    "--model-control-mode=explicit"
-)
-_REFUSES_CONTROL = "explicit model load / unload is not allowed"
+RECOVERY_IS_OFF = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
+RELOAD_MARK = "reload.mark"
+_CONTROL_OPTION = "--model-control-mode"
 _HELLO_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 10.0
-_READY_TIMEOUT_S = 60.0
-_PROBE_MODEL = "charonia-no-such-model"
 
 
 class _Call:
@@ -81,19 +80,24 @@ class BlsExecutor:
     """The engine model of the same Triton.
 
     Args:
-        engine_model: its name. secret: what it takes plans by.
+        engine_model: its name. engine_dir: its version directory.
         log: takes one line, from any thread.
+
+    Raises:
+        OSError: the secret can be neither read nor made.
     """
 
     def __init__(
-        self, pb_utils: Any, engine_model: str, secret: str, *, log: Callable[[str], None]
+        self, pb_utils: Any, engine_model: str, engine_dir: Path, *, log: Callable[[str], None]
     ) -> None:
         self._pb_utils = pb_utils
         self._engine_model = engine_model
-        self._secret = secret
-        self._log = log
+        self._reload_mark = engine_dir / RELOAD_MARK
+        self._secret = read_or_create(engine_dir / FILE_NAME)
         self._processes: dict[int, int] = {}
-        self._has_checked_control = False
+        self._can_restart = has_explicit_control(_command_line(os.getppid()))
+        if not self._can_restart:
+            log(f"WARNING: {RECOVERY_IS_OFF}")
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._start_thread()
 
@@ -113,8 +117,6 @@ class BlsExecutor:
         if not isinstance(reply, EngineInfo):
             raise EngineDiedError(f"the engine answered a hello with {type(reply).__name__}")
         self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
-        if not self._has_checked_control:
-            self._check_control()
         return reply
 
     def submit(self, plan: StepPlan) -> Pending:
@@ -129,36 +131,33 @@ class BlsExecutor:
         Raises:
             EngineDiedError: it cannot be loaded, or Triton is not in explicit model control.
         """
+        if not self._can_restart:
+            raise EngineDiedError(RECOVERY_IS_OFF)
         self._start_thread()  # the old one may hang in a call until the engine is gone
         kill_processes(self._processes)
         self._processes = {}
+        own_pid = os.getpid()
+        self._reload_mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
         try:
             self._pb_utils.unload_model(self._engine_model)
             self._pb_utils.load_model(self._engine_model)
+            self._say_hello()
         except Exception as error:
-            reason = NOT_EXPLICIT if _REFUSES_CONTROL in str(error) else clean(str(error))
-            raise EngineDiedError(reason) from None
-        self._wait_ready()
+            raise EngineDiedError(clean(str(error))) from None
+        finally:
+            self._reload_mark.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Stop the thread; the engine stays."""
         self._calls.put(None)
 
-    def _check_control(self) -> None:
-        """Find out whether `restart` will be possible, by a request that changes nothing."""
-        self._has_checked_control = True
+    def _say_hello(self) -> None:
+        """Make sure that the engine works, or unload it. Raises EngineDiedError."""
         try:
-            self._pb_utils.unload_model(_PROBE_MODEL)
-        except Exception as error:
-            if _REFUSES_CONTROL in str(error):
-                self._log(f"WARNING: if the engine dies, {NOT_EXPLICIT.split(', and ')[1]}")
-
-    def _wait_ready(self) -> None:
-        deadline = time.monotonic() + _READY_TIMEOUT_S
-        while not self._pb_utils.is_model_ready(self._engine_model):
-            if time.monotonic() > deadline:
-                raise EngineDiedError(f"the engine was not ready within {_READY_TIMEOUT_S:g} s")
-            time.sleep(0.02)
+            self.info()
+        except EngineDiedError:
+            self._pb_utils.unload_model(self._engine_model)
+            raise
 
     # ------------------------------------------------------------------ the thread
 
@@ -192,6 +191,35 @@ class BlsExecutor:
             raise (StepFailedError if is_refusal else EngineDiedError)(clean(failure.message()))
         reply = pb_utils.get_output_tensor_by_name(response, REPLY)
         return decode_reply(reply.as_numpy().tobytes())
+
+
+def is_reload(engine_dir: Path) -> bool:
+    """Whether a living scheduler is loading the engine of this directory again."""
+    try:
+        pid, started = (engine_dir / RELOAD_MARK).read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return False
+    return str(start_time(int(pid))) == started
+
+
+def has_explicit_control(command_line: list[str]) -> bool:
+    """Whether a tritonserver started by this lets models load and unload others."""
+    values = [
+        value or following
+        for argument, following in zip(command_line, [*command_line[1:], ""], strict=True)
+        for option, _, value in [argument.partition("=")]
+        if option == _CONTROL_OPTION
+    ]
+    return values[-1:] == ["explicit"]
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return (
+            Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+        )
+    except OSError:
+        return []
 
 
 def clean(message: str) -> str:

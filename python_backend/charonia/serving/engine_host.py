@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from charonia.config import EngineArgs
-from charonia.errors import ConfigError, PlanRefusedError
+from charonia.errors import CharoniaError, ConfigError, PlanRefusedError, UnavailableError
 from charonia.protocol import (
     EngineInfo,
     EngineReply,
@@ -27,7 +27,7 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving.bls import PLAN, REPLY
+from charonia.serving.bls import PLAN, REPLY, clean, is_reload
 from charonia.serving.secret import FILE_NAME, read_or_create
 from charonia.serving.tensors import error_response
 
@@ -49,6 +49,8 @@ class PlanRunner(Protocol):
 
 class EngineHost:
     """One engine behind Triton.
+
+    An engine that the scheduler loads again comes up even when it cannot work, see `bls`.
 
     Args:
         make_runner: loads the engine.
@@ -72,10 +74,17 @@ class EngineHost:
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         self._pb_utils = pb_utils
         self._log = log
-        check_instance_kind(version_dir / MODEL_FILE, instance_kind)
-        args = EngineArgs.from_file(version_dir / MODEL_FILE)
         self._secret = read_or_create(version_dir / FILE_NAME)
-        self._runner = make_runner(args)
+        self._runner: PlanRunner | UnavailableError
+        try:
+            check_instance_kind(version_dir / MODEL_FILE, instance_kind)
+            self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE))
+        except Exception as error:
+            if not is_reload(version_dir):
+                raise
+            self._log(f"the engine cannot be loaded: {traceback.format_exc()}")
+            reason = clean(str(error)) if isinstance(error, CharoniaError) else type(error).__name__
+            self._runner = UnavailableError(reason)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer each request with the tensor `reply`, or an error that gives nothing away."""
@@ -84,7 +93,7 @@ class EngineHost:
     def _answer(self, request: Any) -> Any:
         try:
             reply = self._reply(self._decode(request))
-        except PlanRefusedError as error:
+        except (PlanRefusedError, UnavailableError) as error:
             self._log(f"refused: {error}")
             return error_response(self._pb_utils, error)
         data = np.frombuffer(encode(reply), dtype=np.uint8)
@@ -102,6 +111,8 @@ class EngineHost:
         return message
 
     def _reply(self, message: EngineRequest) -> EngineReply:
+        if isinstance(self._runner, UnavailableError):
+            raise self._runner
         try:
             if isinstance(message, Hello):
                 return self._runner.info()

@@ -22,7 +22,6 @@ from charonia.serving.metrics import MetricsExporter
 from charonia.serving.outlets import Outlet, TritonOutlet
 from charonia.serving.relay import MailboxOutlet, Relay
 from charonia.serving.schema import CancelCall, CollectCall, GenerateCall, parse
-from charonia.serving.secret import FILE_NAME, read_or_create
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import INTERNAL_ERROR, Outputs, read_request
 from charonia.text.tokenizer import Tokenizer
@@ -68,8 +67,7 @@ class SchedulerHost:
         engine_dir = Path(args["model_repository"]).parent / scheduler_args.engine_model / "1"
         engine_args = EngineArgs.from_file(engine_dir / MODEL_FILE)
         self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
-        secret = read_or_create(engine_dir / FILE_NAME)
-        executor = BlsExecutor(pb_utils, scheduler_args.engine_model, secret, log=log)
+        executor = BlsExecutor(pb_utils, scheduler_args.engine_model, engine_dir, log=log)
         self._service = EngineService(
             executor, engine_args, scheduler_args, self._tokenizer, log=log
         )
