@@ -26,6 +26,7 @@ from charonia.errors import (
 from charonia.protocol import EngineInfo, Executor, StepResult
 from charonia.text.tokenizer import Tokenizer
 
+CONNECT_RETRY_S = 0.1
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 DEADLINE_FACTOR = 10.0
 
@@ -106,10 +107,12 @@ class EngineCore:
                 self._executor.restart()
             self._take_engine(self._executor.info())
         except CharoniaError as error:
-            wait = BACKOFF_S[min(self._num_connect_failures, len(BACKOFF_S) - 1)]
-            self._num_connect_failures += 1
-            self._retry_at = self._clock() + wait
-            if self._scheduler is not None:
+            if self._scheduler is None:  # it is still being loaded for the first time
+                self._retry_at = self._clock() + CONNECT_RETRY_S
+            else:
+                wait = BACKOFF_S[min(self._num_connect_failures, len(BACKOFF_S) - 1)]
+                self._num_connect_failures += 1
+                self._retry_at = self._clock() + wait
                 self.down_reason = f"the engine is down and cannot be loaded: {error}"
                 self._log(f"{self.down_reason}; next try in {wait:.0f} s")
                 self._fail_all(UnavailableError(self.down_reason))
