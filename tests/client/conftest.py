@@ -1,4 +1,4 @@
-"""A real tritonserver with a scripted model, for what a healthy server never shows."""
+"""Real tritonservers: a scripted one, for what a healthy server never shows, and charonia's own."""
 
 import json
 import time
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from charonia_client import Client
 from charonia_client.values import Protocol
@@ -70,3 +71,11 @@ def outcome(scripted: TritonServer) -> Iterator[Callable[[str], str]]:
                 time.sleep(0.02)
 
         yield ask
+
+
+@pytest.fixture(scope="session")
+def real(checkpoint: Callable[..., Path]) -> Iterator[TritonServer]:
+    """The project's own model repository over a small random checkpoint."""
+    model = checkpoint("LlamaForCausalLM", max_position_embeddings=2048)
+    with running_server(model=model, settings=("num_gpu_blocks_override=513",)) as server:
+        yield server

@@ -66,7 +66,8 @@ def test_cancelling_the_task_cancels_the_request(run: Run, outcome: Callable[[st
 
     async def body(client: AsyncClient) -> None:
         task = asyncio.create_task(client.generate(endless(), request_id=request_id))
-        await asyncio.sleep(0.2)
+        while (await client.generate(script(report=request_id))).text != "running":
+            await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
