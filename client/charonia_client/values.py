@@ -17,8 +17,8 @@ DEFAULT_INCLUDE: tuple[Include, ...] = ("token_ids", "num_tokens", "timing")
 class Sampling(TypedDict, total=False):
     """Sampling parameters by the server's names, which are vLLM's.
 
-    They are passed on as they are; the server says what is wrong with them. A value of None
-    means the server's default. See `docs` of the server for each name's range.
+    They are passed on as they are; the server says what is wrong with them, and what it would
+    accept. A value of None means the server's default.
     """
 
     max_tokens: int | None
