@@ -6,9 +6,16 @@ from pathlib import Path
 import pytest
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
+from support.e2e import one_torch_thread
 
 MAX_MODEL_LEN = 4096
 ROOMY = ("num_gpu_blocks_override=2049", "max_num_seqs=64")
+NARROW = (
+    "num_gpu_blocks_override=257",
+    "max_num_seqs=1",
+    "scheduler.max_queue_size=2",
+    "scheduler.REPORT_CUSTOM_METRICS=yes",
+)
 
 
 @pytest.fixture(scope="session")
@@ -26,5 +33,18 @@ def server_log() -> list[str]:
 @pytest.fixture(scope="session")
 def server(small_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServer]:
     """The server that tests share which do it no harm: 64 rows, 2,048 KV blocks of 16 tokens."""
-    with running_server(model=small_checkpoint, settings=ROOMY, on_log=server_log.append) as server:
+    with (
+        one_torch_thread(),
+        running_server(model=small_checkpoint, settings=ROOMY, on_log=server_log.append) as server,
+    ):
+        yield server
+
+
+@pytest.fixture(scope="session")
+def narrow_server(small_checkpoint: Path) -> Iterator[TritonServer]:
+    """A server that runs one request at a time and queues two; it has vLLM's metrics too."""
+    with (
+        one_torch_thread(),
+        running_server(model=small_checkpoint, settings=NARROW) as server,
+    ):
         yield server
