@@ -1,0 +1,201 @@
+"""Streams that a test can watch, leave or break while they run, each read by a thread of its own.
+
+Owns the connections: one per stream, gRPC by tritonclient's stub and HTTP by the standard library,
+so that one can be cut at any moment, also while nothing comes. Must not know what the server does.
+"""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import grpc
+import numpy as np
+from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
+from tritonclient.utils import serialize_byte_tensor
+
+Outputs = dict[str, Any]
+_OUTPUT_FLAGS = ("stream", "return_token_ids", "return_finish_reason", "return_timing")
+_CLIENT_TIMEOUT_S = 90.0  # so that a test fails rather than hangs
+_WAIT_TURN_S = 0.002
+
+
+class LiveStream:
+    """One request under way; it is sent when this is made.
+
+    Args:
+        url: `host:port` of the protocol.
+        sampling: sampling parameters.
+
+    Attributes:
+        token_ids: so far. error: why it ended, unless by its last token or by `leave`.
+        code: of a gRPC error. finish_reason, timing: of the last response.
+        num_empty: responses without a token.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        prompt_ids: Sequence[int],
+        *,
+        protocol: Literal["grpc", "http"] = "grpc",
+        model: str = "scheduler",
+        request_id: str = "",
+        **sampling: Any,
+    ) -> None:
+        self.request_id = request_id
+        self.token_ids: list[int] = []
+        self.num_empty = 0
+        self.error: str | None = None
+        self.code: grpc.StatusCode | None = None
+        self.finish_reason: str | None = None
+        self.timing: dict[str, float] = {}
+        self._has_left = False
+        connect = _GrpcConnection if protocol == "grpc" else _HttpConnection
+        self._connection = connect(url, model, request_id, list(prompt_ids), json.dumps(sampling))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing comes any more."""
+        return not self._thread.is_alive()
+
+    def wait_tokens(self, num_tokens: int, timeout: float = 30.0) -> None:
+        """Wait until so many tokens came, or the stream ended."""
+        deadline = time.monotonic() + timeout
+        while len(self.token_ids) < num_tokens and not self.is_over:
+            assert time.monotonic() < deadline, f"{len(self.token_ids)} tokens in {timeout:g} s"
+            time.sleep(_WAIT_TURN_S)
+
+    def leave(self) -> None:
+        """Go away: cancel the gRPC call, or break the HTTP connection."""
+        self._has_left = True
+        self._connection.cut()
+
+    def wait_over(self, timeout: float = 60.0) -> "LiveStream":
+        """Wait for the end."""
+        self._thread.join(timeout)
+        assert self.is_over, f"the stream hangs after {len(self.token_ids)} tokens"
+        return self
+
+    def _run(self) -> None:
+        try:
+            for outputs in self._connection.responses():
+                self._take(outputs)
+            if self.finish_reason is None:
+                self.error = "the stream ended before its last response"
+        except _ServerError as error:
+            self.error, self.code = str(error), error.code
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.error = f"the connection broke: {error!r}"
+        finally:
+            self._connection.close()
+            if self._has_left:
+                self.error = self.code = None
+
+    def _take(self, outputs: Outputs) -> None:
+        ids = outputs["output_ids"]
+        self.num_empty += not ids
+        self.token_ids += ids
+        if outputs["finish_reason"] != "None":
+            assert self.finish_reason is None, "a response after the last one"
+            self.finish_reason = outputs["finish_reason"]
+            self.timing = json.loads(outputs["timing"])
+
+
+class _ServerError(Exception):
+    """What the server said, and over gRPC its code."""
+
+    def __init__(self, text: str, code: grpc.StatusCode | None = None) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _GrpcConnection:
+    def __init__(
+        self, url: str, model: str, request_id: str, prompt_ids: list[int], sampling: str
+    ) -> None:
+        self._channel = grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)])
+        request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+        _add_input(request, "input_ids", "INT32", np.array(prompt_ids, dtype=np.int32))
+        text = serialize_byte_tensor(np.array([sampling.encode()], dtype=np.object_))
+        request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+        request.raw_input_contents.append(text.item())
+        for name in _OUTPUT_FLAGS:
+            _add_input(request, name, "BOOL", np.array([True]))
+        # With this header errors end the stream with their own code.
+        self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(
+            iter([request]), metadata=[("triton_grpc_error", "true")], timeout=_CLIENT_TIMEOUT_S
+        )
+
+    def responses(self) -> Iterator[Outputs]:
+        try:
+            for response in self._call:
+                if response.error_message:
+                    raise _ServerError(response.error_message)
+                yield _values(InferResult(response.infer_response))
+        except grpc.RpcError as error:
+            raise _ServerError(error.details() or "", error.code()) from None
+
+    def cut(self) -> None:
+        self._call.cancel()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _HttpConnection:
+    def __init__(
+        self, url: str, model: str, request_id: str, prompt_ids: list[int], sampling: str
+    ) -> None:
+        body: dict[str, Any] = {"id": request_id, "input_ids": prompt_ids}
+        body |= {"sampling_parameters": sampling} | dict.fromkeys(_OUTPUT_FLAGS, True)
+        self._connection = http.client.HTTPConnection(url, timeout=_CLIENT_TIMEOUT_S)
+        self._connection.connect()
+        self._socket = self._connection.sock  # http.client lets go of it too early for `cut`
+        path = f"/v2/models/{model}/generate_stream"
+        self._connection.request("POST", path, json.dumps(body))
+
+    def responses(self) -> Iterator[Outputs]:
+        reply = self._connection.getresponse()
+        if reply.status != 200:
+            raise _ServerError(json.loads(reply.read().removeprefix(b"data: "))["error"])
+        for line in reply:
+            _, is_data, event = line.partition(b"data: ")
+            if not is_data:
+                continue
+            outputs: Outputs = json.loads(event)
+            if "error" in outputs:
+                raise _ServerError(outputs["error"])
+            ids = outputs.get("output_ids", [])  # one element is not written as a list
+            yield outputs | {"output_ids": ids if isinstance(ids, list) else [ids]}
+
+    def cut(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._socket.close()
+
+
+def _add_input(request: Any, name: str, datatype: str, values: Any) -> None:
+    request.inputs.add(name=name, datatype=datatype, shape=list(values.shape))
+    request.raw_input_contents.append(values.tobytes())
+
+
+def _values(result: InferResult) -> Outputs:
+    outputs: Outputs = {}
+    for output in result.get_response().outputs:
+        values = result.as_numpy(output.name).tolist()
+        if output.name == "output_ids":
+            outputs[output.name] = values
+        elif values:
+            value = values[0]
+            outputs[output.name] = value.decode() if isinstance(value, bytes) else value
+    return outputs
