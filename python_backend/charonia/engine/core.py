@@ -232,6 +232,7 @@ class EngineCore:
         self._fail_all(error)
         self._scheduler = None
         self.down_reason = "the scheduler recovers from an internal error"
+        self._set_gauges()
 
     def close(self) -> None:
         """Fail what is live and let go of the engine."""
