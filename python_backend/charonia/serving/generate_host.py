@@ -45,10 +45,14 @@ _ERRORS_BY_CODE: dict[str, type[CharoniaError]] = {
 
 @dataclass
 class _Waiting:
-    """A client that waits. `owner` is the scheduler's process that has its request."""
+    """A client that waits.
+
+    Attributes:
+        owner: the scheduler's process that has its request; None until it accepted that.
+    """
 
     outlet: TritonOutlet
-    owner: str
+    owner: str | None = None
 
 
 class SchedulerCalls:
@@ -165,11 +169,19 @@ class GenerateHost:
             tensor(self._pb_utils, RELAY_KEY, [self._relay_key]),
         ]
         names = [*sorted(raw.output_names), REQUEST_KEY, RELAYED]
-        accepted = _batch(self._hand_in(raw, names, keys))
+        waiting = _Waiting(outlet)
+        # First of all, because the answer can be here before the word that it was accepted.
         with self._wake:
-            self._waiting[key] = _Waiting(outlet, accepted.owner)
+            self._waiting[key] = waiting
             self._wake.notify()
-        self._poller.add(key, outlet)
+        try:
+            waiting.owner = _batch(self._hand_in(raw, names, keys)).owner
+        except BaseException:
+            self._take_waiting(key)
+            raise
+        with self._wake:
+            if key in self._waiting:
+                self._poller.add(key, outlet)
 
     def _hand_in(self, raw: RawRequest, names: list[str], keys: list[Any]) -> Any:
         inputs = [self._pb_utils.Tensor(name, array) for name, array in raw.tensors.items()]
@@ -210,7 +222,7 @@ class GenerateHost:
         with self._wake:
             waiting_keys = list(self._waiting.items())
         for key, waiting in waiting_keys:
-            if waiting.owner != batch.owner and self._take_waiting(key):
+            if waiting.owner not in (None, batch.owner) and self._take_waiting(key):
                 waiting.outlet.fail(UnavailableError(LOST))
 
     def _answer(self, outlet: TritonOutlet, answer: RelayedAnswer) -> None:
@@ -221,8 +233,8 @@ class GenerateHost:
         outlet.send(outputs, is_final=True)
 
     def _take_waiting(self, key: str) -> _Waiting | None:
-        self._poller.remove(key)
         with self._wake:
+            self._poller.remove(key)
             return self._waiting.pop(key, None)
 
     def _fail_all(self, error: CharoniaError) -> None:
