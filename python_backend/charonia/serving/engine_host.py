@@ -29,7 +29,7 @@ from charonia.protocol import (
 )
 from charonia.serving.bls import PLAN, REPLY, clean, is_reload
 from charonia.serving.secret import FILE_NAME, read_or_create
-from charonia.serving.tensors import error_response
+from charonia.serving.tensors import INTERNAL_ERROR, error_response
 
 MODEL_FILE = "model.json"
 NOT_THE_SCHEDULER = "the engine takes plans from the scheduler alone; send requests to that model"
@@ -96,6 +96,9 @@ class EngineHost:
         except (PlanRefusedError, UnavailableError) as error:
             self._log(f"refused: {error}")
             return error_response(self._pb_utils, error)
+        except Exception:
+            self._log(f"a request could not be read: {traceback.format_exc()}")
+            return error_response(self._pb_utils, CharoniaError(INTERNAL_ERROR))
         data = np.frombuffer(encode(reply), dtype=np.uint8)
         return self._pb_utils.InferenceResponse([self._pb_utils.Tensor(REPLY, data)])
 
@@ -104,7 +107,7 @@ class EngineHost:
         plan = self._pb_utils.get_input_tensor_by_name(request, PLAN)
         try:
             message = decode_request(plan.as_numpy().tobytes())
-        except (AttributeError, msgspec.DecodeError):
+        except (AttributeError, RecursionError, msgspec.DecodeError):
             raise PlanRefusedError(NOT_THE_SCHEDULER) from None
         if not hmac.compare_digest(message.secret.encode(), self._secret.encode()):
             raise PlanRefusedError(NOT_THE_SCHEDULER)
