@@ -97,6 +97,9 @@ class Sessions:
             self._ready.put(None)
         for thread in self._threads:
             thread.join()
+        # What a thread put back behind the marks that ended them.
+        self._ready.put(None)
+        self._run()
         self._poller.close()
 
     def _take(self, session: Session, chunk: Chunk) -> None:
