@@ -38,7 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         min_p: tokens at least this fraction as likely as the most likely one, in [0, 1].
         seed: of the stateless noise; None takes a random one at admission.
         n: sequences per request; only 1 so far. best_of: accepted where it equals n.
-        stop: strings that end the text; stop_token_ids: tokens that end it.
+        stop: strings that end the text; stop_token_ids: tokens that end it. These and the next
+            ones have at most as many entries and characters as `MAX_ENTRIES`, `MAX_CHARACTERS`.
         include_stop_str_in_output: keep the stop string at the end of the text.
         bad_words: strings that must not be generated.
         ignore_eos: go on after the end-of-sequence token.
@@ -127,6 +128,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_range(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
         _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name, most in MAX_ENTRIES.items():
+            _check_size(name, len(getattr(self, name)), most, "entries")
+        for name, most in MAX_CHARACTERS.items():
+            value = getattr(self, name)
+            num = len(value) if isinstance(value, str) else sum(map(len, value))
+            _check_size(name, num, most, "characters")
         _check("stop", self.stop, all(self.stop), "a string or a list of non-empty strings")
         _check("bad_words", self.bad_words, all(self.bad_words), "a list of non-empty strings")
         _check_range("priority", self.priority, -(2**31), 2**31 - 1)
@@ -139,11 +146,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_LOGPROBS = 20
+MAX_ENTRIES = {"stop": 64, "stop_token_ids": 1024, "bad_words": 256, "logit_bias": 4096}
+MAX_CHARACTERS = {"stop": 8192, "bad_words": 8192, "tenant": 256, "cache_salt": 256}
 
 
 def _check(name: str, value: object, ok: bool, accepted: str) -> None:
     if not ok:
-        raise InvalidRequestError(f"{name} must be {accepted}, but is {value!r}")
+        raise InvalidRequestError(f"{name} must be {accepted}, but is {repr(value)[:80]}")
+
+
+def _check_size(name: str, num: int, most: int, what: str) -> None:
+    if num > most:
+        raise InvalidRequestError(f"{name} must have at most {most} {what}, but has {num}")
 
 
 def _check_range(name: str, value: float | None, low: float, high: float) -> None:

@@ -45,6 +45,11 @@ RETURN_FLAGS = {
     "return_timing": "timing",
 }
 """Input that asks for an output, and that output."""
+MAX_PROMPT_BYTES = 2**24
+MAX_PROMPT_IDS = 2**22
+MAX_SAMPLING_BYTES = 2**20
+MAX_KEY_BYTES = 64
+"""Far beyond what anybody needs; so that one request cannot occupy the process for minutes."""
 
 
 @dataclass(frozen=True)
@@ -109,24 +114,28 @@ def parse(raw: RawRequest) -> GenerateCall | CancelCall | CollectCall:
     """
     tensors = raw.tensors
     params = parse_sampling_params(_sampling_values(raw))
-    key = _read_internal(tensors, REQUEST_KEY)
+    key = _read_internal(tensors, REQUEST_KEY, MAX_KEY_BYTES)
     if read_flag(tensors, "cancel"):
         if key is None and not raw.request_id:
             raise InvalidRequestError("cancel needs the id of the request that it cancels")
         return CancelCall(key, raw.request_id, params.tenant)
-    relay_key = _read_internal(tensors, RELAY_KEY)
+    relay_key = _read_internal(tensors, RELAY_KEY, MAX_KEY_BYTES)
     if relay_key is not None and key is None:
         return CollectCall(relay_key)
     text, prompt_ids = read_prompt(tensors)
+    prompt_text = text or _read_internal(tensors, PROMPT_TEXT, MAX_PROMPT_BYTES)
+    options = _read_options(raw, params, key)
+    if relay_key is not None and options.is_streaming:
+        raise InvalidRequestError("a request with a relay_key cannot stream")
     return GenerateCall(
         key=key or secrets.token_hex(16),
         request_id=raw.request_id,
         text=text,
         prompt_ids=prompt_ids,
-        prompt_text=text if text is not None else _read_internal(tensors, PROMPT_TEXT),
+        prompt_text=prompt_text,
         params=params,
         timeout_s=_timeout_s(raw),
-        options=_read_options(raw, params, key),
+        options=options,
         relay_key=relay_key,
     )
 
@@ -135,9 +144,9 @@ def read_prompt(tensors: Mapping[str, Array]) -> tuple[str | None, list[int] | N
     """The prompt: a text or token ids, one of the two.
 
     Raises:
-        InvalidRequestError: both, none, or an empty one.
+        InvalidRequestError: both, none, an empty one, or one far beyond any model's length.
     """
-    text = read_text(tensors, "text_input")
+    text = read_text(tensors, "text_input", MAX_PROMPT_BYTES)
     ids = tensors.get(INPUT_IDS)
     if (text is None) == (ids is None):
         problem = "there is none" if text is None else "both are given"
@@ -151,14 +160,18 @@ def read_prompt(tensors: Mapping[str, Array]) -> tuple[str | None, list[int] | N
             f"input_ids must be a list of at least one INT32, but has shape {list(ids.shape)} "
             f"and type {ids.dtype}"
         )
+    if ids.size > MAX_PROMPT_IDS:
+        raise InvalidRequestError(
+            f"input_ids must have at most {MAX_PROMPT_IDS} ids, but has {ids.size}"
+        )
     return None, ids.tolist()
 
 
-def read_text(tensors: Mapping[str, Array], name: str) -> str | None:
+def read_text(tensors: Mapping[str, Array], name: str, max_bytes: int | None = None) -> str | None:
     """A STRING [1] input as text; None where it did not come.
 
     Raises:
-        InvalidRequestError: another shape or type, or not UTF-8.
+        InvalidRequestError: another shape or type, too long, or not UTF-8.
     """
     array = tensors.get(name)
     if array is None:
@@ -166,6 +179,10 @@ def read_text(tensors: Mapping[str, Array], name: str) -> str | None:
     if array.size != 1 or array.dtype != np.object_:
         raise InvalidRequestError(_one_element(name, "string", array))
     value = array.item()
+    if max_bytes is not None and len(value) > max_bytes:
+        raise InvalidRequestError(
+            f"{name} must have at most {max_bytes} bytes, but has {len(value)}"
+        )
     if isinstance(value, str):
         return value
     try:
@@ -234,7 +251,7 @@ def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
 
     `priority` is Triton's own parameter too, so it counts in either place.
     """
-    text = read_text(raw.tensors, "sampling_parameters")
+    text = read_text(raw.tensors, "sampling_parameters", MAX_SAMPLING_BYTES)
     if text is None:
         return raw.parameters
     try:
@@ -255,10 +272,10 @@ def _timeout_s(raw: RawRequest) -> float | None:
     return min((limit / 1e6 for limit in limits_us if limit), default=None)
 
 
-def _read_internal(tensors: Mapping[str, Array], name: str) -> str | None:
+def _read_internal(tensors: Mapping[str, Array], name: str, max_bytes: int) -> str | None:
     """A string of another model; in an ensemble an empty tensor says that there is none."""
     array = tensors.get(name)
-    return None if array is None or not array.size else read_text(tensors, name)
+    return None if array is None or not array.size else read_text(tensors, name, max_bytes) or None
 
 
 def _read_options(raw: RawRequest, params: SamplingParams, key: str | None) -> OutputOptions:
