@@ -9,6 +9,7 @@ control is explicit is read from the server's command line, and an engine that i
 comes up even when it cannot work, says why in answer to a hello, and is unloaded.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -248,7 +249,8 @@ def kill_processes(processes: dict[int, int]) -> None:
     """
     living = {pid for pid, started in processes.items() if start_time(pid) == started}
     for pid in living:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while living := {pid for pid in living if start_time(pid) == processes[pid]}:
         if time.monotonic() > deadline:
