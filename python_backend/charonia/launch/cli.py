@@ -31,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read stdout has seen enough, for example `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # a full disk, a file that may not be read
+        print(f"charonia: {error}", file=sys.stderr)
+        return EXIT_FAILURE
     return 0
 
 
