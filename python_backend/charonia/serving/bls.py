@@ -205,13 +205,8 @@ def is_reload(engine_dir: Path) -> bool:
 
 def has_explicit_control(command_line: list[str]) -> bool:
     """Whether a tritonserver started by this lets models load and unload others."""
-    values = [
-        value or following
-        for argument, following in zip(command_line, [*command_line[1:], ""], strict=True)
-        for option, _, value in [argument.partition("=")]
-        if option == _CONTROL_OPTION
-    ]
-    return values[-1:] == ["explicit"]
+    modes = re.findall(rf"^{_CONTROL_OPTION}[=\n](.*)$", "\n".join(command_line), re.MULTILINE)
+    return modes[-1:] == ["explicit"]
 
 
 def _command_line(pid: int) -> list[str]:

@@ -1,0 +1,93 @@
+"""Around BLS: processes, messages, Triton's command line. The calls need the real server."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from charonia.serving.bls import clean, has_explicit_control, kill_processes, start_time
+from charonia.serving.secret import read_or_create
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def test_a_process_is_killed_and_waited_for() -> None:
+    process = subprocess.Popen(SLEEP)
+    started = start_time(process.pid)
+    assert started is not None
+    kill_processes({process.pid: started})
+    assert start_time(process.pid) is None  # a zombie has ended, too
+    assert process.wait() == -9
+
+
+def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:
+    process = subprocess.Popen(SLEEP)
+    started = start_time(process.pid)
+    assert started is not None
+    kill_processes({process.pid: started - 1, 2**22 + 1: 5})
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize(
+    ("message", "cleaned"),
+    [
+        ("Stub process 'engine_0_0' is not healthy.", "Stub process 'engine_0_0' is not healthy."),
+        ("no weights\n\nAt:\n  /srv/x/model.py(24): initialize\n", "no weights"),
+        ("boom\nTraceback (most recent call last):\n  File", "boom"),
+        ("cannot read /srv/models/a-b/1/model.json: denied", "cannot read …: denied"),
+        ("3/4 of the blocks, 1.5 / 2 GiB", "3/4 of the blocks, 1.5 / 2 GiB"),
+    ],
+)
+def test_a_message_has_no_traceback_and_no_path(message: str, cleaned: str) -> None:
+    assert clean(message) == cleaned
+
+
+@pytest.mark.parametrize(
+    ("command_line", "is_explicit"),
+    [
+        ([], False),
+        (["tritonserver", "--model-repository=/m"], False),
+        (["tritonserver", "--model-control-mode=explicit"], True),
+        (["tritonserver", "--model-control-mode", "explicit", "--load-model=*"], True),
+        (["tritonserver", "--model-control-mode=poll"], False),
+        (["tritonserver", "--model-control-mode=none", "--model-control-mode=explicit"], True),
+        (["tritonserver", "--model-control-mode"], False),
+    ],
+)
+def test_the_control_mode_is_read_from_the_command_line(
+    command_line: list[str], is_explicit: bool
+) -> None:
+    assert has_explicit_control(command_line) == is_explicit
+
+
+def test_the_secret_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    secret = read_or_create(path)
+    assert len(secret) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_or_create(path) == secret
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_processes_that_come_at_once_agree_on_the_secret(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from charonia.serving.secret import read_or_create;"
+        "sys.stdin.read(1); print(read_or_create(Path(sys.argv[1])))"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, tmp_path / "secret"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for _ in range(4)
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(b"x")
+        process.stdin.flush()
+    secrets = {process.communicate()[0] for process in processes}
+    assert len(secrets) == 1
+    assert list(tmp_path.iterdir()) == [tmp_path / "secret"]

@@ -1,0 +1,214 @@
+"""The engine takes plans from the scheduler alone, and gives nothing away."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from charonia.config import EngineArgs
+from charonia.errors import CheckpointError, ConfigError, PlanRefusedError
+from charonia.protocol import (
+    EngineInfo,
+    Hello,
+    KVLayout,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    decode_reply,
+    encode,
+)
+from charonia.serving.bls import RELOAD_MARK, start_time
+from charonia.serving.engine_host import NOT_THE_SCHEDULER, EngineHost
+from charonia.serving.secret import FILE_NAME
+
+INFO = EngineInfo(
+    epoch=0,
+    pids=[1],
+    num_blocks=3,
+    kv=KVLayout(
+        num_layers=1, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32", bytes_per_block=9
+    ),
+    max_model_len=32,
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    vocab_size=10,
+    eos_token_ids=[0],
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    device="cpu",
+    num_parameters=1,
+)
+
+
+class Runner:
+    """Executes any plan with the epoch that the test says, or raises."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        self.num_plans = 0
+
+    def info(self) -> EngineInfo:
+        return INFO
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_plans += 1
+        if plan.epoch == 13:
+            raise PlanRefusedError("epoch is 13, expected 1")
+        if plan.epoch == 14:
+            raise RuntimeError("out of memory in /usr/lib/secret/path.py")
+        return StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=[], seconds=0.1)
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make_host(tmp_path: Path, pb_utils: Any, log: list[str]) -> Callable[..., EngineHost]:
+    def make(
+        kind: str = "MODEL", make_runner: Callable[[EngineArgs], Any] = Runner, **values: Any
+    ) -> EngineHost:
+        (tmp_path / "model.json").write_text(json.dumps({"model": "m"} | values), encoding="utf-8")
+        return EngineHost(pb_utils, make_runner, tmp_path, kind, log=log.append)
+
+    return make
+
+
+def ask(pb_utils: Any, host: EngineHost, data: bytes) -> Any:
+    plan = pb_utils.Tensor("plan", np.frombuffer(data, dtype=np.uint8))
+    (response,) = host.execute([pb_utils.Request([plan])])
+    return response
+
+
+def reply(response: Any) -> Any:
+    assert not response.has_error(), response.error().message()
+    (tensor,) = response.output_tensors()
+    return decode_reply(tensor.as_numpy().tobytes())
+
+
+def test_the_scheduler_gets_answers(
+    tmp_path: Path, pb_utils: Any, make_host: Callable[..., EngineHost]
+) -> None:
+    host = make_host()
+    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
+    assert reply(ask(pb_utils, host, encode(Hello(secret=secret)))) == INFO
+    plan = StepPlan(epoch=1, step_id=0, reset=True, secret=secret)
+    assert reply(ask(pb_utils, host, encode(plan))).epoch == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x00",
+        b"{}",
+        encode(Hello(secret="")),
+        encode(Hello(secret="0" * 64)),
+        encode(Hello(secret="ü")),
+        encode(StepPlan(epoch=1, step_id=0, reset=True)),
+        encode(StepPlan(epoch=1, step_id=0, reset=True, secret="guess")),
+        encode(StepFailure("x")),
+    ],
+)
+def test_a_plain_client_is_refused(
+    pb_utils: Any, make_host: Callable[..., EngineHost], log: list[str], data: bytes
+) -> None:
+    runners: list[Runner] = []
+
+    def make_runner(args: EngineArgs) -> Runner:
+        runners.append(Runner(args))
+        return runners[0]
+
+    error = ask(pb_utils, make_host(make_runner=make_runner), data).error()
+    assert (error.message(), error.code()) == (NOT_THE_SCHEDULER, pb_utils.TritonError.INVALID_ARG)
+    assert runners[0].num_plans == 0
+    assert log
+
+
+def test_a_request_without_a_plan_is_refused(
+    pb_utils: Any, make_host: Callable[..., EngineHost]
+) -> None:
+    (response,) = make_host().execute([pb_utils.Request([])])
+    assert response.error().message() == NOT_THE_SCHEDULER
+
+
+def test_a_plan_out_of_range_is_refused_in_the_runners_words(
+    tmp_path: Path, pb_utils: Any, make_host: Callable[..., EngineHost]
+) -> None:
+    host = make_host()
+    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
+    error = ask(pb_utils, host, encode(StepPlan(epoch=13, step_id=0, secret=secret))).error()
+    assert error.message() == "epoch is 13, expected 1"
+    assert error.code() == pb_utils.TritonError.INVALID_ARG
+
+
+def test_a_step_that_raises_tells_the_client_no_paths(
+    tmp_path: Path, pb_utils: Any, make_host: Callable[..., EngineHost], log: list[str]
+) -> None:
+    host = make_host()
+    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
+    failure = reply(ask(pb_utils, host, encode(StepPlan(epoch=14, step_id=0, secret=secret))))
+    assert failure == StepFailure("RuntimeError in a step of the engine")
+    assert "out of memory in /usr/lib/secret/path.py" in log[-1]
+
+
+def test_one_instance_per_gpu_is_refused_with_tensor_parallelism(
+    make_host: Callable[..., EngineHost],
+) -> None:
+    with pytest.raises(ConfigError, match="please specify KIND_MODEL"):
+        make_host(kind="GPU", tensor_parallel_size=2)
+    make_host(kind="GPU", tensor_parallel_size=1)
+
+
+def test_an_unknown_key_is_named(make_host: Callable[..., EngineHost]) -> None:
+    with pytest.raises(ConfigError, match="'max_modle_len'"):
+        make_host(max_modle_len=5)
+
+
+def test_a_first_load_that_fails_fails(make_host: Callable[..., EngineHost]) -> None:
+    def make_runner(args: EngineArgs) -> Runner:
+        raise CheckpointError("no weights")
+
+    with pytest.raises(CheckpointError):
+        make_host(make_runner=make_runner)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (CheckpointError("no weights in /srv/models/m"), "no weights in …"),
+        (MemoryError("at /usr/lib/x.py"), "MemoryError"),
+    ],
+)
+def test_a_reload_that_fails_comes_up_to_say_why(
+    tmp_path: Path,
+    pb_utils: Any,
+    make_host: Callable[..., EngineHost],
+    error: Exception,
+    reason: str,
+) -> None:
+    def make_runner(args: EngineArgs) -> Runner:
+        raise error
+
+    own_pid = os.getpid()
+    (tmp_path / RELOAD_MARK).write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
+    host = make_host(make_runner=make_runner)
+    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
+    answer = ask(pb_utils, host, encode(Hello(secret=secret))).error()
+    assert (answer.message(), answer.code()) == (reason, pb_utils.TritonError.UNAVAILABLE)
+    refusal = ask(pb_utils, host, encode(Hello(secret="x"))).error()
+    assert refusal.message() == NOT_THE_SCHEDULER
+
+
+def test_the_mark_of_a_scheduler_that_has_gone_counts_for_nothing(
+    tmp_path: Path, make_host: Callable[..., EngineHost]
+) -> None:
+    def make_runner(args: EngineArgs) -> Runner:
+        raise CheckpointError("no weights")
+
+    (tmp_path / RELOAD_MARK).write_text("1 999", encoding="ascii")
+    with pytest.raises(CheckpointError):
+        make_host(make_runner=make_runner)

@@ -1,0 +1,147 @@
+"""What the exporter hands to Triton; a real scrape is tested on the real server."""
+
+from typing import Any
+
+import pytest
+from charonia.engine.metrics import Metrics
+from charonia.serving.metrics import MetricsExporter
+
+
+class Series:
+    """As `pb_utils.MetricFamily.Metric`."""
+
+    def __init__(self, labels: dict[str, str], buckets: list[float] | None = None) -> None:
+        self.labels = labels
+        self.value = 0.0
+        self.observed: list[float] = []
+        self.num_updates = 0
+
+    def increment(self, delta: float) -> None:
+        assert delta > 0
+        self.value += delta
+        self.num_updates += 1
+
+    def set(self, value: float) -> None:
+        self.value = value
+        self.num_updates += 1
+
+    def observe(self, value: float) -> None:
+        self.observed.append(value)
+
+
+class Registry:
+    """A `pb_utils` with metrics, and all series that were made."""
+
+    def __init__(self) -> None:
+        made: dict[tuple[str, tuple[str, ...]], Series] = {}
+        self.made = made
+
+        class MetricFamily:
+            COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+
+            def __init__(self, name: str, description: str, kind: str) -> None:
+                self.name = name
+
+            def Metric(self, labels: dict[str, str], buckets: Any = None) -> Series:
+                own = tuple(v for k, v in labels.items() if k not in ("model", "version"))
+                assert (self.name, own) not in made
+                made[self.name, own] = Series(labels, buckets)
+                return made[self.name, own]
+
+        self.MetricFamily = MetricFamily
+
+    def value(self, name: str, *labels: str) -> float:
+        return self.made[name, labels].value
+
+
+def make(metrics: Metrics, *, with_vllm_names: bool = False) -> tuple[Registry, MetricsExporter]:
+    registry = Registry()
+    exporter = MetricsExporter(
+        registry,
+        metrics,
+        labels={"model": "scheduler", "version": "1"},
+        block_size=16,
+        with_vllm_names=with_vllm_names,
+        log=pytest.fail,
+    )
+    return registry, exporter
+
+
+def test_counters_and_gauges_follow_and_only_changes_are_sent() -> None:
+    metrics = Metrics()
+    registry, exporter = make(metrics)
+    assert registry.value("charonia_generation_tokens_total") == 0
+    metrics.count("charonia_generation_tokens_total", 5)
+    metrics.count("charonia_rejections_total", label="queue_full")
+    metrics.gauges["charonia_kv_blocks", "used"] = 7.0
+    exporter._export()
+    exporter._export()
+    metrics.count("charonia_generation_tokens_total", 2)
+    exporter._export()
+    assert registry.value("charonia_generation_tokens_total") == 7
+    assert registry.made["charonia_generation_tokens_total", ()].num_updates == 2
+    assert registry.value("charonia_rejections_total", "queue_full") == 1
+    assert registry.value("charonia_kv_blocks", "used") == 7
+    labels = registry.made["charonia_rejections_total", ("queue_full",)].labels
+    assert labels == {"model": "scheduler", "version": "1", "reason": "queue_full"}
+
+
+def test_what_is_observed_per_step_reads_like_a_histogram() -> None:
+    metrics = Metrics()
+    registry, exporter = make(metrics)
+    metrics.histograms["charonia_step_seconds"].observe(0.003, 2)
+    metrics.histograms["charonia_step_seconds"].observe(60.0)
+    exporter._export()
+    assert registry.value("charonia_step_seconds_bucket", "0.0025") == 0
+    assert registry.value("charonia_step_seconds_bucket", "0.005") == 2
+    assert registry.value("charonia_step_seconds_bucket", "1") == 2
+    assert registry.value("charonia_step_seconds_bucket", "+Inf") == 3
+    assert registry.value("charonia_step_seconds_count") == 3
+    assert registry.value("charonia_step_seconds_sum") == pytest.approx(60.006)
+
+
+def test_what_is_observed_per_request_is_handed_on_once() -> None:
+    metrics = Metrics()
+    registry, exporter = make(metrics)
+    metrics.observe_request("charonia_queue_seconds", 0.5)
+    exporter._export()
+    exporter._export()
+    assert registry.made["charonia_queue_seconds", ()].observed == [0.5]
+
+
+def test_kv_blocks_are_shown_in_the_words_of_the_orca_header() -> None:
+    metrics = Metrics()
+    metrics.gauges["charonia_kv_blocks", "total"] = 10.0
+    metrics.gauges["charonia_kv_blocks", "used"] = 4.0
+    registry, _ = make(metrics)
+    name = "nv_trt_llm_kv_cache_block_metrics"
+    values = {kind: registry.value(name, kind) for kind in ("max", "free", "used", "tokens_per")}
+    assert values == {"max": 10, "free": 6, "used": 4, "tokens_per": 16}
+
+
+def test_vllms_names_come_on_request() -> None:
+    plain, _ = make(Metrics())
+    assert not [name for name, _ in plain.made if name.startswith("vllm:")]
+    metrics = Metrics()
+    registry, exporter = make(metrics, with_vllm_names=True)
+    metrics.count("charonia_prompt_tokens_total", 3, label="computed")
+    metrics.count("charonia_prompt_tokens_total", 4, label="cached")
+    metrics.histograms["charonia_inter_token_seconds"].observe(0.01, 9)
+    metrics.observe_request("request_prompt_tokens", 7)
+    metrics.observe_request("charonia_request_seconds", 1.5)
+    exporter._export()
+    assert registry.value("vllm:prompt_tokens_total") == 7
+    assert registry.value("vllm:time_per_output_token_seconds_count") == 9
+    assert registry.made["vllm:request_prompt_tokens", ()].observed == [7]
+    assert registry.made["vllm:e2e_request_latency_seconds", ()].observed == [1.5]
+    assert registry.made["vllm:request_params_n", ()].observed == [1.0]
+    expected = {
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "vllm:request_prompt_tokens",
+        "vllm:request_generation_tokens",
+        "vllm:request_params_n",
+    }
+    assert expected <= {name for name, _ in registry.made}

@@ -1,0 +1,52 @@
+"""A response sender is never touched after its last response: that crashes the real server."""
+
+from typing import Any
+
+import pytest
+from charonia.errors import UnavailableError
+from charonia.serving.outlets import TritonOutlet
+
+
+class Sender:
+    """As a Triton response sender, but it says when it is misused."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, int]] = []
+
+    def send(self, message: Any = None, flags: int = 0) -> None:
+        self._check()
+        self.sent.append((message, flags))
+
+    def is_cancelled(self) -> bool:
+        self._check()
+        return True
+
+    def _check(self) -> None:
+        assert not any(flags for _, flags in self.sent), "used after its last response"
+
+
+@pytest.fixture
+def sender() -> Sender:
+    return Sender()
+
+
+@pytest.fixture
+def outlet(pb_utils: Any, sender: Sender) -> TritonOutlet:
+    pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+    return TritonOutlet(pb_utils, sender)
+
+
+def test_the_final_flag_rides_on_the_last_response(outlet: TritonOutlet, sender: Sender) -> None:
+    outlet.send({"text_output": ["a"]}, is_final=False)
+    assert outlet.is_cancelled()
+    outlet.send({"text_output": ["b"]}, is_final=True)
+    assert [flags for _, flags in sender.sent] == [0, 1]
+    assert all(message.output_tensors() for message, _ in sender.sent)
+
+
+def test_nothing_follows_the_last_response(outlet: TritonOutlet, sender: Sender) -> None:
+    outlet.fail(UnavailableError("no"))
+    outlet.send({"text_output": ["b"]}, is_final=True)
+    outlet.fail(UnavailableError("again"))
+    assert not outlet.is_cancelled()
+    assert [message.error().message() for message, _ in sender.sent] == ["no"]

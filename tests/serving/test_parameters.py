@@ -1,0 +1,166 @@
+"""Sampling parameters: names, coercion and what is refused."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError
+from charonia.protocol import SamplingParams
+from charonia.serving.parameters import PARAMETER_NAMES, parse_sampling_params, parse_timeout
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def test_nothing_is_vllms_defaults() -> None:
+    assert parse_sampling_params({}) == SamplingParams()
+
+
+def test_every_parameter_has_a_coercion() -> None:
+    assert {field.name for field in msgspec.structs.fields(SamplingParams)} == PARAMETER_NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "read"),
+    [
+        ("max_tokens", "100", 100),
+        ("max_tokens", 100.0, 100),
+        ("max_tokens", " 7 ", 7),
+        ("temperature", "0.1", 0.1),
+        ("temperature", 1, 1.0),
+        ("top_k", "-1", -1),
+        ("ignore_eos", "false", False),
+        ("ignore_eos", "True", True),
+        ("ignore_eos", 1, True),
+        ("ignore_eos", "0", False),
+        ("seed", 2**64 - 1, 2**64 - 1),
+        ("seed", "18446744073709551615", 2**64 - 1),
+        ("seed", None, None),
+        ("stop", "end", ("end",)),
+        ("stop", ["a", "b"], ("a", "b")),
+        ("stop", [], ()),
+        ("stop", None, ()),
+        ("stop_token_ids", [1, "2"], (1, 2)),
+        ("stop_token_ids", "[1, 2]", (1, 2)),
+        ("bad_words", ["x"], ("x",)),
+        ("logit_bias", {"5": 1, "6": "-2.5"}, {5: 1.0, 6: -2.5}),
+        ("logit_bias", '{"5": 100}', {5: 100.0}),
+        ("logprobs", "3", 3),
+        ("best_of", 1, 1),
+        ("priority", -5, -5),
+        ("tenant", "a", "a"),
+        ("speculation", "false", False),
+    ],
+)
+def test_a_value_may_be_written_in_these_ways(name: str, value: Any, read: Any) -> None:
+    assert getattr(parse_sampling_params({name: value}), name) == read
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", "many"),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2**31),
+        ("max_tokens", 10**30),
+        ("max_tokens", "9" * 5000),
+        ("max_tokens", 1e300),
+        ("max_tokens", float("nan")),
+        ("max_tokens", [5]),
+        ("min_tokens", 17),
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("temperature", "nan"),
+        ("temperature", float("inf")),
+        ("temperature", 10**400),
+        ("temperature", False),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_p", "NaN"),
+        ("top_k", -2),
+        ("top_k", 2**40),
+        ("min_p", 2),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
+        ("seed", "0x10"),
+        ("n", 0),
+        ("stop", ""),
+        ("stop", [""]),
+        ("stop", [1]),
+        ("stop", {"a": 1}),
+        ("stop", "\ud800"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "five"),
+        ("stop_token_ids", [1.5]),
+        ("stop_token_ids", [2**40]),
+        ("bad_words", 5),
+        ("bad_words", [""]),
+        ("logit_bias", [1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"1": "x"}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": float("nan")}),
+        ("logit_bias", "[" * 100_000),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", "all"),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("ignore_eos", "perhaps"),
+        ("ignore_eos", 2),
+        ("skip_special_tokens", []),
+        ("deadline_ms", 0),
+        ("priority", 2**31),
+        ("tenant", 5),
+        ("cache_salt", "\ud800"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_sampling_params({name: value})
+    message = str(caught.value)
+    assert name in message
+    assert "must be" in message
+    assert len(message) < 300
+
+
+def test_an_unknown_name_is_refused_with_what_is_accepted() -> None:
+    with pytest.raises(InvalidRequestError, match=r"'temprature'.*accepted are max_tokens, .*stop"):
+        parse_sampling_params({"temprature": 1})
+
+
+def test_what_triton_adds_is_passed_over() -> None:
+    added = {"id": "7", "timeout": 5, "sequence_id": 0, "sequence_start": False}
+    assert parse_sampling_params(added | {"priority": 3}) == SamplingParams(priority=3)
+
+
+@pytest.mark.parametrize("values", [{"n": 2}, {"best_of": 4}])
+def test_several_sequences_are_not_supported_yet(values: dict[str, Any]) -> None:
+    with pytest.raises(NotSupportedError):
+        parse_sampling_params(values)
+
+
+@pytest.mark.parametrize("value", ["soon", -1, 1.5, None, [1], True])
+def test_a_wrong_timeout_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="timeout"):
+        parse_timeout(value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(PARAMETER_NAMES)), JSON, max_size=3))
+def test_any_json_is_read_or_refused_and_never_worse(values: dict[str, Any]) -> None:
+    try:
+        params = parse_sampling_params(values)
+    except CharoniaError as error:
+        str(error).encode("utf-8", errors="strict")
+    else:
+        msgspec.msgpack.encode(params)

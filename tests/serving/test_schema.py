@@ -1,0 +1,320 @@
+"""Requests of the vLLM convention, and the responses to them."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from charonia.engine.outputs import Chunk
+from charonia.errors import InvalidRequestError, RequestTimeoutError
+from charonia.protocol import TokenLogprobs
+from charonia.serving.schema import (
+    RETURN_FLAGS,
+    CancelCall,
+    CollectCall,
+    GenerateCall,
+    OutputOptions,
+    chunk_outputs,
+    parse,
+)
+from charonia.serving.tensors import OUTPUT_TYPES, RawRequest, error_response, read_request, tensor
+from charonia.text.tokenizer import Tokenizer
+
+ECHO_TEXT = (
+    "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    from support.checkpoints import make_tokenizer
+
+    return Tokenizer(make_tokenizer())
+
+
+def flag(*values: bool) -> Any:
+    return np.array(values, dtype=np.bool_)
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
+def generate_call(raw: RawRequest) -> GenerateCall:
+    call = parse(raw)
+    assert isinstance(call, GenerateCall)
+    return call
+
+
+def test_a_text_is_enough(strings: Any) -> None:
+    call = generate_call(RawRequest({"text_input": strings("héllo")}, {}))
+    assert (call.text, call.prompt_ids, call.prompt_text) == ("héllo", None, "héllo")
+    assert call.options == OutputOptions(
+        is_streaming=False, has_echo=True, names=frozenset(), request_key=None
+    )
+    assert call.timeout_s is None
+
+
+def test_token_ids_are_enough(strings: Any) -> None:
+    call = generate_call(RawRequest({"input_ids": ids(1, 2)}, {}))
+    assert (call.text, call.prompt_ids, call.prompt_text) == (None, [1, 2], None)
+
+
+def test_every_request_has_a_key_of_its_own() -> None:
+    raw = RawRequest({"input_ids": ids(1)}, {}, request_id="0")
+    assert generate_call(raw).key != generate_call(raw).key
+
+
+@pytest.mark.parametrize("name", sorted(RETURN_FLAGS))
+def test_a_flag_asks_for_its_output(name: str) -> None:
+    raw = RawRequest({"input_ids": ids(1), name: flag(True)}, {})
+    assert generate_call(raw).options.names == {RETURN_FLAGS[name]}
+    raw = RawRequest({"input_ids": ids(1), name: flag(False)}, {})
+    assert not generate_call(raw).options.names
+
+
+def test_an_output_that_the_client_does_not_want_is_not_made() -> None:
+    tensors = {"input_ids": ids(1), "return_logprobs": flag(True)}
+    raw = RawRequest(tensors, {}, output_names=frozenset({"text_output"}))
+    assert not generate_call(raw).options.names
+
+
+@pytest.mark.parametrize(
+    ("stream", "exclude", "has_echo"),
+    [
+        (None, None, True),
+        (False, None, True),
+        (False, False, True),
+        (False, True, False),
+        (True, None, False),
+        (True, True, False),
+    ],
+)
+def test_the_prompt_is_echoed_only_without_streaming(
+    stream: bool | None, exclude: bool | None, has_echo: bool
+) -> None:
+    tensors = {"input_ids": ids(1)}
+    if stream is not None:
+        tensors["stream"] = flag(stream)
+    if exclude is not None:
+        tensors["exclude_input_in_output"] = flag(exclude)
+    assert generate_call(RawRequest(tensors, {})).options.has_echo == has_echo
+
+
+def test_an_echo_in_a_stream_is_refused_in_the_words_that_clients_test_for() -> None:
+    tensors = {
+        "input_ids": ids(1),
+        "stream": flag(True),
+        "exclude_input_in_output": flag(False),
+    }
+    with pytest.raises(InvalidRequestError) as caught:
+        parse(RawRequest(tensors, {}))
+    assert str(caught.value) == ECHO_TEXT
+
+
+def test_sampling_parameters_come_from_the_tensor_before_the_requests_own(strings: Any) -> None:
+    tensors = {"input_ids": ids(1), "sampling_parameters": strings('{"max_tokens": "5"}')}
+    params = generate_call(
+        RawRequest(tensors, {"max_tokens": 9, "custom": 1, "priority": 2})
+    ).params
+    assert (params.max_tokens, params.priority) == (5, 2)
+    assert (
+        generate_call(RawRequest({"input_ids": ids(1)}, {"max_tokens": 9})).params.max_tokens == 9
+    )
+
+
+def test_an_empty_sampling_parameters_tensor_is_the_defaults(strings: Any) -> None:
+    tensors = {"input_ids": ids(1), "sampling_parameters": strings("")}
+    assert generate_call(RawRequest(tensors, {"max_tokens": 9})).params.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("timeout_us", "parameters", "timeout_s"),
+    [
+        (0, {}, None),
+        (2_000_000, {}, 2.0),
+        (0, {"timeout": 500_000}, 0.5),
+        (0, {"timeout": "500000"}, 0.5),
+        (2_000_000, {"timeout": 500_000}, 0.5),
+        (0, {"timeout": 0}, None),
+    ],
+)
+def test_a_timeout_counts_wherever_it_stands(
+    timeout_us: int, parameters: dict[str, Any], timeout_s: float | None
+) -> None:
+    raw = RawRequest({"input_ids": ids(1)}, parameters, timeout_us=timeout_us)
+    assert generate_call(raw).timeout_s == timeout_s
+
+
+def test_logprobs_of_the_prompt_are_an_output_when_they_are_computed() -> None:
+    raw = RawRequest({"input_ids": ids(1)}, {"prompt_logprobs": 0})
+    assert generate_call(raw).options.names == {"prompt_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({}, "text_input or input_ids must be given, but there is none"),
+        ({"stream": flag(True)}, "there is none"),
+        ({"text_input": "a", "input_ids": ids(1)}, "both are given"),
+        ({"text_input": ""}, "text_input must not be empty"),
+        ({"text_input": b"\xff"}, "text_input is not valid UTF-8: invalid start byte at byte 0"),
+        ({"text_input": b"ok\xc3"}, "text_input is not valid UTF-8"),
+        ({"text_input": b"\xed\xa0\x80"}, "text_input is not valid UTF-8"),
+        ({"text_input": ["a", "b"]}, r"text_input must be one string, but has shape \[2\]"),
+        ({"text_input": []}, "text_input must be one string"),
+        ({"text_input": ids(1)}, "text_input must be one string"),
+        ({"input_ids": ids()}, "input_ids must be a list of at least one"),
+        ({"input_ids": np.zeros((1, 2), np.int32)}, r"shape \[1, 2\]"),
+        ({"input_ids": np.zeros(2, np.float32)}, "type float32"),
+        ({"input_ids": np.zeros(2, np.int64)}, "type int64"),
+        ({"input_ids": np.zeros((), np.int32)}, "input_ids must be"),
+        ({"input_ids": ids(1), "stream": flag(True, False)}, "stream must be one boolean"),
+        ({"input_ids": ids(1), "stream": flag()}, "stream must be one boolean"),
+        ({"input_ids": ids(1), "stream": ids(1)}, "stream must be one boolean"),
+        ({"input_ids": ids(1), "cancel": flag(True, True)}, "cancel must be one boolean"),
+        ({"input_ids": ids(1), "return_timing": "yes"}, "return_timing must be one boolean"),
+        ({"input_ids": ids(1), "sampling_parameters": "{"}, "sampling_parameters is not valid"),
+        ({"input_ids": ids(1), "sampling_parameters": "[1]"}, "must be a JSON object"),
+        ({"input_ids": ids(1), "sampling_parameters": "null"}, "must be a JSON object"),
+        ({"input_ids": ids(1), "sampling_parameters": "[" * 100_000}, "is not valid JSON"),
+        ({"input_ids": ids(1), "sampling_parameters": b'{"stop": "\xff"}'}, "not valid UTF-8"),
+        ({"input_ids": ids(1), "sampling_parameters": '{"stop": "\\ud800"}'}, "stop must be valid"),
+        ({"input_ids": ids(1), "sampling_parameters": '{"top_p": NaN}'}, "top_p must be"),
+        ({"input_ids": ids(1), "sampling_parameters": '{"a": 1}'}, "unknown sampling parameter"),
+        ({"input_ids": ids(1), "sampling_parameters": ["{}", "{}"]}, "must be one string"),
+        ({"cancel": flag(True)}, "cancel needs the id"),
+    ],
+)
+def test_a_malformed_request_is_refused_in_clear_words(
+    tensors: dict[str, Any], words: str, strings: Any
+) -> None:
+    for name, value in tensors.items():
+        if isinstance(value, str | bytes):
+            tensors = tensors | {name: strings(value)}
+        elif isinstance(value, list):
+            tensors = tensors | {name: strings(*value)}
+    with pytest.raises(InvalidRequestError, match=words):
+        parse(RawRequest(tensors, {}))
+
+
+def test_cancelling_needs_an_id_and_no_prompt(strings: Any) -> None:
+    raw = RawRequest({"cancel": flag(True)}, {"tenant": "t"}, request_id="7")
+    assert parse(raw) == CancelCall(key=None, request_id="7", tenant="t")
+    raw = RawRequest({"cancel": flag(True), "request_key": strings("k")}, {})
+    assert parse(raw) == CancelCall(key="k", request_id="", tenant="")
+    call = generate_call(RawRequest({"cancel": flag(False), "input_ids": ids(1)}, {}))
+    assert call.prompt_ids == [1]
+
+
+def test_an_ensembles_cancel_has_an_empty_key(strings: Any) -> None:
+    tensors = {"cancel": flag(True), "request_key": strings(), "input_ids": ids()}
+    assert parse(RawRequest(tensors, {}, request_id="7")) == CancelCall(None, "7", "")
+
+
+def test_the_ensemble_brings_ids_and_the_text_that_they_came_from(strings: Any) -> None:
+    tensors = {
+        "input_ids": ids(5),
+        "prompt_text": strings("five"),
+        "request_key": strings("k"),
+    }
+    call = generate_call(RawRequest(tensors, {}))
+    assert (call.prompt_ids, call.prompt_text, call.key) == ([5], "five", "k")
+    assert call.options.request_key == "k"
+    tensors["prompt_text"] = strings()
+    assert generate_call(RawRequest(tensors, {})).prompt_text is None
+
+
+def test_a_mailbox_is_collected_from_or_filled(strings: Any) -> None:
+    assert parse(RawRequest({"relay_key": strings("m")}, {})) == CollectCall("m")
+    tensors = {"relay_key": strings("m"), "request_key": strings("k"), "input_ids": ids(1)}
+    assert generate_call(RawRequest(tensors, {})).relay_key == "m"
+
+
+ALL = frozenset(OUTPUT_TYPES) - {"text_output"}
+
+
+def options(*, is_streaming: bool = True, names: frozenset[str] = ALL) -> OutputOptions:
+    return OutputOptions(is_streaming=is_streaming, has_echo=not is_streaming, names=names)
+
+
+def test_a_chunk_in_mid_stream_has_no_reason_yet(tokenizer: Tokenizer) -> None:
+    chunk = Chunk("k", text="ab", token_ids=(7, 8), num_prompt_tokens=3)
+    outputs = chunk_outputs(chunk, options(), "prompt", tokenizer)
+    assert outputs == {
+        "text_output": ["ab"],
+        "finish_reason": ["None"],
+        "num_input_tokens": [3],
+        "num_output_tokens": [2],
+        "logprobs": ["null"],
+        "output_ids": [7, 8],
+    }
+
+
+def test_the_last_chunk_says_why_it_ends(tokenizer: Tokenizer) -> None:
+    chunk = Chunk("k", token_ids=(7,), finish_reason="stop", timing={"total_seconds": 1.5})
+    outputs = chunk_outputs(chunk, options(), "", tokenizer)
+    assert outputs["finish_reason"] == ["stop"]
+    assert json.loads(outputs["timing"][0]) == {"total_seconds": 1.5}
+
+
+def test_without_streaming_the_prompt_comes_first(tokenizer: Tokenizer) -> None:
+    chunk = Chunk("k", text=" b", token_ids=(7,), finish_reason="length")
+    outputs = chunk_outputs(chunk, options(is_streaming=False, names=frozenset()), "a", tokenizer)
+    assert outputs == {"text_output": ["a b"]}
+
+
+def test_logprobs_are_json_by_token_id_with_rank_and_text(tokenizer: Tokenizer) -> None:
+    entry = TokenLogprobs(token_ids=[65, 66], logprobs=[-2.0, -0.5], rank=4)
+    chunk = Chunk("k", text="x", token_ids=(65,), logprobs=(entry,), prompt_logprobs=[None, entry])
+    outputs = chunk_outputs(chunk, options(), "", tokenizer)
+    expected = {
+        "65": {"logprob": -2.0, "rank": 4, "decoded_token": tokenizer.token_text(65)},
+        "66": {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.token_text(66)},
+    }
+    assert json.loads(outputs["logprobs"][0]) == [expected]
+    assert json.loads(outputs["prompt_logprobs"][0]) == [None, expected]
+
+
+def test_a_request_is_copied_out_of_shared_memory(pb_utils: Any) -> None:
+    shared = ids(1, 2)
+    request = pb_utils.Request(
+        [pb_utils.Tensor("input_ids", shared)],
+        parameters_json='{"max_tokens": 3}',
+        id="7",
+        timeout_us=9,
+    )
+    raw = read_request(request)
+    shared[:] = 0
+    assert raw.tensors["input_ids"].tolist() == [1, 2]
+    assert (raw.parameters, raw.request_id, raw.timeout_us) == ({"max_tokens": 3}, "7", 9)
+    assert raw.output_names == {"text_output"}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "dtype"),
+    [
+        ("text_output", ["ü"], np.object_),
+        ("cumulative_logprob", [-1.5], np.float32),
+        ("num_output_tokens", [3], np.uint32),
+        ("output_ids", [1, 2], np.int32),
+        ("prompt_text", [], np.object_),
+    ],
+)
+def test_an_output_has_its_tensors_type(
+    pb_utils: Any, name: str, values: list[Any], dtype: Any
+) -> None:
+    made = tensor(pb_utils, name, values)
+    assert made.name() == name
+    assert made.as_numpy().dtype == dtype
+    assert made.as_numpy().shape == (len(values),)
+
+
+def test_text_leaves_as_utf_8(pb_utils: Any) -> None:
+    assert tensor(pb_utils, "text_output", ["ü"]).as_numpy().item() == "ü".encode()
+
+
+def test_an_error_keeps_its_code_and_words(pb_utils: Any) -> None:
+    error = error_response(pb_utils, RequestTimeoutError("Request timeout expired")).error()
+    assert error.message() == "Request timeout expired"
+    assert error.code() == pb_utils.TritonError.UNAVAILABLE

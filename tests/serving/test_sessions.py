@@ -1,0 +1,189 @@
+"""Sessions: every request's chunks in order, its answer complete exactly once, others undisturbed.
+
+Outlets record here; Triton's own senders are tested on the real server.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from charonia.engine.outputs import Chunk
+from charonia.errors import InvalidRequestError, RequestCancelledError, UnavailableError
+from charonia.serving.schema import OutputOptions
+from charonia.serving.sessions import Sessions
+from charonia.serving.tensors import Outputs
+from charonia.text.tokenizer import Tokenizer
+
+STREAMING = OutputOptions(is_streaming=True, has_echo=False, names=frozenset({"output_ids"}))
+AT_ONCE = OutputOptions(is_streaming=False, has_echo=True, names=frozenset({"output_ids"}))
+
+
+class Harness:
+    """Sessions, what they cancelled and what they logged."""
+
+    def __init__(self) -> None:
+        from support.checkpoints import make_tokenizer
+
+        self.cancelled: list[str] = []
+        self.log: list[str] = []
+        self.sessions = Sessions(
+            Tokenizer(make_tokenizer()), 2, cancel=self.cancelled.append, log=self.log.append
+        )
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    made = Harness()
+    yield made
+    made.sessions.close()
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+def chunk(index: int, *, is_last: bool = False) -> Chunk:
+    return Chunk(
+        "k", text=f"{index} ", token_ids=(index,), finish_reason="stop" if is_last else None
+    )
+
+
+def texts(sent: list[tuple[Outputs, bool]]) -> str:
+    return "".join(outputs["text_output"][0] for outputs, _ in sent)
+
+
+def test_a_stream_keeps_its_order_and_ends_with_its_last_token(
+    harness: Harness, new_outlet: Any
+) -> None:
+    outlets = [new_outlet() for _ in range(20)]
+    sinks = [
+        harness.sessions.open(str(index), STREAMING, "", outlet)
+        for index, outlet in enumerate(outlets)
+    ]
+    for step in range(100):
+        for sink in sinks:
+            sink(chunk(step, is_last=step == 99))
+    for outlet in outlets:
+        eventually(lambda outlet=outlet: outlet.sent and outlet.sent[-1][1])
+        assert texts(outlet.sent) == "".join(f"{step} " for step in range(100))
+        ids = [token_id for outputs, _ in outlet.sent for token_id in outputs["output_ids"]]
+        assert ids == list(range(100))
+        assert [is_final for _, is_final in outlet.sent[:-1]] == [False] * (len(outlet.sent) - 1)
+        assert not outlet.failures
+
+
+def test_what_piles_up_during_a_send_leaves_as_one_response(
+    harness: Harness, new_outlet: Any
+) -> None:
+    may_go_on = threading.Event()
+    outlet = new_outlet()
+    record = outlet.send
+
+    def slow_send(outputs: Outputs, *, is_final: bool) -> None:
+        assert may_go_on.wait(10)
+        record(outputs, is_final=is_final)
+
+    outlet.send = slow_send
+    sink = harness.sessions.open("k", STREAMING, "", outlet)
+    sink(chunk(0))
+    eventually(lambda: harness.sessions._ready.empty())
+    time.sleep(0.02)  # the first chunk is with a sender thread by now
+    for index in (1, 2, 3):
+        sink(chunk(index, is_last=index == 3))
+    may_go_on.set()
+    eventually(lambda: len(outlet.sent) == 2)
+    assert outlet.sent[1][0]["text_output"] == ["1 2 3 "]
+    assert outlet.sent[1][1]
+
+
+def test_without_streaming_there_is_one_response_with_the_echo(
+    harness: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    sink = harness.sessions.open("k", AT_ONCE, "prompt: ", outlet)
+    for index in range(5):
+        sink(chunk(index, is_last=index == 4))
+    eventually(lambda: outlet.sent)
+    assert outlet.sent == [
+        ({"text_output": ["prompt: 0 1 2 3 4 "], "output_ids": [0, 1, 2, 3, 4]}, True)
+    ]
+
+
+@pytest.mark.parametrize(("options", "num_sent"), [(STREAMING, 1), (AT_ONCE, 0)])
+def test_an_error_comes_last_and_once(
+    harness: Harness, new_outlet: Any, options: OutputOptions, num_sent: int
+) -> None:
+    outlet = new_outlet()
+    sink = harness.sessions.open("k", options, "", outlet)
+    sink(chunk(0))
+    error = RequestCancelledError("the request was cancelled")
+    sink(Chunk("k", error=error))
+    eventually(lambda: outlet.failures)
+    assert outlet.failures == [error]
+    assert len(outlet.sent) == num_sent
+
+
+def test_a_send_that_raises_ends_that_request_alone(harness: Harness, new_outlet: Any) -> None:
+    broken, sound = new_outlet(), new_outlet()
+    broken.errors.append(RuntimeError("no connection"))
+    broken_sink = harness.sessions.open("broken", STREAMING, "", broken)
+    sound_sink = harness.sessions.open("sound", STREAMING, "", sound)
+    broken_sink(chunk(0))
+    sound_sink(chunk(0, is_last=True))
+    eventually(lambda: broken.failures and sound.sent)
+    assert harness.cancelled == ["broken"]
+    assert str(broken.failures[0]) == "internal error; the server's log has the details"
+    assert "no connection" in harness.log[0]
+
+
+def test_a_client_that_has_gone_is_noticed_and_its_request_cancelled(
+    harness: Harness, new_outlet: Any
+) -> None:
+    outlets = {key: new_outlet() for key in "abc"}
+    for key, outlet in outlets.items():
+        harness.sessions.open(key, STREAMING, "", outlet)
+    outlets["b"].has_gone = True
+    eventually(lambda: harness.cancelled)
+    time.sleep(0.1)
+    assert harness.cancelled == ["b"]
+
+
+def test_a_key_cannot_be_live_twice(harness: Harness, new_outlet: Any) -> None:
+    sink = harness.sessions.open("k", STREAMING, "", new_outlet())
+    with pytest.raises(InvalidRequestError, match="request_key belongs to a live request"):
+        harness.sessions.open("k", STREAMING, "", new_outlet())
+    sink(chunk(0, is_last=True))
+    eventually(lambda: "k" not in harness.sessions._sessions)
+    harness.sessions.open("k", STREAMING, "", new_outlet())
+
+
+def test_a_request_that_was_refused_is_forgotten(harness: Harness, new_outlet: Any) -> None:
+    outlet = new_outlet()
+    harness.sessions.open("k", STREAMING, "", outlet)
+    harness.sessions.drop("k")
+    outlet.has_gone = True
+    time.sleep(0.1)
+    assert not harness.cancelled
+    assert not outlet.sent + outlet.failures
+
+
+def test_closing_answers_whatever_is_live(new_outlet: Any) -> None:
+    harness = Harness()
+    outlets = [new_outlet() for _ in range(3)]
+    sinks = [
+        harness.sessions.open(str(index), options, "", outlet)
+        for index, (outlet, options) in enumerate(
+            zip(outlets, (STREAMING, AT_ONCE, STREAMING), strict=True)
+        )
+    ]
+    sinks[2](chunk(0, is_last=True))
+    eventually(lambda: outlets[2].sent)
+    harness.sessions.close()
+    for outlet in outlets[:2]:
+        assert [type(error) for error in outlet.failures] == [UnavailableError]
+    assert not outlets[2].failures
