@@ -24,6 +24,7 @@ from charonia.errors import InvalidRequestError, NotSupportedError
 
 FinishReason = Literal["stop", "length"]
 UINT64_MAX = 2**64 - 1
+INT32_MAX = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +100,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             0 <= self.min_tokens <= self.max_tokens,
             f"from 0 to max_tokens ({self.max_tokens})",
         )
+        # They must fit into an engine's tensors.
+        for name in ("max_tokens", "top_k"):
+            value = getattr(self, name)
+            _check(name, value, value <= INT32_MAX, f"at most {INT32_MAX}")
         _check_range("temperature", self.temperature, 0.0, 1e6)
         _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         _check("top_k", self.top_k, self.top_k >= -1, "-1 or 0 (all), or at least 1")

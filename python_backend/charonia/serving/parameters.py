@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from charonia.errors import InvalidRequestError
-from charonia.protocol import SamplingParams
+from charonia.protocol import INT32_MAX, SamplingParams
 
-INT32_MAX = 2**31 - 1
 _SHOWN = 80  # characters of an offending value in a message
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
