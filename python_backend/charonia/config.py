@@ -108,7 +108,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queue_size: PositiveInt = 1024
     min_step_deadline_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     num_sender_threads: PositiveInt = 2
-    report_custom_metrics: bool = False
+    report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> "SchedulerArgs":
@@ -118,17 +118,14 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ConfigError: an unknown key, a wrong type or a value out of range; it is named.
         """
         values: dict[str, Any] = dict(parameters)
-        report = values.pop("REPORT_CUSTOM_METRICS", "no").lower()
-        return _convert(
-            values | {"report_custom_metrics": report in ("yes", "true")},
-            cls,
-            "scheduler parameter",
-            strict=False,
-        )
+        if "REPORT_CUSTOM_METRICS" in values:
+            is_wanted = values["REPORT_CUSTOM_METRICS"].lower() in ("yes", "true")
+            values["REPORT_CUSTOM_METRICS"] = is_wanted
+        return _convert(values, cls, "scheduler parameter", strict=False)
 
 
 def _convert(values: dict[str, Any], cls: type[T], what: str, *, strict: bool = True) -> T:
-    accepted = [field.name for field in msgspec.structs.fields(cls)]  # type: ignore[arg-type]
+    accepted = [field.encode_name for field in msgspec.structs.fields(cls)]  # type: ignore[arg-type]
     for name in values:
         if name not in accepted:
             raise ConfigError(f"unknown {what} {name!r}; accepted are {', '.join(accepted)}")
