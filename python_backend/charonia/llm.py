@@ -20,7 +20,7 @@ from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk, Logprob, name_logprobs
-from charonia.errors import InvalidRequestError
+from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.protocol import FinishReason, SamplingParams
 from charonia.text.tokenizer import Tokenizer
 
@@ -53,7 +53,7 @@ class RequestOutput:
 
 
 class LLM:
-    """A model loaded into this process.
+    """A model loaded into this process, for one thread at a time.
 
     Args:
         model: directory of a checkpoint in Hugging Face format.
@@ -80,7 +80,8 @@ class LLM:
             clock=time.monotonic,
             log=log,
         )
-        self._core.connect()
+        if not self._core.connect():
+            raise ConfigError(str(self._core.down_reason))
 
     @property
     def metrics(self) -> Metrics:
@@ -117,17 +118,19 @@ class LLM:
         params = _as_params(sampling_params, len(many))
         requests = [self._request(p, s) for p, s in zip(many, params, strict=True)]
         for request in requests:
-            self._core.check(request, 0)
+            self._core.check(request)
         outputs = [_empty_output(*each) for each in zip(many, requests, strict=True)]
         live = dict(zip((request.key for request in requests), outputs, strict=True))
+        arrived: deque[Chunk] = deque()
         progress = tqdm(total=len(requests), unit="prompt", disable=not use_tqdm)
         try:
             for request in requests:
-                self._start(request)
+                self._start(request, arrived)
             while live:
-                self._core.step()
-                for key in [key for key, output in live.items() if self._drain(key, output)]:
-                    del live[key]
+                chunk = self._next(arrived)
+                self._add(chunk, live[chunk.key])
+                if chunk.is_final:
+                    del live[chunk.key]
                     progress.update()
         finally:
             progress.close()
@@ -145,7 +148,7 @@ class LLM:
             CharoniaError: it failed on its way.
         """
         request = self._request(prompt, sampling_params or SamplingParams())
-        self._core.check(request, 0)
+        self._core.check(request)
         return self._stream(request)
 
     def close(self) -> None:
@@ -174,8 +177,9 @@ class LLM:
             return_cumulative_logprob=params.logprobs is not None,
         )
 
-    def _start(self, request: GenerationRequest) -> None:
-        self._chunks[request.key] = deque()
+    def _start(self, request: GenerationRequest, arrived: deque[Chunk]) -> None:
+        """Take a request in; its chunks go to `arrived`."""
+        self._chunks[request.key] = arrived
         self._core.add(request)
 
     def _stop(self, key: str) -> None:
@@ -184,42 +188,49 @@ class LLM:
             del self._chunks[key]
 
     def _stream(self, request: GenerationRequest) -> Iterator[Chunk]:
-        self._start(request)
-        chunks = self._chunks[request.key]
+        arrived: deque[Chunk] = deque()
+        self._start(request, arrived)
         try:
             while True:
-                while not chunks:
-                    self._core.step()
-                chunk = chunks.popleft()
-                if chunk.error is not None:
-                    raise chunk.error
+                chunk = self._next(arrived)
                 yield chunk
                 if chunk.is_final:
                     return
         finally:
             self._stop(request.key)
 
-    def _drain(self, key: str, output: RequestOutput) -> bool:
-        """Add a request's new chunks to its output; return whether that was the last."""
+    def _next(self, arrived: deque[Chunk]) -> Chunk:
+        """Run steps until there is a chunk; raise its error if it has one."""
+        while not arrived:
+            try:
+                self._core.step()
+            except BaseException as error:  # KeyboardInterrupt too: the step is only half done
+                name = type(error).__name__
+                self._core.abandon(CharoniaError(f"the step was interrupted by {name}"))
+                self._core.connect()
+                raise
+        chunk = arrived.popleft()
+        if chunk.error is not None:
+            raise chunk.error
+        return chunk
+
+    def _add(self, chunk: Chunk, output: RequestOutput) -> None:
+        """Add a chunk to its request's output."""
         completion = output.outputs[0]
-        for chunk in self._chunks[key]:
-            if chunk.error is not None:
-                raise chunk.error
-            completion.text += chunk.text
-            completion.token_ids += chunk.token_ids
-            completion.finish_reason = chunk.finish_reason
-            completion.cumulative_logprob = chunk.cumulative_logprob
-            if chunk.logprobs is not None:
-                named = [name_logprobs(entry, self._tokenizer) for entry in chunk.logprobs]
-                completion.logprobs = (completion.logprobs or []) + named
-            if chunk.prompt_logprobs is not None:
-                output.prompt_logprobs = [
-                    None if entry is None else name_logprobs(entry, self._tokenizer)
-                    for entry in chunk.prompt_logprobs
-                ]
-            output.timing = chunk.timing
-        self._chunks[key].clear()
-        return completion.finish_reason is not None
+        completion.text += chunk.text
+        completion.token_ids += chunk.token_ids
+        completion.finish_reason = chunk.finish_reason
+        completion.cumulative_logprob = chunk.cumulative_logprob
+        if chunk.logprobs is not None:
+            if completion.logprobs is None:
+                completion.logprobs = []
+            completion.logprobs += [name_logprobs(one, self._tokenizer) for one in chunk.logprobs]
+        if chunk.prompt_logprobs is not None:
+            output.prompt_logprobs = [
+                None if entry is None else name_logprobs(entry, self._tokenizer)
+                for entry in chunk.prompt_logprobs
+            ]
+        output.timing = chunk.timing
 
 
 def _empty_output(prompt: Prompt, request: GenerationRequest) -> RequestOutput:

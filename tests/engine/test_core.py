@@ -6,10 +6,12 @@ import pytest
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
+from charonia.engine.metrics import MAX_UNDRAINED, Metrics
 from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
 from charonia.protocol import SamplingParams
 from charonia.text.tokenizer import Tokenizer
+from msgspec import structs
 from support.echo import EchoExecutor, echo_run
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -163,7 +165,7 @@ def test_while_the_engine_cannot_be_loaded_requests_fail_with_the_reason():
     assert isinstance(bench.error("a"), UnavailableError)
     assert "cannot be loaded" in str(bench.error("a"))
     with pytest.raises(UnavailableError, match="cannot be loaded"):
-        bench.core.check(GenerationRequest(key="b", prompt_ids=[1]), 0)
+        bench.core.check(GenerationRequest(key="b", prompt_ids=[1]))
     bench.add("b")
     assert isinstance(bench.error("b"), UnavailableError)
     assert bench.core.metrics.gauges["charonia_engine_up", ""] == 0
@@ -193,6 +195,29 @@ def test_a_step_that_never_ends_counts_as_death():
     assert bench.tokens("a") == expected("a")
 
 
+def test_a_hanging_step_is_given_up_by_the_measure_of_steps_of_its_size():
+    class Slow(EchoExecutor):
+        def submit(self, plan):
+            self.plan = plan
+            return self
+
+        def result(self, timeout):
+            deadlines.append(timeout)
+            num_tokens = sum(step.num_tokens for step in self.plan.rows)
+            seconds = 3.2 if num_tokens > 1 else 1.0
+            return structs.replace(self.execute(self.plan), seconds=seconds)
+
+    deadlines: list[float] = []
+    bench = Bench(Slow(), min_step_deadline_s=7.0)
+    for key in "ab":
+        bench.add(key, prompt=[ord(key)] * 32, max_tokens=2)
+        bench.run()
+    first_prompt, _, second_prompt, second_token = deadlines
+    assert first_prompt == 7.0
+    assert second_prompt == pytest.approx(10 * 3.2)  # and not 32 times that of one token
+    assert second_token == pytest.approx(10 * 1.0)
+
+
 def test_a_new_scheduler_takes_over_a_living_engine():
     first = Bench()
     first.add("a")
@@ -203,6 +228,21 @@ def test_a_new_scheduler_takes_over_a_living_engine():
     assert second.tokens("a") == expected("a")
     first.run()  # its plans are refused at first; it opens a later epoch
     assert first.tokens("a") == expected("a")
+
+
+def test_an_engine_with_other_blocks_after_a_restart_shares_no_wrong_prefix():
+    """Keys of 16 tokens must not name blocks of 32: x and y differ in tokens 16 to 31."""
+    bench = Bench()
+    prompts = {key: [7] * 16 + [ord(key)] * 24 for key in "xy"}
+    for key, prompt in prompts.items():
+        bench.add(key, prompt=prompt)
+    bench.run(2)
+    bench.executor.die_next = 1
+    bench.executor.block_size = 32
+    bench.executor.max_num_seqs = 1  # y comes when x has published
+    bench.run()
+    for key, prompt in prompts.items():
+        assert bench.tokens(key) == echo_run(prompt, seed=5, max_tokens=20, vocab_size=256)
 
 
 def test_a_smaller_engine_after_a_restart_ends_what_no_longer_fits():
@@ -260,7 +300,7 @@ def test_a_timeout_in_the_queue_and_a_deadline_end_requests():
 def test_what_cannot_be_served_is_refused_by_name(changes, message):
     request = GenerationRequest(**({"key": "a", "prompt_ids": [1]} | changes))
     with pytest.raises(InvalidRequestError, match=message):
-        Bench().core.check(request, 0)
+        Bench().core.check(request)
 
 
 def test_seeds_of_64_bits_are_taken_as_they_are_and_missing_ones_are_drawn():
@@ -303,13 +343,62 @@ def test_chunks_merge_into_what_one_chunk_would_have_been():
     assert merged.is_final
 
 
-def test_an_abandoned_core_fails_its_requests_and_serves_new_ones():
+@pytest.mark.parametrize("is_engine_alive", [True, False])
+def test_an_abandoned_core_fails_its_requests_and_serves_new_ones(is_engine_alive):
     bench = Bench()
     bench.add("a")
     bench.run(3)
+    bench.executor.is_alive = is_engine_alive
     bench.core.abandon(CharoniaError("internal error: KeyError"))
     assert "KeyError" in str(bench.error("a"))
+    assert bench.core.connect() == is_engine_alive
+    bench.now += 2
     assert bench.core.connect()
     bench.add("b")
     bench.run()
     assert bench.tokens("b") == expected("b")
+    counters = bench.core.metrics.counters
+    assert counters["charonia_prompt_tokens_total", "computed"] == 20, "it counts from 0 again"
+    assert counters["charonia_engine_restarts_total", ""] == (0 if is_engine_alive else 1)
+
+
+def test_a_scheduler_in_an_impossible_state_does_not_keep_its_requests_from_their_answer():
+    bench = Bench()
+    bench.add("a")
+    bench.run(3)
+    bench.core._scheduler._running.clear()  # so nothing can be taken out of it any more
+    with pytest.raises(ValueError, match="not in list"):
+        bench.core.cancel("a")
+    bench.core.abandon(CharoniaError("internal error: ValueError"))
+    assert "ValueError" in str(bench.error("a"))
+
+
+def test_limits_that_contradict_each_other_are_told_and_not_taken_for_a_slow_start():
+    core = EngineCore(
+        EchoExecutor(max_num_batched_tokens=8, max_model_len=64),
+        EngineArgs(model="echo", enable_chunked_prefill=False),
+        SchedulerArgs(),
+        byte_tokenizer(),
+        deliver=lambda chunk: None,
+        clock=lambda: 0.0,
+        log=lambda line: None,
+    )
+    assert not core.connect()
+    with pytest.raises(UnavailableError, match="max_num_batched_tokens = 8 must be at least"):
+        core.check(GenerationRequest(key="a", prompt_ids=[1]))
+
+
+def test_after_an_error_that_is_no_engines_the_next_try_waits():
+    bench = Bench()
+    bench.executor.info = lambda: {}["a bug"]
+    bench.core.abandon(CharoniaError("internal error"))
+    with pytest.raises(KeyError):
+        bench.core.connect()
+    assert not bench.core.connect()
+
+
+def test_observations_that_nobody_drains_do_not_pile_up():
+    metrics = Metrics()
+    for _ in range(MAX_UNDRAINED + 5):
+        metrics.observe_request("charonia_queue_seconds", 0.1)
+    assert len(metrics.drain()["charonia_queue_seconds"]) == MAX_UNDRAINED

@@ -9,7 +9,12 @@ import pytest
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.service import EngineService
-from charonia.errors import EngineDiedError, QueueFullError, UnavailableError
+from charonia.errors import (
+    EngineDiedError,
+    InvalidRequestError,
+    QueueFullError,
+    UnavailableError,
+)
 from charonia.protocol import SamplingParams
 from support.echo import EchoExecutor, echo_run
 
@@ -108,6 +113,23 @@ def test_before_the_engine_is_ready_requests_are_refused_at_once():
     service.close()
 
 
+def test_a_service_that_never_started_lets_go_of_its_engine():
+    executor = EchoExecutor()
+    service = EngineService(
+        executor, EngineArgs(model="echo"), SchedulerArgs(), byte_tokenizer(), log=print
+    )
+    service.close()
+    assert not executor.is_alive
+
+
+def test_a_key_that_is_live_is_refused_and_its_request_goes_on(service):
+    client = Client(service)
+    client.submit("a", max_tokens=500)
+    with pytest.raises(InvalidRequestError, match="live request"):
+        Client(service).submit("a")
+    assert client.wait("a")[-1].finish_reason == "length"
+
+
 def test_a_full_queue_is_refused_at_once():
     class Slow(EchoExecutor):
         def execute(self, plan):
@@ -155,3 +177,32 @@ def test_a_bug_in_a_step_fails_the_live_requests_and_the_service_goes_on():
     client.submit("b")
     assert client.wait("b")[-1].finish_reason == "length"
     service.close()
+
+
+def test_a_bug_on_the_way_in_loses_nobody(service, monkeypatch):
+    """One request cannot even be taken in; those that came with it must be answered as well."""
+    client = Client(service)
+    add = service._core.add
+    has_all, may_go_on = threading.Event(), threading.Event()
+
+    def add_or_raise(request):
+        if request.key == "first":
+            has_all.set()
+            assert may_go_on.wait(20)
+        if request.key == "bad":
+            raise KeyError("a bug")
+        add(request)
+
+    monkeypatch.setattr(service._core, "add", add_or_raise)
+    client.submit("first")
+    assert has_all.wait(20)
+    for key in ("good", "bad", "after"):
+        client.submit(key)
+    may_go_on.set()
+    for key in ("first", "good", "bad", "after"):
+        last = client.wait(key)[-1]
+        assert last.finish_reason == "length" or "KeyError" in str(last.error)
+    assert str(client.chunks["bad"][-1].error) == "internal error: KeyError"
+    wait_until_up(service)
+    client.submit("next")
+    assert client.wait("next")[-1].finish_reason == "length"

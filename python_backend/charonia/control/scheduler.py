@@ -52,10 +52,18 @@ class Scheduler:
         limits: capacity of the engine.
         hash_secret: key of the block hash, 1 to 64 random bytes.
         epoch: of the engine so far; the first plan opens the next one.
+        stats: counts to go on from, those of a scheduler that this one replaces.
     """
 
-    def __init__(self, limits: Limits, *, hash_secret: bytes, epoch: int = 0) -> None:
-        self.stats = SchedulerStats()
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        hash_secret: bytes,
+        epoch: int = 0,
+        stats: SchedulerStats | None = None,
+    ) -> None:
+        self.stats = stats or SchedulerStats()
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []  # by rank
         self._waiting = WaitingQueue()
@@ -194,7 +202,7 @@ class Scheduler:
             epoch=self._epoch,
             step_id=self._step_id,
             reset=self._step_id == 0,
-            leaves=leaves if self._step_id else [],
+            leaves=leaves,
             joins=joins,
             rows=rows,
         )
@@ -235,6 +243,8 @@ class Scheduler:
             self._forget_kv(request)
             self._waiting.push(request)
         self._running = []
+        for request in self._requests.values():
+            request.block_keys = []  # the new engine's blocks may be of another size
         self._epoch = max(self._epoch, epoch)
         self._start_epoch(limits or self.limits)
         self._drop_ended()

@@ -11,10 +11,11 @@ import os
 from collections.abc import Callable
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Limits, Scheduler, Update
+from charonia.control import Limits, Scheduler, SchedulerStats, Update
 from charonia.engine.admission import GenerationRequest, admit
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk, OutputStream
+from charonia.engine.step_times import StepTimes
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
@@ -61,10 +62,12 @@ class EngineCore:
         self._streams: dict[str, OutputStream] = {}
         self._names: dict[str, tuple[str, str]] = {}  # key: request id and tenant
         self._updates: list[Update] = []
-        self._seconds_per_token = 0.0
+        self._stats = SchedulerStats()
+        self._step_times = StepTimes()
         self._num_failures = 0
         self._num_connect_failures = 0
         self._retry_at = 0.0
+        self._needs_restart = False
         self._info: EngineInfo | None = None
         self._scheduler: Scheduler | None = None
         self.down_reason: str | None = "the engine is not ready yet"
@@ -99,28 +102,43 @@ class EngineCore:
         Returns:
             Whether there is one now.
         """
-        now = self._clock()
-        if now < self._retry_at:
+        if self._clock() < self._retry_at:
             return False
         try:
-            if self._scheduler is not None:
+            if self._needs_restart:
                 self._executor.restart()
             self._take_engine(self._executor.info())
         except CharoniaError as error:
-            if self._scheduler is None:  # it is still being loaded for the first time
-                self._retry_at = self._clock() + CONNECT_RETRY_S
-            else:
-                wait = BACKOFF_S[min(self._num_connect_failures, len(BACKOFF_S) - 1)]
-                self._num_connect_failures += 1
-                self._retry_at = self._clock() + wait
-                self.down_reason = f"the engine is down and cannot be loaded: {error}"
-                self._log(f"{self.down_reason}; next try in {wait:.0f} s")
-                self._fail_all(UnavailableError(self.down_reason))
+            self._on_no_engine(error)
             return False
+        except Exception:
+            self._back_off()  # whoever catches it will call again
+            raise
+        if self._needs_restart:
+            self.metrics.count("charonia_engine_restarts_total")
+        self._needs_restart = False
         self._num_connect_failures = 0
         self.down_reason = None
         self._set_gauges()
         return True
+
+    def _on_no_engine(self, error: CharoniaError) -> None:
+        if self._info is None and isinstance(error, EngineDiedError):
+            # It is still being loaded for the first time.
+            self._retry_at = self._clock() + CONNECT_RETRY_S
+            return
+        wait = self._back_off()
+        self._needs_restart = self._info is not None
+        self.down_reason = f"the engine is down and cannot be loaded: {error}"
+        self._log(f"{self.down_reason}; next try in {wait:.0f} s")
+        self._fail_all(UnavailableError(self.down_reason))
+
+    def _back_off(self) -> float:
+        """Put the next try off, further each time; return for how many seconds."""
+        wait = BACKOFF_S[min(self._num_connect_failures, len(BACKOFF_S) - 1)]
+        self._num_connect_failures += 1
+        self._retry_at = self._clock() + wait
+        return wait
 
     def _take_engine(self, info: EngineInfo) -> None:
         limits = Limits.of_engine(
@@ -137,9 +155,10 @@ class EngineCore:
             )
         self._info = info
         if self._scheduler is None:
-            self._scheduler = Scheduler(limits, hash_secret=os.urandom(32), epoch=info.epoch)
+            self._scheduler = Scheduler(
+                limits, hash_secret=os.urandom(32), epoch=info.epoch, stats=self._stats
+            )
             return
-        self.metrics.count("charonia_engine_restarts_total")
         self._scheduler.reset(limits, epoch=info.epoch)
         for request in list(self._scheduler.requests):
             if len(request.token_ids) >= limits.max_model_len:
@@ -153,28 +172,30 @@ class EngineCore:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def check(self, request: GenerationRequest, num_arriving: int) -> None:
+    def check(self, request: GenerationRequest) -> None:
         """Refuse what cannot be served. Reads only; may be called from any thread.
+
+        Raises:
+            InvalidRequestError, UnavailableError.
+        """
+        admit(request, self.info, self._living_scheduler().limits, self._tokenizer, 0.0)
+
+    def check_queue(self, num_arriving: int) -> None:
+        """Refuse a request when the queue is full. Reads only; may be called from any thread.
 
         Args:
             num_arriving: requests that were accepted and are not added yet.
 
         Raises:
-            InvalidRequestError, QueueFullError, UnavailableError.
+            QueueFullError, UnavailableError.
         """
-        scheduler = self._scheduler
-        if self.down_reason is not None or scheduler is None:
-            raise UnavailableError(self.down_reason or "the engine is not ready yet")
-        admit(request, self.info, scheduler.limits, self._tokenizer, 0.0)
-        scheduler.check_queue(num_arriving)
+        self._living_scheduler().check_queue(num_arriving)
 
     def add(self, request: GenerationRequest) -> None:
         """Take a request in; whatever happens to it comes through `deliver`, errors too."""
         now = self._clock()
-        scheduler = self._scheduler
         try:
-            if self.down_reason is not None or scheduler is None:
-                raise UnavailableError(self.down_reason or "the engine is not ready yet")
+            scheduler = self._living_scheduler()
             admitted = admit(request, self.info, scheduler.limits, self._tokenizer, now)
             scheduler.add(admitted)
         except CharoniaError as error:
@@ -182,6 +203,12 @@ class EngineCore:
             return
         self._streams[request.key] = OutputStream(admitted, request.params, self._tokenizer)
         self._names[request.key] = (request.request_id, request.params.tenant)
+
+    def _living_scheduler(self) -> Scheduler:
+        scheduler = self._scheduler
+        if self.down_reason is not None or scheduler is None:
+            raise UnavailableError(self.down_reason or "the engine is not ready yet")
+        return scheduler
 
     def cancel(self, key: str) -> None:
         """End a request at its client's wish; one that is not live is none of our business."""
@@ -227,12 +254,16 @@ class EngineCore:
         return True
 
     def abandon(self, error: CharoniaError) -> None:
-        """Fail every request and forget the state they left; the engine is asked anew."""
-        self._updates = []
-        self._fail_all(error)
-        self._scheduler = None
+        """Fail every request and forget the state they left; the engine is asked anew.
+
+        The state is not touched: whatever error made it useless must not keep anybody waiting.
+        """
         self.down_reason = "the scheduler recovers from an internal error"
+        self._scheduler = None
+        self._updates = []
+        self._num_failures = 0
         self._set_gauges()
+        self._fail_all(error)
 
     def close(self) -> None:
         """Fail what is live and let go of the engine."""
@@ -245,18 +276,14 @@ class EngineCore:
     def _apply(self, result: StepResult) -> None:
         assert self._scheduler is not None
         self._num_failures = 0
-        num_tokens = self._scheduler.num_tokens_in_flight
         self.metrics.histograms["charonia_step_seconds"].observe(result.seconds)
-        # Decays, so that one slow step is not the measure for ever.
-        self._seconds_per_token = max(
-            self._seconds_per_token * 0.99, result.seconds / max(1, num_tokens)
-        )
+        self._step_times.observe(self._scheduler.num_tokens_in_flight, result.seconds)
         self._updates = self._scheduler.apply(result, self._clock())
 
     def _step_deadline_s(self) -> float:
         """When to give a step up: far beyond what its tokens should take."""
         assert self._scheduler is not None
-        predicted = self._seconds_per_token * self._scheduler.num_tokens_in_flight
+        predicted = self._step_times.predict(self._scheduler.num_tokens_in_flight)
         return max(self._scheduler_args.min_step_deadline_s, DEADLINE_FACTOR * predicted)
 
     def _deliver_updates(self) -> None:
@@ -324,7 +351,7 @@ class EngineCore:
         started = self._clock()
         self.down_reason = "the engine is being restarted"
         self._set_gauges()
-        self._retry_at = 0.0
+        self._needs_restart = True
         if self.connect():
             self._log(f"the engine is back after {self._clock() - started:.1f} s")
 
@@ -334,11 +361,11 @@ class EngineCore:
 
     def _end(self, key: str, error: CharoniaError) -> None:
         """End a live request with an error."""
-        assert self._scheduler is not None
         stream = self._streams.get(key)
         if stream is None:
             return
-        self._scheduler.finish(key)
+        if self._scheduler is not None:
+            self._scheduler.finish(key)
         now = self._clock()
         self._forget(key, error.code.lower(), now)
         self._deliver(stream.fail(error, now))
@@ -353,7 +380,7 @@ class EngineCore:
         self.metrics.observe_request("request_generation_tokens", stream.num_tokens)
 
     def _set_gauges(self) -> None:
-        metrics, scheduler = self.metrics, self._scheduler
+        metrics, scheduler, stats = self.metrics, self._scheduler, self._stats
         metrics.gauges["charonia_engine_up", ""] = float(self.is_up)
         num_running = scheduler.num_running if scheduler else 0
         num_waiting = scheduler.num_waiting if scheduler else 0
@@ -361,7 +388,7 @@ class EngineCore:
         metrics.gauges["charonia_requests_waiting", ""] = num_waiting
         if scheduler is None:
             return
-        kv, stats = scheduler.kv, scheduler.stats
+        kv = scheduler.kv
         for state, value in (
             ("total", kv.num_blocks - 1),
             ("used", kv.num_used),

@@ -1,7 +1,7 @@
 """Counts and distributions of what the engine did, as plain numbers in this process.
 
 Owns the metrics' names and values. Must not know how they are exported: `serving` reads
-`snapshot()` and drains the observations twice a second. Written by the engine's thread alone,
+the numbers and drains the observations twice a second. Written by the engine's thread alone,
 except for rejections, which the service counts under its lock.
 """
 
@@ -9,6 +9,9 @@ from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import ClassVar
+
+MAX_UNDRAINED = 10_000
+"""Observations of one name that are kept while nobody drains them; later ones are left out."""
 
 Series = tuple[str, str]
 """A metric's name and the value of its one label, "" where it has none."""
@@ -103,7 +106,9 @@ class Metrics:
 
     def observe_request(self, name: str, value: float) -> None:
         """Record one value of a per-request distribution."""
-        self.observations[name].append(value)
+        values = self.observations[name]
+        if len(values) < MAX_UNDRAINED:
+            values.append(value)
 
     def drain(self) -> dict[str, list[float]]:
         """The per-request observations since the last call."""

@@ -84,18 +84,14 @@ class EngineService:
         Raises:
             InvalidRequestError, QueueFullError, UnavailableError: at once; `sink` is not called.
         """
-        with self._wake:
-            try:
-                if self._is_closing:
-                    raise UnavailableError("the server is shutting down")
-                self._core.check(request, self._num_arriving)
-            except CharoniaError as error:
+        try:
+            self._core.check(request)
+            with self._wake:
+                self._accept(request, sink)
+        except CharoniaError as error:
+            with self._wake:
                 self.metrics.count("charonia_rejections_total", label=_rejection(error))
-                raise
-            self._sinks[request.key] = sink
-            self._num_arriving += 1
-            self._inbox.append(partial(self._core.add, request))
-            self._wake.notify()
+            raise
 
     def cancel(self, key: str) -> None:
         """Cancel a request; nothing happens when it is not live."""
@@ -110,8 +106,22 @@ class EngineService:
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        if self._thread.is_alive():
+        if self._thread.ident is None:  # it was never started
+            self._core.close()
+        elif self._thread.is_alive():
             self._thread.join()
+
+    def _accept(self, request: GenerationRequest, sink: Sink) -> None:
+        """Put a request into the inbox; the caller holds the lock."""
+        if self._is_closing:
+            raise UnavailableError("the server is shutting down")
+        if request.key in self._sinks:
+            raise InvalidRequestError("there is a live request with this key")
+        self._core.check_queue(self._num_arriving)
+        self._sinks[request.key] = sink
+        self._num_arriving += 1
+        self._inbox.append(partial(self._core.add, request))
+        self._wake.notify()
 
     def _post(self, call: Callable[[], None]) -> None:
         with self._wake:
@@ -129,9 +139,8 @@ class EngineService:
             try:
                 self._turn()
             except Exception as error:
-                # A bug of ours. Every client must get an answer, and the service must go on.
                 self._log(f"internal error in the scheduler: {traceback.format_exc()}")
-                self._core.abandon(CharoniaError(f"internal error: {type(error).__name__}"))
+                self._abandon(CharoniaError(f"internal error: {type(error).__name__}"))
         self._take_inbox()
         self._core.close()
 
@@ -142,6 +151,17 @@ class EngineService:
             with self._wake:
                 if not self._inbox and not self._is_closing:
                     self._wake.wait(IDLE_WAIT_S)
+
+    def _abandon(self, error: CharoniaError) -> None:
+        """A bug of ours. Every client must get an answer, and the service must go on."""
+        self._core.abandon(error)
+        with self._wake:
+            # Those that the core does not know: on their way to it, or lost on that way.
+            sinks, self._sinks = self._sinks, {}
+            self._inbox = []
+            self._num_arriving = 0
+        for key, sink in sinks.items():
+            sink(Chunk(key, error=error))
 
     def _take_inbox(self) -> None:
         with self._wake:

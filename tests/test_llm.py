@@ -1,0 +1,95 @@
+"""The Python API: its shapes, and that it can be used on after whatever happened."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from charonia import LLM, SamplingParams
+from charonia.errors import ConfigError, InvalidRequestError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+ARGS = {"device": "cpu", "num_gpu_blocks_override": 40}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[..., Path]) -> str:
+    return str(checkpoint("LlamaForCausalLM"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, **ARGS) as llm:
+        yield llm
+
+
+def num_used_blocks(llm: LLM) -> float:
+    llm.generate([5], SamplingParams(max_tokens=1), use_tqdm=False)
+    return llm.metrics.gauges["charonia_kv_blocks", "used"]
+
+
+def test_outputs_come_in_order_with_text_ids_and_reason(llm: LLM) -> None:
+    prompts = ["one prompt", [7, 8, 9]]
+    params = [GREEDY, SamplingParams(max_tokens=3, seed=1, logprobs=2, ignore_eos=True)]
+    first, second = llm.generate(prompts, params, use_tqdm=False)
+    assert (first.prompt, second.prompt) == ("one prompt", None)
+    assert second.prompt_token_ids == [7, 8, 9]
+    assert len(first.outputs[0].token_ids) == 8
+    assert first.outputs[0].text == llm.tokenizer.decode(first.outputs[0].token_ids)
+    assert first.outputs[0].finish_reason == "length"
+    assert first.outputs[0].logprobs is None
+    assert first.outputs[0].cumulative_logprob is None
+    entries = second.outputs[0].logprobs
+    assert entries is not None
+    chosen = zip(entries, second.outputs[0].token_ids, strict=True)
+    total = sum(entry[token_id].logprob for entry, token_id in chosen)
+    assert second.outputs[0].cumulative_logprob == pytest.approx(total)
+
+
+def test_one_prompt_is_not_taken_for_many(llm: LLM) -> None:
+    assert [len(llm.generate(p, GREEDY, use_tqdm=False)) for p in ("ab", [5, 6])] == [1, 1]
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_a_stream_gives_what_generate_gives_and_closing_it_cancels(llm: LLM) -> None:
+    [whole] = llm.generate("a prompt", GREEDY, use_tqdm=False)
+    assert "".join(chunk.text for chunk in llm.stream("a prompt", GREEDY)) == whole.outputs[0].text
+    stream = llm.stream([5, 6], SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert num_used_blocks(llm) == 0
+
+
+def test_nothing_runs_when_one_prompt_cannot_be_served(llm: LLM) -> None:
+    num_steps = llm.metrics.histograms["charonia_step_seconds"].count
+    for prompts in ([[5], []], [[5], [10**6]]):
+        with pytest.raises(InvalidRequestError):
+            llm.generate(prompts, GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="1 sampling_params for 2 prompts"):
+        llm.generate([[5], [6]], [GREEDY], use_tqdm=False)
+    with pytest.raises(InvalidRequestError):
+        llm.stream([], GREEDY)
+    assert llm.metrics.histograms["charonia_step_seconds"].count == num_steps
+
+
+def test_after_an_interrupt_in_a_step_it_serves_as_before(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [expected] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
+    runner = llm._core._executor._runner  # type: ignore[attr-defined]
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_compute", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[7, 8, 9], [5]], GREEDY, use_tqdm=False)
+    [again] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
+    assert again.outputs == expected.outputs
+    assert num_used_blocks(llm) == 0
+
+
+def test_arguments_that_contradict_each_other_are_refused_at_once(model: str) -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens = 16 must be at least"):
+        LLM(model, enable_chunked_prefill=False, max_num_batched_tokens=16, **ARGS)
