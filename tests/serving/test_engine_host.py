@@ -140,9 +140,8 @@ def test_a_plan_out_of_range_is_refused_in_the_runners_words(
 ) -> None:
     host = make_host()
     secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
-    error = ask(pb_utils, host, encode(StepPlan(epoch=13, step_id=0, secret=secret))).error()
-    assert error.message() == "epoch is 13, expected 1"
-    assert error.code() == pb_utils.TritonError.INVALID_ARG
+    failure = reply(ask(pb_utils, host, encode(StepPlan(epoch=13, step_id=0, secret=secret))))
+    assert failure == StepFailure("the plan was refused: epoch is 13, expected 1")
 
 
 def test_a_step_that_raises_tells_the_client_no_paths(

@@ -187,9 +187,7 @@ class BlsExecutor:
         except pb_utils.TritonModelException as error:
             raise EngineDiedError(clean(str(error))) from None
         if response.has_error():
-            failure = response.error()
-            is_refusal = failure.code() == pb_utils.TritonError.INVALID_ARG
-            raise (StepFailedError if is_refusal else EngineDiedError)(clean(failure.message()))
+            raise EngineDiedError(clean(response.error().message()))
         reply = pb_utils.get_output_tensor_by_name(response, REPLY)
         return decode_reply(reply.as_numpy().tobytes())
 

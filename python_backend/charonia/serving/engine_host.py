@@ -121,8 +121,10 @@ class EngineHost:
                 return self._runner.info()
             assert isinstance(message, StepPlan)
             return self._runner.execute(message)
-        except PlanRefusedError:
-            raise
+        except PlanRefusedError as error:
+            # An answer and no error: BLS loses codes, and any error looks like a dead engine.
+            self._log(f"refused: {error}")
+            return StepFailure(f"the plan was refused: {error}")
         except Exception as error:
             self._log(f"a step failed: {traceback.format_exc()}")
             return StepFailure(f"{type(error).__name__} in a step of the engine")

@@ -86,7 +86,7 @@ class SchedulerCalls:
         """Make one call that has one response, and return that.
 
         Raises:
-            CharoniaError: the scheduler's own error, by its code and text, or it is not there.
+            UnavailableError: there is no scheduler, or it answers with an error of Triton.
         """
         pb_utils = self._pb_utils
         answer: Any = None
@@ -106,15 +106,9 @@ class SchedulerCalls:
         if answer is None:
             raise UnavailableError("the scheduler gave no answer")
         if answer.has_error():
-            raise self._own_error(answer.error())
+            # BLS loses codes (2.51.0): each is INTERNAL here. The scheduler's own come otherwise.
+            raise UnavailableError(clean(answer.error().message()))
         return answer
-
-    def _own_error(self, error: Any) -> CharoniaError:
-        by_code = {
-            getattr(self._pb_utils.TritonError, code): kind
-            for code, kind in _ERRORS_BY_CODE.items()
-        }
-        return by_code.get(error.code(), UnavailableError)(clean(error.message()))
 
 
 class GenerateHost:
@@ -164,11 +158,8 @@ class GenerateHost:
             outlet.send({"text_output": _values(answer, "text_output")}, is_final=True)
             return
         key = secrets.token_hex(16)
-        keys = [
-            tensor(self._pb_utils, REQUEST_KEY, [key]),
-            tensor(self._pb_utils, RELAY_KEY, [self._relay_key]),
-        ]
-        names = [*sorted(raw.output_names), REQUEST_KEY, RELAYED]
+        keys = [tensor(self._pb_utils, REQUEST_KEY, [key])]
+        names = [*sorted(raw.output_names), REQUEST_KEY]
         waiting = _Waiting(outlet)
         # First of all, because the answer can be here before the word that it was accepted.
         with self._wake:
@@ -184,14 +175,20 @@ class GenerateHost:
                 self._poller.add(key, outlet)
 
     def _hand_in(self, raw: RawRequest, names: list[str], keys: list[Any]) -> Any:
+        """Raises CharoniaError: the scheduler's own, when it refuses."""
         inputs = [self._pb_utils.Tensor(name, array) for name, array in raw.tensors.items()]
-        return self._calls.call(
-            [*inputs, *keys],
-            names,
+        relay_key = tensor(self._pb_utils, RELAY_KEY, [self._relay_key])
+        answer = self._calls.call(
+            [*inputs, *keys, relay_key],
+            [*names, RELAYED],
             request_id=raw.request_id,
             parameters=raw.parameters,
             timeout_us=raw.timeout_us,
         )
+        if any(output.name() == RELAYED for output in answer.output_tensors()):
+            for refusal in _batch(answer).answers:
+                raise _error_of(refusal)
+        return answer
 
     # ------------------------------------------------------------------ answers
 
@@ -227,7 +224,7 @@ class GenerateHost:
 
     def _answer(self, outlet: TritonOutlet, answer: RelayedAnswer) -> None:
         if answer.error is not None:
-            outlet.fail(_ERRORS_BY_CODE.get(answer.code, CharoniaError)(answer.error))
+            outlet.fail(_error_of(answer))
             return
         outputs = {name: v for name, v in answer.outputs.items() if name != REQUEST_KEY}
         outlet.send(outputs, is_final=True)
@@ -251,6 +248,10 @@ class GenerateHost:
             self._calls.cancel(key)
         except CharoniaError as error:
             self._log(f"a request could not be cancelled: {error}")
+
+
+def _error_of(answer: RelayedAnswer) -> CharoniaError:
+    return _ERRORS_BY_CODE.get(answer.code, CharoniaError)(answer.error)
 
 
 def _batch(response: Any) -> RelayBatch:

@@ -8,7 +8,7 @@ of them at once were seen to corrupt the heap of the calling process. So a model
 requests under way hands each in by a short call, which answers at once whether it was accepted,
 and keeps one long call open that brings whatever is finished::
 
-    generate ──(request, request_key, relay_key)──► scheduler       accepted, or an error
+    generate ──(request, request_key, relay_key)──► scheduler       accepted, or refused
     generate ──(relay_key)────────────────────────► scheduler       … the next results
 """
 
@@ -27,7 +27,10 @@ from charonia.serving.tensors import RELAYED, Outputs
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request's whole answer: outputs, or an error with its code's name."""
+    """One request's whole answer: outputs, or an error with its code's name.
+
+    A refusal has no key: it is the answer to the call itself.
+    """
 
     key: str
     outputs: dict[str, list[Any]] = {}
@@ -100,6 +103,10 @@ class Relay:
     def accepted(self) -> Outputs:
         """The answer to a request that was handed in."""
         return self._outputs([])
+
+    def refused(self, error: CharoniaError) -> Outputs:
+        """The answer to a call that is refused. As Triton's own error it would lose its code."""
+        return self._outputs([RelayedAnswer("", error=str(error), code=error.code)])
 
     def put(self, relay_key: str, answer: RelayedAnswer) -> None:
         """Add an answer, and hand all that there is to a waiting collector."""

@@ -9,6 +9,7 @@ import locale
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from charonia.serving.outlets import Outlet, TritonOutlet
 from charonia.serving.relay import MailboxOutlet, Relay
 from charonia.serving.schema import CancelCall, CollectCall, GenerateCall, parse
 from charonia.serving.sessions import Sessions
-from charonia.serving.tensors import INTERNAL_ERROR, Outputs, read_request
+from charonia.serving.tensors import INTERNAL_ERROR, RELAY_KEY, Outputs, read_request
 from charonia.text.tokenizer import Tokenizer
 
 NOTHING: Outputs = {"text_output": [""]}
@@ -97,13 +98,17 @@ class SchedulerHost:
         self._start()
         for request in requests:
             outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
+            refuse = outlet.fail
             try:
-                self._take(request, outlet)
+                raw = read_request(request)
+                if RELAY_KEY in raw.tensors:
+                    refuse = partial(self._refuse_relayed, outlet)
+                self._take(parse(raw), outlet)
             except CharoniaError as error:
-                outlet.fail(error)
+                refuse(error)
             except Exception:
                 self._log(f"a request could not be read: {traceback.format_exc()}")
-                outlet.fail(CharoniaError(INTERNAL_ERROR))
+                refuse(CharoniaError(INTERNAL_ERROR))
 
     def finalize(self) -> None:
         """Answer what is still live, and stop."""
@@ -120,8 +125,10 @@ class SchedulerHost:
                 self._service.start()
                 self._exporter.start()
 
-    def _take(self, request: Any, outlet: TritonOutlet) -> None:
-        call = parse(read_request(request))
+    def _refuse_relayed(self, outlet: TritonOutlet, error: CharoniaError) -> None:
+        outlet.send(self._relay.refused(error), is_final=True)
+
+    def _take(self, call: GenerateCall | CancelCall | CollectCall, outlet: TritonOutlet) -> None:
         match call:
             case GenerateCall(relay_key=None):
                 self._generate(call, outlet)
@@ -142,7 +149,8 @@ class SchedulerHost:
         if prompt_ids is None:
             prompt_ids = self._tokenizer.encode(call.text or "")
         prompt_text = call.prompt_text
-        if prompt_text is None and call.options.has_echo:
+        # Ids below 0 have no text; the service refuses them and says what is accepted.
+        if prompt_text is None and call.options.has_echo and min(prompt_ids, default=0) >= 0:
             prompt_text = self._tokenizer.decode(
                 prompt_ids, skip_special_tokens=call.params.skip_special_tokens
             )
