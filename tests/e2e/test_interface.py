@@ -1,0 +1,551 @@
+"""The public interface on the real server: every input, output, way to say a thing, exact text."""
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tritonclient.grpc as grpc
+from charonia.errors import ConfigError
+from charonia.launch.errors import LaunchError
+from charonia.launch.repository import RepositoryOptions
+from charonia.launch.run import prepared_server
+from charonia.launch.server import TritonServer
+from charonia.protocol import SamplingParams
+from charonia.serving.engine_host import check_instance_kind
+from support.e2e import (
+    GrpcStream,
+    Response,
+    at_once,
+    error_of,
+    generate,
+    generate_stream,
+    ids_of,
+    infer_grpc,
+    infer_http,
+    request_inputs,
+    scrape,
+    stream_grpc,
+    text_of,
+    wait_for,
+    wait_idle,
+)
+from tokenizers import Tokenizer
+from tritonclient.utils import InferenceServerException
+
+PROMPT = "def größer(queue: list[str]) -> int:"
+SAMPLING: dict[str, Any] = {"max_tokens": 12, "temperature": 1.5, "seed": 42, "ignore_eos": True}
+RETURN_FLAGS = {
+    "return_finish_reason": "finish_reason",
+    "return_cumulative_logprob": "cumulative_logprob",
+    "return_logprobs": "logprobs",
+    "return_num_input_tokens": "num_input_tokens",
+    "return_num_output_tokens": "num_output_tokens",
+    "return_token_ids": "output_ids",
+    "return_timing": "timing",
+}
+ECHO_IN_STREAM = (
+    "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+)
+IN_ENSEMBLE = "in ensemble 'llm', "
+TIMING = {
+    "queue_seconds",
+    "first_token_seconds",
+    "total_seconds",
+    "cached_tokens",
+    "computed_tokens",
+    "drafted_tokens",
+    "accepted_tokens",
+    "preemptions",
+    "restarts",
+}
+UNARY = [
+    pytest.param(infer_grpc, id="generate by gRPC"),
+    pytest.param(infer_http, id="generate by HTTP"),
+    pytest.param(
+        lambda server, inputs: one_response(stream_grpc(server, inputs)), id="scheduler by gRPC"
+    ),
+    pytest.param(
+        lambda server, inputs: one_response(stream_grpc(server, inputs, "llm")), id="llm by gRPC"
+    ),
+]
+Unary = Callable[[TritonServer, dict[str, Any]], Response]
+
+
+def one_response(responses: list[Response]) -> Response:
+    """The only one."""
+    (response,) = responses
+    return response
+
+
+@pytest.fixture(scope="module")
+def tokenizer(small_checkpoint: Path) -> Tokenizer:
+    """The checkpoint's tokenizer, as the library gives it."""
+    return Tokenizer.from_file(str(small_checkpoint / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def text(server: TritonServer) -> str:
+    """What `SAMPLING` makes of `PROMPT`."""
+    return text_of(stream_grpc(server, request_inputs(PROMPT, SAMPLING, stream=True)))
+
+
+# ---------------------------------------------------------------------- inputs and outputs
+
+
+@pytest.mark.parametrize("model", ["scheduler", "llm", "generate"])
+def test_a_model_has_the_tensors_of_the_interface(server: TritonServer, model: str) -> None:
+    with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
+        config = client.get_model_config(model, as_json=True)["config"]
+    types = {tensor["name"]: tensor["data_type"] for tensor in config["input"]}
+    expected = dict.fromkeys([*RETURN_FLAGS, "exclude_input_in_output", "cancel"], "TYPE_BOOL")
+    expected |= {"text_input": "TYPE_STRING", "input_ids": "TYPE_INT32"}
+    expected |= {"sampling_parameters": "TYPE_STRING"}
+    if model != "generate":
+        expected["stream"] = "TYPE_BOOL"
+    assert expected.items() <= types.items()
+    assert set(types) - set(expected) <= {"request_key", "prompt_text", "relay_key"}
+    assert all(tensor["optional"] for tensor in config["input"])
+    outputs = {tensor["name"] for tensor in config["output"]}
+    assert {"text_output", *RETURN_FLAGS.values()} <= outputs
+
+
+@pytest.mark.parametrize("model", ["scheduler", "llm", "generate"])
+def test_no_input_has_the_name_of_a_sampling_parameter(server: TritonServer, model: str) -> None:
+    with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
+        config = client.get_model_config(model, as_json=True)["config"]
+    inputs = {tensor["name"] for tensor in config["input"]}
+    assert not inputs & {*SamplingParams.__struct_fields__, "id", "timeout"}
+
+
+@pytest.mark.parametrize("model", ["scheduler", "llm"])
+def test_a_stream_carries_all_that_was_asked_for(
+    server: TritonServer, tokenizer: Tokenizer, text: str, model: str
+) -> None:
+    inputs = request_inputs(PROMPT, SAMPLING | {"logprobs": 3}, stream=True)
+    responses = stream_grpc(server, inputs | dict.fromkeys(RETURN_FLAGS, True), model)
+    assert text_of(responses) == text
+    ids = ids_of(responses)
+    assert tokenizer.decode(ids) == text
+    counts = [response.one("num_output_tokens") for response in responses]
+    assert counts == [len(response.outputs["output_ids"]) for response in responses]
+    assert sum(counts) == SAMPLING["max_tokens"]
+    num_prompt = len(tokenizer.encode(PROMPT).ids)
+    assert {response.one("num_input_tokens") for response in responses} == {num_prompt}
+    reasons = [response.one("finish_reason") for response in responses]
+    assert reasons == ["None"] * (len(responses) - 1) + ["length"]
+    total = 0.0
+    for response in responses:
+        total += check_logprobs(response, tokenizer, num_top=3)
+        assert response.one("cumulative_logprob") == pytest.approx(total, rel=1e-5)
+    assert ["timing" in response.outputs for response in responses[:-1]] == [False] * (
+        len(responses) - 1
+    )
+    check_timing(responses[-1], num_prompt)
+
+
+@pytest.mark.parametrize("infer", UNARY)
+def test_a_whole_answer_carries_all_that_was_asked_for(
+    server: TritonServer, tokenizer: Tokenizer, text: str, infer: Unary
+) -> None:
+    inputs = request_inputs(PROMPT, SAMPLING | {"logprobs": 2})
+    response = infer(server, inputs | dict.fromkeys(RETURN_FLAGS, True))
+    assert response.text == PROMPT + text
+    assert tokenizer.decode(response.outputs["output_ids"]) == text
+    assert response.one("num_output_tokens") == len(response.outputs["output_ids"]) == 12
+    num_prompt = len(tokenizer.encode(PROMPT).ids)
+    assert response.one("num_input_tokens") == num_prompt
+    assert response.one("finish_reason") == "length"
+    total = check_logprobs(response, tokenizer, num_top=2)
+    assert response.one("cumulative_logprob") == pytest.approx(total, rel=1e-5)
+    check_timing(response, num_prompt)
+
+
+def check_logprobs(response: Response, tokenizer: Tokenizer, num_top: int) -> float:
+    """Assert that logprobs say what they should; returns the sum over the sampled tokens."""
+    entries = json.loads(response.one("logprobs"))
+    ids = response.outputs["output_ids"]
+    total = 0.0
+    for token_id, entry in zip(ids, entries, strict=True):
+        assert next(iter(entry)) == str(token_id)  # the sampled one first
+        assert num_top <= len(entry) <= num_top + 1
+        assert all(set(one) == {"logprob", "rank", "decoded_token"} for one in entry.values())
+        ranked = sorted(entry.values(), key=lambda one: one["rank"])
+        assert [one["rank"] for one in ranked[:num_top]] == list(range(1, num_top + 1))
+        assert all(a["logprob"] >= b["logprob"] for a, b in pairwise(ranked))
+        assert all(-math.inf < one["logprob"] <= 0 for one in ranked)
+        assert entry[str(token_id)]["decoded_token"] == tokenizer.decode([token_id])
+        total += entry[str(token_id)]["logprob"]
+    return total
+
+
+def check_timing(response: Response, num_prompt: int) -> None:
+    timing = json.loads(response.one("timing"))
+    assert set(timing) == TIMING
+    assert 0 <= timing["queue_seconds"] <= timing["first_token_seconds"] <= timing["total_seconds"]
+    assert timing["cached_tokens"] + timing["computed_tokens"] == num_prompt
+    assert timing["restarts"] == 0
+
+
+@pytest.mark.parametrize("infer", UNARY)
+@pytest.mark.parametrize("flag", [None, *RETURN_FLAGS])
+def test_an_output_comes_only_when_asked_for(
+    server: TritonServer, infer: Unary, flag: str | None
+) -> None:
+    flags = dict.fromkeys(RETURN_FLAGS, False) | ({flag: True} if flag else {})
+    response = infer(server, request_inputs(PROMPT, {"max_tokens": 1}) | flags)
+    assert set(response.outputs) == {"text_output"} | ({RETURN_FLAGS[flag]} if flag else set())
+
+
+@pytest.mark.parametrize("infer", UNARY)
+def test_logprobs_are_null_when_sampling_did_not_ask_for_them(
+    server: TritonServer, infer: Unary
+) -> None:
+    response = infer(server, request_inputs(PROMPT, SAMPLING, return_logprobs=True))
+    assert response.one("logprobs") == "null"
+
+
+@pytest.mark.parametrize("infer", UNARY)
+def test_prompt_logprobs_come_with_every_token_of_the_prompt(
+    server: TritonServer, tokenizer: Tokenizer, infer: Unary
+) -> None:
+    sampling = SAMPLING | {"prompt_logprobs": 1}
+    response = infer(server, request_inputs(PROMPT, sampling, return_timing=True))
+    first, *entries = json.loads(response.one("prompt_logprobs"))
+    assert first is None
+    ids = tokenizer.encode(PROMPT).ids
+    assert [next(iter(entry)) for entry in entries] == [str(token_id) for token_id in ids[1:]]
+    assert json.loads(response.one("timing"))["cached_tokens"] == 0
+
+
+def test_only_the_outputs_that_a_client_names_come(server: TritonServer) -> None:
+    outputs = [grpc.InferRequestedOutput(name) for name in ("text_output", "output_ids")]
+    inputs = request_inputs(PROMPT, SAMPLING) | dict.fromkeys(RETURN_FLAGS, True)
+    response = infer_grpc(server, inputs, outputs=outputs)
+    assert set(response.outputs) == {"text_output", "output_ids"}
+
+
+@pytest.mark.parametrize("infer", UNARY)
+def test_token_ids_are_a_prompt_like_their_text(
+    server: TritonServer, tokenizer: Tokenizer, text: str, infer: Unary
+) -> None:
+    ids = tokenizer.encode(PROMPT).ids
+    assert infer(server, request_inputs(ids, SAMPLING)).text == PROMPT + text
+
+
+# ---------------------------------------------------------------------- the prompt before the text
+
+
+@pytest.mark.parametrize("infer", UNARY)
+@pytest.mark.parametrize(("excludes", "has_prompt"), [(None, True), (False, True), (True, False)])
+def test_a_whole_answer_begins_with_the_prompt_unless_excluded(
+    server: TritonServer, text: str, infer: Unary, excludes: bool | None, has_prompt: bool
+) -> None:
+    inputs = request_inputs(PROMPT, SAMPLING)
+    if excludes is not None:
+        inputs["exclude_input_in_output"] = excludes
+    assert infer(server, inputs).text == (PROMPT + text if has_prompt else text)
+
+
+@pytest.mark.parametrize("model", ["scheduler", "llm"])
+def test_a_stream_never_has_the_prompt(server: TritonServer, text: str, model: str) -> None:
+    inputs = request_inputs(PROMPT, SAMPLING, stream=True, exclude_input_in_output=True)
+    assert text_of(stream_grpc(server, inputs, model)) == text
+
+
+def test_a_stream_that_asks_for_the_prompt_gets_the_exact_error(server: TritonServer) -> None:
+    inputs = request_inputs(PROMPT, SAMPLING, stream=True, exclude_input_in_output=False)
+    assert error_of(lambda: stream_grpc(server, inputs)).message() == ECHO_IN_STREAM
+    error = error_of(lambda: stream_grpc(server, inputs, "llm"))
+    assert error.message() == IN_ENSEMBLE + ECHO_IN_STREAM
+    body = {"text_input": PROMPT, "stream": True, "exclude_input_in_output": False}
+    assert generate_stream(server, body) == [{"error": ECHO_IN_STREAM}]
+    assert generate_stream(server, body, "llm") == [{"error": IN_ENSEMBLE + ECHO_IN_STREAM}]
+
+
+# ---------------------------------------------------------------------- ways to say it
+
+AS_STRINGS = {"max_tokens": "12", "temperature": "1.5", "seed": "42", "ignore_eos": "true"}
+
+
+@pytest.mark.parametrize("infer", UNARY)
+@pytest.mark.parametrize("sampling", [SAMPLING, AS_STRINGS], ids=["typed", "as strings"])
+def test_sampling_comes_by_the_tensor(
+    server: TritonServer, text: str, infer: Unary, sampling: dict[str, Any]
+) -> None:
+    assert infer(server, request_inputs(PROMPT, sampling)).text == PROMPT + text
+
+
+@pytest.mark.parametrize("model", ["scheduler", "llm", "generate"])
+@pytest.mark.parametrize("sampling", [SAMPLING, AS_STRINGS], ids=["typed", "as strings"])
+def test_sampling_comes_by_grpc_parameters(
+    server: TritonServer, text: str, model: str, sampling: dict[str, Any]
+) -> None:
+    inputs = request_inputs(PROMPT)
+    if model == "generate":
+        assert infer_grpc(server, inputs, parameters=sampling).text == PROMPT + text
+        return
+    responses = stream_grpc(server, inputs | {"stream": True}, model, parameters=sampling)
+    assert text_of(responses) == text
+
+
+@pytest.mark.parametrize("sampling", [SAMPLING, AS_STRINGS], ids=["typed", "as strings"])
+def test_sampling_comes_by_http_infer_parameters(
+    server: TritonServer, text: str, sampling: dict[str, Any]
+) -> None:
+    response = infer_http(server, request_inputs(PROMPT), parameters=sampling)
+    assert response.text == PROMPT + text
+
+
+@pytest.mark.parametrize("model", ["scheduler", "llm", "generate"])
+@pytest.mark.parametrize("sampling", [SAMPLING, AS_STRINGS], ids=["typed", "as strings"])
+@pytest.mark.parametrize("is_nested", [False, True], ids=["flat", "in parameters"])
+def test_sampling_comes_by_http_generate_parameters(
+    server: TritonServer, text: str, model: str, sampling: dict[str, Any], is_nested: bool
+) -> None:
+    body = {"parameters": sampling} if is_nested else sampling
+    reply = generate(server, {"text_input": PROMPT, **body}, model)
+    assert reply.json()["text_output"] == PROMPT + text
+
+
+def test_inputs_come_inside_parameters_of_http_generate_too(
+    server: TritonServer, text: str
+) -> None:
+    parameters = SAMPLING | {"stream": True, "return_finish_reason": True}
+    events = generate_stream(server, {"text_input": PROMPT, "parameters": parameters})
+    assert "".join(event["text_output"] for event in events) == text
+    assert events[-1]["finish_reason"] == "length"
+
+
+def test_the_tensor_is_taken_before_parameters(server: TritonServer, text: str) -> None:
+    inputs = request_inputs(PROMPT, SAMPLING)
+    assert infer_grpc(server, inputs, parameters={"max_tokens": 1}).text == PROMPT + text
+
+
+def test_what_triton_puts_among_the_parameters_is_no_error(server: TritonServer, text: str) -> None:
+    body = {"id": "7", "priority": 3, "timeout": 30_000_000, "sequence_id": 1}
+    body |= {"sequence_start": True, "sequence_end": True}
+    reply = generate(server, {"text_input": PROMPT, **SAMPLING, **body})
+    assert reply.json()["text_output"] == PROMPT + text
+    inputs = request_inputs(PROMPT, SAMPLING)
+    options = {"request_id": "7", "priority": 3, "timeout": 30_000_000}
+    assert infer_grpc(server, inputs, **options).text == PROMPT + text
+    responses = stream_grpc(server, inputs, sequence_id=1, sequence_start=True, **options)
+    assert one_response(responses).text == PROMPT + text
+
+
+def test_an_empty_sampling_tensor_means_the_defaults(server: TritonServer) -> None:
+    inputs = request_inputs(PROMPT, return_num_output_tokens=True)
+    for sampling in ("", "{}"):
+        response = infer_grpc(server, inputs | {"sampling_parameters": sampling})
+        assert 1 <= response.one("num_output_tokens") <= 16
+
+
+def test_request_ids_need_not_be_unique(server: TritonServer, text: str) -> None:
+    call = partial(infer_grpc, server, request_inputs(PROMPT, SAMPLING), request_id="0")
+    assert {answer.text for answer in at_once([call] * 8)} == {PROMPT + text}
+
+
+def test_every_accepted_parameter_is_accepted(server: TritonServer) -> None:
+    sampling: dict[str, Any] = {
+        "max_tokens": 6,
+        "min_tokens": 2,
+        "temperature": 0.9,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.01,
+        "seed": -3,
+        "n": 1,
+        "best_of": 1,
+        "stop": ["zz", "yy"],
+        "stop_token_ids": [5],
+        "include_stop_str_in_output": True,
+        "bad_words": ["queue"],
+        "ignore_eos": False,
+        "skip_special_tokens": False,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"7": -5},
+        "logprobs": 1,
+        "prompt_logprobs": 0,
+        "priority": -1,
+        "deadline_ms": 60_000,
+        "tenant": "a",
+        "cache_salt": "b",
+        "speculation": False,
+    }
+    assert set(sampling) == set(SamplingParams.__struct_fields__)
+    assert infer_grpc(server, request_inputs(PROMPT, sampling)).text.startswith(PROMPT)
+    nothing = dict.fromkeys(sampling)  # null is the default
+    assert infer_grpc(server, request_inputs(PROMPT, nothing)).text.startswith(PROMPT)
+
+
+# ---------------------------------------------------------------------- what sampling does
+
+
+def test_stop_tokens_minimum_and_bias_act(server: TritonServer) -> None:
+    def answer(**sampling: Any) -> Response:
+        values = {"temperature": 0, "max_tokens": 10} | sampling
+        inputs = request_inputs(PROMPT, values, return_finish_reason=True, return_token_ids=True)
+        return infer_grpc(server, inputs)
+
+    seven = answer(logit_bias={7: 100})
+    assert seven.outputs["output_ids"] == [7] * 10
+    stopped = answer(logit_bias={7: 100}, stop_token_ids=[7])
+    assert (stopped.outputs["output_ids"], stopped.one("finish_reason")) == ([7], "stop")
+    assert stopped.text == PROMPT
+    late = answer(logit_bias={7: 100}, stop_token_ids=[7], min_tokens=4)
+    assert len(late.outputs["output_ids"]) == 5
+    assert 7 not in late.outputs["output_ids"][:4]
+    assert late.outputs["output_ids"][4] == 7
+    assert answer(logit_bias={0: 100}).outputs["output_ids"] == [0]
+    assert answer(logit_bias={0: 100}, ignore_eos=True).outputs["output_ids"] == [0] * 10
+    special = answer(logit_bias={0: 100}, ignore_eos=True, skip_special_tokens=False)
+    assert special.text == PROMPT + "<|endoftext|>" * 10
+
+
+def test_output_that_reaches_the_longest_length_ends(narrow_server: TritonServer) -> None:
+    inputs = request_inputs([5] * 4060, {"max_tokens": 999, "ignore_eos": True})
+    inputs |= {"return_finish_reason": True, "return_num_output_tokens": True}
+    response = infer_grpc(narrow_server, inputs)
+    assert response.one("num_output_tokens") == 4096 - 4060
+    assert response.one("finish_reason") == "length"
+
+
+# ---------------------------------------------------------------------- requests in time
+
+
+@pytest.fixture
+def idle_server(narrow_server: TritonServer) -> TritonServer:
+    """The narrow server with nothing running and nothing waiting."""
+    wait_idle(narrow_server)
+    return narrow_server
+
+
+LONG = {"max_tokens": 4000, "ignore_eos": True, "seed": 1}
+
+
+@contextlib.contextmanager
+def one_running(server: TritonServer) -> Any:
+    """A request that takes the only row for as long as this lasts."""
+    stream = GrpcStream(server)
+    stream.send(request_inputs(PROMPT, LONG, stream=True), request_id="long")
+    stream.next()
+    try:
+        yield
+    finally:
+        infer_grpc(server, {"cancel": True}, request_id="long")
+        error_of(lambda: list(stream))
+        stream.close()
+
+
+def test_a_full_queue_refuses_at_once_with_the_exact_text(idle_server: TritonServer) -> None:
+    server = idle_server
+    with one_running(server):
+        waiting = [GrpcStream(server) for _ in range(2)]
+        for stream in waiting:
+            stream.send(request_inputs(PROMPT, {"max_tokens": 1}))
+        samples = wait_for(
+            lambda: scrape(server), lambda samples: samples["charonia_requests_waiting"] == 2
+        )
+        assert samples["charonia_requests_waiting"] == 2
+        inputs = request_inputs(PROMPT, {"max_tokens": 1})
+        started = time.monotonic()
+        for error in (
+            error_of(lambda: stream_grpc(server, inputs)),
+            error_of(lambda: stream_grpc(server, inputs, "llm")),
+            error_of(lambda: infer_grpc(server, inputs)),
+        ):
+            assert "Exceeds maximum queue size" in error.message()
+            assert "Maximum queue size of 2" in error.message()
+            if error.status() is not None:  # a stream's errors have no code of their own
+                assert error.status() == "StatusCode.UNAVAILABLE"
+        reply = generate(server, {"text_input": PROMPT, "max_tokens": 1})
+        assert reply.status_code >= 400
+        assert "Exceeds maximum queue size" in reply.json()["error"]
+        assert time.monotonic() - started < 5
+    for stream in waiting:  # who waited is served
+        assert one_response(list(stream)).text.startswith(PROMPT)
+        stream.close()
+
+
+def test_a_timeout_in_the_queue_has_the_exact_text(idle_server: TritonServer) -> None:
+    server = idle_server
+    inputs = request_inputs(PROMPT, {"max_tokens": 1})
+    with one_running(server):
+        unary = error_of(lambda: infer_grpc(server, inputs, timeout=100_000))
+        assert unary.message() == "Request timeout expired"
+        assert unary.status() == "StatusCode.UNAVAILABLE"
+        stream = error_of(lambda: stream_grpc(server, inputs, timeout=100_000))
+        assert stream.message() == "Request timeout expired"
+        llm = error_of(lambda: stream_grpc(server, inputs, "llm", timeout=100_000))
+        assert llm.message() == IN_ENSEMBLE + "Request timeout expired"
+        reply = generate(server, {"text_input": PROMPT, "max_tokens": 1, "timeout": 100_000})
+        assert reply.json() == {"error": "Request timeout expired"}
+
+
+def test_a_deadline_ends_a_request_that_runs(server: TritonServer) -> None:
+    inputs = request_inputs(PROMPT, LONG | {"deadline_ms": 200}, stream=True)
+    with GrpcStream(server) as stream:
+        stream.send(inputs)
+        stream.next()
+        error = error_of(lambda: list(stream))
+    assert "deadline" in error.message() or "timeout" in error.message()
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+def load_error(checkpoint: Path, change: Callable[[Path], None]) -> str:
+    """Why tritonserver does not load a repository whose engine was changed by `change`."""
+    log: list[str] = []
+    options = RepositoryOptions(model=checkpoint)
+    with prepared_server(options, on_log=log.append) as (server, prepared):
+        change(prepared.path / "engine")
+        server.start()
+        with pytest.raises(LaunchError):
+            server.wait_ready()
+    return "\n".join(log)
+
+
+def set_engine_argument(engine: Path, **values: Any) -> None:
+    path = engine / "1" / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values), encoding="utf-8")
+
+
+def test_an_unknown_key_in_model_json_fails_the_load_and_is_named(small_checkpoint: Path) -> None:
+    log = load_error(small_checkpoint, partial(set_engine_argument, max_batch=4))
+    assert "unknown engine argument 'max_batch'; accepted are model, tokenizer, dtype" in log
+
+
+def test_tensor_parallelism_with_one_instance_per_gpu_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text('{"tensor_parallel_size": 2, "model": "m"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="please specify KIND_MODEL"):
+        check_instance_kind(path, "GPU")
+    check_instance_kind(path, "MODEL")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton refuses KIND_GPU without one")
+def test_triton_says_to_specify_kind_model(small_checkpoint: Path) -> None:
+    def change(engine: Path) -> None:
+        set_engine_argument(engine, tensor_parallel_size=2)
+        path = engine / "config.pbtxt"
+        config = path.read_text(encoding="utf-8")
+        path.write_text(config.replace("KIND_MODEL", "KIND_GPU"), encoding="utf-8")
+
+    assert "please specify KIND_MODEL" in load_error(small_checkpoint, change)
+
+
+def test_n_is_not_supported_yet(server: TritonServer) -> None:
+    with pytest.raises(InferenceServerException, match="n = 2 is not supported yet; use n = 1"):
+        infer_grpc(server, request_inputs(PROMPT, {"n": 2}))
