@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from charonia.errors import UnavailableError
-from charonia.serving.outlets import TritonOutlet
+from charonia.errors import RequestCancelledError, UnavailableError
+from charonia.serving.outlets import CancellationPoller, TritonOutlet
 
 
 class Sender:
@@ -50,3 +50,14 @@ def test_nothing_follows_the_last_response(outlet: TritonOutlet, sender: Sender)
     outlet.fail(UnavailableError("again"))
     assert not outlet.is_cancelled()
     assert [message.error().message() for message, _ in sender.sent] == ["no"]
+
+
+def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(
+    outlet: TritonOutlet, sender: Sender
+) -> None:
+    cancelled: list[str] = []
+    poller = CancellationPoller(cancelled.append)
+    poller.fail_later(outlet, RequestCancelledError("the request was cancelled"))
+    assert not sender.sent
+    poller.close()
+    assert [flags for _, flags in sender.sent] == [1]

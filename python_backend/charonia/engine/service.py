@@ -59,6 +59,7 @@ class EngineService:
         self._num_arriving = 0
         self._is_closing = False
         self._wake = threading.Condition()
+        self._is_connected = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-engine", daemon=True)
 
     @property
@@ -71,9 +72,14 @@ class EngineService:
         """Of the engine. Raises UnavailableError before there was one."""
         return self._core.info
 
-    def start(self) -> None:
-        """Start the thread, which connects to the engine as soon as there is one."""
+    def start(self, *, wait_s: float = 0.0) -> None:
+        """Start the thread, which connects to the engine as soon as there is one.
+
+        Args:
+            wait_s: return when it is connected, or after so many seconds.
+        """
         self._thread.start()
+        self._is_connected.wait(wait_s)
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         """Take a request in. Its chunks go to `sink`, the last one with a reason or an error.
@@ -146,6 +152,8 @@ class EngineService:
 
     def _turn(self) -> None:
         is_up = self._core.is_up or self._core.connect()
+        if is_up:
+            self._is_connected.set()
         self._take_inbox()
         if not (is_up and self._core.step()):
             with self._wake:

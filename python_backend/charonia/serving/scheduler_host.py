@@ -30,6 +30,7 @@ from charonia.text.tokenizer import Tokenizer
 NOTHING: Outputs = {"text_output": [""]}
 """Answers a request that generates no text."""
 START_DELAY_S = 3.0
+FIRST_CONNECT_S = 2.0
 TRITON_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 
 
@@ -122,7 +123,8 @@ class SchedulerHost:
         with self._start_lock:
             if not self._is_started:
                 self._is_started = True
-                self._service.start()
+                # The engine is loaded by now: the first request need not be refused.
+                self._service.start(wait_s=FIRST_CONNECT_S)
                 self._exporter.start()
 
     def _refuse_relayed(self, outlet: TritonOutlet, error: CharoniaError) -> None:
@@ -139,7 +141,7 @@ class SchedulerHost:
                 self._service.cancel_matching(call.request_id, call.tenant)
                 outlet.send(NOTHING, is_final=True)
             case CancelCall(key=key):
-                self._service.cancel(str(key))
+                self._sessions.abandon(str(key))
                 outlet.send(NOTHING, is_final=True)
             case CollectCall():
                 self._relay.collect(call.relay_key, outlet)

@@ -29,6 +29,7 @@ class Session:
 
     Attributes:
         chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
+        is_abandoned: its client has gone.
     """
 
     def __init__(self, key: str, options: OutputOptions, prompt_text: str, outlet: Outlet) -> None:
@@ -38,6 +39,7 @@ class Session:
         self.outlet = outlet
         self.chunks: list[Chunk] = []
         self.is_queued = False
+        self.is_abandoned = False
         self.lock = threading.Lock()
 
 
@@ -62,7 +64,7 @@ class Sessions:
         self._log = log
         self._sessions: dict[str, Session] = {}
         self._ready: SimpleQueue[Session | None] = SimpleQueue()
-        self._poller = CancellationPoller(cancel)
+        self._poller = CancellationPoller(self.abandon)
         self._threads = [
             threading.Thread(target=self._run, name=f"charonia-sender-{index}", daemon=True)
             for index in range(num_threads)
@@ -88,6 +90,13 @@ class Sessions:
         """Forget a request that got no further than `open`; nothing is sent."""
         self._poller.remove(key)
         self._sessions.pop(key, None)
+
+    def abandon(self, key: str) -> None:
+        """Cancel a request whose client has gone; nothing happens when it is not live."""
+        session = self._sessions.get(key)
+        if session is not None:
+            session.is_abandoned = True
+        self._cancel(key)
 
     def close(self) -> None:
         """End what is still live with an error, and stop the threads."""
@@ -132,7 +141,10 @@ class Sessions:
             if session.options.is_streaming and chunks[:-1]:
                 self._send_outputs(session, chunks[:-1], is_final=False)
             self._end(session)
-            session.outlet.fail(last.error)
+            if session.is_abandoned:
+                self._poller.fail_later(session.outlet, last.error)
+            else:
+                session.outlet.fail(last.error)
 
     def _send_outputs(self, session: Session, chunks: list[Chunk], *, is_final: bool) -> None:
         outputs: dict[str, list[Any]] = chunk_outputs(
