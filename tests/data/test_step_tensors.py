@@ -73,7 +73,7 @@ def test_sampled_tokens_are_appended_to_their_rows() -> None:
 
 def test_a_row_that_another_request_takes_over_shows_nothing_of_the_first() -> None:
     tensors = StepTensors(
-        num_rows=1,
+        num_rows=2,
         max_model_len=8,
         block_size=4,
         max_num_batched_tokens=8,
@@ -82,8 +82,9 @@ def test_a_row_that_another_request_takes_over_shows_nothing_of_the_first() -> N
     tensors.join(NewRow(0, [1, 2, 3, 4, 5, 6], 6, 0, [7, 8], SAMPLING))
     tensors.leave(0)
     tensors.join(NewRow(0, [9], 1, 0, [5], SAMPLING))
-    batch = tensors.begin([RowStep(0, 1)])
-    assert batch.token_ids.tolist() == [9]
-    assert batch.slots.tolist() == [20]
-    assert batch.block_tables.tolist() == [[5]]
+    tensors.join(NewRow(1, [4] * 6, 6, 5, [2, 3], SAMPLING))
+    batch = tensors.begin([RowStep(0, 1), RowStep(1, 1)])
+    assert batch.token_ids.tolist() == [9, 4]
+    assert batch.slots.tolist() == [20, 13]
+    assert batch.block_tables.tolist() == [[5, 0], [2, 3]]
     assert tensors.token_ids(0).tolist() == [9]

@@ -20,7 +20,6 @@ class Limits:
         max_model_len: tokens of a request, prompt and output together.
         max_num_seqs: rows. max_num_batched_tokens: token budget of a step.
         max_queue_size: waiting requests, None for any number.
-        watermark: blocks that admission leaves free while others run.
     """
 
     num_blocks: int

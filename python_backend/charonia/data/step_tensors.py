@@ -79,6 +79,7 @@ class StepTensors:
             block_ids=set(new.block_ids),
         )
         self._row_tokens[new.row, : len(new.token_ids)] = torch.tensor(new.token_ids)
+        self._row_blocks[new.row].zero_()  # the null block, not those of the row's last request
         self._row_blocks[new.row, : len(new.block_ids)] = torch.tensor(
             new.block_ids, dtype=torch.int64
         )
