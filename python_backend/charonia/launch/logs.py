@@ -18,6 +18,14 @@ _NOISE = (
     "DCGM unable to start",
     "Failed to initialize NVML",
     "Signal (15) received.",
+    # A failed start, which the launcher explains in one line (`failure_reason`).
+    "Failed to create instance: TritonModelException",
+    "failed to load '",
+    "which has no loaded version",
+    "error: creating server",
+)
+_EXCEPTION = re.compile(
+    r"^(?:Internal: )?(?:TritonModelException: )?(?P<text>.*?)(?:\\n\\nAt:.*)?$"
 )
 
 
@@ -34,8 +42,8 @@ def failure_reason(lines: Iterable[str]) -> str | None:
     first_error = None
     for line in lines:
         if failure := _LOAD_FAILURE.search(line):
-            reason = failure["reason"].strip().rstrip('"')
-            return f"model {failure['model']!r}: {reason}"
+            reason = _EXCEPTION.sub(r"\g<text>", failure["reason"].strip().rstrip('"'))
+            return f"model {failure['model']!r} cannot be loaded: {reason}"
         match = _LINE.match(line)
         if match and match["severity"] in "EF" and is_interesting(line):
             first_error = first_error or match["text"].strip('"')

@@ -189,7 +189,10 @@ class BlsExecutor:
         if response.has_error():
             raise EngineDiedError(clean(response.error().message()))
         reply = pb_utils.get_output_tensor_by_name(response, REPLY)
-        return decode_reply(reply.as_numpy().tobytes())
+        try:
+            return decode_reply(reply.as_numpy().tobytes())
+        except (AttributeError, msgspec.DecodeError):
+            raise StepFailedError("the engine's reply cannot be read") from None
 
 
 def is_reload(engine_dir: Path) -> bool:

@@ -9,21 +9,20 @@ import locale
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from charonia.config import EngineArgs
+from charonia.engine.inline import PlanRunner
 from charonia.errors import CharoniaError, ConfigError, PlanRefusedError, UnavailableError
 from charonia.protocol import (
-    EngineInfo,
     EngineReply,
     EngineRequest,
     Hello,
     StepFailure,
     StepPlan,
-    StepResult,
     decode_request,
     encode,
 )
@@ -33,18 +32,6 @@ from charonia.serving.tensors import INTERNAL_ERROR, error_response
 
 MODEL_FILE = "model.json"
 NOT_THE_SCHEDULER = "the engine takes plans from the scheduler alone; send requests to that model"
-
-
-class PlanRunner(Protocol):
-    """What executes plans, e.g. `charonia.data.runner.Runner`."""
-
-    def info(self) -> EngineInfo:
-        """Say what this engine is."""
-        ...
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Execute the next step. Raises PlanRefusedError for any other."""
-        ...
 
 
 class EngineHost:

@@ -24,7 +24,13 @@ from charonia.serving.outlets import Outlet, TritonOutlet
 from charonia.serving.relay import MailboxOutlet, Relay
 from charonia.serving.schema import CancelCall, CollectCall, GenerateCall, parse
 from charonia.serving.sessions import Sessions
-from charonia.serving.tensors import INTERNAL_ERROR, RELAY_KEY, Outputs, read_request
+from charonia.serving.tensors import (
+    INTERNAL_ERROR,
+    RELAY_KEY,
+    Outputs,
+    RawRequest,
+    read_request,
+)
 from charonia.text.tokenizer import Tokenizer
 
 NOTHING: Outputs = {"text_output": [""]}
@@ -104,7 +110,7 @@ class SchedulerHost:
                 raw = read_request(request)
                 if RELAY_KEY in raw.tensors:
                     refuse = partial(self._refuse_relayed, outlet)
-                self._take(parse(raw), outlet)
+                self._take(self._parse(raw), outlet)
             except CharoniaError as error:
                 refuse(error)
             except Exception:
@@ -126,6 +132,13 @@ class SchedulerHost:
                 # The engine is loaded by now: the first request need not be refused.
                 self._service.start(wait_s=FIRST_CONNECT_S)
                 self._exporter.start()
+
+    def _parse(self, raw: RawRequest) -> GenerateCall | CancelCall | CollectCall:
+        try:
+            return parse(raw)
+        except CharoniaError as error:
+            self._service.count_rejection(error)
+            raise
 
     def _refuse_relayed(self, outlet: TritonOutlet, error: CharoniaError) -> None:
         outlet.send(self._relay.refused(error), is_final=True)
