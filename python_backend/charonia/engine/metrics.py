@@ -99,6 +99,8 @@ class Metrics:
             self.counters["charonia_prompt_tokens_total", source] = 0.0
         for reason in ("stop", "length"):
             self.counters["charonia_finished_total", reason] = 0.0
+        for reason in ("invalid", "queue_full", "unavailable"):
+            self.counters["charonia_rejections_total", reason] = 0.0
 
     def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
         """Add to a counter."""

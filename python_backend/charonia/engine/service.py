@@ -95,9 +95,13 @@ class EngineService:
             with self._wake:
                 self._accept(request, sink)
         except CharoniaError as error:
-            with self._wake:
-                self.metrics.count("charonia_rejections_total", label=_rejection(error))
+            self.count_rejection(error)
             raise
+
+    def count_rejection(self, error: CharoniaError) -> None:
+        """Count a request that is refused, here or before it could be submitted."""
+        with self._wake:
+            self.metrics.count("charonia_rejections_total", label=_rejection(error))
 
     def cancel(self, key: str) -> None:
         """Cancel a request; nothing happens when it is not live."""
@@ -182,4 +186,4 @@ class EngineService:
 def _rejection(error: CharoniaError) -> str:
     if isinstance(error, QueueFullError):
         return "queue_full"
-    return "invalid" if isinstance(error, InvalidRequestError) else "unavailable"
+    return "unavailable" if isinstance(error, UnavailableError) else "invalid"
