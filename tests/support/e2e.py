@@ -6,6 +6,7 @@ charonia's insides: only the tensors, parameters and metrics of its interface.
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -319,7 +320,7 @@ def wait_idle(server: TritonServer, timeout: float = 30.0) -> dict[str, float]:
             "charonia_requests_waiting",
             'charonia_kv_blocks{state="used"}',
         )
-        return {name: samples[name] for name in names if samples[name]}
+        return {name: count for name in names if (count := samples.get(name, math.inf))}
 
     samples = wait_for(lambda: scrape(server), lambda samples: not busy(samples), timeout)
     assert not busy(samples), f"not idle after {timeout:g} s: {busy(samples)}"
