@@ -6,6 +6,7 @@ one public machine; everything else in here is a part of it.
 
 from charonia.control.limits import Limits
 from charonia.control.request import Request, Update
-from charonia.control.scheduler import Scheduler, SchedulerStats
+from charonia.control.scheduler import Scheduler
+from charonia.control.stats import SchedulerStats
 
 __all__ = ["Limits", "Request", "Scheduler", "SchedulerStats", "Update"]

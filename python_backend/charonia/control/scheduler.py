@@ -24,19 +24,9 @@ from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
 from charonia.control.queues import WaitingQueue
 from charonia.control.request import Request, Update
+from charonia.control.stats import SchedulerStats
 from charonia.errors import QueueFullError
 from charonia.protocol import FinishReason, NewRow, RowResult, RowStep, StepPlan, StepResult
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counts since the start. Tokens count once per request for the prompt's source."""
-
-    prompt_tokens_computed: int = 0
-    prompt_tokens_cached: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -192,9 +182,12 @@ class Scheduler:
             index += 1
             budget -= self._plan_running(request, budget, rows)
         if self.stats.preemptions == num_preempted:
-            while budget > 0 and (admitted := self._next_admissible(budget)) is not None:
-                joins.append(self._admit(admitted, now))
+            owed = sum(self._num_owed(running) for running in self._running)
+            while budget > 0 and (found := self._next_admissible(budget, owed)) is not None:
+                admitted, hits = found
+                joins.append(self._admit(admitted, hits, now))
                 budget -= self._plan_running(admitted, budget, rows)
+                owed += self._num_owed(admitted)
         if not rows:
             return None
         leaves, self._leaves = self._leaves, []
@@ -307,25 +300,27 @@ class Scheduler:
         self._in_flight.append(_Scheduled(request, num_tokens))
         return num_tokens
 
-    def _next_admissible(self, budget: int) -> Request | None:
-        """The next request in order, if there is a row and its whole known prompt fits."""
+    def _num_owed(self, request: Request) -> int:
+        """Blocks that a running request's known tokens need and that it does not have yet."""
+        return max(0, self.limits.blocks_for(len(request.token_ids)) - len(request.block_ids))
+
+    def _next_admissible(self, budget: int, owed: int) -> tuple[Request, list[int]] | None:
+        """The next request in order and its hits, if there is a row and its whole prompt fits.
+
+        Args:
+            owed: blocks that the running requests' known tokens still need.
+        """
         request = self._suspects[0] if self._suspects else self._waiting.first()
         if request is None or request.row is not None or not self._free_rows:
             return None
         hits = self._find_hits(request)
-        num_tokens = len(request.token_ids)
-        if not self.limits.enable_chunked_prefill:
-            num_left = num_tokens - len(hits) * self.limits.block_size
-            if num_left > budget:
-                return None
-        owed = sum(
-            max(0, self.limits.blocks_for(len(running.token_ids)) - len(running.block_ids))
-            for running in self._running
-        )
+        num_left = len(request.token_ids) - len(hits) * self.limits.block_size
+        if num_left > budget and not self.limits.enable_chunked_prefill:
+            return None
         spare = self.kv.num_free - self.kv.count_free(hits) - owed
         if self._running:
             spare -= self.limits.watermark
-        return request if self.limits.blocks_for(num_tokens) - len(hits) <= spare else None
+        return (request, hits) if self.limits.blocks_for(num_left) <= spare else None
 
     def _find_hits(self, request: Request) -> list[int]:
         """Cached blocks of its prefix; the last known token is always computed, for its logits."""
@@ -335,8 +330,7 @@ class Scheduler:
         max_hits = (len(request.token_ids) - 1) // self.limits.block_size
         return self.kv.find(request.block_keys[:max_hits])
 
-    def _admit(self, request: Request, now: float) -> NewRow:
-        hits = self._find_hits(request)
+    def _admit(self, request: Request, hits: list[int], now: float) -> NewRow:
         self.kv.acquire(hits)
         self._waiting.remove(request)
         self._running.append(request)
