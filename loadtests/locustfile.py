@@ -11,10 +11,15 @@ import queue
 import random
 import time
 
+import grpc.experimental.gevent as gevent_grpc
 import httpx
 import numpy as np
 import tritonclient.grpc as grpc
+from httpx_sse import EventSource
 from locust import User, between, task
+
+# Locust's users are greenlets of one thread, which a waiting gRPC call would stop altogether.
+gevent_grpc.init_gevent()
 
 PROMPTS = ("def fibonacci(n):", "import os\n\n", "class Stack:\n", "for index in range(")
 SAMPLING = {"max_tokens": 64, "temperature": 0.7, "ignore_eos": True}
@@ -107,12 +112,11 @@ class HttpUser(CompletionUser):
         url = "/v2/models/scheduler/generate_stream"
         with self._client.stream("POST", url, json=body) as response:
             response.raise_for_status()
-            for line in response.iter_lines():
-                if line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise RuntimeError(event["error"])
-                    yield event["text_output"]
+            for event in EventSource(response).iter_sse():
+                outputs = json.loads(event.data)
+                if "error" in outputs:
+                    raise RuntimeError(outputs["error"])
+                yield outputs["text_output"]
 
 
 def _tensor(name: str, kind: str, values: np.ndarray) -> grpc.InferInput:
