@@ -187,7 +187,7 @@ class TritonServer:
         processes.kill_session(self._process.pid)
         self._process.wait()
         if self._pump is not None:
-            self._pump.join()
+            self._pump.join(timeout=2.0)  # somebody outside the session may still hold the pipe
         self._process = None
         processes.remove_shared_memory(self._runtime.shm_prefix)
 
