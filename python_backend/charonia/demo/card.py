@@ -22,9 +22,10 @@ tags: [python, toy]
 ---
 # {model}
 
-A toy: a Llama of {parameters:,} parameters that {purpose}. It exists so that
-charonia can be tried and tested with a real checkpoint that fits into its repository. Do not use
-what it writes: the code looks like Python and means nothing.
+A toy: a Llama of {parameters:,} parameters that
+{purpose}.
+It exists so that charonia can be tried and tested with a real checkpoint that fits into its
+repository. Do not use what it writes: the code looks like Python and means nothing.
 
 | | |
 | --- | --- |
@@ -45,12 +46,21 @@ autocast; seed {seed} |
 | time | {cpu_minutes} CPU minutes ({threads} thread), {wall_minutes} minutes by the clock, on a \
 CPU shared with other work; torch {torch} |
 | held-out loss | {held_out_nats_per_token} nats per token, {held_out_bits_per_byte} bits per byte \
-(this checkpoint, float32 arithmetic under bfloat16 autocast, windows of \
+(this checkpoint, all held-out tokens, bfloat16 autocast, windows of \
 {max_position_embeddings} tokens) |
 | command | `python -m charonia.demo.train --model {kind} --seed {seed} --threads {threads}` |
 
-The course of the loss is in `training.json`. Other versions of Python ship other sources and give
+These figures are in `training.json` too. Other versions of Python ship other sources and give
 another model.
+
+## The course of the loss
+
+In nats per token; held out on an eighth of the windows, with the context that is being trained:
+256 tokens for three quarters of the steps, then all of it.
+
+| step | train | held out |
+| --- | --- | --- |
+{history}
 
 ## Licence
 
@@ -63,8 +73,9 @@ the same terms.
 def write_card(folder: Path, figures: dict[str, Any], *, kind: str) -> None:
     """Write README.md beside the checkpoint in `folder`; kind is "target" or "draft"."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rows = [f"| {row['step']} | {row['train']} | {row['held_out']} |" for row in figures["history"]]
     card = CARD.format(
-        **(config | figures),
+        **(config | figures | {"history": "\n".join(rows)}),
         purpose=PURPOSES[kind],
         kind=kind,
         epochs=figures["trained_tokens"] / figures["corpus_tokens"],

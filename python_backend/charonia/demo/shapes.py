@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from charonia.demo.vocabulary import END_OF_TEXT_ID, VOCAB_SIZE
 
@@ -54,8 +54,10 @@ def build_model(shape: Shape) -> LlamaForCausalLM:
 def save_model(model: Any, folder: Path) -> None:
     """Round the model to bfloat16, in place, and write its configuration and weights."""
     model.to(torch.bfloat16)
-    model.generation_config.bos_token_id = END_OF_TEXT_ID
-    model.generation_config.eos_token_id = END_OF_TEXT_ID
+    generation_config: Any = GenerationConfig
+    model.generation_config = generation_config(
+        bos_token_id=END_OF_TEXT_ID, eos_token_id=END_OF_TEXT_ID
+    )
     model.save_pretrained(folder)
 
 
