@@ -15,8 +15,25 @@ class DemoPrompt(NamedTuple):
     seed: int
 
 
+# Chosen, with their seeds, for completions that repeat themselves little; each ends with a line.
 DEMO_PROMPTS = (
-    DemoPrompt("class Queue:\n    def __init__(self, maxsize=0):\n", 96, 0.0, 0),
-    DemoPrompt("def read_config(path):\n", 96, 0.0, 0),
-    DemoPrompt("import os\nimport sys\n", 96, 0.4, 1),
+    DemoPrompt(
+        'def copy_file(source, target):\n    """Copy a file."""\n',
+        max_tokens=92,
+        temperature=0.5,
+        seed=3,
+    ),
+    DemoPrompt(
+        "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n"
+        "    def __repr__(self):\n",
+        max_tokens=69,
+        temperature=0.5,
+        seed=2,
+    ),
+    DemoPrompt(
+        "def main():\n    parser = argparse.ArgumentParser(",
+        max_tokens=89,
+        temperature=0.5,
+        seed=6,
+    ),
 )
