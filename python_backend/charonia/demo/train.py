@@ -236,9 +236,15 @@ def cpu_seconds() -> float:
 
 def main() -> None:
     """Train what the command line asks for."""
-    parser = argparse.ArgumentParser(prog="python -m charonia.demo.train", description=__doc__)
-    parser.add_argument("--model", choices=[*SHAPES, "both"], default="both")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = argparse.ArgumentParser(
+        prog="python -m charonia.demo.train",
+        description="Train the demo models on the running interpreter's standard library and "
+        "write their checkpoints, figures and model cards beside this module.",
+    )
+    parser.add_argument(
+        "--model", choices=[*SHAPES, "both"], default="both", help="what to train (both)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
