@@ -28,6 +28,9 @@ ANSWER_TIMEOUT_S = 60.0
 EXPORT_INTERVAL_S = 0.5  # how far the metrics page may lag behind
 # Histograms that are exported as counters; the parser gives counters the suffix of OpenMetrics.
 PARTS_OF_HISTOGRAMS = ("_bucket_total", "_sum_total", "_count_total")
+# Made once, because making one takes longer than most requests. It keeps no connections, which a
+# server would wait for when it stops.
+HTTP = httpx.Client(timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_keepalive_connections=0))
 T = TypeVar("T")
 
 
@@ -129,6 +132,12 @@ def text_of(responses: list[Response]) -> str:
 def ids_of(responses: list[Response]) -> list[int]:
     """All `output_ids` of a stream."""
     return [token_id for response in responses for token_id in response.outputs["output_ids"]]
+
+
+def one_response(responses: list[Response]) -> Response:
+    """The only one."""
+    (response,) = responses
+    return response
 
 
 def check_stream(responses: list[Response]) -> None:
@@ -251,7 +260,7 @@ def generate_url(server: TritonServer, model: str, *, stream: bool = False) -> s
 def generate(server: TritonServer, body: Any, model: str = "scheduler") -> httpx.Response:
     """POST to `generate`. A body that is bytes goes out as it is, else as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(generate_url(server, model), content=content, timeout=ANSWER_TIMEOUT_S)
+    return HTTP.post(generate_url(server, model), content=content)
 
 
 def sse_events(text: str) -> list[dict[str, Any]]:
@@ -266,9 +275,7 @@ def generate_stream(
     server: TritonServer, body: Mapping[str, Any], model: str = "scheduler"
 ) -> list[dict[str, Any]]:
     """POST to `generate_stream`; the events."""
-    reply = httpx.post(
-        generate_url(server, model, stream=True), json=dict(body), timeout=ANSWER_TIMEOUT_S
-    )
+    reply = HTTP.post(generate_url(server, model, stream=True), json=dict(body))
     assert reply.headers["content-type"].startswith("text/event-stream"), reply.headers
     return sse_events(reply.content.decode())
 
@@ -282,7 +289,7 @@ def scrape(server: TritonServer) -> dict[str, float]:
     The labels `model` and `version`, which all have, are left out.
     """
     samples = {}
-    page = httpx.get(server.metrics_url, timeout=ANSWER_TIMEOUT_S).text
+    page = HTTP.get(server.metrics_url).text
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name.startswith("nv_") and "kv_cache_block_type" not in sample.labels:

@@ -1,0 +1,167 @@
+"""Where the real server says no or stops: a full queue, time, length, a wrong configuration."""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from charonia.errors import ConfigError
+from charonia.launch.errors import LaunchError
+from charonia.launch.repository import RepositoryOptions
+from charonia.launch.run import prepared_server
+from charonia.launch.server import TritonServer
+from charonia.serving.engine_host import check_instance_kind
+from support.e2e import (
+    GrpcStream,
+    error_of,
+    generate,
+    infer_grpc,
+    one_response,
+    request_inputs,
+    scrape,
+    stream_grpc,
+    wait_for,
+    wait_idle,
+)
+
+PROMPT = "def größer(queue: list[str]) -> int:"
+IN_ENSEMBLE = "in ensemble 'llm', "
+
+
+def test_output_that_reaches_the_longest_length_ends(narrow_server: TritonServer) -> None:
+    inputs = request_inputs([5] * 4060, {"max_tokens": 999, "ignore_eos": True})
+    inputs |= {"return_finish_reason": True, "return_num_output_tokens": True}
+    response = infer_grpc(narrow_server, inputs)
+    assert response.one("num_output_tokens") == 4096 - 4060
+    assert response.one("finish_reason") == "length"
+
+
+# ---------------------------------------------------------------------- requests in time
+
+
+@pytest.fixture
+def idle_server(narrow_server: TritonServer) -> TritonServer:
+    """The narrow server with nothing running and nothing waiting."""
+    wait_idle(narrow_server)
+    return narrow_server
+
+
+LONG = {"max_tokens": 4000, "ignore_eos": True, "seed": 1}
+
+
+@contextlib.contextmanager
+def one_running(server: TritonServer) -> Any:
+    """A request that takes the only row for as long as this lasts."""
+    stream = GrpcStream(server)
+    stream.send(request_inputs(PROMPT, LONG, stream=True), request_id="long")
+    stream.next()
+    try:
+        yield
+    finally:
+        infer_grpc(server, {"cancel": True}, request_id="long")
+        error_of(lambda: list(stream))
+        stream.close()
+
+
+def test_a_full_queue_refuses_at_once_with_the_exact_text(idle_server: TritonServer) -> None:
+    server = idle_server
+    with one_running(server):
+        waiting = [GrpcStream(server) for _ in range(2)]
+        for stream in waiting:
+            stream.send(request_inputs(PROMPT, {"max_tokens": 1}))
+        samples = wait_for(
+            lambda: scrape(server), lambda samples: samples["charonia_requests_waiting"] == 2
+        )
+        assert samples["charonia_requests_waiting"] == 2
+        inputs = request_inputs(PROMPT, {"max_tokens": 1})
+        started = time.monotonic()
+        for error in (
+            error_of(lambda: stream_grpc(server, inputs)),
+            error_of(lambda: stream_grpc(server, inputs, "llm")),
+            error_of(lambda: infer_grpc(server, inputs)),
+        ):
+            assert "Exceeds maximum queue size" in error.message()
+            assert "Maximum queue size of 2" in error.message()
+            if error.status() is not None:  # a stream's errors have no code of their own
+                assert error.status() == "StatusCode.UNAVAILABLE"
+        reply = generate(server, {"text_input": PROMPT, "max_tokens": 1})
+        assert reply.status_code >= 400
+        assert "Exceeds maximum queue size" in reply.json()["error"]
+        assert time.monotonic() - started < 5
+    for stream in waiting:  # who waited is served
+        assert one_response(list(stream)).text.startswith(PROMPT)
+        stream.close()
+
+
+def test_a_timeout_in_the_queue_has_the_exact_text(idle_server: TritonServer) -> None:
+    server = idle_server
+    inputs = request_inputs(PROMPT, {"max_tokens": 1})
+    with one_running(server):
+        unary = error_of(lambda: infer_grpc(server, inputs, timeout=100_000))
+        assert unary.message() == "Request timeout expired"
+        assert unary.status() == "StatusCode.UNAVAILABLE"
+        stream = error_of(lambda: stream_grpc(server, inputs, timeout=100_000))
+        assert stream.message() == "Request timeout expired"
+        llm = error_of(lambda: stream_grpc(server, inputs, "llm", timeout=100_000))
+        assert llm.message() == IN_ENSEMBLE + "Request timeout expired"
+        reply = generate(server, {"text_input": PROMPT, "max_tokens": 1, "timeout": 100_000})
+        assert reply.json() == {"error": "Request timeout expired"}
+
+
+def test_a_deadline_ends_a_request_that_runs(server: TritonServer) -> None:
+    inputs = request_inputs(PROMPT, LONG | {"deadline_ms": 200}, stream=True)
+    with GrpcStream(server) as stream:
+        stream.send(inputs)
+        stream.next()
+        error = error_of(lambda: list(stream))
+    assert "deadline" in error.message() or "timeout" in error.message()
+
+
+# ---------------------------------------------------------------------- configuration
+
+
+def load_error(checkpoint: Path, change: Callable[[Path], None]) -> str:
+    """Why tritonserver does not load a repository whose engine was changed by `change`."""
+    log: list[str] = []
+    options = RepositoryOptions(model=checkpoint)
+    with prepared_server(options, on_log=log.append) as (server, prepared):
+        change(prepared.path / "engine")
+        server.start()
+        with pytest.raises(LaunchError):
+            server.wait_ready()
+    return "\n".join(log)
+
+
+def set_engine_argument(engine: Path, **values: Any) -> None:
+    path = engine / "1" / "model.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values), encoding="utf-8")
+
+
+def test_an_unknown_key_in_model_json_fails_the_load_and_is_named(small_checkpoint: Path) -> None:
+    log = load_error(small_checkpoint, partial(set_engine_argument, max_batch=4))
+    assert "unknown engine argument 'max_batch'; accepted are model, tokenizer, dtype" in log
+
+
+def test_tensor_parallelism_with_one_instance_per_gpu_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.json"
+    path.write_text('{"tensor_parallel_size": 2, "model": "m"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="please specify KIND_MODEL"):
+        check_instance_kind(path, "GPU")
+    check_instance_kind(path, "MODEL")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton refuses KIND_GPU without one")
+def test_triton_says_to_specify_kind_model(small_checkpoint: Path) -> None:
+    def change(engine: Path) -> None:
+        set_engine_argument(engine, tensor_parallel_size=2)
+        path = engine / "config.pbtxt"
+        config = path.read_text(encoding="utf-8")
+        path.write_text(config.replace("KIND_MODEL", "KIND_GPU"), encoding="utf-8")
+
+    assert "please specify KIND_MODEL" in load_error(small_checkpoint, change)
