@@ -12,6 +12,8 @@ import msgspec
 
 from charonia.errors import ConfigError
 
+SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
+"""Parameters in a config.pbtxt that are meant for the inference server, not for us."""
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 T = TypeVar("T")
 
@@ -112,12 +114,14 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> "SchedulerArgs":
-        """Read the string values of a config.pbtxt; `REPORT_CUSTOM_METRICS` keeps its spelling.
+        """Read the string values of a config.pbtxt, of which some are the server's own.
 
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range; it is named.
         """
-        values: dict[str, Any] = dict(parameters)
+        values: dict[str, Any] = {
+            name: value for name, value in parameters.items() if name not in SERVER_PARAMETERS
+        }
         if "REPORT_CUSTOM_METRICS" in values:
             is_wanted = values["REPORT_CUSTOM_METRICS"].lower() in ("yes", "true")
             values["REPORT_CUSTOM_METRICS"] = is_wanted

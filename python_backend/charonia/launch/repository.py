@@ -30,7 +30,6 @@ DEFAULT_SCHEDULER = "scheduler"
 DEMO_CHECKPOINT = Path(charonia.__file__).parent / "demo" / "checkpoints" / "charonia-demo"
 LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
 PATH_KEYS = ("model", "tokenizer")
-TRITON_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +206,7 @@ def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs
     """Set parameters of `config`, and check all that are charonia's."""
     for key, value in settings.items():
         config.parameters[key].string_value = value
-    ours = {
-        key: parameter.string_value
-        for key, parameter in config.parameters.items()
-        if key not in TRITON_PARAMETERS
-    }
+    ours = {key: parameter.string_value for key, parameter in config.parameters.items()}
     return SchedulerArgs.from_parameters(ours)
 
 

@@ -37,17 +37,12 @@ NOTHING: Outputs = {"text_output": [""]}
 """Answers a request that generates no text."""
 START_DELAY_S = 3.0
 FIRST_CONNECT_S = 2.0
-TRITON_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 
 
 def own_parameters(model_config: str) -> dict[str, str]:
-    """The `parameters` of a model's config.pbtxt, without Triton's own."""
+    """The `parameters` of a model's config.pbtxt."""
     parameters: Mapping[str, Any] = json.loads(model_config).get("parameters", {})
-    return {
-        name: value["string_value"]
-        for name, value in parameters.items()
-        if name not in TRITON_PARAMETERS
-    }
+    return {name: value["string_value"] for name, value in parameters.items()}
 
 
 class SchedulerHost:
