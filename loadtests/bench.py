@@ -24,9 +24,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
+
 from checkpoint import make_llama_135m
 from sides import Side, Trace, in_process, over_triton
-from tqdm import tqdm
 
 RESULTS = Path(__file__).parent / "results"
 CACHE = Path(tempfile.gettempdir()) / "charonia-bench"

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 import tritonclient.grpc.aio as grpc_aio
+
 from charonia import SamplingParams
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.data.runner import Runner

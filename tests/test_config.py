@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.errors import ConfigError
 

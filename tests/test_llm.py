@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from charonia import LLM, SamplingParams
 from charonia.errors import ConfigError, InvalidRequestError
 

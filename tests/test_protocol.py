@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.protocol import (
     INT32_MAX,

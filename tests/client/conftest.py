@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from charonia_client import Client

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+
 from charonia.launch.server import TritonServer
 from charonia_client import (
     AsyncClient,

@@ -1,6 +1,7 @@
 """Codes and texts become typed errors."""
 
 import pytest
+
 from charonia_client.errors import (
     Cancelled,
     CharoniaClientError,

@@ -1,6 +1,7 @@
 """The schedule of attempts, with time and chance as arguments."""
 
 import pytest
+
 from charonia_client import RetryPolicy
 from charonia_client.errors import InvalidRequest, ServerError, Timeout, Unavailable
 from charonia_client.retry import Attempts

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from charonia.launch.server import TritonServer
 from charonia_client import (
     Cancelled,

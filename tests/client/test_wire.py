@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tritonclient.utils import deserialize_bytes_tensor
+
 from charonia.protocol import SamplingParams
 from charonia_client import (
     Chunk,
@@ -19,7 +21,6 @@ from charonia_client import (
     wire,
 )
 from charonia_client.values import join
-from tritonclient.utils import deserialize_bytes_tensor
 
 
 def request(prompt: Any = "hi", **options: Any) -> wire.Request:

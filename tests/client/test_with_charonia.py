@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from charonia.launch.server import TritonServer
 from charonia_client import (
     AsyncClient,

@@ -6,11 +6,12 @@ alone without any of that, the invariants hold after every step, and the pool is
 
 from dataclasses import dataclass, field
 
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from charonia.control import Limits, Request, Scheduler
 from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import RowSampling
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants, check_parents_outlive_children
 

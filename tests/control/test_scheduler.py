@@ -1,6 +1,7 @@
 """The scheduler's rules one by one: admission, preemption, caching, expiry, blame."""
 
 import pytest
+
 from charonia.control import Limits, Request, Scheduler
 from charonia.errors import (
     ConfigError,

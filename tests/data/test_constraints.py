@@ -5,9 +5,10 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
+
 from charonia.data.sampling.constraints import SampledRow, Truncation, count_kept, edit_logits
 from charonia.protocol import RowSampling
-from torch import Tensor
 
 VOCAB = 50
 

@@ -3,6 +3,7 @@
 import psutil
 import pytest
 import torch
+
 from charonia.data import kv_store
 from charonia.data.kv_store import KVStore, num_blocks_that_fit
 from charonia.errors import ConfigError

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from charonia.data.model.decoder import Decoder
 from charonia.data.model.layers import Placement
 from charonia.data.model.loader import load_weights
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.torch_ops import TorchOps
 from charonia.errors import CheckpointError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 Checkpoint = Callable[..., Path]
 WEIGHTS = "model.safetensors"

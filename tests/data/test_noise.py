@@ -5,8 +5,9 @@ import math
 
 import pytest
 import torch
-from charonia.data.sampling.noise import BLOCK_SIZE, gumbel, largest_gumbel, signed_seed
 from torch import Tensor
+
+from charonia.data.sampling.noise import BLOCK_SIZE, gumbel, largest_gumbel, signed_seed
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15

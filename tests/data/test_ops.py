@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
 from charonia.data.ops.base import Pages, Rotation, StepBatch
 from charonia.data.ops.reference import ReferenceOps
 from charonia.data.ops.torch_ops import TorchOps
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.devices import DEVICES
-from torch import Tensor
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 DTYPES = list(TOLERANCE)

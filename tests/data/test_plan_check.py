@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from charonia.data.plan_check import Progress, check_plan
 from charonia.data.step_tensors import RowState
 from charonia.errors import PlanRefusedError
@@ -19,8 +22,6 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, NUM_ROWS, BUDGET, VOCAB = 4, 10, 18, 3, 12, 50
 INFO = EngineInfo(

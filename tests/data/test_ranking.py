@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from charonia.data.sampling.ranking import (
     best_token,
     block_max,
@@ -11,7 +13,6 @@ from charonia.data.sampling.ranking import (
     top_tokens,
     weight_sum,
 )
-from torch import Tensor
 
 SIZES = [1, 2, 63, 64, 65, 1000, 4096, 5001]
 

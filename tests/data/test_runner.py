@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from charonia.config import EngineArgs
 from charonia.data.runner import Runner
 from charonia.errors import ConfigError, PlanRefusedError

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+
 from charonia.data.sampling import draw, sampler
 from charonia.data.sampling.constraints import edit_logits
 from charonia.data.sampling.noise import gumbel, signed_seed
 from charonia.data.sampling.sampler import Sampled, SampledRow, Sampler
 from charonia.protocol import RowSampling
-from torch import Tensor
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from charonia.data.model.layers import inverse_frequencies
 from charonia.data.model.spec import ModelSpec, RopeSpec
 from charonia.errors import CheckpointError

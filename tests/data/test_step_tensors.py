@@ -1,10 +1,11 @@
 """The index tensors of a step, against plain loops over positions."""
 
 import torch
-from charonia.data.step_tensors import StepTensors
-from charonia.protocol import NewRow, RowSampling, RowStep
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from charonia.data.step_tensors import StepTensors
+from charonia.protocol import NewRow, RowSampling, RowStep
 
 SAMPLING = RowSampling(seed=0)
 

@@ -3,6 +3,7 @@
 import itertools
 
 import torch
+
 from charonia.demo.batches import held_out_windows, training_batches
 
 # Token t is followed by t + 1 within a document, so a window shows where it was cut.

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
 from charonia.demo.card import write_card
 from charonia.demo.prompts import DEMO_PROMPTS
 from charonia.demo.shapes import DRAFT, SHAPES, TARGET, load_model
@@ -15,8 +18,6 @@ from charonia.demo.train import CHECKPOINTS
 from charonia.protocol import RowStep
 from parity.driver import Driver, blocks_for, make_runner, new_row
 from parity.reference import greedy
-from safetensors import safe_open
-from tokenizers import Tokenizer
 
 FOLDERS = {kind: CHECKPOINTS / shape.name for kind, shape in SHAPES.items()}
 PROMPTS = [prompt.text for prompt in DEMO_PROMPTS]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from charonia.demo.corpus import HELD_OUT_ONE_IN, load_corpus, standard_library
 
 

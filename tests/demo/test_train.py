@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from charonia.demo.batches import held_out_windows
 from charonia.demo.corpus import Corpus
 from charonia.demo.shapes import SHAPES, Shape, build_model, load_model, save_model

@@ -3,6 +3,10 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
 from charonia.demo.vocabulary import (
     END_OF_TEXT,
     END_OF_TEXT_ID,
@@ -10,9 +14,6 @@ from charonia.demo.vocabulary import (
     save_tokenizer,
     train_tokenizer,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 TEXTS = [
     "class Queue(object):\n    def get(self):\n        return self._items.pop()\n" * 9,

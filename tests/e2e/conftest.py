@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import one_torch_thread

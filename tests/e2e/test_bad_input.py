@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tritonclient.grpc as grpc
+
 from charonia.launch.server import TritonServer
 from support.bystander import Bystander
 from support.e2e import GrpcStream, at_once, error_of, infer_grpc, request_inputs, wait_idle

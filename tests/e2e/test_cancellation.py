@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import generate, scrape, wait_for, wait_idle

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import tritonclient.grpc as grpc
+from tokenizers import Tokenizer
+from tritonclient.utils import InferenceServerException
+
 from charonia.launch.server import TritonServer
 from charonia.protocol import SamplingParams
 from support.e2e import (
@@ -27,8 +30,6 @@ from support.e2e import (
     stream_grpc,
     text_of,
 )
-from tokenizers import Tokenizer
-from tritonclient.utils import InferenceServerException
 
 PROMPT = "def größer(queue: list[str]) -> int:"
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "temperature": 1.5, "seed": 42, "ignore_eos": True}

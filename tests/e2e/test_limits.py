@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from charonia.errors import ConfigError
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import RepositoryOptions

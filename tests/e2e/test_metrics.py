@@ -10,8 +10,9 @@ from functools import partial
 
 import httpx
 import pytest
-from charonia.launch.server import TritonServer
 from prometheus_client.parser import text_string_to_metric_families
+
+from charonia.launch.server import TritonServer
 from support.e2e import (
     GrpcStream,
     at_once,

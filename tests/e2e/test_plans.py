@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
 from charonia.launch.server import TritonServer
 from charonia.protocol import (
     EngineInfo,
@@ -21,7 +23,6 @@ from charonia.protocol import (
 )
 from support.bystander import Bystander
 from support.e2e import tensors, wait_idle
-from tritonclient.utils import InferenceServerException
 
 NAN = float("nan")
 INF = float("inf")

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+
 from charonia.launch.server import TritonServer
 from support.e2e import (
     GrpcStream,
@@ -31,7 +33,6 @@ from support.e2e import (
     stream_grpc,
     text_of,
 )
-from tokenizers import Tokenizer
 
 NUM_REQUESTS = 50
 NUM_STREAMS = 64

@@ -3,6 +3,10 @@
 from collections import defaultdict
 
 import pytest
+from msgspec import structs
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
@@ -11,10 +15,7 @@ from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
 from charonia.protocol import SamplingParams
 from charonia.text.tokenizer import Tokenizer
-from msgspec import structs
 from support.echo import EchoExecutor, echo_run
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -1,10 +1,10 @@
 """What a client gets of one request: chunks made of updates, whatever the engine did meanwhile."""
 
 import pytest
+
 from charonia.control import Request, Update
 from charonia.engine.outputs import Chunk, OutputStream
 from charonia.protocol import RowSampling, SamplingParams, TokenLogprobs
-
 from engine.test_core import byte_tokenizer
 
 PROMPT = [10, 11, 12, 13, 14]

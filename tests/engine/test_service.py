@@ -6,6 +6,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.service import EngineService
@@ -16,9 +17,8 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.protocol import SamplingParams
-from support.echo import EchoExecutor, echo_run
-
 from engine.test_core import byte_tokenizer
+from support.echo import EchoExecutor, echo_run
 
 
 class Client:

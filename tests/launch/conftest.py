@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from charonia.launch.server import TritonServer
 
 STAND_INS = Path(__file__).parent / "repository"

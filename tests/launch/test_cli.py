@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from charonia import __version__
 from charonia.launch.cli import main
 from support.leftovers import leftovers

@@ -5,6 +5,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
 from charonia.launch import discovery
 from charonia.launch.discovery import STUB, find_tritonserver
 from charonia.launch.errors import LaunchError

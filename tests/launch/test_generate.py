@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from charonia.launch import demo
 from charonia.launch.cli import EXIT_BROKEN_PIPE, main
 from charonia.launch.run import running_server

@@ -1,6 +1,7 @@
 """Lines as tritonserver 2.51.0 writes them."""
 
 import pytest
+
 from charonia.launch.logs import failure_reason, is_interesting
 
 OURS = 'I1121 02:39:01.884703 6344 model.py:7] "weights: 40 % read"'

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from charonia.launch import processes
 from charonia.launch.errors import LaunchError
 

@@ -3,6 +3,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
 from charonia.errors import CharoniaError, CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import (
@@ -11,8 +14,6 @@ from charonia.launch.repository import (
     RepositoryOptions,
     prepare_repository,
 )
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 
 @pytest.fixture

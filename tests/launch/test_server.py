@@ -14,11 +14,12 @@ import httpx
 import psutil
 import pytest
 import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
+
 from charonia.launch.errors import LaunchError
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import TritonServer
 from support.leftovers import leftovers
-from tritonclient.utils import InferenceServerException
 
 MakeServer = Callable[..., TritonServer]
 

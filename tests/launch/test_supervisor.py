@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import TritonServer
 from charonia.launch.supervisor import SupervisionLimits, Supervisor

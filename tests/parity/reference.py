@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from support.checkpoints import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from support.checkpoints import VOCAB_SIZE
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from charonia import LLM, SamplingParams
 from parity.reference import Reference, greedy, random_prompt
 from support.checkpoints import ARCHITECTURES, assert_varied

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from charonia.protocol import NewRow, RowSampling, RowStep
 from parity.driver import BLOCK_SIZE, GREEDY, Driver, blocks_for, make_runner, new_row
 from parity.reference import Reference, greedy, prompt_logprobs, random_prompt

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from charonia.errors import CharoniaError
 from charonia.serving.tensors import Outputs
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+
 from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.serving.engine_host import NOT_THE_SCHEDULER, EngineHost

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from charonia.serving.bls import clean, has_explicit_control, kill_processes, start_time
 from charonia.serving.secret import read_or_create
 

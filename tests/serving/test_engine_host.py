@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from charonia.config import EngineArgs
 from charonia.errors import CheckpointError, ConfigError, PlanRefusedError
 from charonia.protocol import (

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from charonia.engine.metrics import Metrics
 from charonia.serving.metrics import MetricsExporter
 

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
 from charonia.config import SchedulerArgs
 from charonia.serving.parameters import PARAMETER_NAMES
 from charonia.serving.postprocessor_host import PREFIX
 from charonia.serving.schema import RETURN_FLAGS
 from charonia.serving.tensors import OUTPUT_TYPES
-from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = ("llm", "tokenizer", "scheduler", "engine", "postprocessor", "generate")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from charonia.errors import RequestCancelledError, UnavailableError
 from charonia.serving.outlets import CancellationPoller, TritonOutlet
 

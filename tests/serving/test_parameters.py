@@ -4,11 +4,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError
 from charonia.protocol import SamplingParams
 from charonia.serving.parameters import PARAMETER_NAMES, parse_sampling_params, parse_timeout
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def test_nothing_is_vllms_defaults() -> None:

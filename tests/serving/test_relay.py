@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from charonia.errors import UnavailableError
 from charonia.serving.relay import MailboxOutlet, Relay, RelayBatch, RelayedAnswer
 

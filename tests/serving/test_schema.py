@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from charonia.engine.outputs import Chunk
 from charonia.errors import InvalidRequestError, RequestTimeoutError
 from charonia.protocol import TokenLogprobs

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from charonia.engine.outputs import Chunk
 from charonia.errors import InvalidRequestError, RequestCancelledError, UnavailableError
 from charonia.serving.schema import OutputOptions

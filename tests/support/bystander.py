@@ -8,9 +8,9 @@ import threading
 import time
 from typing import Any
 
-from charonia.launch.server import TritonServer
 from tritonclient.utils import InferenceServerException
 
+from charonia.launch.server import TritonServer
 from support.e2e import GrpcStream, ids_of, infer_grpc, request_inputs, stream_grpc
 
 PROMPT = "A request waits"

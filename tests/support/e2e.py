@@ -20,9 +20,10 @@ import numpy.typing as npt
 import pytest
 import tritonclient.grpc as grpc
 import tritonclient.http
-from charonia.launch.server import TritonServer
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from charonia.launch.server import TritonServer
 
 ANSWER_TIMEOUT_S = 60.0
 EXPORT_INTERVAL_S = 0.5  # how far the metrics page may lag behind

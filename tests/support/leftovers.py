@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import psutil
+
 from charonia.launch.processes import SHARED_MEMORY
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc
+
 from charonia.launch.server import TritonServer
 from charonia.protocol import Hello, StepPlan, encode
-
 from support.e2e import (
     HTTP,
     error_of,

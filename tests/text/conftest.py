@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import pytest
 import tokenizers
-from charonia.text.tokenizer import Tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+from charonia.text.tokenizer import Tokenizer
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

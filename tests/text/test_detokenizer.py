@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
+
 from charonia.errors import CheckpointError
 from charonia.text.decoding import MAX_RUN_BYTES
 from charonia.text.detokenizer import Detokenizer
 from charonia.text.tokenizer import Tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import decoders
 
 BYTES = 3  # id of <0x00> in the sentencepiece-like tokenizers
 

@@ -3,9 +3,10 @@
 import itertools
 
 import pytest
-from charonia.text.stops import StopMatcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from charonia.text.stops import StopMatcher
 
 # Few letters, so that stop strings overlap themselves and each other.
 texts = st.text(alphabet="ab日", max_size=24)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import tokenizers
-from charonia.errors import CheckpointError, InvalidRequestError
-from charonia.text.tokenizer import Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
+
+from charonia.errors import CheckpointError, InvalidRequestError
+from charonia.text.tokenizer import Tokenizer
 
 WORDS = ["<s>", "</s>", "hello", "world", "<tool>", "<pad>"]
 

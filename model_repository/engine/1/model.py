@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError
 from charonia.serving.engine_host import EngineHost, PlanRunner

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+
 from charonia.serving.generate_host import GenerateHost
 from charonia.serving.logs import logger
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+
 from charonia.errors import CharoniaError
 from charonia.serving.logs import logger
 from charonia.serving.scheduler_host import SchedulerHost

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+
 from charonia.errors import CharoniaError
 from charonia.serving.logs import logger
 from charonia.serving.tokenizer_host import TokenizerHost

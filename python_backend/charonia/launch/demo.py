@@ -7,13 +7,12 @@ import re
 import signal
 import time
 
-from charonia_client import CharoniaClientError, Client
-
 from charonia.demo.prompts import DEMO_PROMPTS, DemoPrompt
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import DEMO_CHECKPOINT
 from charonia.launch.run import running_server
 from charonia.launch.serve import say
+from charonia_client import CharoniaClientError, Client
 
 PUBLIC_MODEL = "llm"
 

@@ -6,10 +6,9 @@ Owns how chunks are printed. Must not know how they travel (see charonia_client)
 import dataclasses
 import json
 
+from charonia.launch.errors import LaunchError
 from charonia_client import CharoniaClientError, Client, Sampling
 from charonia_client.values import Protocol
-
-from charonia.launch.errors import LaunchError
 
 
 def generate(
