@@ -33,8 +33,8 @@ class LiveStream:
 
     Attributes:
         token_ids: so far. error: why it ended, unless by its last token or by `leave`.
-        code: of a gRPC error. finish_reason, timing: of the last response.
-        num_empty: responses without a token.
+        finish_reason, timing: of the last response.
+        num_empty: responses without a token. longest_pause_s: between two responses.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class LiveStream:
         self.request_id = request_id
         self.token_ids: list[int] = []
         self.num_empty = 0
+        self.longest_pause_s = 0.0
+        self._came_at: float | None = None
         self.error: str | None = None
-        self.code: grpc.StatusCode | None = None
         self.finish_reason: str | None = None
         self.timing: dict[str, float] = {}
         self._has_left = False
@@ -90,15 +91,19 @@ class LiveStream:
             if self.finish_reason is None:
                 self.error = "the stream ended before its last response"
         except _ServerError as error:
-            self.error, self.code = str(error), error.code
+            self.error = str(error)
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.error = f"the connection broke: {error!r}"
         finally:
             self._connection.close()
             if self._has_left:
-                self.error = self.code = None
+                self.error = None
 
     def _take(self, outputs: Outputs) -> None:
+        now = time.monotonic()
+        if self._came_at is not None:
+            self.longest_pause_s = max(self.longest_pause_s, now - self._came_at)
+        self._came_at = now
         ids = outputs["output_ids"]
         self.num_empty += not ids
         self.token_ids += ids
@@ -109,11 +114,7 @@ class LiveStream:
 
 
 class _ServerError(Exception):
-    """What the server said, and over gRPC its code."""
-
-    def __init__(self, text: str, code: grpc.StatusCode | None = None) -> None:
-        super().__init__(text)
-        self.code = code
+    """What the server said."""
 
 
 class _GrpcConnection:
@@ -128,9 +129,10 @@ class _GrpcConnection:
         request.raw_input_contents.append(text.item())
         for name in _OUTPUT_FLAGS:
             _add_input(request, name, "BOOL", np.array([True]))
-        # With this header errors end the stream with their own code.
+        # Without the header `triton_grpc_error`, which would tell an error's code: server 2.51.0
+        # can crash when such a stream ends.
         self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(
-            iter([request]), metadata=[("triton_grpc_error", "true")], timeout=_CLIENT_TIMEOUT_S
+            iter([request]), timeout=_CLIENT_TIMEOUT_S
         )
 
     def responses(self) -> Iterator[Outputs]:
@@ -140,7 +142,7 @@ class _GrpcConnection:
                     raise _ServerError(response.error_message)
                 yield _values(InferResult(response.infer_response))
         except grpc.RpcError as error:
-            raise _ServerError(error.details() or "", error.code()) from None
+            raise _ServerError(error.details() or str(error.code())) from None
 
     def cut(self) -> None:
         self._call.cancel()

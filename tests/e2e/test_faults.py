@@ -1,0 +1,378 @@
+"""What breaks while eight streams run, and that every one of them comes to its right end."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from charonia.launch.probe import Probe, wait_serving
+from charonia.launch.processes import find_by_argument
+from charonia.launch.repository import RepositoryOptions, default_repository, prepare_repository
+from charonia.launch.run import running_server
+from charonia.launch.runtime_dir import RuntimeDir
+from charonia.launch.server import TritonServer
+from support.e2e import error_of, infer_grpc, scrape, wait_for, wait_idle
+from support.leftovers import leftovers
+from support.live_stream import LiveStream
+from support.serving import Serving
+
+NUM_TOKENS = 500
+VOCAB_SIZE = 384
+POISON = VOCAB_SIZE - 1
+STEP_DEADLINE_S = 8
+SETTINGS = (
+    "max_num_seqs=16",
+    "max_num_batched_tokens=256",
+    "num_gpu_blocks_override=600",
+    f"scheduler.min_step_deadline_s={STEP_DEADLINE_S}",
+)
+_draw = random.Random(2)
+PROMPTS = [
+    [_draw.randrange(1, POISON) for _ in range(length)] for length in (1, 2, 5, 15, 16, 33, 60, 100)
+]
+WAYS_IN = [*[("grpc", "scheduler")] * 4, *[("grpc", "llm")] * 2, *[("http", "scheduler")] * 2]
+FAULTY_ENGINE = Path(__file__).parent / "faulty_engine.py"
+SERVES_AGAIN_S = 15.0
+
+
+def start_streams(urls: dict[str, str], **options: Any) -> list[LiveStream]:
+    """One stream per prompt, all under way: tokens came of each, and many are to come.
+
+    Half of them are greedy and half sample with a seed; `options` change their sampling.
+    """
+    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | options
+    streams = [
+        LiveStream(
+            urls[protocol],
+            prompt,
+            protocol=protocol,
+            model=model,
+            temperature=0.8 * (index % 2),
+            seed=index,
+            **sampling,
+        )
+        for index, (prompt, (protocol, model)) in enumerate(zip(PROMPTS, WAYS_IN, strict=True))
+    ]
+    for stream in streams:
+        stream.wait_tokens(3)
+    ended = [stream.error or stream.finish_reason for stream in streams if stream.is_over]
+    assert not ended, ended
+    return streams
+
+
+def check_complete(stream: LiveStream, token_ids: list[int]) -> None:
+    """Assert that a stream ended as it should, with these tokens."""
+    stream.wait_over()
+    assert stream.error is None
+    assert stream.finish_reason == "length"
+    assert stream.token_ids == token_ids
+    assert stream.num_empty == 0
+
+
+def check_failed(server: TritonServer, streams: list[LiveStream], reason: str) -> None:
+    """Assert that the streams ended for this reason, and new requests are refused for it."""
+    for stream in streams:
+        stream.wait_over()
+        assert reason in (stream.error or ""), stream.error
+        assert str(server.repository) not in (stream.error or "")
+        assert stream.finish_reason is None
+    refusal = error_of(lambda: infer_grpc(server, {"input_ids": [1]}))
+    assert reason in refusal.message()
+    assert refusal.status() == "StatusCode.UNAVAILABLE"
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What the metrics page and the process list say of the engine."""
+
+    num_restarts: int
+    pids: list[int]
+
+
+class Target:
+    """A server under test, and the files that order faults."""
+
+    def __init__(self, server: TritonServer, log: list[str]) -> None:
+        self.server = server
+        self.log = log
+        self.repository = server.repository
+        self.urls = {"grpc": server.grpc_url, "http": server.http_url}
+
+    def order(self, fault: str, value: int) -> None:
+        """Order a fault of `faulty_engine`, in one piece: the engine looks at any moment."""
+        draft = self.repository / f"{fault}.draft"
+        draft.write_text(str(value), encoding="utf-8")
+        draft.replace(self.repository / fault)
+
+    def settle(self) -> EngineState:
+        """The state of the engine once nothing is live any more and no block is used."""
+        samples = wait_idle(self.server)
+        assert samples["charonia_engine_up"] == 1
+        pids = self.server.pids("engine")
+        assert len(pids) == 1, "an engine beside the engine"
+        return EngineState(int(samples["charonia_engine_restarts_total"]), pids)
+
+    def is_engine_ready(self) -> bool:
+        url = f"http://{self.server.http_url}/v2/models/engine/ready"
+        return httpx.get(url, timeout=10).status_code == 200
+
+    def generate(self) -> LiveStream:
+        """A short request, over."""
+        return LiveStream(self.server.grpc_url, [7, 8, 9], temperature=0.0).wait_over()
+
+
+@pytest.fixture(scope="module")
+def target(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A server whose engine fails on order; all tests share it, and each leaves it healthy."""
+    source = tmp_path_factory.mktemp("faulty") / "model_repository"
+    shutil.copytree(default_repository(), source)
+    engine = source / "engine" / "1"
+    shutil.move(engine / "model.py", engine / "product_model.py")
+    shutil.copyfile(FAULTY_ENGINE, engine / "model.py")
+    log: list[str] = []
+    with running_server(
+        model=small_checkpoint, settings=SETTINGS, source=source, on_log=log.append
+    ) as server:
+        yield Target(server, log)
+    assert leftovers(server.runtime_dir) == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(target: Target) -> list[list[int]]:
+    """The tokens of each stream when nothing happens."""
+    streams = [stream.wait_over() for stream in start_streams(target.urls)]
+    for stream in streams:
+        check_complete(stream, stream.token_ids)
+        assert len(stream.token_ids) == NUM_TOKENS
+        assert len(set(stream.token_ids)) > 50, "a loop of tokens would hide a wrong recovery"
+    return [stream.token_ids for stream in streams]
+
+
+def check_recovered(
+    target: Target, streams: list[LiveStream], undisturbed: list[list[int]], before: EngineState
+) -> None:
+    """Assert that all streams survived one death of the engine, which was replaced by one."""
+    for stream, token_ids in zip(streams, undisturbed, strict=True):
+        check_complete(stream, token_ids)
+        assert stream.timing["restarts"] == 1
+    after = target.settle()
+    assert after.num_restarts == before.num_restarts + 1
+    assert after.pids != before.pids
+    assert not is_alive(before.pids[0]), "the old engine lives on beside the new one"
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_every_stream_survives_a_dead_or_stopped_engine(
+    target: Target, undisturbed: list[list[int]], fault: signal.Signals
+) -> None:
+    before = target.settle()
+    streams = start_streams(target.urls)
+    os.kill(before.pids[0], fault)
+    check_recovered(target, streams, undisturbed, before)
+    pause = max(stream.longest_pause_s for stream in streams)
+    print(f"{fault.name}: at most {pause:.1f} s without a token")
+
+
+def test_every_stream_survives_a_step_that_never_ends(
+    target: Target, undisturbed: list[list[int]]
+) -> None:
+    before = target.settle()
+    streams = start_streams(target.urls)
+    target.order("hang-in-step", 1)
+    check_recovered(target, streams, undisturbed, before)
+    assert max(stream.longest_pause_s for stream in streams) >= STEP_DEADLINE_S
+
+
+def test_every_stream_survives_two_steps_in_a_row_that_raise(
+    target: Target, undisturbed: list[list[int]]
+) -> None:
+    before = target.settle()
+    streams = start_streams(target.urls)
+    target.order("raise-in-step", 2)
+    check_recovered(target, streams, undisturbed, before)
+
+
+def test_a_step_that_raises_once_costs_no_engine(
+    target: Target, undisturbed: list[list[int]]
+) -> None:
+    before = target.settle()
+    streams = start_streams(target.urls)
+    target.order("raise-in-step", 1)
+    for stream, token_ids in zip(streams, undisturbed, strict=True):
+        check_complete(stream, token_ids)
+    assert target.settle() == before
+    assert any("a step failed: RuntimeError in a step" in line for line in target.log)
+
+
+def test_a_request_that_finds_a_dead_engine_waits_for_the_next_one(target: Target) -> None:
+    right = target.generate()
+    before = target.settle()
+    os.kill(before.pids[0], signal.SIGKILL)
+    stream = target.generate()
+    check_complete(stream, right.token_ids)
+    assert stream.timing["restarts"] == 1
+    assert target.settle().num_restarts == before.num_restarts + 1
+
+
+def test_a_request_that_kills_the_engine_each_time_fails_alone(
+    target: Target, undisturbed: list[list[int]]
+) -> None:
+    before = target.settle()
+    target.order("poison", POISON)
+    streams = start_streams(target.urls)
+    poisoned = error_of(lambda: infer_grpc(target.server, {"input_ids": [5, POISON, 7]}))
+    assert poisoned.message() == "the request stops the engine each time it runs"
+    assert poisoned.status() == "StatusCode.INTERNAL"
+    for stream, token_ids in zip(streams, undisturbed, strict=True):
+        check_complete(stream, token_ids)
+    after = target.settle()
+    assert after.num_restarts == before.num_restarts + 3  # twice with the others, once alone
+    (target.repository / "poison").unlink()
+
+
+def test_an_engine_that_cannot_be_loaded_fails_requests_with_the_reason_until_it_can(
+    target: Target, undisturbed: list[list[int]]
+) -> None:
+    before = target.settle()
+    model_json = target.repository / "engine" / "1" / "model.json"
+    right = model_json.read_text(encoding="utf-8")
+    streams = start_streams(target.urls)
+    model_json.write_text(right.replace("max_num_seqs", "max_sequences"), encoding="utf-8")
+    try:
+        os.kill(before.pids[0], signal.SIGKILL)
+        reason = "the engine is down and cannot be loaded: unknown engine argument 'max_sequences'"
+        check_failed(target.server, streams, reason)
+        # Each try to load it is a moment in which Triton has it.
+        assert not wait_for(target.is_engine_ready, lambda is_ready: not is_ready, timeout=5)
+        is_up = wait_for(lambda: scrape(target.server)["charonia_engine_up"], lambda up: not up)
+        assert is_up == 0
+    finally:
+        model_json.write_text(right, encoding="utf-8")
+    assert wait_for(target.is_engine_ready, bool)
+    again = start_streams(target.urls)
+    for stream, token_ids in zip(again, undisturbed, strict=True):
+        check_complete(stream, token_ids)
+    assert target.settle().num_restarts == before.num_restarts + 1
+
+
+class WithoutModelControl(TritonServer):
+    """A tritonserver as an operator may start it, in its default mode."""
+
+    def _command(self) -> list[str]:
+        options = [option for option in super()._command() if option != "--load-model=*"]
+        options.remove("--model-control-mode=explicit")
+        return options
+
+
+def test_without_explicit_model_control_recovery_is_off_and_says_so(small_checkpoint: Path) -> None:
+    log: list[str] = []
+    runtime = RuntimeDir()
+    options = RepositoryOptions(model=small_checkpoint, settings=SETTINGS)
+    prepared = prepare_repository(runtime.path / "repository", options)
+    server = WithoutModelControl(prepared.path, runtime=runtime, on_log=log.append)
+    with server, contextlib.closing(Probe(server.http_url, "scheduler")) as probe:
+        wait_serving(server, probe, 60)
+        reason = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
+        assert any(f"WARNING: {reason}" in line for line in log)
+        urls = {"grpc": server.grpc_url, "http": server.http_url}
+        streams = start_streams(urls)
+        (pid,) = server.pids("engine")
+        os.kill(pid, signal.SIGKILL)
+        check_failed(server, streams, reason)
+    assert leftovers(server.runtime_dir) == []
+
+
+# ---------------------------------------------------------------------- charonia serve
+
+
+class Served:
+    """`charonia serve` over the real models, and its addresses."""
+
+    def __init__(self, small_checkpoint: Path) -> None:
+        settings = [part for setting in SETTINGS for part in ("--set", setting)]
+        self.command = Serving("--model", small_checkpoint, *settings)
+        announcement = self.command.wait_announced()
+        (grpc_url,) = re.findall(r"gRPC +(\S+)", announcement)
+        (http_url,) = re.findall(r"HTTP +http://(\S+)", announcement)
+        self.urls = {"grpc": grpc_url, "http": http_url}
+
+    def model_pid(self, model: str) -> int:
+        children = self.command.server().children()
+        (process,) = find_by_argument(children, f"/{model}/1/model.py")
+        return int(process.pid)
+
+    def is_answering(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            reply = httpx.post(
+                f"http://{self.urls['http']}/v2/models/generate/generate",
+                json={"text_input": "a", "max_tokens": 1},
+                timeout=2,
+            )
+            return reply.status_code == 200
+        return False
+
+
+@pytest.fixture
+def served(small_checkpoint: Path) -> Iterator[Served]:
+    served = Served(small_checkpoint)
+    with served.command.process:
+        yield served
+        served.command.process.kill()
+
+
+def test_serve_leaves_a_recovering_engine_alone_and_restarts_a_dead_scheduler(
+    served: Served,
+) -> None:
+    tritonserver = served.command.server().pid
+    streams = start_streams(served.urls)
+    os.kill(served.model_pid("engine"), signal.SIGKILL)
+    for stream in streams:
+        check_complete(stream, stream.token_ids)
+        assert stream.timing["restarts"] == 1
+    assert served.command.server().pid == tritonserver
+
+    streams = start_streams(served.urls)
+    killed = time.monotonic()
+    os.kill(served.model_pid("scheduler"), signal.SIGKILL)
+    for stream in streams:
+        assert stream.wait_over(SERVES_AGAIN_S).error is not None
+        assert stream.finish_reason is None
+    assert wait_for(served.is_answering, bool, SERVES_AGAIN_S)
+    seconds = time.monotonic() - killed
+    print(f"answered again {seconds:.1f} s after the scheduler's death")
+    assert seconds < SERVES_AGAIN_S
+    assert served.command.server().pid != tritonserver
+    assert not is_alive(tritonserver)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_in_time_in_mid_stream(served: Served, signum: signal.Signals) -> None:
+    streams = start_streams(served.urls, max_tokens=3000)
+    runtime_dir = served.command.runtime_dir
+    seconds, stderr = served.command.end(signum)
+    print(f"{signum.name}: ended after {seconds:.1f} s")
+    assert seconds < 10
+    assert served.command.process.returncode == 0
+    assert leftovers(runtime_dir) == []
+    assert "Traceback" not in stderr
+    for stream in streams:
+        assert stream.wait_over().error is not None
+        assert stream.finish_reason is None
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that waits to be reaped does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
