@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.processes import find_by_argument
 from charonia.launch.repository import RepositoryOptions, default_repository, prepare_repository
