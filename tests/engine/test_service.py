@@ -206,3 +206,27 @@ def test_a_bug_on_the_way_in_loses_nobody(service, monkeypatch):
     wait_until_up(service)
     client.submit("next")
     assert client.wait("next")[-1].finish_reason == "length"
+
+
+def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_one():
+    is_restarting, may_go_on = threading.Event(), threading.Event()
+
+    class Dying(EchoExecutor):
+        def restart(self):
+            is_restarting.set()
+            assert may_go_on.wait(20)
+            super().restart()
+
+    executor = Dying()
+    service = make_service(executor)
+    wait_until_up(service)
+    client = Client(service)
+    executor.die_next = 1
+    client.submit("a")
+    assert is_restarting.wait(20)
+    assert service.metrics.gauges["charonia_engine_up", ""] == 0
+    client.submit("b")
+    may_go_on.set()
+    for key in "ab":
+        assert client.wait(key)[-1].finish_reason == "length"
+    service.close()

@@ -349,9 +349,9 @@ class EngineCore:
         if guilty is not None:
             self._end(guilty.key, CharoniaError("the request stops the engine each time it runs"))
         started = self._clock()
-        self.down_reason = "the engine is being restarted"
-        self._set_gauges()
+        # Not down: what comes meanwhile waits for the new engine, unless it cannot be loaded.
         self._needs_restart = True
+        self._set_gauges()
         if self.connect():
             self._log(f"the engine is back after {self._clock() - started:.1f} s")
 
@@ -381,7 +381,7 @@ class EngineCore:
 
     def _set_gauges(self) -> None:
         metrics, scheduler, stats = self.metrics, self._scheduler, self._stats
-        metrics.gauges["charonia_engine_up", ""] = float(self.is_up)
+        metrics.gauges["charonia_engine_up", ""] = float(self.is_up and not self._needs_restart)
         num_running = scheduler.num_running if scheduler else 0
         num_waiting = scheduler.num_waiting if scheduler else 0
         metrics.gauges["charonia_requests_running", ""] = num_running
