@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import make_llama_135m
-from sides import Side, Trace, in_process, over_triton
+from sides import InProcess, Side, Trace, over_triton
 
 RESULTS = Path(__file__).parent / "results"
 CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
@@ -42,7 +42,7 @@ def main() -> None:
     measured: dict[int, dict[str, list[dict[str, float]]]] = {}
     with contextlib.ExitStack() as stack:
         sides = [
-            stack.enter_context(in_process(model, settings)),
+            stack.enter_context(contextlib.closing(InProcess(model, settings))),
             stack.enter_context(over_triton(model, settings)),
         ]
         total = len(options.concurrency) * options.repetitions * len(sides)

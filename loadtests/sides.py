@@ -7,10 +7,9 @@ requests in flight and returns one trace per request.
 import asyncio
 import contextlib
 import json
-import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,13 +21,11 @@ from charonia import SamplingParams
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.data.runner import Runner
 from charonia.engine.admission import GenerationRequest
+from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
 from charonia.engine.outputs import Chunk
-from charonia.engine.service import EngineService
 from charonia.launch.run import running_server
 from charonia.text.tokenizer import Tokenizer
-
-START_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True)
@@ -69,33 +66,48 @@ class Side(Protocol):
 
 
 class InProcess:
-    """The engine service in this process: scheduler, text and engine without Triton."""
+    """The engine core in this process and thread: scheduler, text and engine without Triton."""
 
     name = "in-process"
 
-    def __init__(self, service: EngineService) -> None:
-        self._service = service
+    def __init__(self, model: Path, settings: dict[str, object]) -> None:
+        args = EngineArgs.from_dict({"model": str(model), **settings})
+        self._core = EngineCore(
+            InlineExecutor(Runner(args, log=lambda line: None)),
+            args,
+            SchedulerArgs(),
+            Tokenizer.from_dir(model),
+            deliver=self._take,
+            clock=time.monotonic,
+            log=print,
+        )
+        self._core.connect()
+        self._traces: dict[str, Trace] = {}
+        self._num_live = 0
 
     def run(self, prompts: Sequence[list[int]], max_tokens: int, concurrency: int) -> list[Trace]:
         """Complete all prompts, so many at a time."""
-        with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(lambda job: self._one(*job, max_tokens), enumerate(prompts)))
-
-    def _one(self, index: int, prompt: list[int], max_tokens: int) -> Trace:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        ended = threading.Event()
-        trace = Trace(time.perf_counter())
+        self._traces = {}
+        waiting = deque(enumerate(prompts))
+        while waiting or self._num_live:
+            while waiting and self._num_live < concurrency:
+                index, prompt = waiting.popleft()
+                self._traces[str(index)] = Trace(time.perf_counter())
+                self._num_live += 1
+                self._core.add(GenerationRequest(key=str(index), prompt_ids=prompt, params=params))
+            self._core.step()
+        return list(self._traces.values())
 
-        def take(chunk: Chunk) -> None:
-            trace.add(len(chunk.token_ids))
-            if chunk.is_final:
-                ended.set()
+    def close(self) -> None:
+        """Let go of the model."""
+        self._core.close()
 
-        self._service.submit(
-            GenerationRequest(key=str(index), prompt_ids=prompt, params=params), take
-        )
-        ended.wait()
-        return trace
+    def _take(self, chunk: Chunk) -> None:
+        if chunk.error is not None:
+            raise chunk.error
+        self._traces[chunk.key].add(len(chunk.token_ids))
+        self._num_live -= chunk.is_final
 
 
 class OverTriton:
@@ -146,29 +158,6 @@ class OverTriton:
                 raise RuntimeError(error)
             trace.add(int(result.as_numpy("num_output_tokens")[0]))
         return trace
-
-
-@contextlib.contextmanager
-def in_process(model: Path, settings: dict[str, object]) -> Iterator[InProcess]:
-    """Load the model into this process."""
-    args = EngineArgs.from_dict({"model": str(model), **settings})
-    service = EngineService(
-        InlineExecutor(Runner(args, log=lambda line: None)),
-        args,
-        SchedulerArgs(),
-        Tokenizer.from_dir(model),
-        log=print,
-    )
-    service.start()
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not service.metrics.gauges["charonia_engine_up", ""]:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the engine is not up after {START_TIMEOUT_S:.0f} s")
-        time.sleep(0.05)
-    try:
-        yield InProcess(service)
-    finally:
-        service.close()
 
 
 @contextlib.contextmanager
