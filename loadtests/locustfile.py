@@ -7,6 +7,7 @@ Reported per request: `ttft` (to the first chunk), `total`, and the number of by
 """
 
 import json
+import logging
 import queue
 import random
 import time
@@ -20,6 +21,9 @@ from locust import User, between, task
 
 # Locust's users are greenlets of one thread, which a waiting gRPC call would stop altogether.
 gevent_grpc.init_gevent()
+
+# It would say each request in a line of its own.
+logging.getLogger("httpx").setLevel(logging.WARNING)
 
 PROMPTS = ("def fibonacci(n):", "import os\n\n", "class Stack:\n", "for index in range(")
 SAMPLING = {"max_tokens": 64, "temperature": 0.7, "ignore_eos": True}

@@ -1,0 +1,121 @@
+"""Random requests, faults and departures: everybody is answered exactly once, and rightly.
+
+The scheduler's own property test is in tests/control; here the whole core is driven, with text,
+stop strings, time limits, cancellation, failing steps, deaths and engines that cannot be loaded.
+"""
+
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.test_core import Bench
+from support.echo import EchoExecutor, echo_run
+from support.invariants import check_invariants
+
+STOPS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+VOCAB = 256
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One request: when it comes, what it wants, and when its client leaves."""
+
+    at_step: int
+    prompt: list[int]
+    max_tokens: int
+    seed: int
+    has_stops: bool
+    timeout_s: float | None
+    deadline_ms: int | None
+    cancel_at: int | None
+
+
+visits = st.builds(
+    Visit,
+    at_step=st.integers(0, 25),
+    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 40),
+    seed=st.integers(0, 5),
+    has_stops=st.booleans(),
+    timeout_s=st.sampled_from([None, None, 0.05]),
+    deadline_ms=st.sampled_from([None, None, 200]),
+    cancel_at=st.one_of(st.none(), st.none(), st.integers(0, 50)),
+)
+
+
+def expected(bench: Bench, visit: Visit) -> tuple[list[int], str, str]:
+    """Tokens, text and reason of a visit that nothing disturbs."""
+    whole = echo_run(visit.prompt, seed=visit.seed, max_tokens=visit.max_tokens, vocab_size=VOCAB)
+    text = bench.tokenizer.decode(whole)
+    if visit.has_stops:
+        for count in range(1, len(whole) + 1):
+            places = [bench.tokenizer.decode(whole[:count]).find(stop) for stop in STOPS]
+            if max(places) >= 0:
+                return whole[:count], text[: max(places)], "stop"
+    return whole, text, "length"
+
+
+def check_answer(bench: Bench, key: str, visit: Visit) -> None:
+    chunks = bench.chunks[key]
+    assert [chunk.is_final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    tokens, text, reason = expected(bench, visit)
+    if chunks[-1].error is None:
+        assert bench.tokens(key) == tokens
+        assert bench.text(key) == text
+        assert chunks[-1].finish_reason == reason
+    else:
+        assert bench.tokens(key) == tokens[: len(bench.tokens(key))]
+        assert text.startswith(bench.text(key))
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(
+    arrivals=st.lists(visits, min_size=1, max_size=8),
+    num_blocks=st.integers(8, 40),
+    max_num_seqs=st.integers(1, 4),
+    faults=st.dictionaries(
+        st.integers(0, 40), st.sampled_from(["fail", "die", "cannot load"]), max_size=4
+    ),
+)
+def test_every_request_is_answered_exactly_once_and_rightly(
+    arrivals, num_blocks, max_num_seqs, faults
+):
+    executor = EchoExecutor(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+    bench = Bench(executor)
+    step = 0
+    while step <= 50 or bench.core.has_requests:
+        for index, visit in enumerate(arrivals):
+            if visit.at_step == step:
+                bench.add(
+                    str(index),
+                    prompt=visit.prompt,
+                    timeout_s=visit.timeout_s,
+                    max_tokens=visit.max_tokens,
+                    seed=visit.seed,
+                    stop=STOPS if visit.has_stops else (),
+                    deadline_ms=visit.deadline_ms,
+                )
+            if visit.cancel_at == step:
+                bench.core.cancel(str(index))
+        fault = faults.get(step)
+        executor.fail_next = int(fault == "fail")
+        executor.die_next = int(fault in ("die", "cannot load"))
+        executor.refuse_restarts = int(fault == "cannot load")
+        bench.now += 0.01
+        if bench.core.is_up or bench.core.connect():
+            bench.core.step()
+            scheduler = bench.core._scheduler
+            check_invariants(scheduler)
+            # Nothing is computed for nobody: a text that met its stop string is gone by now.
+            assert {request.key for request in scheduler.requests} <= set(bench.core._streams)
+        step += 1
+        assert step < 3000, "a request hangs"
+    for index, visit in enumerate(arrivals):
+        check_answer(bench, str(index), visit)
+    assert bench.core.metrics.gauges["charonia_kv_blocks", "used"] == 0
