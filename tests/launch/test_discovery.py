@@ -30,7 +30,7 @@ def put_stub(container: Path, python: str) -> None:
 
 
 def libraries_of_the_wheel() -> str:
-    return os.pathsep.join(map(str, find_tritonserver().library_dirs))
+    return os.pathsep.join(map(str, find_tritonserver().lib_dirs))
 
 
 def test_the_wheels_server_runs_in_the_environment_it_is_given() -> None:

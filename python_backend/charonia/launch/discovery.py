@@ -35,12 +35,12 @@ class Installation:
         root: holds `bin/tritonserver`, `backends` and `caches`.
         stub: the Python backend's stub to be linked beside the backend, or None where it
             already lies there (the container).
-        library_dirs: directories for LD_LIBRARY_PATH, first come first searched.
+        lib_dirs: directories for LD_LIBRARY_PATH, first come first searched.
     """
 
     root: Path
     stub: Path | None
-    library_dirs: tuple[Path, ...]
+    lib_dirs: tuple[Path, ...]
 
     @property
     def binary(self) -> Path:
@@ -75,7 +75,7 @@ class Installation:
         env.pop("PYTHONHOME", None)
         package_parent = Path(__file__).resolve().parents[2]
         for name, first in (
-            ("LD_LIBRARY_PATH", self.library_dirs),
+            ("LD_LIBRARY_PATH", self.lib_dirs),
             ("PATH", (Path(sys.executable).parent,)),
             ("PYTHONPATH", (package_parent,)),
         ):
@@ -121,8 +121,8 @@ def _wheel() -> Installation:
             f"the embedded tritonserver needs CPython {' or '.join(WHEEL_PYTHONS)}; "
             f"this is {python}"
         )
-    library_dirs = (_libpython_dir(), package.parent / "nvidia_pytriton.libs")
-    installation = Installation(root, stub, library_dirs)
+    lib_dirs = (_libpython_dir(), package.parent / "nvidia_pytriton.libs")
+    installation = Installation(root, stub, lib_dirs)
     _check_links(stub, installation)
     return installation
 
