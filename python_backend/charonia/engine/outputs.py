@@ -25,7 +25,7 @@ class Chunk:
         text: new text; only the last chunk may have none. token_ids: new tokens, at least one.
         logprobs: one entry per token, when asked for; cumulative_logprob: of all tokens so far.
         prompt_logprobs: in the first chunk, when asked for; the first token has None.
-        timing: in the last chunk; see interface.md.
+        timing: in the last chunk; see model_repository/README.md.
     """
 
     key: str

@@ -1,6 +1,7 @@
 """What a request of the vLLM convention asks for, and what a chunk looks like to its client.
 
-Owns the meaning of the tensors of interface.md §1. Must not know senders, threads or the engine.
+Owns the meaning of the public tensors (model_repository/README.md). Must not know senders, threads
+or the engine.
 
 Beside the public inputs there are three internal ones, for callers that are models themselves::
 
