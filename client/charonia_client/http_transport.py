@@ -26,6 +26,7 @@ from charonia_client.errors import (
     Cancelled,
     CharoniaClientError,
     ConnectionFailed,
+    ConnectionLost,
     ServerError,
     Timeout,
     from_http_status,
@@ -322,7 +323,8 @@ def _timeout(error: httpx.TimeoutException, limits: Limits) -> CharoniaClientErr
 
 
 def _connection_error(error: httpx.TransportError) -> CharoniaClientError:
-    return ConnectionFailed(f"{type(error).__name__}: {error}")
+    kind = ConnectionFailed if isinstance(error, httpx.ConnectError) else ConnectionLost
+    return kind(f"{type(error).__name__}: {error}")
 
 
 def _health_paths(models: tuple[str, ...]) -> list[str]:

@@ -6,6 +6,7 @@ from charonia_client.errors import (
     Cancelled,
     CharoniaClientError,
     ConnectionFailed,
+    ConnectionLost,
     InvalidRequest,
     QueueFull,
     ServerError,
@@ -54,7 +55,7 @@ def test_an_unknown_text_is_the_requests_fault_only_where_that_is_the_default() 
     ("code", "text", "kind"),
     [
         ("UNAVAILABLE", "failed to connect to all addresses", ConnectionFailed),
-        ("UNAVAILABLE", "Socket closed", ConnectionFailed),
+        ("UNAVAILABLE", "Socket closed", ConnectionLost),
         ("UNAVAILABLE", "GRPC server is shutting down", Unavailable),
         ("UNAVAILABLE", "This protocol is restricted, expecting header 'x'", InvalidRequest),
         ("DEADLINE_EXCEEDED", "Deadline Exceeded", Timeout),
@@ -89,5 +90,13 @@ def test_an_http_status_counts_where_its_text_is_not_known(
 
 
 def test_only_what_may_succeed_later_is_retryable() -> None:
-    kinds = [Cancelled, ConnectionFailed, InvalidRequest, QueueFull, ServerError, Timeout]
+    kinds = [
+        Cancelled,
+        ConnectionFailed,
+        ConnectionLost,
+        InvalidRequest,
+        QueueFull,
+        ServerError,
+        Timeout,
+    ]
     assert [kind for kind in kinds if kind.is_retryable] == [ConnectionFailed, QueueFull]
