@@ -284,6 +284,7 @@ def test_a_timeout_in_the_queue_and_a_deadline_end_requests():
     bench.run()
     assert str(bench.error("a")) == str(bench.error("b")) == "Request timeout expired"
     assert bench.tokens("b") == []
+    assert max(bench.core.metrics.drain()["charonia_queue_seconds"]) >= 0.2, "b is not seen"
     assert 30 < len(bench.tokens("a")) < 60
 
 

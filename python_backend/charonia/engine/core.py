@@ -311,13 +311,9 @@ class EngineCore:
         if not num_tokens:
             return
         self.metrics.count("charonia_generation_tokens_total", num_tokens)
-        request = stream.request
         if stream.last_token_at is None:
-            started_at = request.arrived_at if request.started_at is None else request.started_at
-            self.metrics.observe_request("charonia_queue_seconds", started_at - request.arrived_at)
-            self.metrics.observe_request(
-                "charonia_time_to_first_token_seconds", now - request.arrived_at
-            )
+            waited = now - stream.request.arrived_at
+            self.metrics.observe_request("charonia_time_to_first_token_seconds", waited)
             num_tokens -= 1
             gap = 0.0
         else:
@@ -375,6 +371,9 @@ class EngineCore:
         del self._names[key]
         request = stream.request
         self.metrics.count("charonia_finished_total", label=reason)
+        # At the end, so that requests whose time ran out in the queue are seen as well.
+        left_queue_at = now if request.started_at is None else request.started_at
+        self.metrics.observe_request("charonia_queue_seconds", left_queue_at - request.arrived_at)
         self.metrics.observe_request("charonia_request_seconds", now - request.arrived_at)
         self.metrics.observe_request("request_prompt_tokens", request.num_prompt)
         self.metrics.observe_request("request_generation_tokens", stream.num_tokens)
