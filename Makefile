@@ -12,7 +12,7 @@ PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
 
-.PHONY: help setup demo serve test check clean
+.PHONY: help setup demo serve test check bench bench-peers clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -20,6 +20,7 @@ help:
 	@echo "make serve   serve until interrupted; arguments in ARGS=\"--model DIR ...\""
 	@echo "make test    all default tests, with the coverage gate; arguments for pytest in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
+	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make clean   remove caches and build output; $(VENV) stays"
 
 setup: $(STAMP)
@@ -57,6 +58,12 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --quiet tests/test_import_rules.py
+
+bench: $(STAMP)
+	@$(BIN)/python loadtests/bench.py $(ARGS)
+
+bench-peers: $(STAMP)
+	@$(BIN)/python loadtests/setup_peers.py $(ARGS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -1,11 +1,13 @@
-"""Measure charonia in this process and behind Triton, in one run, and print what Triton costs.
+"""Measure charonia, charonia behind Triton and their peers, in turns, in one run.
 
-    python loadtests/bench.py                      # llama-135m shape, random weights
-    python loadtests/bench.py --model DIR --concurrency 1 4 --repetitions 5
+    python loadtests/bench.py                                  # llama-135m shape, random weights
+    python loadtests/bench.py --shape llama-1b --sides charonia vllm
+    python loadtests/bench.py --model DIR --concurrency 1 4 --cases decode
 
-Both sides are loaded at once and take turns, so that a machine that slows down slows both. Every
-repetition has new random prompts; sampling is greedy and EOS is ignored. The median repetition is
-reported, with the JSON of all of them and a plot in loadtests/results/.
+All sides are loaded at once, each in processes of its own that are stopped while others have their
+turn. Every repetition has new random prompts, the same for all sides, and begins with another side;
+the first is not counted. Greedy, EOS ignored, no caches across requests, no speculation. What the
+machine can do at most is measured in the same run. Tables go to stdout, everything to JSON.
 """
 
 import argparse
@@ -19,190 +21,273 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from checkpoint import make_llama_135m
-from sides import InProcess, Side, Trace, over_triton
+from cases import BASE, CASES, Entry, Round, make_rounds
+from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
+from limits import Machine, ModelCost
+from plot import write_plot
+from report import Report, RoundResult, as_markdown
+from sides import NAMES, SideError, WaveTrace, Worker
+from sideset import SideSet, start_sides
 
-RESULTS = Path(__file__).parent / "results"
+SHAPES = ("llama-135m", "llama-1b")
+HERE = Path(__file__).resolve().parent
 CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
+Tokens = dict[str, list[list[int]]]
+"""By label, the greedy tokens of every request of a repetition."""
 
 
 def main() -> None:
     """Run the benchmark as the command line says."""
-    options = _parser().parse_args()
-    model = options.model or make_llama_135m(CACHE / "llama-135m")
-    settings = {"dtype": options.dtype, "enable_prefix_caching": False}
-    shuffler = random.Random(options.seed)
-    measured: dict[int, dict[str, list[dict[str, float]]]] = {}
+    parser = _parser()
+    options = parser.parse_args()
+    try:
+        report = _run(options, _model(options, parser))
+    except (SideError, WrongOutputError) as error:
+        raise SystemExit(f"bench: {error}") from None
+    print(as_markdown(report))
+    stem = options.output or _default_output(options)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem = stem.with_suffix("")
+    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
+    files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    write_plot(report, files[1])
+    print(f"\nwritten: {files[0].name}, {files[1].name}")
+
+
+def _run(options: argparse.Namespace, model: Path) -> Report:
+    # Prompt and output must fit; the sides size their caches by it.
+    max_model_len = -(-(options.prompt_tokens + options.new_tokens) // 64) * 64
+    settings = {"model": str(model), "dtype": options.dtype, "max_model_len": max_model_len}
     with contextlib.ExitStack() as stack:
-        sides = [
-            stack.enter_context(contextlib.closing(InProcess(model, settings))),
-            stack.enter_context(over_triton(model, settings)),
-        ]
-        total = len(options.concurrency) * options.repetitions * len(sides)
-        progress = stack.enter_context(tqdm(total=total, unit="run"))
-        for concurrency in options.concurrency:
-            measured[concurrency] = {side.name: [] for side in sides}
-            for repetition in range(-1, options.repetitions):
-                for side in sides:
-                    progress.set_description(f"{side.name}, concurrency {concurrency}")
-                    figures = _measure(side, options, concurrency, shuffler)
-                    if repetition >= 0:  # the first one warms up
-                        measured[concurrency][side.name].append(figures)
-                        progress.update()
-    report = {"about": _about(options, model), "runs": measured}
-    print(_table(measured))
-    if options.output is not None:
-        _write(report, options.output)
+        found = start_sides(
+            stack,
+            options.sides,
+            settings,
+            CACHE,
+            with_int8="int8" in options.cases,
+            say=lambda line: tqdm.write(line, file=sys.stderr),
+        )
+        limits = Worker("limits", Path(sys.executable), "limits_worker.py", {})
+        stack.callback(limits.close)
+        limits.pause()
+        rounds = make_rounds(
+            options.cases,
+            options.concurrency,
+            found.max_concurrency(),
+            prompt_tokens=options.prompt_tokens,
+            new_tokens=options.new_tokens,
+            min_requests=options.min_requests,
+            seed=options.seed,
+        )
+        if not rounds:
+            raise SideError("none of the sides can do any of the cases at these concurrencies")
+        report = Report(_about(options, model, found, limits), _cost(model))
+        _measure(report, rounds, found, limits, options)
+        report.idle = {name: asdict(times) for name, times in found.idleness.items()}
+    return report
 
 
 def _measure(
-    side: Side, options: argparse.Namespace, concurrency: int, shuffler: random.Random
-) -> dict[str, float]:
-    count = max(concurrency, options.min_requests)
-    prompts = [
-        [shuffler.randrange(1, options.vocab) for _ in range(options.prompt_tokens)]
-        for _ in range(count)
-    ]
-    traces = side.run(prompts, options.new_tokens, concurrency)
-    return _figures(traces, options.new_tokens)
+    report: Report,
+    rounds: list[Round],
+    found: SideSet,
+    limits: Worker,
+    options: argparse.Namespace,
+) -> None:
+    """Fill in the report's rounds and agreement."""
+    shuffler = random.Random(options.seed)
+    vocab_size = min(options.vocab, report.about["vocab_size"])
+    seen: list[Tokens] = []
+    total = (options.repetitions + 1) * sum(len(round_.entries) for round_ in rounds)
+    with tqdm(total=total, unit="turn", smoothing=0) as progress:
+        for round_ in rounds:
+            result = RoundResult(round_, {entry.label: [] for entry in round_.entries})
+            report.rounds.append(result)
+            for repetition in range(-1, options.repetitions):
+                prompts = round_.prompts(vocab_size, shuffler)
+                tokens: Tokens = {}
+                for entry in round_.in_turn(repetition + 1):
+                    progress.set_description(f"{round_.name}, {entry.label}")
+                    waves = _turn(found, entry, round_, prompts)
+                    tokens[entry.label] = [r.tokens for wave in waves for r in wave.requests]
+                    figures = _figures(entry, round_, waves)
+                    if repetition >= 0:  # the first one warms up
+                        result.runs[entry.label].append(figures)
+                    progress.update()
+                if repetition >= 0:
+                    result.machine.append(_reading(limits))
+                    if round_.kind == "decode":
+                        seen.append(tokens)
+    report.agreement = _agreement(seen, options.new_tokens)
 
 
-def _figures(traces: Sequence[Trace], new_tokens: int) -> dict[str, float]:
-    """Throughput over the whole run; latencies in milliseconds."""
-    num_tokens = sum(sum(trace.num_tokens) for trace in traces)
-    if num_tokens != new_tokens * len(traces):
-        raise RuntimeError(f"{num_tokens} tokens for {len(traces)} requests of {new_tokens}")
-    seconds = max(t.arrivals[-1] for t in traces) - min(t.sent_at for t in traces)
-    ttfts = [trace.ttft * 1000 for trace in traces]
-    gaps = [gap * 1000 for trace in traces for gap in trace.gaps()]
-    return {
-        "output_tokens_per_second": num_tokens / seconds,
-        "ttft_ms_p50": statistics.median(ttfts),
-        "ttft_ms_p95": _quantile(ttfts, 0.95),
-        "inter_token_ms_p50": statistics.median(gaps),
-        "inter_token_ms_p95": _quantile(gaps, 0.95),
-    }
+def _turn(
+    found: SideSet, entry: Entry, round_: Round, prompts: list[list[list[int]]]
+) -> list[WaveTrace]:
+    return found.turn(entry.side, lambda side: side.run(prompts, round_.new_tokens, entry.sampling))
 
 
-def _quantile(values: Sequence[float], fraction: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))]
+def _figures(entry: Entry, round_: Round, waves: list[WaveTrace]) -> Figures:
+    try:
+        if round_.kind == "prefill":
+            return prefill_figures(waves, round_.prompt_tokens)
+        return decode_figures(waves, round_.new_tokens)
+    except WrongOutputError as error:
+        raise WrongOutputError(f"{entry.label}, {round_.name}: {error}") from None
 
 
-def _median_run(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+def _reading(limits: Worker) -> Machine:
+    limits.resume()
+    try:
+        return Machine(**limits.ask({}))
+    finally:
+        limits.pause()
 
 
-def _table(measured: dict[int, dict[str, list[dict[str, float]]]]) -> str:
-    """One line per concurrency and side; then the ratios. Where they disagree, it is noise."""
-    lines = [
-        "| concurrency | side | output tok/s | TTFT p50 | p95 ms | inter-token p50 | p95 ms |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for concurrency, by_side in measured.items():
-        for name, runs in by_side.items():
-            row = [f"{value:.1f}" for value in _median_run(runs).values()]
-            lines.append(f"| {concurrency} | {name} | {' | '.join(row)} |")
-    lines.append("")
-    for concurrency, by_side in measured.items():
-        ratios = [
-            behind["output_tokens_per_second"] / bare["output_tokens_per_second"]
-            for bare, behind in zip(by_side["in-process"], by_side["triton"], strict=True)
+def _agreement(seen: list[Tokens], new_tokens: int) -> dict[str, Any]:
+    """How far the sides' greedy tokens are the same; sampled ones and unseen ones do not count."""
+    labels = {label for tokens in seen for label, lists in tokens.items() if all(lists)}
+    labels = {label for label in labels if label in NAMES}
+    reference = "transformers" if "transformers" in labels else BASE
+    if reference not in labels or len(labels) < 2:
+        return {}
+    means = {}
+    for label in sorted(labels - {reference}):
+        prefixes = [
+            common_prefix(left, right)
+            for tokens in seen
+            if label in tokens and reference in tokens
+            for left, right in zip(tokens[label], tokens[reference], strict=True)
         ]
-        medians = [
-            _median_run(by_side[name])["output_tokens_per_second"]
-            for name in ("triton", "in-process")
-        ]
-        lines.append(
-            f"concurrency {concurrency}: Triton over in-process throughput: medians "
-            f"{medians[0] / medians[1]:.2f}; pair by pair {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f})"
-        )
-    return "\n".join(lines)
+        means[label] = statistics.mean(prefixes)
+    return {"reference": reference, "new_tokens": new_tokens, "mean_common_prefix": means}
 
 
-def _about(options: argparse.Namespace, model: Path) -> dict[str, object]:
+def _model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Path:
+    """The checkpoint; a process of its own makes one of a shape, and then frees its memory."""
+    if options.model is not None:
+        if not (options.model / "config.json").is_file():
+            parser.error(f"--model: there is no config.json in {options.model}")
+        return options.model.resolve()
+    directory = CACHE / options.shape
+    subprocess.run(
+        [sys.executable, str(HERE / "checkpoint.py"), options.shape, str(directory)], check=True
+    )
+    return directory
+
+
+def _vocab_size(model: Path) -> int:
+    return json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+
+
+def _cost(model: Path) -> ModelCost | None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return ModelCost.of_llama(model) if config["model_type"] == "llama" else None
+
+
+def _about(
+    options: argparse.Namespace, model: Path, found: SideSet, limits: Worker
+) -> dict[str, Any]:
     cpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-    names = ("Model name", "CPU(s)", "L3 cache")
-    machine = {
-        line.split(":")[0].strip(): line.split(":")[1].strip()
-        for line in cpu.splitlines()
-        if line.split(":")[0].strip() in names
-    }
-    packages = ("charonia", "torch", "numpy", "tritonclient", "nvidia-pytriton")
+    fields = dict(line.split(":", 1) for line in cpu.splitlines() if ":" in line)
+    names = ("Model name", "CPU(s)", "CPU family", "Model", "L2 cache", "L3 cache")
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "loadtests/bench.py", *sys.argv[1:]]),
-        "machine": {**machine, "device": "cuda" if torch.cuda.is_available() else "cpu"},
-        "versions": {name: version(name) for name in packages}
-        | {"python": platform.python_version()},
+        "commit": commit or version("charonia"),
+        "machine": {name: fields[name].strip() for name in names if name in fields},
+        "python": platform.python_version(),
+        "versions": {name: side.versions for name, side in found.sides.items()},
+        "notes": {name: side.notes for name, side in found.sides.items()}
+        | {"limits": limits.notes},
+        "left_out": found.left_out,
         "model": model.name,
+        "vocab_size": _vocab_size(model),
+        "dtype": options.dtype,
+        "repetitions": options.repetitions,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
     }
 
 
-def _write(report: dict[str, object], stem: Path) -> None:
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    _plot(report, stem.with_suffix(".png"))
-    print(f"\nwritten: {stem.with_suffix('.json').name}, {stem.with_suffix('.png').name}")
+def _default_output(options: argparse.Namespace) -> Path:
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    what = options.model.name if options.model else options.shape
+    ending = "" if what == SHAPES[0] else f"-{what}"
+    return HERE / "results" / f"{today}-bench{ending}"
 
 
-def _plot(report: dict[str, object], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    runs: dict[int, dict[str, list[dict[str, float]]]] = report["runs"]  # type: ignore[assignment]
-    wanted = {
-        "output_tokens_per_second": "output tokens/s",
-        "ttft_ms_p50": "TTFT p50, ms",
-        "inter_token_ms_p50": "inter-token p50, ms",
-    }
-    figure, axes = pyplot.subplots(1, len(wanted), figsize=(11, 3.4), layout="constrained")
-    for axis, (name, title) in zip(axes, wanted.items(), strict=True):
-        for offset, side in ((-0.2, "in-process"), (0.2, "triton")):
-            values = [[run[name] for run in by_side[side]] for by_side in runs.values()]
-            medians = [statistics.median(value) for value in values]
-            spread = [
-                [median - min(value) for median, value in zip(medians, values, strict=True)],
-                [max(value) - median for median, value in zip(medians, values, strict=True)],
-            ]
-            places = [index + offset for index in range(len(runs))]
-            axis.bar(places, medians, 0.4, yerr=spread, capsize=3, label=side)
-        axis.set_title(title)
-        axis.set_xticks(range(len(runs)), [str(concurrency) for concurrency in runs])
-        axis.set_xlabel("concurrent requests")
-    axes[0].legend(frameon=False)
-    figure.savefig(path, dpi=120)
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, help="a checkpoint; default: llama-135m, random")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--min-requests", type=int, default=4, help="per repetition")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--vocab", type=int, default=4096, help="prompt ids are below this")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    number = {"type": _positive, "metavar": "N"}
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, metavar="DIR", help="measure this checkpoint")
+    model.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default=SHAPES[0],
+        help="measure random weights of this shape (default: %(default)s)",
+    )
+    parser.add_argument("--sides", nargs="+", choices=NAMES, help="default: all that are installed")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=["decode", "prefill", "sampled"],
+        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; sampled and int8: "
+        "charonia with temperature 0.8 and top-p 0.95, and with int8 weights, beside itself "
+        "(default: decode prefill sampled)",
+    )
+    parser.add_argument(
+        "--concurrency",
+        nargs="+",
+        default=[1, 8, 32],
+        help="prompts handed over at once (default: 1 8 32)",
+        **number,
+    )
+    parser.add_argument("--repetitions", default=5, help="counted ones (default: 5)", **number)
+    parser.add_argument(
+        "--min-requests",
+        default=4,
+        help="a repetition with fewer prompts at once hands them over several times, one after the "
+        "other (default: 4)",
+        **number,
+    )
+    parser.add_argument("--prompt-tokens", default=128, help="of a prompt (default: 128)", **number)
+    parser.add_argument("--new-tokens", default=64, help="of a completion (default: 64)", **number)
+    parser.add_argument("--dtype", default="bfloat16", help="of weights (default: bfloat16)")
+    parser.add_argument(
+        "--vocab", default=4096, help="prompts' token ids are below this (default: 4096)", **number
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
     parser.add_argument(
         "--output",
         type=Path,
-        default=RESULTS / f"{today}-bench",
-        help="where to write .json and .png",
+        metavar="STEM",
+        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-bench[-MODEL])",
     )
     return parser
 

@@ -1,174 +1,230 @@
-"""The two sides of the benchmark: the engine in this process, and the same behind Triton.
+"""The sides of the benchmark: how the driver asks each for the same work, and what it gets back.
 
-Owns how one request is sent and when its tokens are seen. A side's `run` keeps a number of
-requests in flight and returns one trace per request.
+Owns the driver's end of the workers' protocol (see workers/worker.py), which processes a side is
+made of, and where each side's Python and worker are. Must not know what is measured, or why.
 """
 
-import asyncio
 import contextlib
 import json
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
-import numpy as np
-import tritonclient.grpc.aio as grpc_aio
+import psutil
 
-from charonia import SamplingParams
-from charonia.config import EngineArgs, SchedulerArgs
-from charonia.data.runner import Runner
-from charonia.engine.admission import GenerationRequest
-from charonia.engine.core import EngineCore
-from charonia.engine.inline import InlineExecutor
-from charonia.engine.outputs import Chunk
-from charonia.launch.run import running_server
-from charonia.text.tokenizer import Tokenizer
+ROOT = Path(__file__).resolve().parent.parent
+WORKERS = Path(__file__).resolve().parent / "workers"
+START_TIMEOUT_S = 900.0
+RUN_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 20.0
+
+Waves = Sequence[Sequence[list[int]]]
+"""Prompts as token ids; those of a wave are handed over at once, one wave after the other."""
+
+
+class SideError(Exception):
+    """A side cannot be started, or failed; the text says which and why."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """When one request was sent and when tokens of it arrived, in seconds."""
+    """When tokens of one request came, in seconds since its wave was handed over."""
 
-    sent_at: float
     arrivals: list[float] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-
-    def add(self, count: int) -> None:
-        """Some tokens arrived now."""
-        self.arrivals.append(time.perf_counter())
-        self.num_tokens.append(count)
-
-    @property
-    def ttft(self) -> float:
-        """Seconds to the first token."""
-        return self.arrivals[0] - self.sent_at
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
     def gaps(self) -> list[float]:
         """Seconds between tokens; several that arrive together share their time."""
         gaps = []
         for index in range(1, len(self.arrivals)):
-            count = self.num_tokens[index]
+            count = self.counts[index]
             gaps += [(self.arrivals[index] - self.arrivals[index - 1]) / count] * count
         return gaps
+
+
+@dataclass(slots=True)
+class WaveTrace:
+    """What became of one wave."""
+
+    seconds: float
+    requests: list[Trace]
 
 
 class Side(Protocol):
     """One way to have prompts completed."""
 
     name: str
+    versions: dict[str, str]
+    notes: list[str]
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int, concurrency: int) -> list[Trace]:
-        """Complete all prompts, so many at a time."""
+    def run(
+        self, waves: Waves, max_tokens: int, sampling: dict[str, Any] | None = None
+    ) -> list[WaveTrace]:
+        """Complete all prompts; greedily without `sampling`."""
         ...
 
-
-class InProcess:
-    """The engine core in this process and thread: scheduler, text and engine without Triton."""
-
-    name = "in-process"
-
-    def __init__(self, model: Path, settings: dict[str, object]) -> None:
-        args = EngineArgs.from_dict({"model": str(model), **settings})
-        self._core = EngineCore(
-            InlineExecutor(Runner(args, log=lambda line: None)),
-            args,
-            SchedulerArgs(),
-            Tokenizer.from_dir(model),
-            deliver=self._take,
-            clock=time.monotonic,
-            log=print,
-        )
-        self._core.connect()
-        self._traces: dict[str, Trace] = {}
-        self._num_live = 0
-
-    def run(self, prompts: Sequence[list[int]], max_tokens: int, concurrency: int) -> list[Trace]:
-        """Complete all prompts, so many at a time."""
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self._traces = {}
-        waiting = deque(enumerate(prompts))
-        while waiting or self._num_live:
-            while waiting and self._num_live < concurrency:
-                index, prompt = waiting.popleft()
-                self._traces[str(index)] = Trace(time.perf_counter())
-                self._num_live += 1
-                self._core.add(GenerationRequest(key=str(index), prompt_ids=prompt, params=params))
-            self._core.step()
-        return list(self._traces.values())
+    def processes(self) -> list[psutil.Process]:
+        """All of the side's processes, to see what they do between their turns."""
+        ...
 
     def close(self) -> None:
         """Let go of the model."""
-        self._core.close()
-
-    def _take(self, chunk: Chunk) -> None:
-        if chunk.error is not None:
-            raise chunk.error
-        self._traces[chunk.key].add(len(chunk.token_ids))
-        self._num_live -= chunk.is_final
+        ...
 
 
-class OverTriton:
-    """The `scheduler` model of a tritonserver, by gRPC streams."""
+class Worker:
+    """A process that answers one JSON line with another.
 
-    name = "triton"
+    Args:
+        name: of the side, for messages.
+        python: which Python runs it. script: in workers/. settings: its first line.
 
-    def __init__(self, url: str, model: str = "scheduler") -> None:
-        self._url = url
-        self._model = model
+    Raises:
+        SideError: it ended, or said why it cannot start.
+    """
 
-    def run(self, prompts: Sequence[list[int]], max_tokens: int, concurrency: int) -> list[Trace]:
-        """Complete all prompts, so many at a time."""
-        return asyncio.run(self._run(prompts, max_tokens, concurrency))
+    def __init__(self, name: str, python: Path, script: str, settings: dict[str, Any]) -> None:
+        self.name = name
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        self._process = subprocess.Popen(
+            [str(python), str(WORKERS / script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            process_group=0,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        try:
+            hello = self.ask(settings, START_TIMEOUT_S)["ready"]
+        except BaseException:
+            self.close()
+            raise
+        self.versions: dict[str, str] = hello["versions"]
+        self.notes: list[str] = hello["notes"]
 
-    async def _run(
-        self, prompts: Sequence[list[int]], max_tokens: int, concurrency: int
-    ) -> list[Trace]:
-        gate = asyncio.Semaphore(concurrency)
-        async with grpc_aio.InferenceServerClient(self._url) as client:
+    def ask(self, request: dict[str, Any], timeout: float = RUN_TIMEOUT_S) -> dict[str, Any]:
+        """Send one line and wait for its answer, at most so many seconds."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._lines.get(timeout=timeout)
+        except queue.Empty:
+            raise SideError(f"{self.name}: no answer within {timeout:g} s") from None
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise SideError(f"{self.name}: its process ended; it said last:\n{self._last_lines()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise SideError(f"{self.name}: {answer['error']}")
+        return answer
 
-            async def one(prompt: list[int]) -> Trace:
-                async with gate:
-                    return await self._one(client, prompt, max_tokens)
+    def processes(self) -> list[psutil.Process]:
+        """The worker and its children."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._process.pid)
+            return [process, *process.children(recursive=True)]
+        return []
 
-            return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+    def pause(self) -> None:
+        """Stop all its processes where they are. Should the driver die, the kernel resumes them:
+        it does that to stopped process groups that become orphans, and hangs them up.
+        """
+        self._signal(signal.SIGSTOP)
 
-    async def _one(
-        self, client: grpc_aio.InferenceServerClient, prompt: list[int], max_tokens: int
-    ) -> Trace:
-        sampling = json.dumps({"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True})
-        inputs = [
-            _tensor("input_ids", "INT32", np.array(prompt, dtype=np.int32)),
-            _tensor("stream", "BOOL", np.array([True])),
-            _tensor("sampling_parameters", "BYTES", np.array([sampling], dtype=object)),
-            _tensor("return_num_output_tokens", "BOOL", np.array([True])),
+    def resume(self) -> None:
+        """Let them run on."""
+        self._signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End of input ends the worker; after some seconds a signal does, for its children too."""
+        self.resume()
+        children = self.processes()[1:]
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_TIMEOUT_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        self._log.close()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _read(self) -> None:
+        for line in self._process.stdout or ():
+            self._lines.put(line)
+        self._lines.put("")
+
+    def _last_lines(self, count: int = 12) -> str:
+        self._log.seek(0)
+        return "\n".join(self._log.read().decode(errors="replace").splitlines()[-count:])
+
+
+class WorkerSide(Worker):
+    """A side in a process of its own."""
+
+    def run(
+        self, waves: Waves, max_tokens: int, sampling: dict[str, Any] | None = None
+    ) -> list[WaveTrace]:
+        """See `Side`."""
+        answer = self.ask({"waves": waves, "max_tokens": max_tokens, "sampling": sampling or {}})
+        return [
+            WaveTrace(wave["seconds"], [Trace(**request) for request in wave["requests"]])
+            for wave in answer["waves"]
         ]
-        outputs = [
-            grpc_aio.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")
-        ]
-
-        async def requests():
-            yield {"model_name": self._model, "inputs": inputs, "outputs": outputs}
-
-        trace = Trace(time.perf_counter())
-        async for result, error in client.stream_infer(requests()):
-            if error is not None:
-                raise RuntimeError(error)
-            trace.add(int(result.as_numpy("num_output_tokens")[0]))
-        return trace
 
 
-@contextlib.contextmanager
-def over_triton(model: Path, settings: dict[str, object]) -> Iterator[OverTriton]:
-    """Start a tritonserver with the model."""
-    as_text = tuple(f"{name}={json.dumps(value)}" for name, value in settings.items())
-    with running_server(model=model, settings=as_text) as server:
-        yield OverTriton(server.grpc_url)
+@dataclass(frozen=True)
+class SideSpec:
+    """Where a side in a process of its own comes from.
+
+    Attributes:
+        environment: beside this repository's other files; None is the running Python.
+        max_concurrency: prompts it takes at once; None is any number.
+        peer: what loadtests/setup_peers.py calls it.
+    """
+
+    script: str
+    environment: str | None = None
+    max_concurrency: int | None = None
+    peer: str | None = None
+
+    @property
+    def python(self) -> Path:
+        """What runs its worker."""
+        if self.environment is None:
+            return Path(sys.executable)
+        return ROOT / self.environment / "bin" / "python"
+
+    def missing(self) -> str | None:
+        """How to install it, where it is not."""
+        if self.python.exists():
+            return None
+        return f"not installed; `python loadtests/setup_peers.py {self.peer}` installs it"
 
 
-def _tensor(name: str, kind: str, values: np.ndarray) -> grpc_aio.InferInput:
-    tensor = grpc_aio.InferInput(name, list(values.shape), kind)
-    tensor.set_data_from_numpy(values)
-    return tensor
+SPECS = {
+    "llama.cpp": SideSpec("llamacpp_worker.py", ".venv-llamacpp", 1, "llamacpp"),
+    "charonia": SideSpec("charonia_worker.py"),
+    "transformers": SideSpec("transformers_worker.py"),
+    "vllm": SideSpec("vllm_worker.py", ".venv-vllm", peer="vllm"),
+}
+TRITON = "triton"
+NAMES = ("charonia", TRITON, "transformers", "vllm", "llama.cpp")

@@ -1,0 +1,110 @@
+"""What is measured: rounds of entries that take turns.
+
+A round is one kind of work at one concurrency; its entries are the sides that can do it, and
+variants of charonia beside its plain self. Pure; must not know how a side is run.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+CASES = ("decode", "prefill", "sampled", "int8")
+BASE = "charonia"
+SAMPLED = "charonia sampled"
+INT8 = "charonia int8"
+SAMPLING = {"temperature": 0.8, "top_p": 0.95}
+PREFILL_CONCURRENCY = (1, 8)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one side does in a round; `label` is what tables call it."""
+
+    label: str
+    side: str
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Work that several entries do in turns.
+
+    Attributes:
+        kind: "decode" is a prompt and many new tokens, "prefill" a prompt and one.
+        num_waves: how often a repetition hands over `concurrency` prompts.
+    """
+
+    kind: Literal["decode", "prefill"]
+    concurrency: int
+    num_waves: int
+    prompt_tokens: int
+    new_tokens: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.kind} at concurrency {self.concurrency}"
+
+    def prompts(self, vocab_size: int, shuffler: random.Random) -> list[list[list[int]]]:
+        """New random prompts, as waves."""
+        return [
+            [
+                [shuffler.randrange(1, vocab_size) for _ in range(self.prompt_tokens)]
+                for _ in range(self.concurrency)
+            ]
+            for _ in range(self.num_waves)
+        ]
+
+    def in_turn(self, repetition: int) -> list[Entry]:
+        """The entries, each repetition beginning with another one."""
+        first = repetition % len(self.entries)
+        return [*self.entries[first:], *self.entries[:first]]
+
+
+def make_rounds(
+    cases: Sequence[str],
+    concurrency: Sequence[int],
+    max_concurrency: dict[str, int | None],
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    min_requests: int,
+    seed: int,
+) -> list[Round]:
+    """All rounds that leave at least two entries to compare, or one that was asked for alone.
+
+    Args:
+        cases: of CASES. concurrency: of the decode rounds.
+        max_concurrency: the sides that are there, each with how many prompts it takes at once.
+        min_requests: per repetition; a low concurrency repeats its wave to have as many.
+    """
+
+    def able(count: int) -> list[Entry]:
+        return [
+            Entry(name, name)
+            for name, most in max_concurrency.items()
+            if name != INT8 and (most is None or count <= most)
+        ]
+
+    def make(kind: Literal["decode", "prefill"], count: int, entries: list[Entry]) -> Round:
+        num_waves = -(-min_requests // count)
+        tokens = 1 if kind == "prefill" else new_tokens
+        return Round(kind, count, num_waves, prompt_tokens, tokens, tuple(entries))
+
+    rounds = []
+    for count in concurrency:
+        entries = able(count) if "decode" in cases else []
+        variants = []
+        if "sampled" in cases and BASE in max_concurrency:
+            variants.append(Entry(SAMPLED, BASE, {**SAMPLING, "seed": seed}))
+        if "int8" in cases and INT8 in max_concurrency and count == 1:
+            variants.append(Entry(INT8, INT8))
+        if variants and not entries:
+            entries = [Entry(BASE, BASE)]
+        if entries:
+            rounds.append(make("decode", count, [*entries, *variants]))
+    if "prefill" in cases:
+        rounds += [make("prefill", n, able(n)) for n in PREFILL_CONCURRENCY if able(n)]
+    return rounds

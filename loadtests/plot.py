@@ -1,0 +1,92 @@
+"""The picture of a run: rates against the machine's limit, latencies, prompts."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from report import Report, RoundResult, limit_of
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+_COLORS = {
+    "charonia": "#1f5fa8",
+    "triton": "#6aa9e0",
+    "transformers": "#b8b8b8",
+    "vllm": "#e08a2e",
+    "llama.cpp": "#5a9c57",
+    "charonia sampled": "#7b5ba6",
+    "charonia int8": "#c45c8a",
+}
+
+
+def write_plot(report: Report, path: Path) -> None:
+    """Four panels; bars are medians, whiskers go from the worst to the best repetition."""
+    decode = [result for result in report.rounds if result.round.kind == "decode"]
+    prefill = [result for result in report.rounds if result.round.kind == "prefill"]
+    panels: list[tuple[str, Sequence[RoundResult], str]] = [
+        ("output tokens/s", decode, "tokens_per_second"),
+        ("TTFT p50, ms", decode, "ttft_ms_p50"),
+        ("inter-token p50, ms", decode, "inter_token_ms_p50"),
+        ("prefill: prompt tokens/s", prefill, "tokens_per_second"),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(3.9 * len(panels), 4.2), layout="constrained", squeeze=False
+    )
+    for axis, (title, results, name) in zip(axes[0], panels, strict=True):
+        _draw_panel(axis, title, results, name)
+        if report.cost is not None and name == "tokens_per_second":
+            limits = [limit_of(result, report.cost) for result in results]
+            for place, limit in enumerate(limits):
+                axis.hlines(
+                    limit, place - 0.44, place + 0.44, "black", "dashed", lw=1, label="limit"
+                )
+    handles = {}
+    for axis in axes[0]:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False
+    )
+    about = report.about
+    figure.suptitle(
+        f"{about['model']}, {about['prompt_tokens']} prompt and {about['new_tokens']} new tokens, "
+        f"{about['machine'].get('CPU(s)', '?')} cores, {about['date'][:10]}",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_panel(axis: Any, title: str, results: Sequence[RoundResult], name: str) -> None:
+    labels = [label for label in _COLORS if any(label in result.runs for result in results)]
+    width = 0.84 / len(labels)
+    for index, label in enumerate(labels):
+        places, medians, below, above = [], [], [], []
+        for place, result in enumerate(results):
+            if label not in result.runs:
+                continue
+            values = [run[name] for run in result.runs[label]]
+            middle = statistics.median(values)
+            places.append(place + (index - (len(labels) - 1) / 2) * width)
+            medians.append(middle)
+            below.append(middle - min(values))
+            above.append(max(values) - middle)
+        axis.bar(
+            places,
+            medians,
+            width,
+            yerr=[below, above],
+            color=_COLORS[label],
+            error_kw={"lw": 0.8},
+            capsize=2,
+            label=label,
+        )
+    axis.set_title(title, fontsize=10)
+    axis.set_xticks(range(len(results)), [str(result.round.concurrency) for result in results])
+    axis.set_xlabel("prompts at once")
+    axis.spines[["top", "right"]].set_visible(False)

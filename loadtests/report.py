@@ -1,0 +1,236 @@
+"""The results of a run, and the tables that are made of them.
+
+Owns what the JSON file holds and how medians, ratios and shares of the machine's limit are put
+into Markdown. Must not know sides or processes.
+"""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cases import BASE, INT8, SAMPLED, Round
+from figures import Figures, Ratio, median_figures, ratio
+from limits import Machine, ModelCost, Work, achieved_gb_s, output_limit, prompt_limit
+
+_RATIOS = (
+    (BASE, "vllm"),
+    (BASE, "llama.cpp"),
+    (BASE, "transformers"),
+    ("triton", BASE),
+    ("triton", "vllm"),
+    (SAMPLED, BASE),
+    (INT8, BASE),
+)
+
+
+@dataclass
+class RoundResult:
+    """One round: what was asked, every repetition of every entry, every reading of the limits."""
+
+    round: Round
+    runs: dict[str, list[Figures]] = field(default_factory=dict)
+    machine: list[Machine] = field(default_factory=list)
+
+    def rates(self, label: str) -> list[float]:
+        """Tokens per second, repetition by repetition."""
+        return [run["tokens_per_second"] for run in self.runs[label]]
+
+    def median_machine(self) -> Machine:
+        """The median reading, of each limit."""
+        return Machine(
+            statistics.median(reading.read_gb_s for reading in self.machine),
+            statistics.median(reading.gemm_gflop_s for reading in self.machine),
+        )
+
+    def work(self) -> Work:
+        """A wave of this round, for the limit."""
+        return Work(self.round.concurrency, self.round.prompt_tokens, self.round.new_tokens)
+
+    def ratios(self) -> dict[str, Ratio]:
+        """All ratios that have both their sides in this round."""
+        return {
+            f"{above} / {below}": ratio(self.rates(above), self.rates(below))
+            for above, below in _RATIOS
+            if above in self.runs and below in self.runs
+        }
+
+
+@dataclass
+class Report:
+    """All of a run.
+
+    Attributes:
+        about: date, command, machine, versions, and what was left out.
+        cost: of the model, for the limits; None for families other than Llama.
+        agreement: by side, how many tokens its greedy completions begin with that are those of the
+            reference, on average, out of how many.
+        idle: by side, seconds it waited for others and seconds it computed meanwhile.
+    """
+
+    about: dict[str, Any]
+    cost: ModelCost | None
+    rounds: list[RoundResult] = field(default_factory=list)
+    agreement: dict[str, Any] = field(default_factory=dict)
+    idle: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file: the parts above and what the tables are made of."""
+        rounds = []
+        for result in self.rounds:
+            about = {name: getattr(result.round, name) for name in _ROUND_FIELDS}
+            ratios = {name: asdict(value) for name, value in result.ratios().items()}
+            limits = [asdict(reading) for reading in result.machine]
+            rounds.append({**about, "runs": result.runs, "ratios": ratios, "limits": limits})
+        return {
+            "about": self.about,
+            "model_cost": asdict(self.cost) if self.cost else None,
+            "rounds": rounds,
+            "agreement": self.agreement,
+            "idle_seconds": self.idle,
+        }
+
+
+_ROUND_FIELDS = ("kind", "concurrency", "num_waves", "prompt_tokens", "new_tokens")
+
+
+def as_markdown(report: Report) -> str:
+    """All tables."""
+    decode = [result for result in report.rounds if result.round.kind == "decode"]
+    prefill = [result for result in report.rounds if result.round.kind == "prefill"]
+    parts = []
+    if decode:
+        parts += ["Output tokens/s, medians:", _rate_table(decode)]
+        parts += ["Latency in milliseconds, medians:", _latency_table(decode)]
+    if prefill:
+        parts += ["Prompt tokens/s, medians:", _rate_table(prefill)]
+    if any(result.ratios() for result in report.rounds):
+        parts += ["Ratios, pair by pair median (min to max), then of medians:"]
+        parts += [_ratio_table(report.rounds)]
+    if report.cost:
+        parts += ["Share of what the machine could do at most:", _limit_table(report)]
+        alone = [result for result in decode if result.round.concurrency == 1]
+        if alone:
+            parts += ["Decoding alone, one sequence:", _bandwidth_table(alone[0], report.cost)]
+    parts += [_machine_line(report), _agreement_line(report), _idle_line(report)]
+    parts += [f"Left out: {name}: {why}" for name, why in report.about["left_out"].items()]
+    return "\n\n".join(part for part in parts if part)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Rows of cells; the first is the head."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _labels(results: Sequence[RoundResult]) -> list[str]:
+    return list(dict.fromkeys(label for result in results for label in result.runs))
+
+
+def _heads(results: Sequence[RoundResult]) -> list[str]:
+    return [f"{result.round.kind} {result.round.concurrency}" for result in results]
+
+
+def _rate_table(results: Sequence[RoundResult]) -> str:
+    def cell(result: RoundResult, label: str) -> str:
+        if label not in result.runs:
+            return ""
+        rates = result.rates(label)
+        return f"{statistics.median(rates):.1f} ({min(rates):.0f} to {max(rates):.0f})"
+
+    rows = [[label, *(cell(result, label) for result in results)] for label in _labels(results)]
+    return markdown_table(["side", *_heads(results)], rows)
+
+
+def _latency_table(results: Sequence[RoundResult]) -> str:
+    names = ("ttft_ms_p50", "inter_token_ms_p50", "inter_token_ms_p95")
+    rows = []
+    for result in results:
+        for label, runs in result.runs.items():
+            medians = median_figures(runs)
+            cells = [f"{medians[name]:.1f}" for name in names]
+            rows.append([str(result.round.concurrency), label, *cells])
+    head = ["concurrency", "side", "TTFT p50", "inter-token p50", "inter-token p95"]
+    return markdown_table(head, rows)
+
+
+def _ratio_table(results: Sequence[RoundResult]) -> str:
+    by_round = [result.ratios() for result in results]
+    names = list(dict.fromkeys(name for ratios in by_round for name in ratios))
+
+    def cell(ratios: dict[str, Ratio], name: str) -> str:
+        return f"{ratios[name]}; {ratios[name].of_medians:.2f}" if name in ratios else ""
+
+    rows = [[name, *(cell(ratios, name) for ratios in by_round)] for name in names]
+    return markdown_table(["ratio", *_heads(results)], rows)
+
+
+def limit_of(result: RoundResult, cost: ModelCost) -> float:
+    """Tokens per second that the round's median reading of the machine allows."""
+    limit = prompt_limit if result.round.kind == "prefill" else output_limit
+    return limit(cost, result.median_machine(), result.work())
+
+
+def _limit_table(report: Report) -> str:
+    assert report.cost is not None
+    limits = [limit_of(result, report.cost) for result in report.rounds]
+    rows = [["limit, tok/s", *(f"{limit:.0f}" for limit in limits)]]
+    for label in _labels(report.rounds):
+        if label == INT8:
+            continue  # it reads half of what the limit counts
+        cells = [
+            f"{statistics.median(result.rates(label)) / limit:.2f}" if label in result.runs else ""
+            for result, limit in zip(report.rounds, limits, strict=True)
+        ]
+        rows.append([label, *cells])
+    return markdown_table(["side", *_heads(report.rounds)], rows)
+
+
+def _bandwidth_table(result: RoundResult, cost: ModelCost) -> str:
+    read = result.median_machine().read_gb_s
+    rows = []
+    for label, runs in result.runs.items():
+        rate = median_figures(runs)["decode_tokens_per_second"]
+        if label == INT8:
+            rows.append([label, f"{rate:.1f}", "", ""])
+            continue
+        achieved = achieved_gb_s(cost, rate, result.work())
+        rows.append([label, f"{rate:.1f}", f"{achieved:.1f}", f"{achieved / read:.2f}"])
+    return markdown_table(["side", "tok/s", "GB/s read", f"of {read:.1f} GB/s"], rows)
+
+
+def _machine_line(report: Report) -> str:
+    readings = [reading for result in report.rounds for reading in result.machine]
+    if not readings:
+        return ""
+
+    def spread(values: list[float], unit: str) -> str:
+        middle = statistics.median(values)
+        return f"{middle:.1f} {unit} ({min(values):.1f} to {max(values):.1f})"
+
+    return (
+        f"The machine, {len(readings)} readings in this run, median (min to max): read "
+        f"{spread([reading.read_gb_s for reading in readings], 'GB/s')}, bf16 GEMM "
+        f"{spread([reading.gemm_gflop_s for reading in readings], 'GFLOP/s')}."
+    )
+
+
+def _agreement_line(report: Report) -> str:
+    if not report.agreement:
+        return ""
+    reference, shares = report.agreement["reference"], report.agreement["mean_common_prefix"]
+    listed = ", ".join(f"{label} {mean:.1f}" for label, mean in shares.items())
+    total = report.agreement["new_tokens"]
+    return (
+        f"Greedy tokens until the first that is not that of {reference}, on average, of {total}: "
+        f"{listed}."
+    )
+
+
+def _idle_line(report: Report) -> str:
+    listed = ", ".join(
+        f"{name} {100 * times['computed'] / times['waited']:.1f} %"
+        for name, times in report.idle.items()
+        if times["waited"]
+    )
+    return f"CPU used by sides that waited for their turn, of one core: {listed}." if listed else ""

@@ -1,0 +1,109 @@
+"""charonia behind a tritonserver, asked by gRPC streams from this process.
+
+Owns how one request is sent and when its tokens are seen.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import tritonclient.grpc.aio as grpc_aio
+
+from charonia.launch.run import running_server
+from sides import TRITON, Trace, Waves, WaveTrace
+
+START_TIMEOUT_S = 600.0
+
+
+class TritonSide:
+    """The `scheduler` model of a tritonserver that is started here.
+
+    Raises:
+        charonia.errors.CharoniaError: the server cannot be started.
+    """
+
+    name = TRITON
+
+    def __init__(self, model: Path, settings: dict[str, Any]) -> None:
+        as_text = tuple(f"{name}={json.dumps(value)}" for name, value in settings.items())
+        self._exit = contextlib.ExitStack()
+        self._server = self._exit.enter_context(
+            running_server(model=model, settings=as_text, timeout=START_TIMEOUT_S)
+        )
+        self.versions = {name: version(name) for name in ("nvidia-pytriton", "tritonclient")}
+        self.notes = ["gRPC streams; the client's process computes beside the server"]
+
+    def run(
+        self, waves: Waves, max_tokens: int, sampling: dict[str, Any] | None = None
+    ) -> list[WaveTrace]:
+        """See `sides.Side`."""
+        return asyncio.run(self._run(waves, max_tokens, sampling or {}))
+
+    def processes(self) -> list[psutil.Process]:
+        """The server and its models' processes."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self._server.pid)
+            return [process, *process.children(recursive=True)]
+        return []
+
+    def close(self) -> None:
+        """Stop the server."""
+        self._exit.close()
+
+    async def _run(
+        self, waves: Waves, max_tokens: int, sampling: dict[str, Any]
+    ) -> list[WaveTrace]:
+        traces = []
+        async with grpc_aio.InferenceServerClient(self._server.grpc_url) as client:
+            await client.is_server_live()  # connects before the clock starts
+            for prompts in waves:
+                started = time.perf_counter()
+                requests = [
+                    _complete(client, prompt, max_tokens, sampling, started) for prompt in prompts
+                ]
+                done = list(await asyncio.gather(*requests))
+                traces.append(WaveTrace(max(trace.arrivals[-1] for trace in done), done))
+        return traces
+
+
+async def _complete(
+    client: grpc_aio.InferenceServerClient,
+    prompt: Sequence[int],
+    max_tokens: int,
+    sampling: dict[str, Any],
+    started: float,
+) -> Trace:
+    parameters = json.dumps(
+        {"temperature": 0, **sampling, "max_tokens": max_tokens, "ignore_eos": True}
+    )
+    inputs = [
+        _tensor("input_ids", "INT32", np.array(prompt, dtype=np.int32)),
+        _tensor("stream", "BOOL", np.array([True])),
+        _tensor("sampling_parameters", "BYTES", np.array([parameters], dtype=object)),
+        _tensor("return_num_output_tokens", "BOOL", np.array([True])),
+    ]
+    outputs = [grpc_aio.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
+
+    async def requests():
+        yield {"model_name": "scheduler", "inputs": inputs, "outputs": outputs}
+
+    trace = Trace()
+    async for result, error in client.stream_infer(requests()):
+        if error is not None:
+            raise error
+        trace.arrivals.append(time.perf_counter() - started)
+        trace.counts.append(int(result.as_numpy("num_output_tokens")[0]))
+    return trace
+
+
+def _tensor(name: str, kind: str, values: np.ndarray) -> grpc_aio.InferInput:
+    tensor = grpc_aio.InferInput(name, list(values.shape), kind)
+    tensor.set_data_from_numpy(values)
+    return tensor

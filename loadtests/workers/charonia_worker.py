@@ -1,0 +1,64 @@
+"""charonia without Triton: scheduler, text and engine in this process and its main thread."""
+
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from worker import Wave, serve_engine
+
+from charonia import SamplingParams
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.data.runner import Runner
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.core import EngineCore
+from charonia.engine.inline import InlineExecutor
+from charonia.engine.outputs import Chunk
+from charonia.text.tokenizer import Tokenizer
+
+
+class Charonia:
+    """The engine core, stepped by whoever asks for completions."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.versions = {name: version(name) for name in ("charonia", "torch", "numpy")}
+        self.notes: list[str] = [f"{torch.get_num_threads()} threads"]
+        args = EngineArgs.from_dict({"device": "cpu", **settings})
+        self._core = EngineCore(
+            InlineExecutor(Runner(args, log=print)),
+            args,
+            SchedulerArgs(),
+            Tokenizer.from_dir(Path(args.model)),
+            deliver=self._take,
+            clock=time.monotonic,
+            log=print,
+        )
+        self._core.connect()
+        self._wave = Wave(0)
+        self._num_live = 0
+
+    def complete(
+        self, wave: Wave, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]
+    ) -> None:
+        """See `worker.Engine`; request i samples with seed + i."""
+        self._wave = wave
+        self._num_live = len(prompts)
+        for index, prompt in enumerate(prompts):
+            values = {"temperature": 0.0, **sampling}
+            if "seed" in values:
+                values["seed"] += index
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **values)
+            self._core.add(GenerationRequest(key=str(index), prompt_ids=prompt, params=params))
+        while self._num_live:
+            self._core.step()
+
+    def _take(self, chunk: Chunk) -> None:
+        if chunk.error is not None:
+            raise chunk.error
+        self._wave.add(int(chunk.key), chunk.token_ids)
+        self._num_live -= chunk.is_final
+
+
+if __name__ == "__main__":
+    serve_engine(Charonia)

@@ -1,0 +1,100 @@
+"""What every worker shares: JSON lines on stdin and stdout, and when tokens were seen.
+
+    driver                                   worker, one per side, in that side's own Python
+      │  {"model": …, "dtype": …}  ────────►  loads
+      │  ◄──────── {"ready": {"versions": …, "notes": […]}}
+      │  {"waves": [[ids, …], …], …} ───────►  completes one wave after the other
+      │  ◄──────── {"waves": [{"seconds": …, "requests": […]}, …]}
+      │  end of input ──────────────────────►  ends
+
+A wave is a number of prompts that are handed over at once; the next one begins when the last token
+of the one before has come. Seconds are measured here, around the work and nothing else. Whatever
+the engine prints goes to stderr, so that stdout carries answers only. Standard library only.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+
+class Wave:
+    """When tokens of a wave's requests came, in seconds since the wave was handed over."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._requests: list[dict[str, list[Any]]] = [
+            {"arrivals": [], "counts": [], "tokens": []} for _ in range(num_requests)
+        ]
+        self._started = time.perf_counter()
+        self._ended = self._started
+
+    def add(self, index: int, token_ids: Sequence[int]) -> None:
+        """These tokens of that request were seen now."""
+        self._ended = time.perf_counter()
+        request = self._requests[index]
+        request["arrivals"].append(self._ended - self._started)
+        request["counts"].append(len(token_ids))
+        request["tokens"].extend(token_ids)
+
+    def as_answer(self) -> dict[str, Any]:
+        """In the protocol's form."""
+        return {"seconds": self._ended - self._started, "requests": self._requests}
+
+
+class Engine(Protocol):
+    """One way to have prompts completed."""
+
+    versions: dict[str, str]
+    notes: list[str]
+
+    def complete(
+        self, wave: Wave, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]
+    ) -> None:
+        """Complete the prompts, all handed over at once, and tell the wave of every token.
+
+        `sampling` is empty for greedy, or has `temperature`, `top_p` and `seed`.
+        """
+        ...
+
+
+def serve_engine(load: Callable[[dict[str, Any]], Engine]) -> None:
+    """Load an engine with the settings of the first line, then answer until input ends."""
+
+    def prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+        engine = load(settings)
+
+        def answer(request: dict[str, Any]) -> dict[str, Any]:
+            waves = []
+            for prompts in request["waves"]:
+                wave = Wave(len(prompts))
+                engine.complete(wave, prompts, request["max_tokens"], request["sampling"])
+                waves.append(wave.as_answer())
+            return {"waves": waves}
+
+        return {"versions": engine.versions, "notes": engine.notes}, answer
+
+    serve(prepare)
+
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def serve(prepare: Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]) -> None:
+    """Prepare with the first line, say hello, then answer one line with one line."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        hello, answer = prepare(json.loads(sys.stdin.readline()))
+        say({"ready": hello})
+        for line in sys.stdin:
+            say(answer(json.loads(line)))
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        raise
