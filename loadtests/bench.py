@@ -33,12 +33,13 @@ from figures import Figures, WrongOutputError, common_prefix, decode_figures, pr
 from limits import Machine, ModelCost
 from plot import write_plot
 from report import Report, RoundResult, as_markdown
-from sides import NAMES, SideError, WaveTrace, Worker
+from sides import NAMES, Side, SideError, WaveTrace, Worker
 from sideset import SideSet, start_sides
 
 SHAPES = ("llama-135m", "llama-1b")
 HERE = Path(__file__).resolve().parent
 CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
+WAKE_TOKENS = 4
 Tokens = dict[str, list[list[int]]]
 """By label, the greedy tokens of every request of a repetition."""
 
@@ -131,7 +132,13 @@ def _measure(
 def _turn(
     found: SideSet, entry: Entry, round_: Round, prompts: list[list[list[int]]]
 ) -> list[WaveTrace]:
-    return found.turn(entry.side, lambda side: side.run(prompts, round_.new_tokens, entry.sampling))
+    """A short completion that does not count, because the side was stopped; then the work."""
+
+    def work(side: Side) -> list[WaveTrace]:
+        side.run([[prompts[0][0][::-1]]], WAKE_TOKENS, entry.sampling)
+        return side.run(prompts, round_.new_tokens, entry.sampling)
+
+    return found.turn(entry.side, work)
 
 
 def _figures(entry: Entry, round_: Round, waves: list[WaveTrace]) -> Figures:

@@ -104,7 +104,8 @@ class Worker:
             process_group=0,
         )
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         try:
             hello = self.ask(settings, START_TIMEOUT_S)["ready"]
         except BaseException:
@@ -161,6 +162,7 @@ class Worker:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
+        self._reader.join(STOP_TIMEOUT_S)
         self._log.close()
 
     def _signal(self, number: signal.Signals) -> None:
@@ -168,8 +170,10 @@ class Worker:
             os.killpg(self._process.pid, number)
 
     def _read(self) -> None:
-        for line in self._process.stdout or ():
-            self._lines.put(line)
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            for line in stdout:
+                self._lines.put(line)
         self._lines.put("")
 
     def _last_lines(self, count: int = 12) -> str:

@@ -3,17 +3,20 @@
 Owns the names and the one layout that differ: llama.cpp rotates neighbouring pairs of a head's
 dimensions, Hugging Face rotates halves, so the rows of the query and key matrices are permuted.
 The tokenizer in the file only counts: every id gets some text, prompts come as ids. Norms are
-float32, as in llama.cpp's own conversion.
+float32, as in llama.cpp's own conversion. `gguf` is there in llama.cpp's environment only, so it is
+imported where a file is written.
 """
 
 import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 _LAYER_NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -27,10 +30,6 @@ _LAYER_NAMES = {
     "post_attention_layernorm": "ffn_norm",
 }
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_KINDS = {
-    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
-    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
-}
 
 
 def write_gguf(checkpoint: Path, target: Path, kind: str) -> Path:
@@ -48,6 +47,8 @@ def write_gguf(checkpoint: Path, target: Path, kind: str) -> Path:
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama" or config.get("rope_scaling"):
         raise ValueError("only Llama checkpoints without rope_scaling can be written as GGUF")
+    from gguf import GGUFWriter
+
     unfinished = target.with_suffix(".unfinished")
     writer = GGUFWriter(unfinished, "llama")
     _add_metadata(writer, config, kind)
@@ -84,8 +85,11 @@ def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:  # [heads * head
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
-def _add_metadata(writer: GGUFWriter, config: dict[str, Any], kind: str) -> None:
-    writer.add_file_type(_KINDS[kind][1])
+def _add_metadata(writer: "GGUFWriter", config: dict[str, Any], kind: str) -> None:
+    from gguf import LlamaFileType, TokenType
+
+    kinds = {"f16": LlamaFileType.MOSTLY_F16, "bf16": LlamaFileType.MOSTLY_BF16}
+    writer.add_file_type(kinds[kind])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -106,14 +110,16 @@ def _add_metadata(writer: GGUFWriter, config: dict[str, Any], kind: str) -> None
     writer.add_eos_token_id(config["eos_token_id"])
 
 
-def _add_tensor(writer: GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
+def _add_tensor(writer: "GGUFWriter", name: str, values: np.ndarray, kind: str) -> None:
     """`values` are bfloat16 as uint16."""
+    from gguf import GGMLQuantizationType
+
     if values.ndim == 1:
         writer.add_tensor(name, as_float32(values))
     elif kind == "f16":
         writer.add_tensor(name, as_float32(values).astype(np.float16))
     else:
-        writer.add_tensor(name, values.view(np.uint8), raw_dtype=_KINDS[kind][0])
+        writer.add_tensor(name, values.view(np.uint8), raw_dtype=GGMLQuantizationType.BF16)
 
 
 def as_float32(values: np.ndarray) -> np.ndarray:

@@ -25,9 +25,9 @@ class _Model:
 
     def __init__(self, path: Path, max_model_len: int) -> None:
         num_threads = os.cpu_count() or 1
-        self._model = llama_cpp.llama_model_load_from_file(
-            str(path).encode(), llama_cpp.llama_model_default_params()
-        )
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.use_mmap = False  # the kernel may drop mapped weights between turns
+        self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = max_model_len
         params.n_batch = params.n_ubatch = 512
