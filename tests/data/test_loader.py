@@ -10,11 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from charonia.data.model.decoder import Decoder
-from charonia.data.model.layers import Placement
 from charonia.data.model.loader import load_weights
+from charonia.data.model.parameters import Parameters
 from charonia.data.model.spec import ModelSpec
-from charonia.data.ops.torch_ops import TorchOps
 from charonia.errors import CheckpointError
 
 Checkpoint = Callable[..., Path]
@@ -25,13 +23,12 @@ def load(
     model_dir: Path, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Tensor], int, list[str]]:
     spec = ModelSpec.from_dir(model_dir)
-    place = Placement(TorchOps(), dtype, torch.device("cpu"))
-    decoder = Decoder(spec, place, num_positions=16)
+    parameters = Parameters(spec, dtype, torch.device("cpu"))
     lines: list[str] = []
     count = load_weights(
-        model_dir, decoder.checkpoint_tensors(), is_tied=spec.is_tied, log=lines.append
+        model_dir, parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=lines.append
     )
-    return dict(decoder.checkpoint_tensors()), count, lines
+    return dict(parameters.checkpoint_tensors()), count, lines
 
 
 @pytest.fixture

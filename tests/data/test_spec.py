@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from charonia.data.model.layers import inverse_frequencies
+from charonia.data.model.rotary import inverse_frequencies
 from charonia.data.model.spec import ModelSpec, RopeSpec
 from charonia.errors import CheckpointError
 
