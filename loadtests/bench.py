@@ -17,6 +17,7 @@ import json
 import platform
 import random
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -48,6 +49,9 @@ def main() -> None:
     """Run the benchmark as the command line says."""
     parser = _parser()
     options = parser.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("bench: ended by SIGTERM")
+    )  # closes the sides
     try:
         report = _run(options, _model(options, parser))
     except (SideError, WrongOutputError) as error:

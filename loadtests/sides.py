@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKERS = Path(__file__).resolve().parent / "workers"
 START_TIMEOUT_S = 900.0
 RUN_TIMEOUT_S = 900.0
-STOP_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 5.0
 
 Waves = Sequence[Sequence[list[int]]]
 """Prompts as token ids; those of a wave are handed over at once, one wave after the other."""
