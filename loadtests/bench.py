@@ -239,7 +239,11 @@ def _default_output(options: argparse.Namespace) -> Path:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     what = options.model.name if options.model else options.shape
     ending = "" if what == SHAPES[0] else f"-{what}"
-    return HERE / "results" / f"{today}-bench{ending}"
+    stem, count = HERE / "results" / f"{today}-bench{ending}", 1
+    while stem.with_name(f"{stem.name}.json").exists():  # a recorded result stays as it is
+        count += 1
+        stem = HERE / "results" / f"{today}-bench{ending}-{count}"
+    return stem
 
 
 def _positive(text: str) -> int:
@@ -298,7 +302,7 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="STEM",
-        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-bench[-MODEL])",
+        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-bench[-MODEL], never an existing one)",
     )
     return parser
 
