@@ -302,7 +302,8 @@ def _parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="STEM",
-        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-bench[-MODEL], never an existing one)",
+        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-bench[-MODEL], "
+        "numbered where that exists)",
     )
     return parser
 
