@@ -1,4 +1,4 @@
-"""The operations in use against the reference ones, over random batches and block tables."""
+"""The primitive operations in torch against the reference ones, over random block tables."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from charonia.data.ops.base import Pages, Rotation, StepBatch
 from charonia.data.ops.reference import ReferenceOps
 from charonia.data.ops.torch_ops import TorchOps
+from support.batches import moved, random_batch, random_pages
 from support.devices import DEVICES
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -24,50 +25,6 @@ pytestmark = [
 def assert_close(actual: Tensor, expected: Tensor) -> None:
     tolerance = TOLERANCE[expected.dtype]
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
-def random_pages(
-    generator: torch.Generator, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> Pages:
-    shape = (NUM_BLOCKS, block_size, kv_heads, dim)
-    keys, values = torch.randn(2, *shape, generator=generator).to(dtype)
-    keys[0] = values[0] = 0  # the null block
-    return Pages(keys, values)
-
-
-def random_batch(
-    generator: torch.Generator, block_size: int, rows: list[tuple[int, int]]
-) -> StepBatch:
-    """A batch of rows of (tokens before this step, tokens of this step)."""
-    context_lens = [before + new for before, new in rows]
-    num_blocks = [-(-length // block_size) for length in context_lens]
-    free = (torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1).tolist()
-    tables = torch.zeros(len(rows), max(num_blocks), dtype=torch.int64)
-    positions, slots, query_starts = [], [], [0]
-    for row, (before, new) in enumerate(rows):
-        tables[row, : num_blocks[row]] = torch.tensor([free.pop() for _ in range(num_blocks[row])])
-        query_starts.append(query_starts[-1] + new)
-        for position in range(before, before + new):
-            positions.append(position)
-            block = int(tables[row, position // block_size])
-            slots.append(block * block_size + position % block_size)
-    return StepBatch(
-        token_ids=torch.zeros(len(positions), dtype=torch.int64),
-        positions=torch.tensor(positions),
-        slots=torch.tensor(slots),
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=tables,
-        block_size=block_size,
-    )
-
-
-def moved(batch: StepBatch, device: str) -> StepBatch:
-    values = {
-        name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in vars(batch).items()
-    }
-    return StepBatch(**values)
 
 
 rows_of_a_step = st.lists(
@@ -100,8 +57,8 @@ def test_attention_over_random_block_tables_equals_the_reference(
         rows = rows[:-1]
     generator = torch.Generator().manual_seed(seed)
     num_heads, kv_heads = heads
-    batch = random_batch(generator, block_size, rows)
-    pages = random_pages(generator, block_size, kv_heads, 8, dtype)
+    batch = random_batch(generator, block_size, rows, NUM_BLOCKS)
+    pages = random_pages(generator, NUM_BLOCKS, block_size, kv_heads, 8, dtype)
     query = torch.randn(len(batch.positions), num_heads, 8, generator=generator).to(dtype)
     expected = ReferenceOps().paged_attention(batch, dtype)(query, pages)
     on_device = Pages(pages.keys.to(device), pages.values.to(device))
@@ -114,8 +71,10 @@ def test_attention_does_not_depend_on_where_a_prompt_is_cut(
     cut: int, dtype: torch.dtype, device: str
 ) -> None:
     generator = torch.Generator().manual_seed(cut)
-    whole = random_batch(generator, 16, [(0, 32)])
-    pages = Pages(*(part.to(device) for part in random_pages(generator, 16, 2, 8, dtype)))
+    whole = random_batch(generator, 16, [(0, 32)], NUM_BLOCKS)
+    pages = Pages(
+        *(part.to(device) for part in random_pages(generator, NUM_BLOCKS, 16, 2, 8, dtype))
+    )
     query = torch.randn(32, 4, 8, generator=generator).to(device, dtype)
     tables = whole.block_tables.to(device)
 
@@ -145,7 +104,7 @@ def test_rotation_and_the_write_to_the_pages_equal_the_reference(
     angles = torch.rand(tokens, dim // 2, generator=generator) * 6
     rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
     slots = torch.randperm(NUM_BLOCKS * 4 - 4, generator=generator)[:tokens] + 4
-    expected_pages = random_pages(generator, 4, kv_heads, dim, dtype)
+    expected_pages = random_pages(generator, NUM_BLOCKS, 4, kv_heads, dim, dtype)
     pages = Pages(*(part.clone().to(device) for part in expected_pages))
     expected = ReferenceOps().rope_and_write(qkv, num_heads, rotation, slots, expected_pages)
     query = TorchOps().rope_and_write(
@@ -218,7 +177,8 @@ def test_decode_rows_gather_less_than_twice_their_contexts(
 
     monkeypatch.setattr(torch_ops, "_gather", counting)
     lengths = [3, 17, 40, 100, 5, 90, 64]
-    batch = random_batch(torch.Generator(), 16, [(length - 1, 1) for length in lengths])
+    rows = [(length - 1, 1) for length in lengths]
+    batch = random_batch(torch.Generator(), 16, rows, NUM_BLOCKS)
     pages = Pages(*torch.zeros(2, NUM_BLOCKS, 16, 1, 4, dtype=dtype, device=device))
     query = torch.zeros(len(lengths), 2, 4, dtype=dtype, device=device)
     TorchOps().paged_attention(moved(batch, device), dtype)(query, pages)

@@ -1,0 +1,424 @@
+"""The CPU kernels of every instruction set against the reference operations and plain torch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from charonia.data.model.rotary import rotation_table
+from charonia.data.model.spec import RopeSpec
+from charonia.data.ops.base import (
+    AttentionWeights,
+    MatrixWeights,
+    MlpWeights,
+    NormWeights,
+    Pages,
+    Rotation,
+    StepBatch,
+)
+from charonia.data.ops.composed import ComposedOps, quantize_int8
+from charonia.data.ops.reference import ReferenceOps
+from support.batches import random_batch, random_pages
+from support.kernels import ISAS, filling, kernels_for, native_ops, packed, unpacked
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+CPU = torch.device("cpu")
+HIDDEN = 48
+
+pytestmark = pytest.mark.parametrize("isa", ISAS)
+both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+# Around the borders of a block and of the 256 keys of a partial softmax, and anything between.
+lengths = st.one_of(
+    st.sampled_from([1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 640]), st.integers(1, 700)
+)
+rows_of_a_step = st.lists(
+    st.one_of(
+        st.tuples(lengths.map(lambda length: length - 1), st.just(1)),  # decode
+        st.tuples(st.just(0), st.integers(2, 50)),  # the whole context
+        st.tuples(lengths, st.integers(2, 30)),  # a later chunk
+    ),
+    min_size=1,
+    max_size=5,
+)
+heads_and_dims = st.tuples(
+    st.sampled_from([(4, 4), (4, 2), (9, 3), (4, 1), (14, 2), (32, 1)]),
+    st.sampled_from([8, 16, 40, 64, 128]),
+)
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, is_int8: bool = False) -> None:
+    # The reference's int8 weights went through their own dtype, which the kernels' do not.
+    tolerance = TOLERANCE[expected.dtype] * (2 if is_int8 else 1)
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+def random_step(
+    generator: torch.Generator, block_size: int, rows: list[tuple[int, int]]
+) -> tuple[StepBatch, int]:
+    """A step of these rows, and a number of blocks that holds them and a few more."""
+    num_blocks = sum(-(-(before + new) // block_size) for before, new in rows) + 4
+    return random_batch(generator, block_size, rows, num_blocks), num_blocks
+
+
+def matrix(
+    generator: torch.Generator, outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype
+) -> MatrixWeights:
+    weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+    bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
+    return MatrixWeights(weight.to(dtype), bias)
+
+
+def norm(generator: torch.Generator, size: int, dtype: torch.dtype) -> NormWeights:
+    return NormWeights((torch.rand(size, generator=generator) + 0.5).to(dtype), 1e-5)
+
+
+def rounded_to_int8(weights: MatrixWeights) -> MatrixWeights:
+    whole, steps = quantize_int8(weights.weight)
+    return MatrixWeights((whole * steps[:, None]).to(weights.weight.dtype), weights.bias)
+
+
+def rotation(head_dim: int, dtype: torch.dtype) -> Rotation:
+    return rotation_table(RopeSpec(theta=10_000.0), head_dim, 800, dtype, CPU)
+
+
+@both_dtypes
+@pytest.mark.parametrize("num_threads", [1, 2])
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=rows_of_a_step,
+    block_size=st.sampled_from([16, 32, 48, 256]),
+    shape=heads_and_dims,
+)
+def test_attention_over_random_block_tables_equals_the_reference(
+    isa: str,
+    dtype: torch.dtype,
+    num_threads: int,
+    seed: int,
+    rows: list[tuple[int, int]],
+    block_size: int,
+    shape: tuple[tuple[int, int], int],
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    (num_heads, kv_heads), dim = shape
+    batch, num_blocks = random_step(generator, block_size, rows)
+    pages = random_pages(generator, num_blocks, block_size, kv_heads, dim, dtype)
+    query = torch.randn(len(batch.positions), num_heads, dim, generator=generator).to(dtype)
+    expected = ReferenceOps().paged_attention(batch, dtype)(query, pages)
+    step = native_ops(isa, num_threads).begin(batch, rotation(dim, dtype))
+    assert_close(kernels_for(isa).paged_attention(query, step, *packed(pages)), expected)
+
+
+@both_dtypes
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 60) | st.sampled_from([191, 192, 193, 400]),
+    inputs=st.integers(1, 70).map(lambda half: 2 * half),
+    outputs=st.integers(1, 100),
+    has_bias=st.booleans(),
+    is_int8=st.booleans(),
+    as_float32=st.booleans(),
+)
+def test_a_product_of_any_size_equals_torch(
+    isa: str,
+    dtype: torch.dtype,
+    seed: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    has_bias: bool,
+    is_int8: bool,
+    as_float32: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
+    weight, bias = vars(matrix(generator, outputs, inputs, has_bias, dtype)).values()
+    wide = weight.double()
+    if is_int8:
+        whole, steps = quantize_int8(weight)
+        wide = whole.double() * steps.double()[:, None]
+    expected = x.double() @ wide.T + (0 if bias is None else bias.double())
+    actual = kernels_for(isa).Linear(weight, bias, is_int8)(x, as_float32)
+    assert actual.dtype == (torch.float32 if as_float32 else dtype)
+    # In float32 nothing is rounded but the sum itself, whatever the inputs are.
+    tolerance = 2e-5 if as_float32 else TOLERANCE[dtype]
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_the_largest_weight_of_an_output_and_its_opposite_are_exact_in_int8(isa: str) -> None:
+    weight = torch.tensor([[0.5, -0.5, 0.0, 0.25], [0.0, 0.0, 0.0, 0.0], [-3e-5, 0, 3e-5, 0]])
+    product = kernels_for(isa).Linear(weight, None, True)(torch.eye(4), False)
+    assert product[:, 1].tolist() == [0.0] * 4
+    assert product[:3, 0].tolist() == pytest.approx([0.5, -0.5, 0.0], rel=1e-6)
+    assert product[3, 0].item() == pytest.approx(64 / 127 / 2, rel=1e-6)  # 63.5 is rounded to even
+    assert product[:, 2].tolist() == pytest.approx([-3e-5, 0.0, 3e-5, 0.0], rel=1e-6)
+
+
+def attention_weights(
+    generator: torch.Generator,
+    shape: tuple[tuple[int, int], int],
+    dtype: torch.dtype,
+    *,
+    has_bias: bool,
+    has_head_norms: bool,
+) -> AttentionWeights:
+    (num_heads, kv_heads), dim = shape
+    return AttentionWeights(
+        norm=norm(generator, HIDDEN, dtype),
+        qkv=matrix(generator, (num_heads + 2 * kv_heads) * dim, HIDDEN, has_bias, dtype),
+        output=matrix(generator, HIDDEN, num_heads * dim, has_bias, dtype),
+        head_norms=(norm(generator, dim, dtype), norm(generator, dim, dtype))
+        if has_head_norms
+        else None,
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+    )
+
+
+@both_dtypes
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=rows_of_a_step,
+    block_size=st.sampled_from([16, 32]),
+    shape=heads_and_dims,
+    has_bias=st.booleans(),
+    has_head_norms=st.booleans(),
+    has_x=st.booleans(),
+    is_int8=st.booleans(),
+)
+def test_the_attention_half_of_a_layer_equals_the_reference(
+    isa: str,
+    dtype: torch.dtype,
+    seed: int,
+    rows: list[tuple[int, int]],
+    block_size: int,
+    shape: tuple[tuple[int, int], int],
+    has_bias: bool,
+    has_head_norms: bool,
+    has_x: bool,
+    is_int8: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dim = shape[1]
+    weights = attention_weights(
+        generator, shape, dtype, has_bias=has_bias, has_head_norms=has_head_norms
+    )
+    batch, num_blocks = random_step(generator, block_size, rows)
+    pages = random_pages(generator, num_blocks, block_size, shape[0][1], dim, dtype)
+    ours = packed(pages)
+    x, residual = torch.randn(2, len(batch.positions), HIDDEN, generator=generator).to(dtype)
+    first, our_residual = (x.clone() if has_x else None), residual.clone()
+    ops = native_ops(isa, is_int8=is_int8)
+    step = ops.begin(batch, rotation(dim, dtype))
+    actual = ops.attention(weights)(first, our_residual, step, ours)
+
+    if is_int8:
+        weights = AttentionWeights(
+            **vars(weights)
+            | {"qkv": rounded_to_int8(weights.qkv), "output": rounded_to_int8(weights.output)}
+        )
+    reference = ComposedOps(ReferenceOps())
+    step = reference.begin(batch, rotation(dim, dtype))
+    expected = reference.attention(weights)(x if has_x else None, residual, step, pages)
+    assert_close(actual, expected, is_int8=is_int8)
+    assert torch.equal(our_residual, residual)
+    written = unpacked(ours, dim)
+    assert_close(written.keys, pages.keys, is_int8=is_int8)
+    assert_close(written.values, pages.values, is_int8=is_int8)
+    assert not filling(ours, dim)
+
+
+@both_dtypes
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(1, 70) | st.just(200),
+    inner=st.integers(1, 60).map(lambda half: 2 * half),
+    has_bias=st.booleans(),
+    is_int8=st.booleans(),
+)
+def test_the_feed_forward_half_of_a_layer_equals_the_reference(
+    isa: str,
+    dtype: torch.dtype,
+    seed: int,
+    tokens: int,
+    inner: int,
+    has_bias: bool,
+    is_int8: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = MlpWeights(
+        norm=norm(generator, HIDDEN, dtype),
+        gate_up=matrix(generator, 2 * inner, HIDDEN, has_bias, dtype),
+        down=matrix(generator, HIDDEN, inner, has_bias, dtype),
+    )
+    x, residual = torch.randn(2, tokens, HIDDEN, generator=generator).to(dtype)
+    our_residual = residual.clone()
+    actual = native_ops(isa, is_int8=is_int8).mlp(weights)(x.clone(), our_residual)
+    if is_int8:
+        gate_up, down = rounded_to_int8(weights.gate_up), rounded_to_int8(weights.down)
+        weights = MlpWeights(weights.norm, gate_up, down)
+    expected = ComposedOps(ReferenceOps()).mlp(weights)(x, residual)
+    assert_close(actual, expected, is_int8=is_int8)
+    assert torch.equal(our_residual, residual)
+
+
+def test_large_gates_are_gated_as_by_torch(isa: str) -> None:
+    gates = torch.tensor([-1e6, -200.0, -88.0, -20.0, 0.0, 20.0, 88.0, 200.0, 3e38, 1e-30])
+    size = len(gates)
+    # The norm of ones is one: gate gets its bias alone, up is 1.
+    weights = MlpWeights(
+        NormWeights(torch.ones(size), 0.0),
+        MatrixWeights(torch.zeros(2 * size, size), torch.cat((gates, torch.ones(size)))),
+        MatrixWeights(torch.eye(size), None),
+    )
+    actual = native_ops(isa).mlp(weights)(torch.zeros(1, size), torch.ones(1, size))
+    torch.testing.assert_close(actual[0], torch.nn.functional.silu(gates), atol=1e-30, rtol=1e-6)
+
+
+@both_dtypes
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(1, 40),
+    size=st.integers(1, 80),
+    has_x=st.booleans(),
+    scale=st.sampled_from([1e-3, 1.0, 1e4]),
+)
+def test_rms_norm_equals_the_reference(
+    isa: str,
+    dtype: torch.dtype,
+    seed: int,
+    tokens: int,
+    size: int,
+    has_x: bool,
+    scale: float,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(2, tokens, size, generator=generator) * scale).to(dtype)
+    weight = norm(generator, size, dtype).weight
+    our_residual = residual.clone()
+    actual = kernels_for(isa).rms_norm(x if has_x else None, our_residual, weight, 1e-6)
+    expected, total = ReferenceOps().rms_norm(residual, weight, 1e-6, x if has_x else None)
+    assert_close(actual, expected)
+    assert torch.equal(our_residual, total)
+
+
+@both_dtypes
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("vocab_size", [1, 97, 384])
+def test_the_head_gives_float32_and_leaves_its_inputs(
+    isa: str, dtype: torch.dtype, is_int8: bool, vocab_size: int
+) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    last_norm = norm(generator, HIDDEN, dtype)
+    weights = matrix(generator, vocab_size, HIDDEN, False, dtype)
+    x, residual = torch.randn(2, 9, HIDDEN, generator=generator).to(dtype)
+    before = x.clone(), residual.clone()
+    actual = native_ops(isa, is_int8=is_int8).head(last_norm, weights)(x, residual)
+    if is_int8:
+        weights = rounded_to_int8(weights)
+    expected = ComposedOps(ReferenceOps()).head(last_norm, weights)(x, residual)
+    assert actual.dtype == torch.float32
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@both_dtypes
+def test_what_is_not_finite_never_reaches_the_pages(isa: str, dtype: torch.dtype) -> None:
+    """A token of NaN, ±infinity or the largest numbers beside sane ones, in the same block."""
+    generator = torch.Generator().manual_seed(0)
+    dim = 24
+    weights = attention_weights(
+        generator, ((4, 2), dim), dtype, has_bias=True, has_head_norms=False
+    )
+    batch, num_blocks = random_step(generator, 16, [(0, 1)] * 4 + [(0, 12)])
+    pages = packed(random_pages(generator, num_blocks, 16, 2, dim, dtype))
+    residual = torch.randn(16, HIDDEN, generator=generator).to(dtype)
+    sane = residual.clone()
+    big = torch.finfo(dtype).max
+    for row, value in enumerate((float("nan"), float("inf"), float("-inf"), big)):
+        residual[row, row] = value
+    ops = native_ops(isa)
+    step = ops.begin(batch, rotation(dim, dtype))
+    out = ops.attention(weights)(None, residual, step, pages)
+    assert pages.keys.isfinite().all()
+    assert pages.values.isfinite().all()
+    assert max(part.abs().max() for part in pages) <= torch.tensor(6e4).to(dtype)
+    undisturbed = ops.attention(weights)(None, sane, step, packed(unpacked(pages, dim)))
+    assert torch.equal(out[4:], undisturbed[4:])
+
+
+@both_dtypes
+def test_infinite_biases_reach_the_pages_as_the_largest_number_stored(
+    isa: str, dtype: torch.dtype
+) -> None:
+    dim = 16
+    bias = torch.zeros(3 * dim, dtype=dtype)
+    bias[2 * dim :] = torch.tensor([float("inf"), float("-inf")] * 7 + [float("nan")] * 2)
+    weights = AttentionWeights(
+        norm=NormWeights(torch.ones(dim, dtype=dtype), 1e-5),
+        qkv=MatrixWeights(torch.zeros(3 * dim, dim, dtype=dtype), bias),
+        output=MatrixWeights(torch.eye(dim, dtype=dtype), None),
+        head_norms=None,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=dim,
+    )
+    batch, num_blocks = random_step(torch.Generator(), 16, [(0, 1)])
+    pages = packed(Pages(*torch.zeros(2, num_blocks, 16, 1, dim, dtype=dtype)))
+    ops = native_ops(isa)
+    out = ops.attention(weights)(
+        None, torch.ones(1, dim, dtype=dtype), ops.begin(batch, rotation(dim, dtype)), pages
+    )
+    largest = torch.tensor(6e4).to(dtype).item()
+    assert out[0].tolist() == pytest.approx([largest, -largest] * 7 + [0, 0])
+
+
+@both_dtypes
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31), rows=rows_of_a_step, shape=heads_and_dims)
+def test_what_lies_outside_of_a_context_never_spoils_a_sum(
+    isa: str,
+    dtype: torch.dtype,
+    seed: int,
+    rows: list[tuple[int, int]],
+    shape: tuple[tuple[int, int], int],
+) -> None:
+    """The rest of a last block, the null block and foreign blocks at the largest number stored."""
+    generator = torch.Generator().manual_seed(seed)
+    (num_heads, kv_heads), dim = shape
+    batch, num_blocks = random_step(generator, 16, rows)
+    pages = random_pages(generator, num_blocks, 16, kv_heads, dim, dtype)
+    query = torch.randn(len(batch.positions), num_heads, dim, generator=generator).to(dtype)
+    spoiled = Pages(*(torch.full_like(part, -6e4) for part in pages))
+    spoiled.keys[::2] = 6e4
+    for row, length in enumerate(batch.context_lens):
+        for position in range(length):
+            block, offset = int(batch.block_tables[row, position // 16]), position % 16
+            for part, whole in zip(spoiled, pages, strict=True):
+                part[block, offset] = whole[block, offset]
+    step = native_ops(isa).begin(batch, rotation(dim, dtype))
+    attend = kernels_for(isa).paged_attention
+    assert torch.equal(attend(query, step, *packed(spoiled)), attend(query, step, *packed(pages)))
+
+
+def test_a_matrix_with_an_odd_number_of_inputs_is_refused(isa: str) -> None:
+    with pytest.raises(ValueError, match="odd number of inputs"):
+        kernels_for(isa).Linear(torch.zeros(4, 3), None, False)
+
+
+def test_another_dtype_is_refused(isa: str) -> None:
+    with pytest.raises(ValueError, match=r"float32 and bfloat16, not .*Half"):
+        kernels_for(isa).Linear(torch.zeros(4, 2, dtype=torch.float16), None, False)
+
+
+def test_the_library_is_of_the_instruction_set_it_was_built_for(isa: str) -> None:
+    assert isa == kernels_for(isa).ISA
