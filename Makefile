@@ -3,6 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+KERNELS := $(VENV)/.kernels-done
+KERNEL_SOURCES := $(wildcard python_backend/charonia/data/ops/native/*.cpp python_backend/charonia/data/ops/native/*.h)
 EXTRAS := server,dev
 
 # Candidates to make the environment with, first come first taken; PYTHON=... is the only one then.
@@ -23,7 +25,12 @@ help:
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make clean   remove caches and build output; $(VENV) stays"
 
-setup: $(STAMP)
+setup: $(KERNELS)
+
+# Without a C++ compiler torch's operations are used; the command says so, and so does every start.
+$(KERNELS): $(STAMP) $(KERNEL_SOURCES)
+	@$(BIN)/python -m charonia.data.ops.native.build || true
+	@touch $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@case "$$(uname -s) $$(uname -m)" in "Linux x86_64") ;; *) \
@@ -43,13 +50,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m charonia.launch.discovery
 	@touch $@
 
-demo: $(STAMP)
+demo: $(KERNELS)
 	@$(BIN)/charonia demo
 
-serve: $(STAMP)
+serve: $(KERNELS)
 	@$(BIN)/charonia serve $(ARGS)
 
-test: $(STAMP)
+test: $(KERNELS)
 	$(BIN)/python -m pytest --cov=charonia.control --cov=charonia.text --cov-branch --cov-fail-under=100 \
 	    --cov-report=term-missing:skip-covered $(ARGS)
 

@@ -49,7 +49,7 @@ RULES = {
     "control": rule("protocol errors", never="threading concurrent asyncio multiprocessing time"),
     "text": rule("protocol errors", "tokenizers"),
     # psutil tells how much memory there is for the KV cache.
-    "data": rule("protocol errors config", "torch safetensors msgspec psutil"),
+    "data": rule("protocol errors config", "torch numpy safetensors msgspec psutil"),
     "parallel": rule("data protocol config errors", "torch msgspec"),
     "engine": rule("protocol control text config errors", "msgspec", inside_functions="torch"),
     # It makes the tokenizer that it hands to the engine's service.

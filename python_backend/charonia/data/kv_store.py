@@ -4,15 +4,23 @@ Owns the tensors and their size. Must not know which request a block belongs to:
 plane hands blocks out, this is only where they lie.
 """
 
+import math
+import mmap
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import psutil
 import torch
+from torch import Tensor
 
 from charonia.data.model.spec import ModelSpec
-from charonia.data.ops.base import Pages
+from charonia.data.ops.base import Ops, Pages
 from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
+
+PageShapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Of one block's keys and of its values; see `Ops.page_shapes`."""
 
 _CPU_SHARE = 0.25
 _CGROUP = Path("/sys/fs/cgroup")
@@ -25,29 +33,44 @@ class KVStore:
     is read beyond a row's context, or through padding, is finite.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
-        shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+    def __init__(
+        self, layout: KVLayout, shapes: PageShapes, num_blocks: int, device: torch.device
+    ) -> None:
         dtype = getattr(torch, layout.dtype)
         self.num_blocks = num_blocks
         self.pages = [
-            Pages(
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
+            Pages(*(_zeros((num_blocks, *shape), dtype, device) for shape in shapes))
             for _ in range(layout.num_layers)
         ]
 
 
-def kv_layout(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> KVLayout:
-    """Describe the KV cache of a model."""
-    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    return KVLayout(
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate zeros; on a CPU they take memory only where they are written to.
+
+    `torch.zeros` writes the zeros, which for a cache of gigabytes takes seconds of every start;
+    memory that the operating system maps is zero without that.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    numbers = math.prod(shape)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, numbers * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype, count=numbers).view(shape)
+
+
+def kv_layout(spec: ModelSpec, ops: Ops[Any], block_size: int, dtype: torch.dtype) -> KVLayout:
+    """Describe the KV cache of a model, as large as `ops` lay it out."""
+    layout = KVLayout(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=block_size,
         dtype=str(dtype).removeprefix("torch."),
-        bytes_per_block=per_token * block_size * dtype.itemsize,
+        bytes_per_block=0,
+    )
+    numbers = sum(math.prod(shape) for shape in ops.page_shapes(layout))
+    return msgspec.structs.replace(
+        layout, bytes_per_block=numbers * spec.num_layers * dtype.itemsize
     )
 
 

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
 from charonia.config import EngineArgs
 from charonia.data.kv_store import KVStore, kv_layout, num_blocks_that_fit
-from charonia.data.model.decoder import Decoder
-from charonia.data.model.layers import Placement
+from charonia.data.model.decoder import Decoder, Hidden
 from charonia.data.model.loader import load_weights
+from charonia.data.model.parameters import Parameters
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import StepBatch
-from charonia.data.ops.torch_ops import TorchOps
+from charonia.data.ops.native.ops import NativeOps
+from charonia.data.ops.select import select_ops
 from charonia.data.plan_check import Progress, check_plan
+from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import SampledRow, Sampler
 from charonia.data.step_tensors import StepTensors
 from charonia.errors import ConfigError
@@ -56,15 +57,18 @@ class Runner:
         device = _device(args.device)
         dtype = getattr(torch, spec.dtype if args.dtype == "auto" else args.dtype)
         max_model_len = _max_model_len(args, spec, log)
-        self._model = Decoder(
-            spec, Placement(TorchOps(), dtype, device), num_positions=max_model_len
-        )
+        ops = select_ops(args, dtype, device, log)
+        parameters = Parameters(spec, dtype, device)
         num_parameters = load_weights(
-            Path(args.model), self._model.checkpoint_tensors(), is_tied=spec.is_tied, log=log
+            Path(args.model), parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=log
         )
-        layout = kv_layout(spec, args.block_size, dtype)
+        self._model = Decoder(spec, parameters, ops, num_positions=max_model_len)
+        layout = kv_layout(spec, ops, args.block_size, dtype)
         self._kv = KVStore(
-            layout, _num_blocks(args, spec, layout, max_model_len, dtype, device), device
+            layout,
+            ops.page_shapes(layout),
+            _num_blocks(args, spec, layout, max_model_len, dtype, device),
+            device,
         )
         self._tensors = StepTensors(
             num_rows=args.max_num_seqs,
@@ -73,7 +77,8 @@ class Runner:
             max_num_batched_tokens=args.max_num_batched_tokens,
             device=device,
         )
-        self._sampler = Sampler(spec.vocab_size, device)
+        native = NativeDraw(ops.kernels) if isinstance(ops, NativeOps) else None
+        self._sampler = Sampler(spec.vocab_size, device, native)
         self._progress = Progress(epoch=0, step_id=-1, needs_reset=True)
         self._info = EngineInfo(
             epoch=0,
@@ -129,10 +134,8 @@ class Runner:
         batch = self._tensors.begin(steps)
         hidden = self._model.hidden_states(batch, self._kv.pages)
         prompt_logprobs = [
-            self._prompt_logprobs(step, hidden[start:end])
-            for step, start, end in zip(
-                steps, batch.query_starts, batch.query_starts[1:], strict=False
-            )
+            self._prompt_logprobs(step, hidden, start)
+            for step, start in zip(steps, batch.query_starts, strict=False)
         ]
         sampled = self._sample(steps, batch, hidden)
         results = []
@@ -142,7 +145,7 @@ class Runner:
         return results
 
     def _sample(
-        self, steps: list[RowStep], batch: StepBatch, hidden: Tensor
+        self, steps: list[RowStep], batch: StepBatch, hidden: Hidden
     ) -> dict[int, tuple[list[int], list[TokenLogprobs] | None]]:
         """Sample for the rows whose cursor reached their last known token, and append."""
         rows, last_tokens = [], []
@@ -153,8 +156,8 @@ class Runner:
                 last_tokens.append(end - 1)
         if not rows:
             return {}
-        if len(rows) < hidden.shape[0]:
-            hidden = hidden.index_select(0, torch.tensor(last_tokens).to(hidden.device))
+        if len(rows) < len(batch.positions):
+            hidden = hidden.rows(torch.tensor(last_tokens).to(batch.positions.device))
         sampled = self._sampler.sample(
             self._model.logits(hidden), [self._sampled_row(row) for row in rows]
         )
@@ -168,11 +171,13 @@ class Runner:
         state = self._tensors.state(row)
         return SampledRow(state.sampling, self._tensors.token_ids(row), state.num_prompt)
 
-    def _prompt_logprobs(self, step: RowStep, hidden: Tensor) -> list[TokenLogprobs] | None:
+    def _prompt_logprobs(
+        self, step: RowStep, hidden: Hidden, start: int
+    ) -> list[TokenLogprobs] | None:
         """Log-probabilities of the prompt tokens that this step's tokens predict.
 
         Args:
-            hidden: of the row's tokens in this step, [num_tokens, hidden].
+            hidden: of all rows' tokens in this step. start: the first of this row's.
         """
         state = self._tensors.state(step.row)
         k = state.sampling.num_prompt_logprobs
@@ -184,7 +189,8 @@ class Runner:
         entries: list[TokenLogprobs] = []
         for part in range(0, len(targets), _PROMPT_LOGPROBS_SLICE):
             some = targets[part : part + _PROMPT_LOGPROBS_SLICE]
-            logits = self._model.logits(hidden[part : part + len(some)])
+            first_line = start + part
+            logits = self._model.logits(hidden.rows(slice(first_line, first_line + len(some))))
             entries += self._sampler.prompt_logprobs(logits, some, k)
         return entries
 

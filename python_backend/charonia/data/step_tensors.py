@@ -1,14 +1,16 @@
 """The rows' state between steps, and the index tensors of one step.
 
-Owns what the engine remembers of each row: its tokens and block table as tensors, its lengths as
-plain numbers, so that building a step's indices needs nothing back from the device. All tensors
-are allocated once. Must not know the model, or whether a plan makes sense (`plan_check` has seen
-it before it comes here).
+Owns what the engine remembers of each row: its tokens, its block table and its lengths. All of it
+is kept on the host, in arrays that are allocated once: a step's indices are a few numpy operations
+of a microsecond each, and go to the device as they are. Must not know the model, or whether a plan
+makes sense (`plan_check` has seen it before it comes here).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,12 +56,9 @@ class StepTensors:
         self._device = device
         max_blocks = -(-max_model_len // block_size)
         self.rows: list[RowState | None] = [None] * num_rows
-        self._row_tokens = torch.zeros(num_rows, max_model_len, dtype=torch.int64, device=device)
-        self._row_blocks = torch.zeros(num_rows, max_blocks, dtype=torch.int64, device=device)
-        self._token_ids, self._positions, self._slots, self._scratch = torch.zeros(
-            4, max_num_batched_tokens, dtype=torch.int64, device=device
-        )
-        self._count = torch.arange(max_num_batched_tokens, device=device)
+        self._row_tokens = np.zeros((num_rows, max_model_len), dtype=np.int64)
+        self._row_blocks = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self._count = np.arange(max_num_batched_tokens)
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -78,11 +77,9 @@ class StepTensors:
             num_computed=new.num_computed,
             block_ids=set(new.block_ids),
         )
-        self._row_tokens[new.row, : len(new.token_ids)] = torch.tensor(new.token_ids)
-        self._row_blocks[new.row].zero_()  # the null block, not those of the row's last request
-        self._row_blocks[new.row, : len(new.block_ids)] = torch.tensor(
-            new.block_ids, dtype=torch.int64
-        )
+        self._row_tokens[new.row, : len(new.token_ids)] = new.token_ids
+        self._row_blocks[new.row] = 0  # the null block, not those of the row's last request
+        self._row_blocks[new.row, : len(new.block_ids)] = new.block_ids
 
     def state(self, row: int) -> RowState:
         """Return the state of an occupied row."""
@@ -91,52 +88,37 @@ class StepTensors:
         return state
 
     def token_ids(self, row: int) -> Tensor:
-        """All known tokens of an occupied row, [num_tokens] int64; a view."""
-        return self._row_tokens[row, : self.state(row).num_tokens]
+        """All known tokens of an occupied row, [num_tokens] int64; a view, on the host."""
+        return torch.from_numpy(self._row_tokens[row, : self.state(row).num_tokens])
 
     def begin(self, steps: Sequence[RowStep]) -> StepBatch:
         """Append the steps' new blocks to their rows and build the step's indices.
 
-        The rows' cursors move past the tokens of this step. The batch's tensors are views of
-        buffers that the next call overwrites.
+        The rows' cursors move past the tokens of this step.
         """
         self._append_blocks(steps)
-        query_starts, context_lens, index = [0], [], []
+        query_starts, context_lens, shifts = [0], [], []
         for step in steps:
             state = self.state(step.row)
-            first = query_starts[-1]
-            # The row of a token t is its step's; its position is t + (num_computed - first).
-            index.append((step.row, state.num_computed - first, step.num_tokens))
+            # The position of the step's token t is t + (num_computed - first token of the row).
+            shifts.append(state.num_computed - query_starts[-1])
             state.num_computed += step.num_tokens
-            query_starts.append(first + step.num_tokens)
+            query_starts.append(query_starts[-1] + step.num_tokens)
             context_lens.append(state.num_computed)
         total = query_starts[-1]
-        rows, shifts, counts = torch.tensor(index).to(self._device).T.contiguous()
-
-        step_of = torch.repeat_interleave(counts, output_size=total)
-        positions = torch.index_select(shifts, 0, step_of, out=self._positions[:total])
-        positions += self._count[:total]
-        row_of = torch.index_select(rows, 0, step_of, out=self._scratch[:total])
-        token_ids = torch.take(
-            self._row_tokens,
-            row_of * self._row_tokens.shape[1] + positions,
-            out=self._token_ids[:total],
-        )
-        slots = torch.take(
-            self._row_blocks,
-            row_of * self._row_blocks.shape[1] + positions // self._block_size,
-            out=self._slots[:total],
-        )
-        slots *= self._block_size
-        slots += positions % self._block_size
+        rows = np.array([step.row for step in steps])
+        counts = [step.num_tokens for step in steps]
+        row_of = np.repeat(rows, counts)
+        positions = np.repeat(shifts, counts) + self._count[:total]
+        blocks, offsets = np.divmod(positions, self._block_size)
         num_blocks = -(-max(context_lens) // self._block_size)
         return StepBatch(
-            token_ids=token_ids,
-            positions=positions,
-            slots=slots,
+            token_ids=self._on_device(self._row_tokens[row_of, positions]),
+            positions=self._on_device(positions),
+            slots=self._on_device(self._row_blocks[row_of, blocks] * self._block_size + offsets),
             query_starts=query_starts,
             context_lens=context_lens,
-            block_tables=self._row_blocks[:, :num_blocks].index_select(0, rows),
+            block_tables=self._on_device(self._row_blocks[rows, :num_blocks]),
             block_size=self._block_size,
         )
 
@@ -147,20 +129,16 @@ class StepTensors:
             state = self.state(row)
             positions.append(state.num_tokens)
             state.num_tokens += 1
-        row_ids, columns, values = torch.tensor([rows, positions, token_ids]).to(self._device)
-        self._row_tokens[row_ids, columns] = values
+        self._row_tokens[rows, positions] = token_ids
 
     def _append_blocks(self, steps: Sequence[RowStep]) -> None:
-        entries = []
         for step in steps:
             if not step.new_block_ids:
                 continue
             known = self.state(step.row).block_ids
-            entries += [
-                (step.row, index, block_id)
-                for index, block_id in enumerate(step.new_block_ids, len(known))
-            ]
+            first = len(known)
             known.update(step.new_block_ids)
-        if entries:
-            rows, columns, block_ids = torch.tensor(entries).to(self._device).T
-            self._row_blocks[rows, columns] = block_ids
+            self._row_blocks[step.row, first : len(known)] = step.new_block_ids
+
+    def _on_device(self, indices: "np.ndarray[Any, Any]") -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(indices)).to(self._device)

@@ -15,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from charonia.data.model.layers import Destination
+from charonia.data.model.parameters import Destination
 from charonia.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"

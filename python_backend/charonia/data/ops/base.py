@@ -1,7 +1,15 @@
-"""The seam between the model and a device: five operations, and the shape of one step.
+"""The seam between the model and a device: a decoder layer's two halves, and the shape of one step.
 
-Owns the protocol that every implementation of the heavy operations follows and the types that
-they exchange. Must not know weights' names, plans or sampling.
+Owns the protocol that every implementation follows and the types that they exchange. Must not know
+weights' names, plans or sampling.
+
+The halves are cut where tensor parallelism joins its partial sums (Shoeybi et al. 2019, arXiv
+1909.08053, section 3), so that everything between two cuts may be one native call::
+
+    residual ──┬───────────────────────► + ──┬───────────────────► + ──► …
+       x ──► + │                         ▲ x  │                     ▲ x
+               └► norm, qkv, rope, write │    └► norm, gate·up, ────┘
+                  attend, output ────────┘       down
 
 Tokens of a step are flat: row after row, each row's tokens in order of position::
 
@@ -12,21 +20,24 @@ Tokens of a step are flat: row after row, each row's tokens in order of position
                    └ decode
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
+
+from charonia.protocol import KVLayout
 
 
 class Pages(NamedTuple):
-    """K and V of one layer. Block 0 is the null block: it pads block tables.
+    """K and V of one layer, block by block; block 0 is the null block: it pads block tables.
 
-    All that is in the pages is finite, so that what is masked out cannot spoil a sum.
+    How they lie within a block is up to the `Ops` that reads and writes them. All that is in the
+    pages is finite, so that what is masked out cannot spoil a sum.
     """
 
-    keys: Tensor  # [num_blocks, block_size, kv_heads, head_dim]
-    values: Tensor  # [num_blocks, block_size, kv_heads, head_dim]
+    keys: Tensor  # [num_blocks, ...]
+    values: Tensor  # [num_blocks, ...]
 
 
 @dataclass(frozen=True)
@@ -51,72 +62,94 @@ class StepBatch:
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of each token's rotary angles; the two halves of a head share them."""
+    """Cosine and sine of rotary angles; the two halves of a head share them."""
 
-    cos: Tensor  # [tokens, head_dim / 2]
-    sin: Tensor  # [tokens, head_dim / 2]
+    cos: Tensor  # [positions, head_dim / 2]
+    sin: Tensor  # [positions, head_dim / 2]
 
 
-class PagedAttention(Protocol):
-    """Attention of one step's queries over the pages; the same for every layer of the step."""
+@dataclass(frozen=True)
+class NormWeights:
+    """Root mean square normalization with a learned scale."""
 
-    def __call__(self, query: Tensor, pages: Pages) -> Tensor:
-        """Causal softmax(q Kᵀ / √head_dim) V, per row over its own context.
+    weight: Tensor  # [size]
+    eps: float
 
-        K and V are read as stored in `pages`, also those of this step's own tokens, so that how
-        a prompt is cut into steps cannot change what is attended to.
 
-        Args:
-            query: [tokens, heads, head_dim]; heads is a multiple of the pages' kv_heads, and
-                consecutive heads share a KV head.
+@dataclass(frozen=True)
+class MatrixWeights:
+    """y = x Wᵀ + b."""
 
-        Returns:
-            [tokens, heads, head_dim].
-        """
+    weight: Tensor  # [outputs, inputs]
+    bias: Tensor | None  # [outputs]
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The first half of a decoder layer.
+
+    Attributes:
+        qkv: queries, keys and values, one head after the other.
+        head_norms: of each head of queries and of keys, before the rotation (Qwen3).
+    """
+
+    norm: NormWeights
+    qkv: MatrixWeights
+    output: MatrixWeights
+    head_norms: tuple[NormWeights, NormWeights] | None
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """The second half of a decoder layer; `gate_up` holds gate's outputs, then up's."""
+
+    norm: NormWeights
+    gate_up: MatrixWeights
+    down: MatrixWeights
+
+
+StepT = TypeVar("StepT")
+
+AttentionBlock = Callable[[Tensor | None, Tensor, StepT, Pages], Tensor]
+"""(x, residual, step, pages): add x to the residual stream, in place; store K and V of its norm;
+return what attention contributes. All [tokens, hidden]; x is None where the stream begins, and its
+memory may be used for what is returned.
+
+Attention is causal softmax(q Kᵀ / √head_dim) V, per row over its own context. K and V are read as
+stored in `pages`, also those of this step's own tokens, so that how a prompt is cut into steps
+cannot change what is attended to."""
+
+MlpBlock = Callable[[Tensor, Tensor], Tensor]
+"""(x, residual): add x to the residual stream, in place; return what the SwiGLU layer (Shazeer
+2020, arXiv 2002.05202) makes of its norm. All [tokens, hidden]."""
+
+Head = Callable[[Tensor, Tensor], Tensor]
+"""(x, residual): the logits of the norm of their sum, [tokens, hidden] to [tokens, vocab_size]
+float32."""
+
+
+class Ops(Protocol[StepT]):
+    """What a device does for the model. Weights that it is given may be copied and let go."""
+
+    def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Say how one block's keys and its values lie in memory."""
         ...
 
-
-class Ops(Protocol):
-    """What a device does for the model."""
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x Wᵀ + b; `x` [tokens, in], `weight` [out, in], `bias` [out]."""
+    def begin(self, batch: StepBatch, rotation: Rotation) -> StepT:
+        """Prepare what all layers of a step share; `rotation` is of all positions."""
         ...
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Add `x` to `residual` (which may be overwritten) and normalize the sum.
-
-        Root mean square over the last dimension (Zhang, Sennrich 2019, arXiv 1910.07467),
-        computed in float32.
-
-        Returns:
-            The normalized sum times `weight`, and the sum itself; both of the shape of `x`.
-        """
+    def attention(self, weights: AttentionWeights) -> AttentionBlock[StepT]:
+        """Prepare the first half of a decoder layer."""
         ...
 
-    def rope_and_write(
-        self, qkv: Tensor, num_heads: int, rotation: Rotation, slots: Tensor, pages: Pages
-    ) -> Tensor:
-        """Rotate queries and keys, store keys and values in the pages.
-
-        Rotary embedding (Su et al. 2021, arXiv 2104.09864) in the layout of Hugging Face: the
-        first half of a head is rotated against the second. What is stored is made finite.
-
-        Args:
-            qkv: [tokens, num_heads + 2 * kv_heads, head_dim]: queries, keys, values.
-            slots: [tokens], where each token's K and V go.
-
-        Returns:
-            The rotated queries, [tokens, num_heads, head_dim].
-        """
+    def mlp(self, weights: MlpWeights) -> MlpBlock:
+        """Prepare the second half of a decoder layer."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up; `gate_up` [tokens, 2 * size] holds gate, then up."""
-        ...
-
-    def paged_attention(self, batch: StepBatch, dtype: torch.dtype) -> PagedAttention:
-        """Prepare a step's attention for queries of `dtype`: what all layers share, once."""
+    def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
+        """Prepare the last norm and the language model's head."""
         ...

@@ -8,14 +8,15 @@ import math
 import torch
 from torch import Tensor
 
-from charonia.data.ops.base import PagedAttention, Pages, Rotation, StepBatch
+from charonia.data.ops.base import Pages, Rotation, StepBatch
+from charonia.data.ops.composed import PagedAttention
 
 LARGEST_STORED = 6e4
 """Bound of what replaces infinities in the pages; within float16's range of 65,504."""
 
 
 class ReferenceOps:
-    """Implements `ops.base.Ops`."""
+    """Implements `ops.composed.Primitives`."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = x.float() @ weight.float().T

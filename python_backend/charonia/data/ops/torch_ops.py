@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from charonia.data.ops.base import PagedAttention, Pages, Rotation, StepBatch
+from charonia.data.ops.base import Pages, Rotation, StepBatch
+from charonia.data.ops.composed import PagedAttention
 from charonia.data.ops.reference import LARGEST_STORED
 
 
 class TorchOps:
-    """Implements `ops.base.Ops`."""
+    """Implements `ops.composed.Primitives`."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from charonia.protocol import RowSampling
 
+DOUBT = 2e-5
+"""Relative; a mass summed in float32 is off by less."""
 _MASS_UNIT = 2.0**40
 
 
@@ -172,7 +174,7 @@ def _penalize(logits: Tensor, rows: Sequence[SampledRow], lines: list[int]) -> N
 
 def count_kept(
     relative: Tensor, cut: Truncation, vocab_size: int, total: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """How many of the most likely tokens may be drawn.
 
     Min-p, top-k and top-p each keep a beginning of the ranked list, so one count says it all.
@@ -184,12 +186,13 @@ def count_kept(
         relative: [n, width] float64, (logit - highest logit) / temperature of the most likely
             `width` tokens, best first.
         cut: the parameters of the n lines.
-        total: [n] float64 mass of the whole vocabulary in units of the best token's; None where
-            top-k ends every line within the list.
+        total: [n] float64 mass of the whole vocabulary in units of the best token's, to within
+            DOUBT; None where top-k ends every line within the list.
 
     Returns:
-        the count [n] int64, 1 .. width, and whether it is final [n] bool: else the answer lies
-        beyond the list.
+        how many certainly may be drawn and how many possibly, [n] int64 each, 1 .. width: they
+        are equal but where top-p hangs on the doubt in `total`; and whether that is final [n]
+        bool: else the answer lies beyond the list.
     """
     width = relative.shape[1]
     eligible = (relative >= cut.min_p.log().unsqueeze(1)).sum(-1)
@@ -197,10 +200,16 @@ def count_kept(
     is_known = (eligible < width) | (cut.top_k <= width)
     masses = (relative.exp() * _MASS_UNIT).round_().long().cumsum(-1)
     whole = masses.gather(1, count.unsqueeze(1) - 1).squeeze(1).double()
+    least = most = whole * cut.top_p
     if total is not None:
-        whole = torch.where(is_known, whole, total * _MASS_UNIT)
-    nucleus = (masses < (whole * cut.top_p).unsqueeze(1)).sum(-1) + 1
+        least = torch.where(is_known, least, total * _MASS_UNIT * cut.top_p * (1 - DOUBT))
+        most = torch.where(is_known, most, total * _MASS_UNIT * cut.top_p * (1 + DOUBT))
+    nucleus = (masses < most.unsqueeze(1)).sum(-1) + 1
     has_top_p = cut.top_p < 1
+    possible = torch.where(has_top_p, torch.minimum(count, nucleus), count)
+    certain = possible
+    if total is not None:
+        certain = torch.minimum(possible, (masses < least.unsqueeze(1)).sum(-1) + 1)
+        certain = torch.where(has_top_p, certain, possible)
     is_top_p_alone = has_top_p & (cut.min_p == 0) & (cut.top_k >= vocab_size)
-    count = torch.where(has_top_p, torch.minimum(count, nucleus), count)
-    return count, is_known | (is_top_p_alone & (nucleus <= width))
+    return certain, possible, is_known | (is_top_p_alone & (nucleus <= width))

@@ -7,6 +7,10 @@ that several positions of one sequence may be lines of one call (speculation).
 Every draw is exact (Gumbel-max; Maddison, Tarlow, Minka 2014, "A* sampling", section 2) or says
 that it is not: a line that is not settled at one level is drawn again at the next, where it sees
 more of the vocabulary. The last level sees all of it. What a line draws depends on nothing else.
+
+Nor does it depend on rounding: where top-p cuts is defined by masses in whole numbers
+(constraints.count_kept), and a token that a sum in float32 leaves in doubt is not settled. So what
+ops/native/sampling.cpp draws, by another way, is the same.
 """
 
 from collections.abc import Sequence
@@ -16,7 +20,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from charonia.data.sampling.constraints import Truncation, count_kept
+from charonia.data.sampling.constraints import DOUBT, Truncation, count_kept
 from charonia.data.sampling.noise import BLOCK_SIZE, gumbel, largest_gumbel, signed_seed
 from charonia.data.sampling.ranking import (
     best_token,
@@ -24,6 +28,7 @@ from charonia.data.sampling.ranking import (
     gather_blocks,
     mass,
     smallest_beginning,
+    tokens_before,
     top_tokens,
     weight_sum,
 )
@@ -84,12 +89,14 @@ class Method:
             drawn are expected in a short ranked list); "cut" (they are too many for that).
         size: blocks to look at (free, cut), or tokens in the list.
         has_top_k, has_top_p: what truncates (listed, cut).
+        has_min_p: truncates too (cut; the others always look).
     """
 
     kind: Literal["greedy", "free", "listed", "cut"]
     size: int = 0
     has_top_k: bool = False
     has_top_p: bool = False
+    has_min_p: bool = False
 
     @classmethod
     def of(cls, sampling: RowSampling, vocab_size: int, level: int) -> Self:
@@ -101,10 +108,12 @@ class Method:
             return cls("greedy")
         if not (has_top_k or has_top_p):
             return cls("free", num_blocks)
+        if level == NUM_LEVELS - 1:
+            return cls("listed", vocab_size, has_top_k, has_top_p)
         needed = sampling.top_k if has_top_k else 1
         lists = [width for width in _LISTS if needed <= width]
         if level > 0 or not lists:
-            return cls("cut", num_blocks, has_top_k, has_top_p)
+            return cls("cut", num_blocks, has_top_k, has_top_p, sampling.min_p > 0)
         return cls("listed", min(lists[0], vocab_size), has_top_k, has_top_p)
 
 
@@ -168,33 +177,50 @@ def _highest(bounds: Tensor, count: int, *others: Tensor) -> tuple[tuple[Tensor,
 
 
 def _draw_listed(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, Tensor]:
-    """Draw from a ranked list; settled once the last token that may be drawn is in it."""
+    """Draw from a ranked list.
+
+    Settled once the last token that may be drawn is in it, and it draws one that certainly may.
+    """
     temperature = lines.cut.temperature
     values, ids = top_tokens(logits, method.size)
     relative = (values.double() - values[:, :1]) / temperature.unsqueeze(1)
     total = None if method.has_top_k else weight_sum(mass(logits, temperature))
-    count, is_settled = count_kept(relative, lines.cut, logits.shape[1], total)
+    certain, possible, is_settled = count_kept(relative, lines.cut, logits.shape[1], total)
     scores = relative + gumbel(lines.seeds, lines.positions, ids)
     places = torch.arange(method.size, device=logits.device)
-    scores.masked_fill_(places >= count.unsqueeze(1), -torch.inf)
+    scores.masked_fill_(places >= possible.unsqueeze(1), -torch.inf)
     token_ids, _ = _argmax(scores, ids, logits.shape[1])
+    if total is not None:
+        place = (ids == token_ids.unsqueeze(1)).byte().argmax(-1)
+        is_settled = is_settled & (place < certain)
     return token_ids, is_settled & _is_sound(logits)
 
 
 def _draw_cut(logits: Tensor, lines: Lines, method: Method) -> tuple[Tensor, Tensor]:
-    """Mask what top-k and top-p leave out, wherever that begins, and draw freely."""
+    """Mask what top-k and top-p leave out, wherever that begins, and draw freely.
+
+    The mask of top-p is wide enough for any rounding of the masses; settled once the token drawn
+    would be within a narrow one too.
+    """
     temperature = lines.cut.temperature
-    masses = mass(logits, temperature)
-    kept = masses >= lines.cut.min_p.float().unsqueeze(1)
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    if method.has_min_p:
+        top = block_max(logits).amax(-1, keepdim=True)
+        relative = (logits.double() - top) / temperature.unsqueeze(1)
+        kept = relative >= lines.cut.min_p.log().unsqueeze(1)
     if method.has_top_k:
         target = torch.minimum(lines.cut.top_k, kept.sum(-1)).double()
         kept = smallest_beginning(logits, kept.float(), target)
-    if method.has_top_p:
-        masses.mul_(kept)
+    masses = mass(logits, temperature).mul_(kept) if method.has_top_p else None
+    if masses is not None:
         target = weight_sum(masses) * lines.cut.top_p
-        kept &= smallest_beginning(logits, masses, target)
+        kept &= smallest_beginning(logits, masses, target * (1 + DOUBT))
     token_ids, is_settled = _draw_free(logits.masked_fill(~kept, -torch.inf), lines, method.size)
-    return token_ids, is_settled & _is_sound(logits)
+    is_settled = is_settled & _is_sound(logits)
+    if masses is not None:
+        before = weight_sum(masses.mul_(tokens_before(logits, token_ids)))
+        is_settled &= (before < target * (1 - DOUBT)) | (before == 0)
+    return token_ids, is_settled
 
 
 def _is_sound(logits: Tensor) -> Tensor:

@@ -110,12 +110,17 @@ def smallest_beginning(logits: Tensor, weights: Tensor, target: Tensor) -> Tenso
     return above | (tied & (tied.cumsum(-1) < num_tied.unsqueeze(1) + 1))
 
 
-def token_rank(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """1-based place of a token in the order: [n, vocab], [n] int64 -> [n] int64."""
+def tokens_before(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Which tokens come before a given one: [n, vocab], [n] int64 -> [n, vocab] bool."""
     value = logits.gather(1, token_ids.unsqueeze(1))
     ids = torch.arange(logits.shape[1], device=logits.device)
     before = (logits == value).logical_and_(ids < token_ids.unsqueeze(1))
-    return before.logical_or_(logits > value).sum(-1, dtype=torch.int32).long() + 1
+    return before.logical_or_(logits > value)
+
+
+def token_rank(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """1-based place of a token in the order: [n, vocab], [n] int64 -> [n] int64."""
+    return tokens_before(logits, token_ids).sum(-1, dtype=torch.int32).long() + 1
 
 
 def mass(logits: Tensor, temperature: Tensor) -> Tensor:

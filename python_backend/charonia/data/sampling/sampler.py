@@ -20,6 +20,7 @@ from torch import Tensor
 
 from charonia.data.sampling.constraints import SampledRow, edit_logits
 from charonia.data.sampling.draw import NUM_LEVELS, Lines, Method, draw
+from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.ranking import block_max, mass, token_rank, top_tokens, weight_sum
 from charonia.protocol import TokenLogprobs
 
@@ -42,11 +43,15 @@ class Sampler:
     Args:
         vocab_size: columns of the logits.
         device: of the logits and of the rows' tokens.
+        native: draws in place of torch, the same tokens; on a CPU only.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device | str, native: NativeDraw | None = None
+    ) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
+        self._native = native
 
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[Sampled]:
         """Draw one token per row; waits for the device once, rarely twice or three times.
@@ -59,6 +64,8 @@ class Sampler:
             n results in the rows' order. Log-probabilities are raw: of the logits as given.
         """
         assert logits.shape == (len(rows), self._vocab_size), f"logits of shape {logits.shape}"
+        if self._native is not None:
+            return self._sample_natively(self._native, logits.float(), rows)
         results: list[Sampled | None] = [None] * len(rows)
         open_lines = list(range(len(rows)))
         for level in range(NUM_LEVELS):
@@ -87,6 +94,19 @@ class Sampler:
         packed = torch.cat(parts).tolist() if parts else []
         return [_unpack(line, k) for line in packed]
 
+    def _sample_natively(
+        self, native: NativeDraw, raw: Tensor, rows: Sequence[SampledRow]
+    ) -> list[Sampled]:
+        token_ids = native.draw(raw, rows)
+        results = [Sampled(token_id, None) for token_id in token_ids]
+        asked, k = _asked(rows)
+        if asked:
+            drawn = torch.tensor([token_ids[i] for i in asked])
+            packed = _logprobs(_repair(raw[asked]), drawn, k).tolist()
+            for i, line in zip(asked, packed, strict=True):
+                results[i] = Sampled(token_ids[i], _unpack(line, rows[i].sampling.num_logprobs))
+        return results
+
     def _attempt(
         self, logits: Tensor, rows: list[SampledRow], level: int
     ) -> tuple[list[Sampled], list[bool]]:
@@ -97,11 +117,10 @@ class Sampler:
         edited = edit_logits(raw, rows)
         token_ids, is_settled = self._draw(_repair(edited) if level else edited, rows, level)
         packed = [torch.stack((token_ids, is_settled)).double().flatten()]
-        asked = [i for i, row in enumerate(rows) if row.sampling.num_logprobs >= 0]
-        k = max((rows[i].sampling.num_logprobs for i in asked), default=0)
+        asked, k = _asked(rows)
         if asked:
             index = torch.tensor(asked, device=raw.device)
-            packed.append(_logprobs(raw[index], token_ids[index], k).flatten())
+            packed.append(_logprobs(_repair(raw[index]), token_ids[index], k).flatten())
         values = torch.cat(packed).tolist()  # the one transfer to the host
         n, width = len(rows), 2 * (k + 1) + 1
         logprobs = {
@@ -132,6 +151,12 @@ class Sampler:
             index = torch.tensor(members, device=logits.device)
             token_ids[index], is_settled[index] = draw(logits[index], lines, method)
         return token_ids, is_settled
+
+
+def _asked(rows: Sequence[SampledRow]) -> tuple[list[int], int]:
+    """Which rows want log-probabilities, and of how many of the most likely tokens at most."""
+    asked = [i for i, row in enumerate(rows) if row.sampling.num_logprobs >= 0]
+    return asked, max((rows[i].sampling.num_logprobs for i in asked), default=0)
 
 
 def _repair(logits: Tensor) -> Tensor:

@@ -1,0 +1,202 @@
+"""`Ops` made of five primitive operations: what runs where there is no native layer.
+
+Owns how a block is composed, and int8 weights in plain torch. Must not know weights' names or
+plans.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from charonia.data.ops.base import (
+    AttentionBlock,
+    AttentionWeights,
+    Head,
+    MatrixWeights,
+    MlpBlock,
+    MlpWeights,
+    NormWeights,
+    Pages,
+    Rotation,
+    StepBatch,
+)
+from charonia.protocol import KVLayout
+
+Linear = Callable[[Tensor], Tensor]
+
+
+class PagedAttention(Protocol):
+    """Attention of one step's queries over the pages; the same for every layer of the step.
+
+    Pages are [num_blocks, block_size, kv_heads, head_dim].
+    """
+
+    def __call__(self, query: Tensor, pages: Pages) -> Tensor:
+        """Attend causally: softmax(q Kᵀ / √head_dim) V, per row over its own context.
+
+        Args:
+            query: [tokens, heads, head_dim]; heads is a multiple of the pages' kv_heads, and
+                consecutive heads share a KV head.
+
+        Returns:
+            [tokens, heads, head_dim].
+        """
+        ...
+
+
+class Primitives(Protocol):
+    """Five operations of which a decoder layer can be composed."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x Wᵀ + b; `x` [tokens, in], `weight` [out, in], `bias` [out]."""
+        ...
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add `x` to `residual` (which may be overwritten) and normalize the sum.
+
+        Root mean square over the last dimension (Zhang, Sennrich 2019, arXiv 1910.07467),
+        computed in float32.
+
+        Returns:
+            The normalized sum times `weight`, and the sum itself; both of the shape of `x`.
+        """
+        ...
+
+    def rope_and_write(
+        self, qkv: Tensor, num_heads: int, rotation: Rotation, slots: Tensor, pages: Pages
+    ) -> Tensor:
+        """Rotate queries and keys, store keys and values in the pages.
+
+        Rotary embedding (Su et al. 2021, arXiv 2104.09864) in the layout of Hugging Face: the
+        first half of a head is rotated against the second. What is stored is made finite.
+
+        Args:
+            qkv: [tokens, num_heads + 2 * kv_heads, head_dim]: queries, keys, values.
+            rotation: of each token.
+            slots: [tokens], where each token's K and V go.
+
+        Returns:
+            The rotated queries, [tokens, num_heads, head_dim].
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up; `gate_up` [tokens, 2 * size] holds gate, then up."""
+        ...
+
+    def paged_attention(self, batch: StepBatch, dtype: torch.dtype) -> PagedAttention:
+        """Prepare a step's attention for queries of `dtype`: what all layers share, once."""
+        ...
+
+
+@dataclass(frozen=True)
+class ComposedStep:
+    """What all layers of a step share."""
+
+    rotation: Rotation  # of each token
+    slots: Tensor  # [tokens]
+    attend: PagedAttention
+
+
+class ComposedOps:
+    """Implements `ops.base.Ops` with the primitives of some device.
+
+    Args:
+        is_int8: keep weights as int8 with a scale per output.
+    """
+
+    def __init__(self, primitives: Primitives, *, is_int8: bool = False) -> None:
+        self._primitives = primitives
+        self._is_int8 = is_int8
+
+    def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        shape = (layout.block_size, layout.num_kv_heads, layout.head_dim)
+        return shape, shape
+
+    def begin(self, batch: StepBatch, rotation: Rotation) -> ComposedStep:
+        return ComposedStep(
+            Rotation(*(table.index_select(0, batch.positions) for table in rotation)),
+            batch.slots,
+            self._primitives.paged_attention(batch, rotation.cos.dtype),
+        )
+
+    def attention(self, weights: AttentionWeights) -> AttentionBlock[ComposedStep]:
+        ops, norm = self._primitives, weights.norm
+        qkv, output = self._linear(weights.qkv), self._linear(weights.output)
+
+        def block(x: Tensor | None, residual: Tensor, step: ComposedStep, pages: Pages) -> Tensor:
+            normed = _add_and_normalize(ops, norm, x, residual)
+            heads = qkv(normed).view(len(normed), -1, weights.head_dim)  # [tokens, heads, dim]
+            if weights.head_norms is not None:
+                first = 0
+                sizes = (weights.num_heads, weights.num_kv_heads)
+                for head_norm, size in zip(weights.head_norms, sizes, strict=True):
+                    part = heads[:, first : first + size]
+                    part.copy_(ops.rms_norm(part, head_norm.weight, head_norm.eps)[0])
+                    first += size
+            query = ops.rope_and_write(heads, weights.num_heads, step.rotation, step.slots, pages)
+            return output(step.attend(query, pages).reshape(len(normed), -1))
+
+        return block
+
+    def mlp(self, weights: MlpWeights) -> MlpBlock:
+        ops, norm = self._primitives, weights.norm
+        gate_up, down = self._linear(weights.gate_up), self._linear(weights.down)
+
+        def block(x: Tensor, residual: Tensor) -> Tensor:
+            return down(ops.silu_mul(gate_up(_add_and_normalize(ops, norm, x, residual))))
+
+        return block
+
+    def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
+        ops, linear = self._primitives, self._linear(weights)
+
+        def head(x: Tensor, residual: Tensor) -> Tensor:
+            return linear(ops.rms_norm(x, norm.weight, norm.eps, residual.clone())[0]).float()
+
+        return head
+
+    def _linear(self, weights: MatrixWeights) -> Linear:
+        ops = self._primitives
+        if not self._is_int8:
+            return lambda x: ops.linear(x, weights.weight, weights.bias)
+        whole, scales = quantize_int8(weights.weight)
+        scales, bias = scales.to(weights.weight.dtype), weights.bias
+
+        def linear(x: Tensor) -> Tensor:
+            y = ops.linear(x, whole.to(x.dtype), None) * scales
+            return y if bias is None else y + bias
+
+        return linear
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each output's weights to 255 even steps between plus and minus its largest.
+
+    Args:
+        weight: [outputs, inputs].
+
+    Returns:
+        Whole numbers int8 [outputs, inputs] and the size of a step, float32 [outputs].
+    """
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / 127
+    steps = torch.where(scales > 0, scales, 1.0)[:, None]
+    return torch.round(wide / steps).to(torch.int8), scales
+
+
+def _add_and_normalize(
+    ops: Primitives, norm: NormWeights, x: Tensor | None, residual: Tensor
+) -> Tensor:
+    """Add x to the residual stream, in place, and normalize that."""
+    if x is None:
+        return ops.rms_norm(residual, norm.weight, norm.eps)[0]
+    normed, total = ops.rms_norm(x, norm.weight, norm.eps, residual)
+    if total is not residual:
+        residual.copy_(total)
+    return normed

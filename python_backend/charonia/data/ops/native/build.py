@@ -1,0 +1,208 @@
+"""Compiles the CPU kernels for this processor, once, and loads them.
+
+    python -m charonia.data.ops.native.build          # what `make setup` and the image do
+
+Owns the choice of instruction set and the cache on disk. Must not know what the kernels compute.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+SOURCE_DIR = Path(__file__).parent
+FLAGS = {
+    "avx512_bf16": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mavx512bf16",
+        "-mavx2",
+        "-mfma",
+    ],
+    "avx2": ["-mavx2", "-mfma"],
+    "portable": [],
+}
+"""Compiler flags of each instruction set, best first."""
+
+_NEEDED = {
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma"},
+    "avx2": {"avx2", "fma"},
+    "portable": set(),
+}
+_COMMON_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-Wno-ignored-attributes",
+]
+
+
+class KernelsUnavailableError(Exception):
+    """The kernels can be neither loaded nor built; the text says why."""
+
+
+def best_isa() -> str:
+    """Name the best instruction set that this processor has."""
+    flags = _processor_flags()
+    return next(isa for isa, needed in _NEEDED.items() if needed <= flags)
+
+
+def supported_isas() -> list[str]:
+    """Name all instruction sets that this processor has, best first."""
+    flags = _processor_flags()
+    return [isa for isa, needed in _NEEDED.items() if needed <= flags]
+
+
+def load_kernels(isa: str, log: Callable[[str], None]) -> ModuleType:
+    """Load the kernels for an instruction set, building them if that was never done here.
+
+    Args:
+        isa: one of `supported_isas()`.
+        log: takes a line when something is built.
+
+    Raises:
+        KernelsUnavailableError: there is no compiler, or it fails, or the library cannot be loaded.
+    """
+    path = build_kernels(isa, log)
+    try:
+        return _load(path)
+    except ImportError as error:
+        raise KernelsUnavailableError(_reason(error)) from error
+
+
+def build_kernels(isa: str, log: Callable[[str], None]) -> Path:
+    """Compile the kernels for an instruction set unless they are cached; return the library.
+
+    Args:
+        isa: a key of `FLAGS`. log: takes a line before, as it takes about half a minute, and after.
+
+    Raises:
+        KernelsUnavailableError: there is no compiler, or it fails.
+    """
+    path = _library(isa)
+    if path.exists():
+        return path
+    log(f"building the CPU kernels for {isa} (once, about half a minute)")
+    started = time.monotonic()
+    try:
+        _build(isa, path)
+    except (OSError, ImportError, RuntimeError) as error:
+        raise KernelsUnavailableError(_reason(error)) from error
+    log(f"built the CPU kernels for {isa} in {time.monotonic() - started:.0f} s")
+    return path
+
+
+def _reason(error: Exception) -> str:
+    """The line of a compiler's output, or of any other error, that says what is wrong."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line for line in lines if "error:" in line), lines[0])
+
+
+@cache
+def _load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_module_name(path), path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path.name} is not a module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build(isa: str, path: Path) -> None:
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise OSError(f"there is no C++ compiler {compiler!r} (the variable CXX names another)")
+    # Imported here: it takes a second, and a start with the kernels in the cache needs none of it.
+    from torch.utils import cpp_extension
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _find_ninja()
+    # Built beside the cache and moved into it: processes that build at once do not disturb each
+    # other, and one that is killed leaves no half a library and no lock.
+    directory = tempfile.mkdtemp(prefix="build-", dir=path.parent)
+    try:
+        cpp_extension.load(
+            name=_module_name(path),
+            sources=[str(path) for path in sorted(SOURCE_DIR.glob("*.cpp"))],
+            extra_cflags=[*_COMMON_FLAGS, *FLAGS[isa]],
+            build_directory=directory,
+            is_python_module=False,
+        )
+        (Path(directory) / path.name).replace(path)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _find_ninja() -> None:
+    """Have the ninja of this Python's environment found, even where that is not activated."""
+    scripts = sysconfig.get_path("scripts")
+    if scripts not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), scripts))
+
+
+def _library(isa: str) -> Path:
+    """Where the kernels for an instruction set are cached: by all that they are made of."""
+    digest = hashlib.sha256()
+    for source in sorted([*SOURCE_DIR.glob("*.cpp"), *SOURCE_DIR.glob("*.h")]):
+        digest.update(source.read_bytes())
+    for part in (torch.__version__, sys.implementation.cache_tag, *_COMMON_FLAGS, *FLAGS[isa]):
+        digest.update(str(part).encode())
+    key = digest.hexdigest()[:16]
+    return _cache_dir() / f"charonia_kernels_{isa}_{key}.so"
+
+
+def _module_name(path: Path) -> str:
+    return path.stem
+
+
+def _cache_dir() -> Path:
+    """TORCH_EXTENSIONS_DIR, where torch's own extensions go, or the user's cache directory."""
+    if directory := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(directory) / "charonia"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "charonia"
+
+
+@cache
+def _processor_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def main() -> None:
+    """Build the kernels for this processor, or for the instruction sets that are named."""
+    parser = argparse.ArgumentParser(description="Build the CPU kernels ahead of their first use.")
+    parser.add_argument(
+        "isas", nargs="*", metavar="ISA", help=f"of {', '.join(FLAGS)}; default: this processor's"
+    )
+    isas = parser.parse_args().isas or [best_isa()]
+    for isa in isas:
+        if isa not in FLAGS:
+            parser.error(f"unknown instruction set {isa!r}; accepted are {', '.join(FLAGS)}")
+    for isa in isas:
+        try:
+            path = build_kernels(isa, lambda line: print(f"charonia: {line}", flush=True))
+        except KernelsUnavailableError as error:
+            sys.exit(f"charonia: the CPU kernels for {isa} cannot be built: {error}")
+        print(f"charonia: the CPU kernels for {isa} are at {path}")
+
+
+if __name__ == "__main__":
+    main()

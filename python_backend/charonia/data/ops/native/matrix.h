@@ -1,0 +1,180 @@
+// Packed weights and products with them. Must not know layers.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "pool.h"
+#include "vectors.h"
+
+namespace charonia {
+
+template <class T>
+T* data(const at::Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+// Call f with a value of the element type.
+template <class F>
+void with_type(at::ScalarType type, F&& f) {
+  if (type == at::kFloat)
+    f(float{});
+  else if (type == at::kBFloat16)
+    f(bf16{});
+  else
+    throw std::invalid_argument(std::string("the CPU kernels compute in float32 and bfloat16, not ") +
+                                c10::toString(type));
+}
+
+// W [outputs, inputs], packed in panels of kColumns outputs that are read front to back:
+//
+//   panels   [panel][inputs / kStep][kVectors] units
+//
+// A paired matrix has gate in the first vector of a panel and up in the second: its first half
+// of outputs and its second half side by side.
+class Matrix {
+ public:
+  // weight: [outputs, inputs]; bias: [outputs]. Raises where inputs is odd.
+  Matrix(const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_paired,
+         bool is_int8)
+      : outputs(weight.size(0)), inputs(weight.size(1)), type(weight.scalar_type()),
+        is_int8(is_int8) {
+    if (inputs % 2) throw std::invalid_argument("a matrix with an odd number of inputs");
+    const int64_t per_panel = is_paired ? kLanes : kColumns;
+    const int64_t columns = is_paired ? outputs / 2 : outputs;
+    num_panels = (columns + per_panel - 1) / per_panel;
+    sources_.resize(num_panels * kColumns);
+    for (int64_t i = 0; i < num_panels * kColumns; ++i) {
+      const int64_t panel = i / kColumns, column = i % kColumns;
+      const bool is_second = is_paired && column >= kLanes;
+      const int64_t source = panel * per_panel + column - (is_second ? kLanes : 0);
+      sources_[i] = source >= columns ? -1 : source + (is_second ? columns : 0);
+    }
+    const auto floats = weight.options().dtype(at::kFloat);
+    steps_ = at::zeros({num_panels * kColumns}, floats);
+    with_type(type, [&](auto zero) {
+      using T = decltype(zero);
+      if (bias) bias_ = gather<T>(*bias, floats);
+      panels_ = at::zeros({num_panels * kColumns * inputs},
+                          weight.options().dtype(is_int8 ? at::kChar : type));
+      Pool::get().run(num_panels, [&](int64_t panel) { pack<T>(panel, data<T>(weight)); });
+    });
+  }
+
+  // Call out(row, panel, sums) for every row of x [rows, inputs] and panel of outputs, with sums
+  // an array of kVectors vectors that lacks scale and bias; see `finish`.
+  template <class T, class Out>
+  void multiply_rows(const T* x, int64_t rows, const Out& out) const {
+    if (is_int8)
+      multiply_rows<Int8<T>, T>(data<int8_t>(panels_), x, rows, out);
+    else
+      multiply_rows<Format<T>, T>(data<T>(panels_), x, rows, out);
+  }
+
+  // Apply scale and bias to vector v of a panel's sums.
+  Floats finish(Floats sums, int64_t panel, int v) const {
+    const int64_t column = panel * kColumns + v * kLanes;
+    if (is_int8) sums *= load<Floats>(data<float>(steps_) + column);
+    if (bias_.defined()) sums += load<Floats>(data<float>(bias_) + column);
+    return sums;
+  }
+
+  // y [rows, outputs] = x W^T + b, in T or in float32.
+  template <class T, class Y>
+  void apply(const T* x, int64_t rows, Y* y) const {
+    multiply_rows(x, rows, [&](int64_t row, int64_t panel, const Floats* sums) {
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t column = panel * kColumns + v * kLanes;
+        narrow_some(y + row * outputs + column, finish(sums[v], panel, v), outputs - column);
+      }
+    });
+  }
+
+  const int64_t outputs, inputs;
+  const at::ScalarType type;
+  const bool is_int8;
+  int64_t num_panels;
+
+ private:
+  static constexpr int64_t kRowsAtOnce = 192;  // of x, so that they stay in the cache
+
+  template <class F, class T, class Out>
+  void multiply_rows(const typename F::Stored* panels, const T* x, int64_t rows,
+                     const Out& out) const {
+    const int64_t parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+    Pool::get().run(parts * num_panels, [&](int64_t task) {
+      const int64_t part = task / num_panels, panel = task % num_panels;
+      const int64_t begin = part * rows / parts, end = (part + 1) * rows / parts;
+      const auto* w = panels + panel * kColumns * inputs;
+      const auto* next = w + kColumns * inputs;
+      int half = 0;
+      constexpr int kUnit = kLanes * F::kStep;
+      in_tiles<kVectors>(end - begin, [&](int64_t first, auto rows_here) {
+        constexpr int height = decltype(rows_here)::value;
+        Floats sums[height][kVectors] = {};
+        const typename F::Stored* units[kVectors];
+        // The first tile fetches its own panel ahead, the second and third the next one, half each.
+        const typename F::Stored* ahead[kVectors];
+        const bool is_first = first == 0;
+        for (int v = 0; v < kVectors; ++v) {
+          units[v] = w + v * kUnit;
+          ahead[v] = is_first ? units[v] + kAheadBytes / sizeof *w : next + half * kUnit;
+        }
+        half += !is_first;
+        const T* from = x + (begin + first) * inputs;
+        multiply<F>(sums, from, inputs, units, kVectors * kUnit, inputs, ahead);
+        for (int r = 0; r < height; ++r) out(begin + first + r, panel, sums[r]);
+      });
+    });
+  }
+
+  template <class T>
+  at::Tensor gather(const at::Tensor& values, const at::TensorOptions& floats) const {
+    auto result = at::zeros({num_panels * kColumns}, floats);
+    for (size_t i = 0; i < sources_.size(); ++i)
+      if (sources_[i] >= 0) data<float>(result)[i] = to_float(data<T>(values)[sources_[i]]);
+    return result;
+  }
+
+  // Fill a panel, one column of it, i.e. one output's weights, after the other.
+  template <class T>
+  void pack(int64_t panel, const T* weight) {
+    for (int column = 0; column < kColumns; ++column) {
+      const int64_t source = sources_[panel * kColumns + column];
+      if (source < 0) continue;  // stays zero
+      const T* row = weight + source * inputs;
+      const int64_t first = panel * kColumns * inputs + column * Format<T>::kStep;
+      if (!is_int8) {
+        spread(row, data<T>(panels_) + first, [](T x) { return x; });
+        continue;
+      }
+      float largest = 0.0f;
+      for (int64_t k = 0; k < inputs; ++k)
+        largest = std::max(largest, std::fabs(to_float(row[k])));
+      const float step = largest / 127.0f;
+      data<float>(steps_)[panel * kColumns + column] = step;
+      spread(row, data<int8_t>(panels_) + first, [step](T x) {
+        return static_cast<int8_t>(step > 0 ? std::lrint(to_float(x) / step) : 0);
+      });
+    }
+  }
+
+  template <class T, class Stored, class F>
+  void spread(const T* row, Stored* to, F&& convert) const {
+    constexpr int kStep = Format<T>::kStep;
+    for (int64_t k = 0; k < inputs; k += kStep, to += kColumns * kStep)
+      for (int i = 0; i < kStep; ++i) to[i] = convert(row[k + i]);
+  }
+
+  std::vector<int64_t> sources_;  // of each packed column, or -1
+  at::Tensor panels_;        // where `w` of a product lies
+  at::Tensor steps_, bias_;  // of each packed column, float32; steps are int8's
+};
+
+}  // namespace charonia

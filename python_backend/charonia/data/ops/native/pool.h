@@ -1,0 +1,217 @@
+// Threads that share out the work of an operation, and scratch memory. Must not know what the work
+// is.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace charonia {
+
+// Threads that help the one that calls `run`. Work is claimed piece by piece, ever smaller ones,
+// and a helper that has claimed nothing is not waited for: on a machine whose cores have other
+// work too, a helper that does not get to run costs nothing.
+//
+// A helper looks for work for kSpin after its last, then sleeps. Its door, `gate_`, says which
+// job is on and how many helpers are in it; a job's end closes it before the helpers are awaited:
+//
+//   gate_   | number of the job : 32 | open : 1 | helpers inside : 31 |
+class Pool {
+ public:
+  // The pool is never destroyed: its threads may outlive the interpreter's orderly end.
+  static Pool& get() {
+    static Pool* pool = new Pool;
+    return *pool;
+  }
+
+  int num_threads() const { return 1 + static_cast<int>(helpers_.size()); }
+
+  // cpus[0] is the caller's processor, the rest are the helpers'; empty leaves them unbound.
+  void resize(int num_threads, const std::vector<int>& cpus) {
+    stop();
+    cpus_ = cpus;
+    for (int i = 1; i < num_threads; ++i) helpers_.emplace_back([this, i] { help(i); });
+  }
+
+  // Bind the calling thread as the pool's first.
+  void bind_caller() const { bind(0); }
+
+  // Call f(i) for i in [0, n), on all threads; return when all is done.
+  template <class F>
+  void run(int64_t n, F&& f) {
+    if (helpers_.empty() || n < 2) {
+      for (int64_t i = 0; i < n; ++i) f(i);
+      return;
+    }
+    job_ = [&f](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) f(i);
+    };
+    end_ = n;
+    next_.store(0, std::memory_order_relaxed);
+    const uint64_t number = (gate_.load(std::memory_order_relaxed) >> 32) + 1;
+    gate_.store(number << 32 | kOpen, std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_seq_cst) > 0) wake();
+    work();
+    uint64_t gate = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+    while (gate & kInside) {
+      pause();
+      gate = gate_.load(std::memory_order_acquire);
+    }
+  }
+
+ private:
+  static constexpr uint64_t kOpen = uint64_t{1} << 31;
+  static constexpr uint64_t kInside = kOpen - 1;
+  static constexpr std::chrono::microseconds kSpin{200};
+
+  static void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+  }
+
+  void work() {
+    const int64_t share = 4 * num_threads();
+    int64_t first = next_.load(std::memory_order_relaxed);
+    while (first < end_) {
+      const int64_t last = first + std::max<int64_t>(1, (end_ - first) / share);
+      if (next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) {
+        job_(first, last);
+        first = next_.load(std::memory_order_relaxed);
+      }
+    }
+  }
+
+  void help(int index) {
+    bind(index);
+    uint64_t done = gate_.load(std::memory_order_acquire) >> 32;
+    if (gate_.load(std::memory_order_acquire) & kOpen) --done;
+    for (;;) {
+      uint64_t gate = await(done);
+      if (is_stopping_.load(std::memory_order_acquire)) return;
+      done = gate >> 32;
+      while ((gate & kOpen) && gate >> 32 == done) {
+        if (gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
+          work();
+          gate_.fetch_sub(1, std::memory_order_acq_rel);
+          break;
+        }
+      }
+    }
+  }
+
+  // Wait for a job after number `done`.
+  uint64_t await(uint64_t done) {
+    for (;;) {
+      auto spin_until = std::chrono::steady_clock::now() + kSpin;
+      for (int i = 0;; ++i) {
+        const uint64_t gate = gate_.load(std::memory_order_acquire);
+        if (gate >> 32 != done || is_stopping_.load(std::memory_order_relaxed)) return gate;
+        pause();
+        if (i % 64 == 63 && std::chrono::steady_clock::now() > spin_until) break;
+      }
+      const uint32_t bell = bell_.load(std::memory_order_seq_cst);
+      sleeping_.fetch_add(1, std::memory_order_seq_cst);
+      if (gate_.load(std::memory_order_seq_cst) >> 32 == done && !is_stopping_.load())
+        bell_.wait(bell);
+      sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+  }
+
+  void wake() {
+    bell_.fetch_add(1, std::memory_order_seq_cst);
+    bell_.notify_all();
+  }
+
+  void bind(int index) const {
+    if (index >= static_cast<int>(cpus_.size())) return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpus_[index], &set);
+    pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+  }
+
+  void stop() {
+    is_stopping_.store(true);
+    wake();
+    for (auto& helper : helpers_) helper.join();
+    helpers_.clear();
+    is_stopping_.store(false);
+  }
+
+  std::vector<std::thread> helpers_;
+  std::vector<int> cpus_;
+  std::function<void(int64_t, int64_t)> job_;
+  int64_t end_ = 0;
+  alignas(64) std::atomic<uint64_t> gate_{0};
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint32_t> bell_{0};
+  std::atomic<int> sleeping_{0};
+  std::atomic<bool> is_stopping_{false};
+};
+
+// Few rows are not worth another thread.
+template <class F>
+void for_rows(int64_t rows, F&& f) {
+  if (rows < 4)
+    for (int64_t row = 0; row < rows; ++row) f(row);
+  else
+    Pool::get().run(rows, f);
+}
+
+// Seconds that the calling thread has spent in each kind of operation since the start: cheap enough
+// to be counted always (about 0.05 us each).
+enum class Phase { kNorm, kQkv, kRope, kAttention, kOutput, kGateUp, kDown, kHead, kCount };
+inline constexpr const char* kPhaseNames[] = {"norm",   "qkv",     "rope", "attention",
+                                              "output", "gate_up", "down", "head"};
+inline double phase_seconds[static_cast<int>(Phase::kCount)];
+
+class Timed {
+ public:
+  explicit Timed(Phase phase) : phase_(phase), start_(std::chrono::steady_clock::now()) {}
+  ~Timed() {
+    const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - start_;
+    phase_seconds[static_cast<int>(phase_)] += spent.count();
+  }
+
+ private:
+  Phase phase_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+// Memory that only grows, for what lives within one operation.
+class Scratch {
+ public:
+  template <class T>
+  T* get(int64_t count) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T) + 64;
+    if (bytes > memory_.size()) memory_ = std::vector<char>(bytes);
+    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
+    return reinterpret_cast<T*>((address + 63) & ~uintptr_t{63});
+  }
+
+ private:
+  std::vector<char> memory_;
+};
+
+// Scratch memory is shared by all models of a process, so one operation runs at a time.
+inline std::mutex one_at_a_time;
+inline struct {
+  Scratch normed, wide, inner, partial;
+} scratch;
+
+}  // namespace charonia

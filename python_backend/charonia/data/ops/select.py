@@ -1,0 +1,62 @@
+"""Which operations a model gets: by device, processor and configuration.
+
+Owns the choice and the fallback. Must not know what is computed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from charonia.config import EngineArgs
+from charonia.data.ops.base import Ops
+from charonia.data.ops.composed import ComposedOps
+from charonia.data.ops.native.build import (
+    KernelsUnavailableError,
+    best_isa,
+    load_kernels,
+    supported_isas,
+)
+from charonia.data.ops.native.ops import NativeOps
+from charonia.data.ops.native.threads import ThreadLayout
+from charonia.data.ops.torch_ops import TorchOps
+from charonia.errors import ConfigError
+
+
+def select_ops(
+    args: EngineArgs, dtype: torch.dtype, device: torch.device, log: Callable[[str], None]
+) -> Ops[Any]:
+    """Choose the operations.
+
+    Where the choice is ours and the kernels cannot be had, torch's operations are taken, and a
+    line in the log says so and why.
+
+    Raises:
+        ConfigError: the kernels asked for by name cannot be had.
+    """
+    is_int8 = args.quantization == "int8"
+    composed = ComposedOps(TorchOps(), is_int8=is_int8)
+    if device.type != "cpu":
+        return composed
+    threads = ThreadLayout.of(args.cpu_threads, args.cpu_binding)
+    if args.cpu_kernels == "torch":
+        torch.set_num_threads(threads.num_threads)
+        log(f"computing with torch's operations, {threads.num_threads} threads")
+        return composed
+    isa = best_isa() if args.cpu_kernels == "auto" else args.cpu_kernels
+    problem = NativeOps.obstacle(dtype, args.block_size)
+    if isa not in supported_isas():
+        problem = f"this processor has no {isa}; it has {', '.join(supported_isas())}"
+    if problem is None:
+        try:
+            kernels = load_kernels(isa, log)
+        except KernelsUnavailableError as error:
+            problem = str(error)
+        else:
+            log(f"computing with the CPU kernels for {isa}, {threads}")
+            return NativeOps(kernels, threads, is_int8=is_int8)
+    if args.cpu_kernels != "auto":
+        raise ConfigError(f"cpu_kernels = {args.cpu_kernels!r} cannot be used: {problem}")
+    log(f"the CPU kernels cannot be used, torch's operations are, which are slower: {problem}")
+    torch.set_num_threads(threads.num_threads)
+    return composed

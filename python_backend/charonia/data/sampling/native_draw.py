@@ -1,0 +1,69 @@
+"""Drawing in C++: all of a step's rows in one call, edits included.
+
+Owns the way from requests' parameters to `ops/native/sampling.cpp`, which draws exactly what
+`constraints` and `draw` do. Must not know log-probabilities.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from charonia.data.sampling.constraints import SampledRow
+from charonia.protocol import RowSampling
+
+_MAX_KNOWN = 4096
+
+
+class NativeDraw:
+    """Draws tokens on a CPU.
+
+    Args:
+        kernels: of `ops.native.build.load_kernels`.
+    """
+
+    def __init__(self, kernels: ModuleType) -> None:
+        self._kernels = kernels
+        # A request has the same parameters at every step: they are taken over once. Keeping the
+        # struct keeps its id from being given to another.
+        self._known: dict[int, tuple[RowSampling, Any]] = {}
+
+    def draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+        """Draw a token for each row.
+
+        Args:
+            logits: [n, vocab] float32, as the model gives them; not written to.
+            rows: n rows.
+        """
+        token_ids: list[int] = self._kernels.draw(
+            logits.contiguous(),
+            [self._parameters(row.sampling) for row in rows],
+            [row.token_ids.long() for row in rows],
+            [row.num_prompt for row in rows],
+        )
+        return token_ids
+
+    def _parameters(self, sampling: RowSampling) -> Any:
+        known = self._known.get(id(sampling))
+        if known is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            known = self._known[id(sampling)] = (sampling, self._take_over(sampling))
+        return known[1]
+
+    def _take_over(self, sampling: RowSampling) -> Any:
+        return self._kernels.Sampling(
+            sampling.seed % 2**64,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            sampling.logit_bias,
+            sampling.bad_words_ids,
+            sampling.min_tokens,
+            sampling.stop_ids,
+        )
