@@ -21,10 +21,19 @@ from charonia.data.ops.composed import ComposedOps, quantize_int8
 from charonia.data.ops.reference import ReferenceOps
 from support.batches import random_batch, random_pages
 from support.kernels import ISAS, filling, kernels_for, native_ops, packed, unpacked
+from support.weights import (
+    HIDDEN,
+    attention_in_int8,
+    mlp_in_int8,
+    random_attention,
+    random_matrix,
+    random_mlp,
+    random_norm,
+    rounded_to_int8,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 CPU = torch.device("cpu")
-HIDDEN = 48
 
 pytestmark = pytest.mark.parametrize("isa", ISAS)
 both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -60,23 +69,6 @@ def random_step(
     """A step of these rows, and a number of blocks that holds them and a few more."""
     num_blocks = sum(-(-(before + new) // block_size) for before, new in rows) + 4
     return random_batch(generator, block_size, rows, num_blocks), num_blocks
-
-
-def matrix(
-    generator: torch.Generator, outputs: int, inputs: int, has_bias: bool, dtype: torch.dtype
-) -> MatrixWeights:
-    weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
-    bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
-    return MatrixWeights(weight.to(dtype), bias)
-
-
-def norm(generator: torch.Generator, size: int, dtype: torch.dtype) -> NormWeights:
-    return NormWeights((torch.rand(size, generator=generator) + 0.5).to(dtype), 1e-5)
-
-
-def rounded_to_int8(weights: MatrixWeights) -> MatrixWeights:
-    whole, steps = quantize_int8(weights.weight)
-    return MatrixWeights((whole * steps[:, None]).to(weights.weight.dtype), weights.bias)
 
 
 def rotation(head_dim: int, dtype: torch.dtype) -> Rotation:
@@ -135,7 +127,7 @@ def test_a_product_of_any_size_equals_torch(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator).to(dtype)
-    weight, bias = vars(matrix(generator, outputs, inputs, has_bias, dtype)).values()
+    weight, bias = vars(random_matrix(generator, outputs, inputs, has_bias, dtype)).values()
     wide = weight.double()
     if is_int8:
         whole, steps = quantize_int8(weight)
@@ -155,28 +147,6 @@ def test_the_largest_weight_of_an_output_and_its_opposite_are_exact_in_int8(isa:
     assert product[:3, 0].tolist() == pytest.approx([0.5, -0.5, 0.0], rel=1e-6)
     assert product[3, 0].item() == pytest.approx(64 / 127 / 2, rel=1e-6)  # 63.5 is rounded to even
     assert product[:, 2].tolist() == pytest.approx([-3e-5, 0.0, 3e-5, 0.0], rel=1e-6)
-
-
-def attention_weights(
-    generator: torch.Generator,
-    shape: tuple[tuple[int, int], int],
-    dtype: torch.dtype,
-    *,
-    has_bias: bool,
-    has_head_norms: bool,
-) -> AttentionWeights:
-    (num_heads, kv_heads), dim = shape
-    return AttentionWeights(
-        norm=norm(generator, HIDDEN, dtype),
-        qkv=matrix(generator, (num_heads + 2 * kv_heads) * dim, HIDDEN, has_bias, dtype),
-        output=matrix(generator, HIDDEN, num_heads * dim, has_bias, dtype),
-        head_norms=(norm(generator, dim, dtype), norm(generator, dim, dtype))
-        if has_head_norms
-        else None,
-        num_heads=num_heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-    )
 
 
 @both_dtypes
@@ -204,12 +174,12 @@ def test_the_attention_half_of_a_layer_equals_the_reference(
     is_int8: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    dim = shape[1]
-    weights = attention_weights(
-        generator, shape, dtype, has_bias=has_bias, has_head_norms=has_head_norms
+    heads, dim = shape
+    weights = random_attention(
+        generator, heads, dim, dtype, has_bias=has_bias, has_head_norms=has_head_norms
     )
     batch, num_blocks = random_step(generator, block_size, rows)
-    pages = random_pages(generator, num_blocks, block_size, shape[0][1], dim, dtype)
+    pages = random_pages(generator, num_blocks, block_size, heads[1], dim, dtype)
     ours = packed(pages)
     x, residual = torch.randn(2, len(batch.positions), HIDDEN, generator=generator).to(dtype)
     first, our_residual = (x.clone() if has_x else None), residual.clone()
@@ -218,10 +188,7 @@ def test_the_attention_half_of_a_layer_equals_the_reference(
     actual = ops.attention(weights)(first, our_residual, step, ours)
 
     if is_int8:
-        weights = AttentionWeights(
-            **vars(weights)
-            | {"qkv": rounded_to_int8(weights.qkv), "output": rounded_to_int8(weights.output)}
-        )
+        weights = attention_in_int8(weights)
     reference = ComposedOps(ReferenceOps())
     step = reference.begin(batch, rotation(dim, dtype))
     expected = reference.attention(weights)(x if has_x else None, residual, step, pages)
@@ -252,17 +219,12 @@ def test_the_feed_forward_half_of_a_layer_equals_the_reference(
     is_int8: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weights = MlpWeights(
-        norm=norm(generator, HIDDEN, dtype),
-        gate_up=matrix(generator, 2 * inner, HIDDEN, has_bias, dtype),
-        down=matrix(generator, HIDDEN, inner, has_bias, dtype),
-    )
+    weights = random_mlp(generator, inner, has_bias, dtype)
     x, residual = torch.randn(2, tokens, HIDDEN, generator=generator).to(dtype)
     our_residual = residual.clone()
     actual = native_ops(isa, is_int8=is_int8).mlp(weights)(x.clone(), our_residual)
     if is_int8:
-        gate_up, down = rounded_to_int8(weights.gate_up), rounded_to_int8(weights.down)
-        weights = MlpWeights(weights.norm, gate_up, down)
+        weights = mlp_in_int8(weights)
     expected = ComposedOps(ReferenceOps()).mlp(weights)(x, residual)
     assert_close(actual, expected, is_int8=is_int8)
     assert torch.equal(our_residual, residual)
@@ -301,7 +263,7 @@ def test_rms_norm_equals_the_reference(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, residual = (torch.randn(2, tokens, size, generator=generator) * scale).to(dtype)
-    weight = norm(generator, size, dtype).weight
+    weight = random_norm(generator, size, dtype).weight
     our_residual = residual.clone()
     actual = kernels_for(isa).rms_norm(x if has_x else None, our_residual, weight, 1e-6)
     expected, total = ReferenceOps().rms_norm(residual, weight, 1e-6, x if has_x else None)
@@ -316,8 +278,8 @@ def test_the_head_gives_float32_and_leaves_its_inputs(
     isa: str, dtype: torch.dtype, is_int8: bool, vocab_size: int
 ) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
-    last_norm = norm(generator, HIDDEN, dtype)
-    weights = matrix(generator, vocab_size, HIDDEN, False, dtype)
+    last_norm = random_norm(generator, HIDDEN, dtype)
+    weights = random_matrix(generator, vocab_size, HIDDEN, False, dtype)
     x, residual = torch.randn(2, 9, HIDDEN, generator=generator).to(dtype)
     before = x.clone(), residual.clone()
     actual = native_ops(isa, is_int8=is_int8).head(last_norm, weights)(x, residual)
@@ -336,9 +298,7 @@ def test_what_is_not_finite_never_reaches_the_pages(isa: str, dtype: torch.dtype
     """A token of NaN, ±infinity or the largest numbers beside sane ones, in the same block."""
     generator = torch.Generator().manual_seed(0)
     dim = 24
-    weights = attention_weights(
-        generator, ((4, 2), dim), dtype, has_bias=True, has_head_norms=False
-    )
+    weights = random_attention(generator, (4, 2), dim, dtype, has_bias=True, has_head_norms=False)
     batch, num_blocks = random_step(generator, 16, [(0, 1)] * 4 + [(0, 12)])
     pages = packed(random_pages(generator, num_blocks, 16, 2, dim, dtype))
     residual = torch.randn(16, HIDDEN, generator=generator).to(dtype)

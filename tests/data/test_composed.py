@@ -1,0 +1,162 @@
+"""A layer composed of torch's operations against one composed of the reference ones, and int8."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from charonia.data.model.rotary import rotation_table
+from charonia.data.model.spec import RopeSpec
+from charonia.data.ops.base import (
+    AttentionWeights,
+    MatrixWeights,
+    MlpWeights,
+    NormWeights,
+    Pages,
+    Rotation,
+)
+from charonia.data.ops.composed import ComposedOps, quantize_int8
+from charonia.data.ops.reference import ReferenceOps
+from charonia.data.ops.torch_ops import TorchOps
+from support.batches import moved, random_batch, random_pages
+from support.devices import DEVICES
+from support.weights import (
+    HIDDEN,
+    attention_in_int8,
+    mlp_in_int8,
+    random_attention,
+    random_matrix,
+    random_mlp,
+    random_norm,
+    rounded_to_int8,
+)
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+NUM_BLOCKS = 30
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+def norm_on(device: str, norm: NormWeights) -> NormWeights:
+    return NormWeights(norm.weight.to(device), norm.eps)
+
+
+def matrix_on(device: str, matrix: MatrixWeights) -> MatrixWeights:
+    bias = None if matrix.bias is None else matrix.bias.to(device)
+    return MatrixWeights(matrix.weight.to(device), bias)
+
+
+@on_every_device
+@every_dtype
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.lists(
+        st.tuples(st.integers(0, 60), st.just(1))
+        | st.tuples(st.integers(0, 30), st.integers(2, 20)),
+        min_size=1,
+        max_size=4,
+    ),
+    heads=st.sampled_from([(4, 4), (4, 2), (9, 3)]),
+    has_bias=st.booleans(),
+    has_head_norms=st.booleans(),
+    has_x=st.booleans(),
+    is_int8=st.booleans(),
+)
+def test_the_attention_half_of_a_layer_equals_the_reference(
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+    rows: list[tuple[int, int]],
+    heads: tuple[int, int],
+    has_bias: bool,
+    has_head_norms: bool,
+    has_x: bool,
+    is_int8: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = random_attention(
+        generator, heads, 16, dtype, has_bias=has_bias, has_head_norms=has_head_norms
+    )
+    batch = random_batch(generator, 16, rows, NUM_BLOCKS)
+    pages = random_pages(generator, NUM_BLOCKS, 16, heads[1], 16, dtype)
+    rotation = rotation_table(RopeSpec(theta=1e4), 16, 100, dtype, torch.device("cpu"))
+    x, residual = torch.randn(2, len(batch.positions), HIDDEN, generator=generator).to(dtype)
+
+    ops = ComposedOps(TorchOps(), is_int8=is_int8)
+    ours = Pages(*(part.to(device, copy=True) for part in pages))
+    our_residual = residual.to(device, copy=True)
+    norms = weights.head_norms
+    on_device = AttentionWeights(
+        **vars(weights)
+        | {
+            "norm": norm_on(device, weights.norm),
+            "qkv": matrix_on(device, weights.qkv),
+            "output": matrix_on(device, weights.output),
+            "head_norms": norms and (norm_on(device, norms[0]), norm_on(device, norms[1])),
+        }
+    )
+    step = ops.begin(moved(batch, device), Rotation(*(part.to(device) for part in rotation)))
+    first = x.to(device, copy=True) if has_x else None
+    actual = ops.attention(on_device)(first, our_residual, step, ours)
+
+    reference = ComposedOps(ReferenceOps())
+    expected = reference.attention(attention_in_int8(weights) if is_int8 else weights)(
+        x if has_x else None, residual, reference.begin(batch, rotation), pages
+    )
+    assert_close(actual, expected, dtype)
+    assert torch.equal(our_residual.cpu(), residual)
+    assert_close(ours.keys, pages.keys, dtype)
+    assert_close(ours.values, pages.values, dtype)
+
+
+@on_every_device
+@every_dtype
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_the_feed_forward_half_and_the_head_equal_the_reference(
+    device: str, dtype: torch.dtype, has_bias: bool, is_int8: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = random_mlp(generator, 74, has_bias, dtype)
+    last_norm = random_norm(generator, HIDDEN, dtype)
+    head = random_matrix(generator, 97, HIDDEN, False, dtype)
+    x, residual = torch.randn(2, 9, HIDDEN, generator=generator).to(dtype)
+    ops, reference = ComposedOps(TorchOps(), is_int8=is_int8), ComposedOps(ReferenceOps())
+    on_device = MlpWeights(
+        norm_on(device, weights.norm),
+        matrix_on(device, weights.gate_up),
+        matrix_on(device, weights.down),
+    )
+    our_residual = residual.to(device, copy=True)
+    our_x = ops.mlp(on_device)(x.to(device, copy=True), our_residual)
+    expected_x = reference.mlp(mlp_in_int8(weights) if is_int8 else weights)(x, residual)
+    assert_close(our_x, expected_x, dtype)
+    assert torch.equal(our_residual.cpu(), residual)
+    logits = ops.head(norm_on(device, last_norm), matrix_on(device, head))(
+        expected_x.to(device), residual.to(device)
+    )
+    expected = reference.head(last_norm, rounded_to_int8(head) if is_int8 else head)(
+        expected_x, residual
+    )
+    assert logits.dtype == torch.float32
+    assert_close(logits, expected, dtype)
+
+
+@given(seed=st.integers(0, 2**31), dtype=st.sampled_from(list(TOLERANCE)))
+def test_int8_is_within_half_a_step_of_the_weights(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(5, 12, generator=generator) * 10 ** (seed % 7 - 3)).to(dtype)
+    weight[2] = 0
+    whole, steps = quantize_int8(weight)
+    assert (whole.dtype, steps.dtype) == (torch.int8, torch.float32)
+    assert whole.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127]
+    error = (whole * steps[:, None] - weight.float()).abs()
+    assert (error <= steps[:, None] * 0.50001).all()
