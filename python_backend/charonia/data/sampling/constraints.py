@@ -28,7 +28,7 @@ class SampledRow:
     Attributes:
         sampling: the request's parameters.
         token_ids: [tokens] integer, all tokens before the one to draw (prompt and generated), on
-            the logits' device; its length is the position of the new token.
+            any device; its length is the position of the new token.
         num_prompt: how many of them are the prompt.
     """
 
@@ -151,7 +151,8 @@ def _penalize(logits: Tensor, rows: Sequence[SampledRow], lines: list[int]) -> N
     vocab, device = logits.shape[1], logits.device
     chosen = [rows[line] for line in lines]
     lengths = [len(row.token_ids) for row in chosen]
-    seen = torch.cat([row.token_ids for row in chosen]).long()  # [seen], all rows in a row
+    # [seen], all rows in a row
+    seen = torch.cat([row.token_ids for row in chosen]).to(device, torch.int64)
     values = [
         (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
         for s in (row.sampling for row in chosen)

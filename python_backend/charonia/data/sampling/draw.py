@@ -65,7 +65,7 @@ class Lines:
         """Gather the parameters of n lines."""
         whole = torch.tensor(
             [
-                (signed_seed(s.seed), position, s.top_k if s.top_k > 0 else vocab_size)
+                (signed_seed(s.seed), position, min(s.top_k, vocab_size) or vocab_size)
                 for s, position in zip(samplings, positions, strict=True)
             ],
             device=device,

@@ -42,7 +42,7 @@ class Sampler:
 
     Args:
         vocab_size: columns of the logits.
-        device: of the logits and of the rows' tokens.
+        device: of the logits.
         native: draws in place of torch, the same tokens; on a CPU only.
     """
 
@@ -84,13 +84,14 @@ class Sampler:
 
         Args:
             logits: [n, vocab] of any floating type.
-            targets: [n] integer, the token that followed each position.
+            targets: [n] integer, on any device, the token that followed each position.
             k: also report the k most likely tokens, >= 0.
         """
         parts = []
         for start in range(0, len(targets), _PROMPT_CHUNK):
             raw = _repair(logits[start : start + _PROMPT_CHUNK].float())
-            parts.append(_logprobs(raw, targets[start : start + _PROMPT_CHUNK].long(), k))
+            known = targets[start : start + _PROMPT_CHUNK].to(raw.device, torch.int64)
+            parts.append(_logprobs(raw, known, k))
         packed = torch.cat(parts).tolist() if parts else []
         return [_unpack(line, k) for line in packed]
 
@@ -122,7 +123,7 @@ class Sampler:
             index = torch.tensor(asked, device=raw.device)
             packed.append(_logprobs(_repair(raw[index]), token_ids[index], k).flatten())
         values = torch.cat(packed).tolist()  # the one transfer to the host
-        n, width = len(rows), 2 * (k + 1) + 1
+        n, width = len(rows), 2 * (min(k, self._vocab_size) + 1) + 1
         logprobs = {
             i: _unpack(values[start : start + width], rows[i].sampling.num_logprobs)
             for i, start in zip(asked, range(2 * n, len(values), width), strict=True)
@@ -173,7 +174,8 @@ def _logprobs(raw: Tensor, token_ids: Tensor, k: int) -> Tensor:
         token_ids: [n] int64.
 
     Returns:
-        [n, 2 * (k + 1) + 1] float64 for `_unpack`: rank, ids (the given one first), logprobs.
+        [n, 2 * (k + 1) + 1] float64 for `_unpack`, or as many as there are tokens: rank, ids (the
+        given one first), logprobs.
     """
     ids = token_ids.unsqueeze(1)
     if k:
@@ -187,5 +189,6 @@ def _logprobs(raw: Tensor, token_ids: Tensor, k: int) -> Tensor:
 def _unpack(packed: list[float], k: int) -> TokenLogprobs:
     """One line of `_logprobs`, of which the first k of the most likely tokens are wanted."""
     width = (len(packed) - 1) // 2
+    k = min(k, width - 1)
     ids = [int(token_id) for token_id in packed[1 : 2 + k]]
     return TokenLogprobs(ids, packed[1 + width : 2 + width + k], int(packed[0]))
