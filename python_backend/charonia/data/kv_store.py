@@ -4,6 +4,7 @@ Owns the tensors and their size. Must not know which request a block belongs to:
 plane hands blocks out, this is only where they lie.
 """
 
+import contextlib
 import math
 import mmap
 from pathlib import Path
@@ -48,13 +49,16 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Allocate zeros; on a CPU they take memory only where they are written to.
 
     `torch.zeros` writes the zeros, which for a cache of gigabytes takes seconds of every start;
-    memory that the operating system maps is zero without that.
+    memory that the operating system maps is zero without that. Huge pages are wished for, because
+    a page's first touch costs time in the middle of a step.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     numbers = math.prod(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, numbers * dtype.itemsize, flags=flags)
+    with contextlib.suppress(OSError):  # where there are none, small pages do
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=numbers).view(shape)
 
 

@@ -47,6 +47,9 @@ class Runner:
         args: which model, on which device, how large.
         log: takes one line of progress at a time.
 
+    Attributes:
+        ops: what computes.
+
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
         ConfigError: the device is not there, or its memory does not suffice.
@@ -57,7 +60,7 @@ class Runner:
         device = _device(args.device)
         dtype = getattr(torch, spec.dtype if args.dtype == "auto" else args.dtype)
         max_model_len = _max_model_len(args, spec, log)
-        ops = select_ops(args, dtype, device, log)
+        self.ops = ops = select_ops(args, dtype, device, log)
         parameters = Parameters(spec, dtype, device)
         num_parameters = load_weights(
             Path(args.model), parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=log

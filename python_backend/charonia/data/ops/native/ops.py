@@ -62,6 +62,10 @@ class NativeOps:
             return f"they need blocks of a multiple of {_LANES} tokens, not of {block_size}"
         return None
 
+    def phase_seconds(self) -> dict[str, float]:
+        """Seconds that this process has spent in each kind of operation so far."""
+        return dict(self._kernels.phase_seconds())
+
     def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """As products want their right-hand side: see `Pages` in kernels.cpp."""
         dim = -(-layout.head_dim // _LANES) * _LANES
