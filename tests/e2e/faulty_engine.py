@@ -6,6 +6,8 @@ file is kept as product_model.py. Files in the repository's root order the fault
     raise-in-step    a number: so many of the next steps raise, after their diffs were applied
     hang-in-step     a number: so many of the next steps never end
     poison           a token id: a row that joins with it in its prompt kills the process
+
+A step takes at least STEP_S, so that streams are still under way when a fault is ordered.
 """
 
 import importlib.util
@@ -22,6 +24,7 @@ from charonia.protocol import NewRow
 VERSION = Path(__file__).parent
 ORDERS = VERSION.parents[1]
 POISON = ORDERS / "poison"
+STEP_S = 0.003
 
 _spec = importlib.util.spec_from_file_location("product_model", VERSION / "product_model.py")
 assert _spec is not None
@@ -47,6 +50,7 @@ def _hidden_states_or_fail(self: Decoder, *args: Any) -> Any:
         raise RuntimeError("a test ordered this step to raise")
     if _is_ordered("hang-in-step"):
         time.sleep(3600)
+    time.sleep(STEP_S)
     return _hidden_states(self, *args)
 
 

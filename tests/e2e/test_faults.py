@@ -335,16 +335,17 @@ def test_serve_leaves_a_recovering_engine_alone_and_restarts_a_dead_scheduler(
     served: Served,
 ) -> None:
     tritonserver = served.command.server().pid
-    streams = start_streams(served.urls)
-    os.kill(served.model_pid("engine"), signal.SIGKILL)
+    engine, scheduler = map(served.model_pid, ("engine", "scheduler"))
+    streams = start_streams(served.urls, max_tokens=1100)
+    os.kill(engine, signal.SIGKILL)
     for stream in streams:
         check_complete(stream, stream.token_ids)
         assert stream.timing["restarts"] == 1
     assert served.command.server().pid == tritonserver
 
-    streams = start_streams(served.urls)
+    streams = start_streams(served.urls, max_tokens=1100)
     killed = time.monotonic()
-    os.kill(served.model_pid("scheduler"), signal.SIGKILL)
+    os.kill(scheduler, signal.SIGKILL)
     for stream in streams:
         assert stream.wait_over(SERVES_AGAIN_S).error is not None
         assert stream.finish_reason is None
@@ -367,8 +368,9 @@ def test_serve_ends_in_time_in_mid_stream(served: Served, signum: signal.Signals
     assert leftovers(runtime_dir) == []
     assert "Traceback" not in stderr
     for stream in streams:
-        assert stream.wait_over().error is not None
-        assert stream.finish_reason is None
+        # An answer that is complete within the grace that tritonserver gives is no error.
+        is_complete = stream.wait_over().finish_reason == "length"
+        assert is_complete == (stream.error is None)
 
 
 def is_alive(pid: int) -> bool:

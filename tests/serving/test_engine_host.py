@@ -22,6 +22,7 @@ from charonia.protocol import (
     encode,
 )
 from charonia.serving.bls import RELOAD_MARK, start_time
+from charonia.serving.channel import connect
 from charonia.serving.engine_host import NOT_THE_SCHEDULER, EngineHost
 from charonia.serving.secret import FILE_NAME
 
@@ -98,6 +99,43 @@ def test_the_scheduler_gets_answers(
     assert reply(ask(pb_utils, host, encode(Hello(secret=secret)))) == INFO
     plan = StepPlan(epoch=1, step_id=0, reset=True, secret=secret)
     assert reply(ask(pb_utils, host, encode(plan))).epoch == 1
+
+
+def test_steps_come_through_the_socket_too(
+    tmp_path: Path, make_host: Callable[..., EngineHost], log: list[str]
+) -> None:
+    host = make_host()
+    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
+    host.serve_steps()
+    channel = connect(tmp_path)
+    for step_id in range(2):
+        channel.send(encode(StepPlan(epoch=1, step_id=step_id, secret=secret)))
+        result = decode_reply(channel.receive(10) or b"")
+        assert isinstance(result, StepResult)
+        assert (result.epoch, result.step_id) == (1, step_id)
+    channel.send(encode(StepPlan(epoch=13, step_id=0, secret=secret)))
+    assert decode_reply(channel.receive(10) or b"") == StepFailure(
+        "the plan was refused: epoch is 13, expected 1"
+    )
+    assert len(log) == 1
+    channel.close()
+    host.finalize()
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"{}", encode(StepPlan(epoch=1, step_id=0, secret="guess"))]
+)
+def test_a_stranger_at_the_socket_gets_nothing(
+    tmp_path: Path, make_host: Callable[..., EngineHost], log: list[str], data: bytes
+) -> None:
+    host = make_host()
+    host.serve_steps()
+    stranger = connect(tmp_path)
+    stranger.send(data)
+    assert stranger.receive(10) is None
+    assert log == [f"refused: {NOT_THE_SCHEDULER}"]
+    stranger.close()
+    host.finalize()
 
 
 @pytest.mark.parametrize(

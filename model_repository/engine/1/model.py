@@ -27,9 +27,14 @@ class TritonPythonModel:
         kind = args["model_instance_kind"]
         try:
             self._host = EngineHost(pb_utils, make_runner, version_dir, kind, log=log)
+            self._host.serve_steps()
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Execute plans."""
         return self._host.execute(requests)
+
+    def finalize(self) -> None:
+        """Stop."""
+        self._host.finalize()

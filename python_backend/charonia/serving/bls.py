@@ -1,6 +1,10 @@
-"""The engine in another Triton model, as an Executor over BLS.
+"""The engine in another Triton model, as an Executor: steps by socket, all else by BLS.
 
 Owns the calls, their time limits, and bringing a dead engine back. Must not know what is in a plan.
+
+    submit() ──► socket ──► engine ──► socket ──► result()      every step, see `channel`
+                                                     │ nothing for a second
+    a hello over BLS: Triton says whether the engine's process lives ◄──┘
 
 BLS works in `execute` and, once the model is loaded, in threads; its errors are harmless. Model
 control is not: each call of `pb_utils` that fails has a chance of taking the whole server down
@@ -10,6 +14,7 @@ comes up even when it cannot work, says why in answer to a hello, and is unloade
 """
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -36,6 +41,7 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
+from charonia.serving.channel import Channel, connect
 from charonia.serving.secret import FILE_NAME, read_or_create
 
 PLAN = "plan"
@@ -45,6 +51,8 @@ RELOAD_MARK = "reload.mark"
 _CONTROL_OPTION = "--model-control-mode"
 _HELLO_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 10.0
+_SEND_TIMEOUT_S = 10.0
+_ASK_AFTER_S = 1.0
 
 
 class _Call:
@@ -69,12 +77,34 @@ class _Call:
 
     def result(self, timeout: float | None) -> StepResult:
         """As `Pending.result`."""
-        reply = self.reply(timeout)
-        if isinstance(reply, StepFailure):
-            raise StepFailedError(reply.message)
-        if not isinstance(reply, StepResult):
-            raise StepFailedError(f"the engine answered a plan with {type(reply).__name__}")
-        return reply
+        return _step_result(self.reply(timeout))
+
+
+class _Step:
+    """A step that was sent to the engine through the socket."""
+
+    def __init__(self, executor: "BlsExecutor", channel: Channel, failure: str | None) -> None:
+        self._executor = executor
+        self._channel = channel
+        self._failure = failure
+
+    def result(self, timeout: float | None) -> StepResult:
+        """As `Pending.result`. A stopped engine is noticed by asking after it over BLS."""
+        if self._failure is not None:
+            raise EngineDiedError(self._failure)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            wait = min(deadline - time.monotonic(), _ASK_AFTER_S)
+            try:
+                data = self._channel.receive(max(wait, 1e-3))
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"no answer of the engine within {timeout:g} s") from None
+                self._executor.ask_alive()
+                continue
+            if data is None:
+                raise EngineDiedError("the engine's process has hung up")
+            return _step_result(_decode(data))
 
 
 class BlsExecutor:
@@ -82,6 +112,7 @@ class BlsExecutor:
 
     Args:
         engine_model: its name. engine_dir: its version directory.
+        use_socket: False sends steps over BLS, too.
         log: takes one line, from any thread.
 
     Raises:
@@ -89,10 +120,20 @@ class BlsExecutor:
     """
 
     def __init__(
-        self, pb_utils: Any, engine_model: str, engine_dir: Path, *, log: Callable[[str], None]
+        self,
+        pb_utils: Any,
+        engine_model: str,
+        engine_dir: Path,
+        *,
+        use_socket: bool = True,
+        log: Callable[[str], None],
     ) -> None:
+        self._use_socket = use_socket
+        self._log = log
         self._pb_utils = pb_utils
         self._engine_model = engine_model
+        self._engine_dir = engine_dir
+        self._channel: Channel | None = None
         self._reload_mark = engine_dir / RELOAD_MARK
         self._secret = read_or_create(engine_dir / FILE_NAME)
         self._processes: dict[int, int] = {}
@@ -103,7 +144,23 @@ class BlsExecutor:
         self._start_thread()
 
     def info(self) -> EngineInfo:
-        """Ask the engine what it is, and remember its processes.
+        """Ask the engine what it is, remember its processes, and connect to it.
+
+        Raises:
+            EngineDiedError: there is none (yet), or it does not answer.
+        """
+        self._disconnect()
+        reply = self.ask_alive()
+        self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
+        if self._use_socket:
+            try:
+                self._channel = connect(self._engine_dir)
+            except OSError as error:
+                self._log(f"WARNING: no way to the engine but BLS, which is slower: {error}")
+        return reply
+
+    def ask_alive(self) -> EngineInfo:
+        """Ask the engine what it is.
 
         Raises:
             EngineDiedError: there is none (yet), or it does not answer.
@@ -117,14 +174,20 @@ class BlsExecutor:
             raise EngineDiedError(str(error)) from None
         if not isinstance(reply, EngineInfo):
             raise EngineDiedError(f"the engine answered a hello with {type(reply).__name__}")
-        self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
         return reply
 
     def submit(self, plan: StepPlan) -> Pending:
-        """Start a step in the calling thread's stead."""
-        call = _Call(msgspec.structs.replace(plan, secret=self._secret))
-        self._calls.put(call)
-        return call
+        """Send a plan; the engine computes while the caller goes on."""
+        channel = self._channel
+        assert channel is not None, "submit() without an engine"
+        failure = None
+        try:
+            channel.send(
+                encode(msgspec.structs.replace(plan, secret=self._secret)), _SEND_TIMEOUT_S
+            )
+        except OSError as error:
+            failure = f"the engine takes no plan: {error.strerror or error}"
+        return _Step(self, channel, failure)
 
     def restart(self) -> None:
         """Kill the old engine's processes, unload its model and load it again.
@@ -135,8 +198,12 @@ class BlsExecutor:
         if not self._can_restart:
             raise EngineDiedError(RECOVERY_IS_OFF)
         self._start_thread()  # the old one may hang in a call until the engine is gone
+        self._disconnect()
         kill_processes(self._processes)
         self._processes = {}
+        # Unloading waits for an answer of a process whose end Triton has not noticed.
+        with contextlib.suppress(EngineDiedError):
+            self.ask_alive()
         own_pid = os.getpid()
         self._reload_mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
         try:
@@ -150,7 +217,13 @@ class BlsExecutor:
 
     def close(self) -> None:
         """Stop the thread; the engine stays."""
+        self._disconnect()
         self._calls.put(None)
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def _say_hello(self) -> None:
         """Make sure that the engine works, or unload it. Raises EngineDiedError."""
@@ -189,10 +262,22 @@ class BlsExecutor:
         if response.has_error():
             raise EngineDiedError(clean(response.error().message()))
         reply = pb_utils.get_output_tensor_by_name(response, REPLY)
-        try:
-            return decode_reply(reply.as_numpy().tobytes())
-        except (AttributeError, msgspec.DecodeError):
-            raise StepFailedError("the engine's reply cannot be read") from None
+        return _decode(b"" if reply is None else reply.as_numpy().tobytes())
+
+
+def _step_result(reply: EngineReply) -> StepResult:
+    if isinstance(reply, StepFailure):
+        raise StepFailedError(reply.message)
+    if not isinstance(reply, StepResult):
+        raise StepFailedError(f"the engine answered a plan with {type(reply).__name__}")
+    return reply
+
+
+def _decode(data: bytes) -> EngineReply:
+    try:
+        return decode_reply(data)
+    except msgspec.DecodeError:
+        raise StepFailedError("the engine's reply cannot be read") from None
 
 
 def is_reload(engine_dir: Path) -> bool:

@@ -6,6 +6,7 @@ torch: the runner is made by a function that is passed in.
 
 import hmac
 import locale
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from charonia.protocol import (
     encode,
 )
 from charonia.serving.bls import PLAN, REPLY, clean, is_reload
+from charonia.serving.channel import ChannelServer
 from charonia.serving.secret import FILE_NAME, read_or_create
 from charonia.serving.tensors import INTERNAL_ERROR, error_response
 
@@ -61,6 +63,9 @@ class EngineHost:
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         self._pb_utils = pb_utils
         self._log = log
+        self._version_dir = version_dir
+        self._channel_server: ChannelServer | None = None
+        self._one_step_at_a_time = threading.Lock()
         self._secret = read_or_create(version_dir / FILE_NAME)
         self._runner: PlanRunner | UnavailableError
         try:
@@ -77,9 +82,32 @@ class EngineHost:
         """Answer each request with the tensor `reply`, or an error that gives nothing away."""
         return [self._answer(request) for request in requests]
 
+    def serve_steps(self) -> None:
+        """Take messages through the socket as well, from now until `finalize`."""
+        try:
+            self._channel_server = ChannelServer(self._version_dir, self._answer_bytes)
+        except OSError as error:  # not every file system has sockets
+            self._log(f"there will be no socket for steps: {error.strerror}")
+
+    def finalize(self) -> None:
+        """Stop taking messages through the socket."""
+        if self._channel_server is not None:
+            self._channel_server.close()
+
+    def _answer_bytes(self, data: bytes) -> bytes | None:
+        """Answer a message of the socket; None for one that is not the scheduler's."""
+        try:
+            return encode(self._reply(self._decode(data)))
+        except (PlanRefusedError, UnavailableError) as error:
+            self._log(f"refused: {error}")
+        except Exception:
+            self._log(f"a message could not be read: {traceback.format_exc()}")
+        return None
+
     def _answer(self, request: Any) -> Any:
         try:
-            reply = self._reply(self._decode(request))
+            plan = self._pb_utils.get_input_tensor_by_name(request, PLAN)
+            reply = self._reply(self._decode(b"" if plan is None else plan.as_numpy().tobytes()))
         except (PlanRefusedError, UnavailableError) as error:
             self._log(f"refused: {error}")
             return error_response(self._pb_utils, error)
@@ -89,12 +117,11 @@ class EngineHost:
         data = np.frombuffer(encode(reply), dtype=np.uint8)
         return self._pb_utils.InferenceResponse([self._pb_utils.Tensor(REPLY, data)])
 
-    def _decode(self, request: Any) -> EngineRequest:
+    def _decode(self, data: bytes) -> EngineRequest:
         """Raises PlanRefusedError for anything but a message that carries the secret."""
-        plan = self._pb_utils.get_input_tensor_by_name(request, PLAN)
         try:
-            message = decode_request(plan.as_numpy().tobytes())
-        except (AttributeError, RecursionError, msgspec.DecodeError):
+            message = decode_request(data)
+        except (RecursionError, msgspec.DecodeError):
             raise PlanRefusedError(NOT_THE_SCHEDULER) from None
         if not hmac.compare_digest(message.secret.encode(), self._secret.encode()):
             raise PlanRefusedError(NOT_THE_SCHEDULER)
@@ -107,7 +134,8 @@ class EngineHost:
             if isinstance(message, Hello):
                 return self._runner.info()
             assert isinstance(message, StepPlan)
-            return self._runner.execute(message)
+            with self._one_step_at_a_time:
+                return self._runner.execute(message)
         except PlanRefusedError as error:
             # An answer and no error: BLS loses codes, and any error looks like a dead engine.
             self._log(f"refused: {error}")

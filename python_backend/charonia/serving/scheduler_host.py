@@ -70,7 +70,13 @@ class SchedulerHost:
         engine_dir = Path(args["model_repository"]).parent / scheduler_args.engine_model / "1"
         engine_args = EngineArgs.from_file(engine_dir / MODEL_FILE)
         self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
-        executor = BlsExecutor(pb_utils, scheduler_args.engine_model, engine_dir, log=log)
+        executor = BlsExecutor(
+            pb_utils,
+            scheduler_args.engine_model,
+            engine_dir,
+            use_socket=scheduler_args.use_step_socket,
+            log=log,
+        )
         self._service = EngineService(
             executor, engine_args, scheduler_args, self._tokenizer, log=log
         )
