@@ -16,8 +16,8 @@ from gguf_file import write_gguf
 from worker import Wave, serve_engine
 
 KINDS = ("f16", "bf16")
-NUM_TRIALS = 5
-TRIAL_PROMPT, TRIAL_NEW = 128, 64
+NUM_TRIALS = 3
+TRIAL_PROMPT, TRIAL_NEW = 128, 32
 
 
 class _Model:
