@@ -116,7 +116,6 @@ print("done")
 """
 
 
-@pytest.mark.xfail(reason="weights are packed by the pool without its lock")
 def test_a_model_can_be_made_while_another_computes() -> None:
     result = subprocess.run(
         [sys.executable, "-c", CONSTRUCT_WHILE_COMPUTING, ISAS[0]],
@@ -143,7 +142,6 @@ thread.join()
 """
 
 
-@pytest.mark.xfail(reason="the first binds this thread, and with it all that it starts, to a core")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_second_model_of_a_process_gets_as_many_cores_as_the_first() -> None:
     result = subprocess.run(

@@ -287,10 +287,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   namespace py = pybind11;
   using namespace charonia;
   module.attr("ISA") = kIsa;
-  module.def("set_threads", [](int num_threads, const std::vector<int>& cpus) {
+  module.def("set_threads", [](int num_threads, const std::vector<int>& helpers_cores) {
     const std::lock_guard guard(one_at_a_time);
-    Pool::get().resize(num_threads, cpus);
-    Pool::get().bind_caller();
+    Pool::get().resize(num_threads, helpers_cores);
   });
   module.def("phase_seconds", [] {
     std::map<std::string, double> seconds;

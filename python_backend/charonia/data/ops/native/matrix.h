@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -45,6 +46,8 @@ class WeightMemory {
   static at::Tensor zeros(int64_t count, at::ScalarType type) {
     const int64_t bytes = (count * static_cast<int64_t>(at::elementSize(type)) + 63) / 64 * 64;
     static std::shared_ptr<Chunk> current;
+    static std::mutex lock;
+    const std::lock_guard guard(lock);
     if (!current || current->used + bytes > current->size)
       current = std::make_shared<Chunk>(std::max(kChunkBytes, bytes));
     void* const at = current->memory + current->used;
@@ -106,6 +109,7 @@ class Matrix {
       using T = decltype(zero);
       if (bias) bias_ = gather<T>(*bias, floats);
       panels_ = WeightMemory::zeros(num_panels * kColumns * inputs, is_int8 ? at::kChar : type);
+      const std::lock_guard guard(one_at_a_time);
       Pool::get().run(num_panels, [&](int64_t panel) { pack<T>(panel, data<T>(weight)); });
     });
   }

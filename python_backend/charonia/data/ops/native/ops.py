@@ -46,7 +46,7 @@ class NativeOps:
         self._kernels = kernels
         self._is_int8 = is_int8
         torch.set_num_threads(1)
-        kernels.set_threads(threads.num_threads, list(threads.cores))
+        kernels.set_threads(threads.num_threads, list(threads.cores[1:]))
 
     @property
     def kernels(self) -> ModuleType:

@@ -38,15 +38,14 @@ class Pool {
 
   int num_threads() const { return 1 + static_cast<int>(helpers_.size()); }
 
-  // cpus[0] is the caller's processor, the rest are the helpers'; empty leaves them unbound.
-  void resize(int num_threads, const std::vector<int>& cpus) {
+  // Have so many threads, the caller of `run` among them; helper i on core cores[i], or unbound.
+  void resize(int num_threads, const std::vector<int>& cores) {
     stop();
-    cpus_ = cpus;
-    for (int i = 1; i < num_threads; ++i) helpers_.emplace_back([this, i] { help(i); });
+    for (int i = 0; i + 1 < num_threads; ++i) {
+      const int core = i < static_cast<int>(cores.size()) ? cores[i] : -1;
+      helpers_.emplace_back([this, core] { help(core); });
+    }
   }
-
-  // Bind the calling thread as the pool's first.
-  void bind_caller() const { bind(0); }
 
   // Call f(i) for i in [0, n), on all threads; return when all is done.
   template <class F>
@@ -96,8 +95,8 @@ class Pool {
     }
   }
 
-  void help(int index) {
-    bind(index);
+  void help(int core) {
+    if (core >= 0) bind(core);
     uint64_t done = gate_.load(std::memory_order_acquire) >> 32;
     if (gate_.load(std::memory_order_acquire) & kOpen) --done;
     for (;;) {
@@ -137,11 +136,10 @@ class Pool {
     bell_.notify_all();
   }
 
-  void bind(int index) const {
-    if (index >= static_cast<int>(cpus_.size())) return;
+  static void bind(int core) {
     cpu_set_t set;
     CPU_ZERO(&set);
-    CPU_SET(cpus_[index], &set);
+    CPU_SET(core, &set);
     pthread_setaffinity_np(pthread_self(), sizeof set, &set);
   }
 
@@ -154,7 +152,6 @@ class Pool {
   }
 
   std::vector<std::thread> helpers_;
-  std::vector<int> cpus_;
   std::function<void(int64_t, int64_t)> job_;
   int64_t end_ = 0;
   alignas(64) std::atomic<uint64_t> gate_{0};

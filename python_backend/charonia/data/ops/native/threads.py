@@ -2,11 +2,12 @@
 
 Owns the layout: one pool computes, no other. Must not know what is computed.
 
-The pool has a thread for each core that the process may use; the first is whoever runs the steps.
-While a step runs they look for work without sleeping, so that an operation of a few microseconds
-can be shared out; 0.2 ms after the last one they sleep. Everything else (Triton's own threads, the
-scheduler, the client) takes turns with them as the operating system sees fit: work is claimed in
-small pieces, and nobody waits for a thread that has none.
+The pool has a thread for each core that the process may use; the first is whoever runs the steps,
+and is never bound: what it starts, threads and processes, would be bound with it. While a step
+runs they look for work without sleeping, so that an operation of a few microseconds can be shared
+out; 0.2 ms after the last one they sleep. Everything else (Triton's own threads, the scheduler, the
+client) takes turns with them as the operating system sees fit: work is claimed in small pieces, and
+nobody waits for a thread that has none.
 """
 
 import os
@@ -17,7 +18,10 @@ from charonia.errors import ConfigError
 
 @dataclass(frozen=True)
 class ThreadLayout:
-    """How many threads compute, and the core of each; no cores leaves them unbound."""
+    """How many threads compute, and the core of each; no cores leaves them unbound.
+
+    The first core is the one that is left to the first thread.
+    """
 
     num_threads: int
     cores: tuple[int, ...]

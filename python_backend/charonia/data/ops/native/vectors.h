@@ -79,10 +79,10 @@ inline float max(Floats v) {
 }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// e^x to about 1e-7, exactly 0 below -87: range reduction to |r| <= ln(2)/2 and a polynomial
+// e^x to about 1e-7, exactly 0 below -87, NaN of NaN: range reduction to |r| <= ln(2)/2 and a polynomial
 // (Cephes' expf).
 inline Floats exp(Floats x) {
-  const Floats clamped = x < splat(88.0f) ? x : splat(88.0f);
+  const Floats clamped = x > splat(88.0f) ? splat(88.0f) : x;
   const Floats shifted = clamped * 1.44269504f + 12582912.0f;  // the integer is in the low bits
   const Floats n = shifted - 12582912.0f;
   const Floats r = clamped - n * 0.693359375f - n * -2.12194440e-4f;
@@ -91,7 +91,7 @@ inline Floats exp(Floats x) {
     p = p * r + c;
   p = p * r * r + r + 1.0f;
   const Floats result = bits<Floats>(bits<Ints>(p) + (bits<Ints>(shifted) << 23));
-  return x < splat(-87.0f) ? Floats{} : result;
+  return x < splat(-87.0f) ? Floats{} : (x == x ? result : x);
 }
 
 // ---------------------------------------------------------------------------------- formats
