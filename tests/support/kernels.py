@@ -4,13 +4,20 @@ Owns the conversion between the pages of `NativeOps` and those of `ComposedOps`,
 second time here so that the layout is tested and not only used.
 """
 
+from contextlib import suppress
 from types import ModuleType
 
+import pytest
 from torch import Tensor
 from torch.nn.functional import pad
 
 from charonia.data.ops.base import Pages
-from charonia.data.ops.native.build import load_kernels, supported_isas
+from charonia.data.ops.native.build import (
+    KernelsUnavailableError,
+    build_kernels,
+    load_kernels,
+    supported_isas,
+)
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.native.threads import ThreadLayout
 
@@ -52,3 +59,17 @@ def filling(pages: Pages, head_dim: int) -> Tensor:
     keys = pages.keys.permute(0, 1, 3, 2, 4).flatten(-2)
     values = pages.values.permute(0, 1, 2, 4, 3)
     return keys[..., head_dim:].abs().sum() + values[..., head_dim:].abs().sum()
+
+
+def build_kernels_of(items: list[pytest.Item]) -> None:
+    """Build what these tests ask for, before the first one: a test's time does not include it."""
+    wanted = {
+        item.callspec.params.get(name)
+        for item in items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        for name in ("isa", "cpu_kernels")
+    }
+    for isa in ISAS:
+        if isa in wanted:
+            with suppress(KernelsUnavailableError):  # the tests will say so
+                build_kernels(isa, lambda line: None)
