@@ -31,6 +31,7 @@ HISTOGRAMS_AS_COUNTERS = ("inter_token_seconds", "step_seconds", "plan_seconds")
 COUNTERS = {
     "prompt_tokens_total": ("source", {"computed", "cached"}),
     "finished_total": ("reason", {"stop", "length"}),
+    "step_phase_seconds_total": ("phase", {"deliver", "transit", "apply"}),
     "rejections_total": ("reason", {"invalid", "queue_full", "unavailable"}),
     "generation_tokens_total": None,
     "cancellations_total": None,
@@ -195,6 +196,8 @@ def test_tokens_requests_and_times_add_up(server: TritonServer) -> None:
     num_steps = rise("charonia_step_seconds_count")
     assert num_tokens <= num_steps <= num_requests * num_tokens
     assert rise("charonia_plan_seconds_count") == num_steps
+    for phase in ("deliver", "transit", "apply"):
+        assert rise(f'charonia_step_phase_seconds_total{{phase="{phase}"}}') > 0, phase
     total = rise("charonia_request_seconds_sum")
     first = rise("charonia_time_to_first_token_seconds_sum")
     between = rise("charonia_inter_token_seconds_sum")

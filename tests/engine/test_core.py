@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
-from charonia.engine.metrics import MAX_UNDRAINED, Metrics
+from charonia.engine.metrics import MAX_UNDRAINED, PHASES, Metrics
 from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
 from charonia.protocol import SamplingParams
@@ -331,6 +331,31 @@ def test_the_metrics_add_up():
     assert drained["request_generation_tokens"] == [10, 10]
     assert len(drained["charonia_time_to_first_token_seconds"]) == 2
     assert metrics.drain() == {}
+
+
+class TickingBench(Bench):
+    """Each look at the clock takes a millisecond."""
+
+    @property
+    def now(self) -> float:
+        self._now += 0.001
+        return self._now
+
+    @now.setter
+    def now(self, value: float) -> None:
+        self._now = value
+
+
+def test_what_a_step_spends_beside_computing_is_counted_by_phase():
+    bench = TickingBench()
+    bench.add("a")
+    bench.run()
+    counters = bench.core.metrics.counters
+    for phase in PHASES:
+        assert counters["charonia_step_phase_seconds_total", phase] > 0.001, phase
+    assert set(PHASES) == {
+        phase for name, phase in counters if name == "charonia_step_phase_seconds_total"
+    }
 
 
 def test_chunks_merge_into_what_one_chunk_would_have_been():

@@ -234,11 +234,14 @@ class EngineCore:
         for request in self._scheduler.expire(started):
             self._end(request.key, RequestTimeoutError("Request timeout expired"))
         plan = self._scheduler.plan(started)
-        pending = None
+        pending, submitted = None, started
         if plan is not None:
             self.metrics.histograms["charonia_plan_seconds"].observe(self._clock() - started)
+            submitted = self._clock()
             pending = self._executor.submit(plan)
+        delivering = self._clock()
         self._deliver_updates()
+        self._count_phase("deliver", delivering)
         if pending is None:
             self._set_gauges()
             return False
@@ -249,7 +252,10 @@ class EngineCore:
         except (EngineDiedError, TimeoutError) as error:
             self._on_death(str(error) or "it did not answer in time")
         else:
+            arrived = self._clock()
             self._apply(result)
+            self._count_phase("apply", arrived)
+            self._count_phase("transit", submitted + result.seconds, arrived)
         self._set_gauges()
         return True
 
@@ -279,6 +285,10 @@ class EngineCore:
         self.metrics.histograms["charonia_step_seconds"].observe(result.seconds)
         self._step_times.observe(self._scheduler.num_tokens_in_flight, result.seconds)
         self._updates = self._scheduler.apply(result, self._clock())
+
+    def _count_phase(self, phase: str, started: float, ended: float | None = None) -> None:
+        seconds = (self._clock() if ended is None else ended) - started
+        self.metrics.count("charonia_step_phase_seconds_total", max(seconds, 0.0), phase)
 
     def _step_deadline_s(self) -> float:
         """When to give a step up: far beyond what its tokens should take."""

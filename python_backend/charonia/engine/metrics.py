@@ -18,11 +18,21 @@ Series = tuple[str, str]
 
 LABELS = {
     "charonia_prompt_tokens_total": "source",
+    "charonia_step_phase_seconds_total": "phase",
     "charonia_finished_total": "reason",
     "charonia_rejections_total": "reason",
     "charonia_kv_blocks": "state",
     "charonia_accepted_at_position_total": "position",
 }
+
+
+PHASES = ("deliver", "transit", "apply")
+"""Of a step, beside `charonia_plan_seconds` and the engine's own `charonia_step_seconds`.
+
+deliver: text and chunks of the step before; the engine computes meanwhile.
+transit: from the plan's being handed over until its result is here, less the engine's own time.
+apply: committing the result.
+"""
 
 
 class Histogram:
@@ -97,6 +107,8 @@ class Metrics:
             self.counters[name, ""] = 0.0
         for source in ("computed", "cached"):
             self.counters["charonia_prompt_tokens_total", source] = 0.0
+        for phase in PHASES:
+            self.counters["charonia_step_phase_seconds_total", phase] = 0.0
         for reason in ("stop", "length"):
             self.counters["charonia_finished_total", reason] = 0.0
         for reason in ("invalid", "queue_full", "unavailable"):

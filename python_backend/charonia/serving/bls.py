@@ -178,13 +178,15 @@ class BlsExecutor:
 
     def submit(self, plan: StepPlan) -> Pending:
         """Send a plan; the engine computes while the caller goes on."""
+        plan = msgspec.structs.replace(plan, secret=self._secret)
         channel = self._channel
-        assert channel is not None, "submit() without an engine"
+        if channel is None:
+            call = _Call(plan)
+            self._calls.put(call)
+            return call
         failure = None
         try:
-            channel.send(
-                encode(msgspec.structs.replace(plan, secret=self._secret)), _SEND_TIMEOUT_S
-            )
+            channel.send(encode(plan), _SEND_TIMEOUT_S)
         except OSError as error:
             failure = f"the engine takes no plan: {error.strerror or error}"
         return _Step(self, channel, failure)
