@@ -43,15 +43,14 @@ def jobs(kernels: ModuleType, seed: int) -> list[Job]:
     return many
 
 
-def repeat(many: list[Job], seconds: float) -> int:
-    """Run all jobs over and over, check each result, and count."""
+def repeat(many: list[Job], seconds: float) -> None:
+    """Run all jobs over and over, five times at least, and check each result."""
     until = time.monotonic() + seconds
-    done = 0
-    while time.monotonic() < until:
+    rounds = 0
+    while rounds < 5 or time.monotonic() < until:
         for linear, x, expected in many:
             assert torch.equal(linear(x, False), expected)
-            done += 1
-    return done
+        rounds += 1
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -60,8 +59,7 @@ def test_operations_of_two_python_threads_at_once_do_not_mix(isa: str) -> None:
     many = [jobs(kernels, seed) for seed in range(2)]
     kernels.set_threads(2, [])
     with ThreadPoolExecutor(2) as threads:
-        counts = list(threads.map(lambda some: repeat(some, 0.5), many))
-    assert min(counts) > 10
+        list(threads.map(lambda some: repeat(some, 0.5), many))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -71,14 +69,13 @@ def test_threads_can_be_more_or_fewer_at_any_time(isa: str) -> None:
     with ThreadPoolExecutor(1) as threads:
         busy = threads.submit(repeat, many, 0.5)
         changes = 0
-        while not busy.done():
+        while changes < 7 or not busy.done():
             count = (1, 2, 3, 8, 2, 1, 4)[changes % 7]
             kernels.set_threads(count, [])
             assert kernels.num_threads() == count
             changes += 1
             time.sleep(0.001)
-        assert busy.result() > 10
-    assert changes > 5
+        busy.result()
     kernels.set_threads(2, [])
 
 
