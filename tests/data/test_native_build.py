@@ -23,10 +23,8 @@ from charonia.data.ops.native.build import (
 
 SOURCE = """
 #include <Python.h>
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "m", nullptr, -1};
-extern "C" __attribute__((visibility("default"))) PyObject* JOIN(PyInit_, TORCH_EXTENSION_NAME)() {
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit_charonia_kernels() {
   PyObject* module = PyModule_Create(&definition);
   PyModule_AddIntConstant(module, "ANSWER", 42);
   return module;
@@ -137,7 +135,6 @@ def compiler_script(path: Path, action: str) -> str:
     return str(path)
 
 
-@pytest.mark.xfail(reason="torch gives the second build of a process another name")
 def test_what_could_not_be_built_can_be_tried_again_in_the_same_process(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

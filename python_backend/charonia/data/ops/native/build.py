@@ -9,6 +9,7 @@ import argparse
 import hashlib
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -22,6 +23,7 @@ from types import ModuleType
 import torch
 
 SOURCE_DIR = Path(__file__).parent
+_MODULE = "charonia_kernels"  # as kernels.cpp says
 FLAGS = {
     "avx512_bf16": [
         "-mavx512f",
@@ -114,7 +116,8 @@ def _reason(error: Exception) -> str:
 
 @cache
 def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_module_name(path), path)
+    # As if in a package of the library's own: modules of one name are taken for one module.
+    spec = importlib.util.spec_from_file_location(f"{path.stem}.{_MODULE}", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path.name} is not a module")
     module = importlib.util.module_from_spec(spec)
@@ -124,7 +127,7 @@ def _load(path: Path) -> ModuleType:
 
 def _build(isa: str, path: Path) -> None:
     compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
+    if shutil.which(shlex.split(compiler)[0]) is None:
         raise OSError(f"there is no C++ compiler {compiler!r} (the variable CXX names another)")
     # Imported here: it takes a second, and a start with the kernels in the cache needs none of it.
     from torch.utils import cpp_extension
@@ -136,13 +139,14 @@ def _build(isa: str, path: Path) -> None:
     directory = tempfile.mkdtemp(prefix="build-", dir=path.parent)
     try:
         cpp_extension.load(
-            name=_module_name(path),
+            name=_MODULE,
             sources=[str(path) for path in sorted(SOURCE_DIR.glob("*.cpp"))],
             extra_cflags=[*_COMMON_FLAGS, *FLAGS[isa]],
             build_directory=directory,
             is_python_module=False,
         )
-        (Path(directory) / path.name).replace(path)
+        # Not named: torch numbers what one process builds more than once.
+        next(Path(directory).glob("*.so")).replace(path)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -163,10 +167,6 @@ def _library(isa: str) -> Path:
         digest.update(str(part).encode())
     key = digest.hexdigest()[:16]
     return _cache_dir() / f"charonia_kernels_{isa}_{key}.so"
-
-
-def _module_name(path: Path) -> str:
-    return path.stem
 
 
 def _cache_dir() -> Path:

@@ -283,7 +283,7 @@ void bind_sampling(pybind11::module_& module);  // sampling.cpp
 
 }  // namespace charonia
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+PYBIND11_MODULE(charonia_kernels, module) {
   namespace py = pybind11;
   using namespace charonia;
   module.attr("ISA") = kIsa;

@@ -22,6 +22,7 @@ from charonia.data.ops.base import (
     StepBatch,
 )
 from charonia.data.ops.native.threads import ThreadLayout
+from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -106,6 +107,11 @@ class NativeOps:
         return block
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
+        if (size := weights.down.weight.shape[1]) % 2:
+            raise ConfigError(
+                f"the CPU kernels need an even intermediate_size, and it is {size};"
+                " cpu_kernels = 'torch' takes any"
+            )
         block: MlpBlock = self._kernels.Mlp(
             weights.norm.weight,
             weights.norm.eps,

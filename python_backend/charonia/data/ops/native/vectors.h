@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #if defined(__x86_64__)
@@ -79,7 +80,7 @@ inline float max(Floats v) {
 }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// e^x to about 1e-7, exactly 0 below -87, NaN of NaN: range reduction to |r| <= ln(2)/2 and a polynomial
+// e^x to about 1e-7, exactly 0 below -87, infinite above 88, NaN of NaN: range reduction to |r| <= ln(2)/2 and a polynomial
 // (Cephes' expf).
 inline Floats exp(Floats x) {
   const Floats clamped = x > splat(88.0f) ? splat(88.0f) : x;
@@ -91,7 +92,8 @@ inline Floats exp(Floats x) {
     p = p * r + c;
   p = p * r * r + r + 1.0f;
   const Floats result = bits<Floats>(bits<Ints>(p) + (bits<Ints>(shifted) << 23));
-  return x < splat(-87.0f) ? Floats{} : (x == x ? result : x);
+  const Floats bounded = x > splat(88.0f) ? splat(std::numeric_limits<float>::infinity()) : result;
+  return x < splat(-87.0f) ? Floats{} : (x == x ? bounded : x);
 }
 
 // ---------------------------------------------------------------------------------- formats
