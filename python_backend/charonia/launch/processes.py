@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import psutil
@@ -23,8 +23,12 @@ SHARED_MEMORY = Path("/dev/shm")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def start_leader(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+def start_leader(
+    command: list[str], env: dict[str, str], cores: Collection[int] | None = None
+) -> subprocess.Popen[bytes]:
     """Start `command` as the leader of a session of its own, stdout and stderr in one pipe.
+
+    It runs on `cores` alone, where they are given.
 
     The kernel kills it when the *thread* that calls this ends, however it ends: call it from a
     thread that lives as long as the server should, as a rule the main thread.
@@ -32,6 +36,8 @@ def start_leader(command: list[str], env: dict[str, str]) -> subprocess.Popen[by
     parent = os.getpid()
 
     def die_with_parent() -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before prctl could see it
             os._exit(1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from charonia.launch.cores import cores_beside_engine
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.repository import (
     PreparedRepository,
@@ -31,7 +32,8 @@ def prepared_server(
     runtime = RuntimeDir()
     try:
         prepared = prepare_repository(runtime.path / "repository", options)
-        server = TritonServer(prepared.path, runtime=runtime, **server_options)
+        cores = cores_beside_engine(prepared.engine_args)
+        server = TritonServer(prepared.path, runtime=runtime, cores=cores, **server_options)
         try:
             yield server, prepared
         finally:

@@ -5,6 +5,7 @@ server should be restarted (see `supervisor`).
 """
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -22,6 +23,7 @@ from charonia.launch.discovery import find_tritonserver
 from charonia.launch.errors import LaunchError
 from charonia.launch.logs import failure_reason, is_interesting
 from charonia.launch.runtime_dir import RuntimeDir
+from charonia.serving.cores import VARIABLE
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
@@ -40,6 +42,7 @@ class TritonServer:
         repository: a model repository that Triton may load as it is.
         address: to listen on. http_port, grpc_port, metrics_port: 0 takes a free one.
         runtime: where what belongs to this run is kept; None makes one. `close` closes it.
+        cores: for all but the engine, see `cores`; None leaves them to the operating system.
         on_log: gets the server's log, line by line, from a thread.
     """
 
@@ -52,6 +55,7 @@ class TritonServer:
         grpc_port: int = 0,
         metrics_port: int = 0,
         runtime: RuntimeDir | None = None,
+        cores: frozenset[int] | None = None,
         on_log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.repository = repository
@@ -60,6 +64,7 @@ class TritonServer:
         self.http_port = http_port or free[0]
         self.grpc_port = grpc_port or free[1]
         self.metrics_port = metrics_port or free[2]
+        self._cores = cores
         self._on_log = on_log
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
         self._process: subprocess.Popen[bytes] | None = None
@@ -135,7 +140,10 @@ class TritonServer:
         for what, port in ports.items():
             processes.check_port(self.address, port, what)
         self._tail.clear()
-        self._process = processes.start_leader(self._command(), self._installation.environment())
+        environment = self._installation.environment()
+        if self._cores is not None:
+            environment[VARIABLE] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        self._process = processes.start_leader(self._command(), environment, self._cores)
         self._pump = threading.Thread(target=self._pump_log, args=(self._process,), daemon=True)
         self._pump.start()
 

@@ -29,6 +29,7 @@ from charonia.protocol import (
 )
 from charonia.serving.bls import PLAN, REPLY, clean, is_reload
 from charonia.serving.channel import ChannelServer
+from charonia.serving.cores import take_engine_cores
 from charonia.serving.secret import FILE_NAME, read_or_create
 from charonia.serving.tensors import INTERNAL_ERROR, error_response
 
@@ -70,6 +71,7 @@ class EngineHost:
         self._runner: PlanRunner | UnavailableError
         try:
             check_instance_kind(version_dir / MODEL_FILE, instance_kind)
+            take_engine_cores()
             self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE))
         except Exception as error:
             if not is_reload(version_dir):
