@@ -67,7 +67,8 @@ class NativeOps:
         """Seconds that this process has spent in each kind of operation so far."""
         return dict(self._kernels.phase_seconds())
 
-    def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    @staticmethod
+    def page_shapes(layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """As products want their right-hand side: see `Pages` in kernels.cpp."""
         dim = -(-layout.head_dim // _LANES) * _LANES
         pair = 2 if layout.dtype == "bfloat16" else 1

@@ -1,0 +1,133 @@
+"""Measure decode attention over pages: how fast K and V are read, beside what the machine can read.
+
+    python loadtests/attention_bench.py                       # llama-135m's heads
+    python loadtests/attention_bench.py --heads 32 --kv-heads 8
+
+Blocks lie in random order, as they do in a cache that is in use, and layers take turns, so that
+what is read comes from memory where all layers together exceed the last-level cache. The read rate
+of the machine is measured between the cases, as `bench.py` measures it.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from charonia.data.ops.native.build import best_isa, load_kernels
+from charonia.data.ops.native.ops import NativeOps
+from charonia.data.ops.native.threads import ThreadLayout
+from charonia.protocol import KVLayout
+from report import markdown_table
+
+sys.path.insert(0, str(Path(__file__).parent / "workers"))
+from limits_worker import Limits
+
+NUM_LAYERS = 30
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size of batch and context, and what was measured."""
+
+    rows: int
+    context: int
+    cache_mib: float
+    microseconds: float
+    gb_s: float
+    read_gb_s: float
+
+
+def measure(
+    kernels: object, layout: KVLayout, heads: int, rows: int, context: int, limits: Limits
+) -> Case:
+    """Time one layer's attention of `rows` new tokens: the median of some passes of all layers."""
+    blocks_per_row = -(-context // BLOCK_SIZE)
+    num_blocks = rows * blocks_per_row + 1
+    pages = [
+        tuple(
+            torch.randn(num_blocks, *shape).to(torch.bfloat16)
+            for shape in NativeOps.page_shapes(layout)
+        )
+        for _ in range(NUM_LAYERS)
+    ]
+    tables = (torch.randperm(num_blocks - 1) + 1).view(rows, blocks_per_row)
+    none = torch.zeros(1, dtype=torch.int64)
+    starts, lengths = list(range(rows + 1)), [context] * rows
+    step = kernels.Step(none, none, starts, lengths, tables, none, none)  # type: ignore[attr-defined]
+    query = torch.randn(rows, heads, layout.head_dim).to(torch.bfloat16)
+    seconds = []
+    for turn in range(8 * NUM_LAYERS):
+        keys, values = pages[turn % NUM_LAYERS]
+        started = time.perf_counter()
+        kernels.paged_attention(query, step, keys, values)  # type: ignore[attr-defined]
+        if turn >= NUM_LAYERS:  # the first pass warms up
+            seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds)
+    num_bytes = 2 * 2 * rows * context * layout.num_kv_heads * layout.head_dim
+    read = limits.measure()["read_gb_s"]
+    cache = NUM_LAYERS * num_bytes / 2**20
+    return Case(rows, context, cache, 1e6 * median, num_bytes / median / 1e9, read)
+
+
+def table(cases: Sequence[Case]) -> str:
+    """The cases as Markdown."""
+    return markdown_table(
+        ["rows", "context", "all layers' K and V, MiB", "µs per layer", "GB/s", "of the read rate"],
+        [
+            [
+                str(case.rows),
+                str(case.context),
+                f"{case.cache_mib:.0f}",
+                f"{case.microseconds:.0f}",
+                f"{case.gb_s:.1f}",
+                f"{case.gb_s / case.read_gb_s:.2f} of {case.read_gb_s:.1f}",
+            ]
+            for case in cases
+        ],
+    )
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--heads", type=int, default=9)
+    parser.add_argument("--kv-heads", type=int, default=3)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, nargs="+", default=[192, 2048])
+    parser.add_argument("--output", type=Path, help="write JSON there, too")
+    options = parser.parse_args()
+    limits = Limits()  # while torch has all its threads
+    kernels = load_kernels(best_isa(), print)
+    threads = ThreadLayout.of(None, "auto")
+    kernels.set_threads(threads.num_threads, list(threads.cores[1:]))
+    layout = KVLayout(
+        num_layers=NUM_LAYERS,
+        num_kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        block_size=BLOCK_SIZE,
+        dtype="bfloat16",
+        bytes_per_block=0,
+    )
+    cases = [
+        measure(kernels, layout, options.heads, rows, context, limits)
+        for context in options.context
+        for rows in options.rows
+    ]
+    print(f"{best_isa()}, {threads}; {NUM_LAYERS} layers take turns\n\n{table(cases)}")
+    if options.output is not None:
+        found = {"command": sys.argv, "cases": [asdict(case) for case in cases]}
+        options.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
