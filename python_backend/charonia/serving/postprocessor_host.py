@@ -19,6 +19,9 @@ from charonia.serving.tensors import REQUEST_KEY
 PREFIX = "chunk_"
 """Input `chunk_x` is handed on as output `x`."""
 
+_NUM_REMEMBERED = 4096
+"""Cancelled requests that are remembered: no chunk of theirs asks for a second cancellation."""
+
 
 class PostprocessorHost:
     """The postprocessor behind Triton.
@@ -32,6 +35,7 @@ class PostprocessorHost:
         self._log = log
         self._calls = SchedulerCalls(pb_utils, scheduler_model)
         self._gone: SimpleQueue[str | None] = SimpleQueue()
+        self._cancelled: dict[str, None] = {}  # in the order in which they were cancelled
         self._thread = threading.Thread(target=self._run, name="charonia-cancel", daemon=True)
         self._thread.start()
 
@@ -50,9 +54,17 @@ class PostprocessorHost:
             if chunk.name() != REQUEST_KEY:
                 name = chunk.name().removeprefix(PREFIX)
                 outputs.append(self._pb_utils.Tensor(name, np.array(chunk.as_numpy())))
-            elif request.is_cancelled():
-                self._gone.put(str(chunk.as_numpy().item(), "utf-8"))
+            else:
+                key = str(chunk.as_numpy().item(), "utf-8")
+                if key not in self._cancelled and request.is_cancelled():
+                    self._cancel(key)
         return self._pb_utils.InferenceResponse(outputs)
+
+    def _cancel(self, key: str) -> None:
+        self._cancelled[key] = None
+        if len(self._cancelled) > _NUM_REMEMBERED:
+            del self._cancelled[next(iter(self._cancelled))]
+        self._gone.put(key)
 
     def _run(self) -> None:
         """Cancel in a thread, so that other requests' chunks do not wait for it."""
