@@ -5,7 +5,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from worker import Wave, serve_engine
 
 from charonia import SamplingParams
@@ -23,10 +22,10 @@ class Charonia:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.versions = {name: version(name) for name in ("charonia", "torch", "numpy")}
-        self.notes: list[str] = [f"{torch.get_num_threads()} threads"]
+        self.notes: list[str] = []
         args = EngineArgs.from_dict({"device": "cpu", **settings})
         self._core = EngineCore(
-            InlineExecutor(Runner(args, log=print)),
+            InlineExecutor(Runner(args, log=self._note)),
             args,
             SchedulerArgs(),
             Tokenizer.from_dir(Path(args.model)),
@@ -52,6 +51,11 @@ class Charonia:
             self._core.add(GenerationRequest(key=str(index), prompt_ids=prompt, params=params))
         while self._num_live:
             self._core.step()
+
+    def _note(self, line: str) -> None:
+        print(line)
+        if not line.startswith("loading weights"):
+            self.notes.append(line)
 
     def _take(self, chunk: Chunk) -> None:
         if chunk.error is not None:
