@@ -113,8 +113,6 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_queue_size: waiting requests before new ones are refused.
         min_step_deadline_s: a step is never given up before this many seconds.
         num_sender_threads: threads that send responses.
-        use_step_socket: plans go to the engine through a socket; False sends them over BLS, which
-            is slower.
         report_custom_metrics: also report vLLM's metric names.
     """
 
@@ -122,7 +120,6 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queue_size: PositiveInt = 1024
     min_step_deadline_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     num_sender_threads: PositiveInt = 2
-    use_step_socket: bool = True
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")
 
     @classmethod

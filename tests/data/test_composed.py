@@ -1,13 +1,13 @@
 """A layer composed of torch's operations against one composed of the reference ones, and int8."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from charonia.data.model.rotary import rotation_table
-from charonia.data.model.spec import RopeSpec
 from charonia.data.ops.base import (
     AttentionWeights,
     MatrixWeights,
@@ -19,13 +19,12 @@ from charonia.data.ops.base import (
 from charonia.data.ops.composed import ComposedOps, quantize_int8
 from charonia.data.ops.reference import ReferenceOps
 from charonia.data.ops.torch_ops import TorchOps
-from support.batches import moved, random_batch, random_pages
+from support.attention import AttentionCase, attention_cases
+from support.batches import moved
 from support.devices import DEVICES
 from support.weights import (
     HIDDEN,
-    attention_in_int8,
     mlp_in_int8,
-    random_attention,
     random_matrix,
     random_mlp,
     random_norm,
@@ -33,7 +32,6 @@ from support.weights import (
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 8e-3}
-NUM_BLOCKS = 30
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -53,68 +51,36 @@ def matrix_on(device: str, matrix: MatrixWeights) -> MatrixWeights:
     return MatrixWeights(matrix.weight.to(device), bias)
 
 
+def attention_on(device: str, weights: AttentionWeights) -> AttentionWeights:
+    norms = weights.head_norms
+    return replace(
+        weights,
+        norm=norm_on(device, weights.norm),
+        qkv=matrix_on(device, weights.qkv),
+        output=matrix_on(device, weights.output),
+        head_norms=norms and (norm_on(device, norms[0]), norm_on(device, norms[1])),
+    )
+
+
 @on_every_device
 @every_dtype
 @settings(max_examples=15, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    rows=st.lists(
-        st.tuples(st.integers(0, 60), st.just(1))
-        | st.tuples(st.integers(0, 30), st.integers(2, 20)),
-        min_size=1,
-        max_size=4,
-    ),
-    heads=st.sampled_from([(4, 4), (4, 2), (9, 3)]),
-    has_bias=st.booleans(),
-    has_head_norms=st.booleans(),
-    has_x=st.booleans(),
-    is_int8=st.booleans(),
-)
+@given(case=attention_cases, is_int8=st.booleans())
 def test_the_attention_half_of_a_layer_equals_the_reference(
-    device: str,
-    dtype: torch.dtype,
-    seed: int,
-    rows: list[tuple[int, int]],
-    heads: tuple[int, int],
-    has_bias: bool,
-    has_head_norms: bool,
-    has_x: bool,
-    is_int8: bool,
+    device: str, dtype: torch.dtype, case: AttentionCase, is_int8: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weights = random_attention(
-        generator, heads, 16, dtype, has_bias=has_bias, has_head_norms=has_head_norms
-    )
-    batch = random_batch(generator, 16, rows, NUM_BLOCKS)
-    pages = random_pages(generator, NUM_BLOCKS, 16, heads[1], 16, dtype)
-    rotation = rotation_table(RopeSpec(theta=1e4), 16, 100, dtype, torch.device("cpu"))
-    x, residual = torch.randn(2, len(batch.positions), HIDDEN, generator=generator).to(dtype)
-
+    inputs = case.inputs(dtype)
     ops = ComposedOps(TorchOps(), is_int8=is_int8)
-    ours = Pages(*(part.to(device, copy=True) for part in pages))
-    our_residual = residual.to(device, copy=True)
-    norms = weights.head_norms
-    on_device = AttentionWeights(
-        **vars(weights)
-        | {
-            "norm": norm_on(device, weights.norm),
-            "qkv": matrix_on(device, weights.qkv),
-            "output": matrix_on(device, weights.output),
-            "head_norms": norms and (norm_on(device, norms[0]), norm_on(device, norms[1])),
-        }
-    )
-    step = ops.begin(moved(batch, device), Rotation(*(part.to(device) for part in rotation)))
-    first = x.to(device, copy=True) if has_x else None
-    actual = ops.attention(on_device)(first, our_residual, step, ours)
-
-    reference = ComposedOps(ReferenceOps())
-    expected = reference.attention(attention_in_int8(weights) if is_int8 else weights)(
-        x if has_x else None, residual, reference.begin(batch, rotation), pages
-    )
-    assert_close(actual, expected, dtype)
-    assert torch.equal(our_residual.cpu(), residual)
-    assert_close(ours.keys, pages.keys, dtype)
-    assert_close(ours.values, pages.values, dtype)
+    pages = Pages(*(part.to(device, copy=True) for part in inputs.pages))
+    rotation = Rotation(*(part.to(device) for part in inputs.rotation))
+    x = None if inputs.x is None else inputs.x.to(device, copy=True)
+    residual = inputs.residual.to(device, copy=True)
+    block = ops.attention(attention_on(device, inputs.weights))
+    actual = block(x, residual, ops.begin(moved(inputs.batch, device), rotation), pages)
+    assert_close(actual, inputs.expected(is_int8=is_int8), dtype)
+    assert torch.equal(residual.cpu(), inputs.residual)
+    assert_close(pages.keys, inputs.pages.keys, dtype)
+    assert_close(pages.values, inputs.pages.values, dtype)
 
 
 @on_every_device

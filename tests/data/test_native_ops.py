@@ -1,29 +1,36 @@
 """The CPU kernels of every instruction set against the reference operations and plain torch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from charonia.data.model.rotary import rotation_table
-from charonia.data.model.spec import RopeSpec
 from charonia.data.ops.base import (
     AttentionWeights,
     MatrixWeights,
     MlpWeights,
     NormWeights,
     Pages,
-    Rotation,
-    StepBatch,
 )
 from charonia.data.ops.composed import ComposedOps, quantize_int8
 from charonia.data.ops.reference import ReferenceOps
-from support.batches import random_batch, random_pages
+from support.attention import (
+    HEAD_DIMS,
+    HEADS,
+    AttentionCase,
+    AttentionInputs,
+    attention_cases,
+    random_step,
+    rotation_of,
+    rows_of_a_step,
+)
+from support.batches import random_pages
 from support.kernels import ISAS, filling, kernels_for, native_ops, packed, unpacked
 from support.weights import (
     HIDDEN,
-    attention_in_int8,
     mlp_in_int8,
     random_attention,
     random_matrix,
@@ -33,46 +40,15 @@ from support.weights import (
 )
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.parametrize("isa", ISAS)
 both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-
-# Around the borders of a block and of the 256 keys of a partial softmax, and anything between.
-lengths = st.one_of(
-    st.sampled_from([1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 640]), st.integers(1, 700)
-)
-rows_of_a_step = st.lists(
-    st.one_of(
-        st.tuples(lengths.map(lambda length: length - 1), st.just(1)),  # decode
-        st.tuples(st.just(0), st.integers(2, 50)),  # the whole context
-        st.tuples(lengths, st.integers(2, 30)),  # a later chunk
-    ),
-    min_size=1,
-    max_size=5,
-)
-heads_and_dims = st.tuples(
-    st.sampled_from([(4, 4), (4, 2), (9, 3), (4, 1), (14, 2), (32, 1)]),
-    st.sampled_from([8, 16, 40, 64, 128]),
-)
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, is_int8: bool = False) -> None:
     # The reference's int8 weights went through their own dtype, which the kernels' do not.
     tolerance = TOLERANCE[expected.dtype] * (2 if is_int8 else 1)
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
-def random_step(
-    generator: torch.Generator, block_size: int, rows: list[tuple[int, int]]
-) -> tuple[StepBatch, int]:
-    """A step of these rows, and a number of blocks that holds them and a few more."""
-    num_blocks = sum(-(-(before + new) // block_size) for before, new in rows) + 4
-    return random_batch(generator, block_size, rows, num_blocks), num_blocks
-
-
-def rotation(head_dim: int, dtype: torch.dtype) -> Rotation:
-    return rotation_table(RopeSpec(theta=10_000.0), head_dim, 800, dtype, CPU)
 
 
 @both_dtypes
@@ -82,7 +58,8 @@ def rotation(head_dim: int, dtype: torch.dtype) -> Rotation:
     seed=st.integers(0, 2**31),
     rows=rows_of_a_step,
     block_size=st.sampled_from([16, 32, 48, 256]),
-    shape=heads_and_dims,
+    heads=st.sampled_from(HEADS),
+    dim=st.sampled_from(HEAD_DIMS),
 )
 def test_attention_over_random_block_tables_equals_the_reference(
     isa: str,
@@ -91,15 +68,16 @@ def test_attention_over_random_block_tables_equals_the_reference(
     seed: int,
     rows: list[tuple[int, int]],
     block_size: int,
-    shape: tuple[tuple[int, int], int],
+    heads: tuple[int, int],
+    dim: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    (num_heads, kv_heads), dim = shape
+    num_heads, kv_heads = heads
     batch, num_blocks = random_step(generator, block_size, rows)
     pages = random_pages(generator, num_blocks, block_size, kv_heads, dim, dtype)
     query = torch.randn(len(batch.positions), num_heads, dim, generator=generator).to(dtype)
     expected = ReferenceOps().paged_attention(batch, dtype)(query, pages)
-    step = native_ops(isa, num_threads).begin(batch, rotation(dim, dtype))
+    step = native_ops(isa, num_threads).begin(batch, rotation_of(dim, dtype))
     assert_close(kernels_for(isa).paged_attention(query, step, *packed(pages)), expected)
 
 
@@ -149,55 +127,43 @@ def test_the_largest_weight_of_an_output_and_its_opposite_are_exact_in_int8(isa:
     assert product[:, 2].tolist() == pytest.approx([-3e-5, 0.0, 3e-5, 0.0], rel=1e-6)
 
 
+def assert_attention_equals_the_reference(
+    isa: str, inputs: AttentionInputs, *, is_int8: bool = False
+) -> None:
+    dim, pages = inputs.weights.head_dim, packed(inputs.pages)
+    x = None if inputs.x is None else inputs.x.clone()
+    residual = inputs.residual.clone()
+    ops = native_ops(isa, is_int8=is_int8)
+    step = ops.begin(inputs.batch, inputs.rotation)
+    actual = ops.attention(inputs.weights)(x, residual, step, pages)
+    assert_close(actual, inputs.expected(is_int8=is_int8), is_int8=is_int8)
+    assert torch.equal(residual, inputs.residual)
+    written = unpacked(pages, dim)
+    assert_close(written.keys, inputs.pages.keys, is_int8=is_int8)
+    assert_close(written.values, inputs.pages.values, is_int8=is_int8)
+    assert not filling(pages, dim)
+
+
 @both_dtypes
 @settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 2**31),
-    rows=rows_of_a_step,
-    block_size=st.sampled_from([16, 32]),
-    shape=heads_and_dims,
-    has_bias=st.booleans(),
-    has_head_norms=st.booleans(),
-    has_x=st.booleans(),
-    is_int8=st.booleans(),
-)
+@given(case=attention_cases, is_int8=st.booleans())
 def test_the_attention_half_of_a_layer_equals_the_reference(
-    isa: str,
-    dtype: torch.dtype,
-    seed: int,
-    rows: list[tuple[int, int]],
-    block_size: int,
-    shape: tuple[tuple[int, int], int],
-    has_bias: bool,
-    has_head_norms: bool,
-    has_x: bool,
-    is_int8: bool,
+    isa: str, dtype: torch.dtype, case: AttentionCase, is_int8: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    heads, dim = shape
-    weights = random_attention(
-        generator, heads, dim, dtype, has_bias=has_bias, has_head_norms=has_head_norms
-    )
-    batch, num_blocks = random_step(generator, block_size, rows)
-    pages = random_pages(generator, num_blocks, block_size, heads[1], dim, dtype)
-    ours = packed(pages)
-    x, residual = torch.randn(2, len(batch.positions), HIDDEN, generator=generator).to(dtype)
-    first, our_residual = (x.clone() if has_x else None), residual.clone()
-    ops = native_ops(isa, is_int8=is_int8)
-    step = ops.begin(batch, rotation(dim, dtype))
-    actual = ops.attention(weights)(first, our_residual, step, ours)
+    assert_attention_equals_the_reference(isa, case.inputs(dtype), is_int8=is_int8)
 
-    if is_int8:
-        weights = attention_in_int8(weights)
-    reference = ComposedOps(ReferenceOps())
-    step = reference.begin(batch, rotation(dim, dtype))
-    expected = reference.attention(weights)(x if has_x else None, residual, step, pages)
-    assert_close(actual, expected, is_int8=is_int8)
-    assert torch.equal(our_residual, residual)
-    written = unpacked(ours, dim)
-    assert_close(written.keys, pages.keys, is_int8=is_int8)
-    assert_close(written.values, pages.values, is_int8=is_int8)
-    assert not filling(ours, dim)
+
+@both_dtypes
+def test_the_norms_of_the_attention_half_have_each_their_own_epsilon(
+    isa: str, dtype: torch.dtype
+) -> None:
+    inputs = AttentionCase(seed=0, rows=[(20, 1), (0, 5)]).inputs(dtype)
+    norms = (inputs.weights.norm, *(inputs.weights.head_norms or ()))
+    first, *head_norms = (
+        replace(norm, eps=eps) for norm, eps in zip(norms, (0.1, 1.0, 10.0), strict=True)
+    )
+    inputs.weights = replace(inputs.weights, norm=first, head_norms=tuple(head_norms))
+    assert_attention_equals_the_reference(isa, inputs)
 
 
 @both_dtypes
@@ -307,7 +273,7 @@ def test_what_is_not_finite_never_reaches_the_pages(isa: str, dtype: torch.dtype
     for row, value in enumerate((float("nan"), float("inf"), float("-inf"), big)):
         residual[row, row] = value
     ops = native_ops(isa)
-    step = ops.begin(batch, rotation(dim, dtype))
+    step = ops.begin(batch, rotation_of(dim, dtype))
     out = ops.attention(weights)(None, residual, step, pages)
     assert pages.keys.isfinite().all()
     assert pages.values.isfinite().all()
@@ -336,7 +302,7 @@ def test_infinite_biases_reach_the_pages_as_the_largest_number_stored(
     pages = packed(Pages(*torch.zeros(2, num_blocks, 16, 1, dim, dtype=dtype)))
     ops = native_ops(isa)
     out = ops.attention(weights)(
-        None, torch.ones(1, dim, dtype=dtype), ops.begin(batch, rotation(dim, dtype)), pages
+        None, torch.ones(1, dim, dtype=dtype), ops.begin(batch, rotation_of(dim, dtype)), pages
     )
     largest = torch.tensor(6e4).to(dtype).item()
     assert out[0].tolist() == pytest.approx([largest, -largest] * 7 + [0, 0])
@@ -344,17 +310,23 @@ def test_infinite_biases_reach_the_pages_as_the_largest_number_stored(
 
 @both_dtypes
 @settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 2**31), rows=rows_of_a_step, shape=heads_and_dims)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=rows_of_a_step,
+    heads=st.sampled_from(HEADS),
+    dim=st.sampled_from(HEAD_DIMS),
+)
 def test_what_lies_outside_of_a_context_never_spoils_a_sum(
     isa: str,
     dtype: torch.dtype,
     seed: int,
     rows: list[tuple[int, int]],
-    shape: tuple[tuple[int, int], int],
+    heads: tuple[int, int],
+    dim: int,
 ) -> None:
     """The rest of a last block, the null block and foreign blocks at the largest number stored."""
     generator = torch.Generator().manual_seed(seed)
-    (num_heads, kv_heads), dim = shape
+    num_heads, kv_heads = heads
     batch, num_blocks = random_step(generator, 16, rows)
     pages = random_pages(generator, num_blocks, 16, kv_heads, dim, dtype)
     query = torch.randn(len(batch.positions), num_heads, dim, generator=generator).to(dtype)
@@ -365,7 +337,7 @@ def test_what_lies_outside_of_a_context_never_spoils_a_sum(
             block, offset = int(batch.block_tables[row, position // 16]), position % 16
             for part, whole in zip(spoiled, pages, strict=True):
                 part[block, offset] = whole[block, offset]
-    step = native_ops(isa).begin(batch, rotation(dim, dtype))
+    step = native_ops(isa).begin(batch, rotation_of(dim, dtype))
     attend = kernels_for(isa).paged_attention
     assert torch.equal(attend(query, step, *packed(spoiled)), attend(query, step, *packed(pages)))
 

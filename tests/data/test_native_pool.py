@@ -91,6 +91,22 @@ def test_threads_that_fell_asleep_wake_up(isa: str) -> None:
             assert torch.equal(linear(x, False), expected)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("rows", [1, 100])
+def test_after_an_operation_that_raised_any_thread_can_compute(isa: str, rows: int) -> None:
+    """It has taken the kernels' lock by then, and from 64 rows on let go of Python's."""
+    kernels = kernels_for(isa)
+    many = jobs(kernels, 0)
+    kernels.set_threads(2, [])
+    half = torch.ones(rows, 8, dtype=torch.float16)
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(3):
+            with pytest.raises(ValueError, match=r"not .*Half"):
+                kernels.rms_norm(None, half, half[0], 1e-6)
+            repeat(many, 0)
+            threads.submit(repeat, many, 0).result()
+
+
 CONSTRUCT_WHILE_COMPUTING = """
 import sys, threading, time
 import torch

@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 
-from charonia import LLM, SamplingParams
+from charonia import LLM
 from parity.reference import Reference, greedy, random_prompt
 from support.checkpoints import ARCHITECTURES
 from support.kernels import ISAS
+from support.parity import assert_equal_to, counter
 
 Checkpoint = Callable[..., Path]
 NUM_NEW = 20
-LOGPROB_TOLERANCE = 1e-4
 PROMPT_LENGTHS = (1, 16, 17, 33, 64, 100, 290)
-PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=0)
 
 pytestmark = [
     pytest.mark.parametrize("architecture", ARCHITECTURES),
@@ -62,31 +61,13 @@ def prompts() -> list[list[int]]:
     return many
 
 
-def assert_equal_to(references: list[Reference], llm: LLM) -> None:
-    for output, reference in zip(
-        llm.generate(prompts(), PARAMS, use_tqdm=False), references, strict=True
-    ):
-        completion = output.outputs[0]
-        assert completion.token_ids == reference.token_ids
-        assert completion.logprobs is not None
-        logprobs = [
-            entry[token_id].logprob
-            for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)
-        ]
-        assert logprobs == pytest.approx(reference.logprobs, abs=LOGPROB_TOLERANCE)
-
-
-def counter(llm: LLM, name: str) -> float:
-    return llm.metrics.counters[f"charonia_{name}_total", ""]
-
-
 def test_prompts_together_and_then_from_the_prefix_cache_equal_transformers(
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
     llm = open_llm()
-    assert_equal_to(references, llm)
+    assert_equal_to(references, llm, prompts())
     before = counter(llm, "prefix_cache_hit_tokens")
-    assert_equal_to(references, llm)
+    assert_equal_to(references, llm, prompts())
     hits = counter(llm, "prefix_cache_hit_tokens") - before
     assert hits == sum((length - 1) // 16 * 16 for length in PROMPT_LENGTHS)
 
@@ -94,12 +75,12 @@ def test_prompts_together_and_then_from_the_prefix_cache_equal_transformers(
 def test_chunked_prompts_equal_transformers(
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
-    assert_equal_to(references, open_llm(max_num_batched_tokens=37, block_size=32))
+    assert_equal_to(references, open_llm(max_num_batched_tokens=37, block_size=32), prompts())
 
 
 def test_preempted_requests_equal_transformers(
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
     llm = open_llm(num_gpu_blocks_override=22, max_num_batched_tokens=64)
-    assert_equal_to(references, llm)
+    assert_equal_to(references, llm, prompts())
     assert counter(llm, "preemptions") > 0

@@ -15,12 +15,11 @@ from charonia import LLM, SamplingParams
 from parity.reference import Reference, greedy, random_prompt
 from support.checkpoints import ARCHITECTURES, assert_varied
 from support.devices import DEVICES
+from support.parity import assert_equal_to, counter
 
 Checkpoint = Callable[..., Path]
 NUM_NEW = 24
-LOGPROB_TOLERANCE = 1e-4
 PROMPT_LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 48, 64, 65, 90, 120, 150, 200)
-PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=0)
 MAX_BFLOAT16_MARGIN = 0.5
 
 pytestmark = [
@@ -60,25 +59,6 @@ def prompts() -> list[list[int]]:
     return many
 
 
-def assert_equal_to(references: list[Reference], llm: LLM, *, at_once: bool = True) -> None:
-    batches = [prompts()] if at_once else [[prompt] for prompt in prompts()]
-    outputs = [one for batch in batches for one in llm.generate(batch, PARAMS, use_tqdm=False)]
-    for output, reference in zip(outputs, references, strict=True):
-        completion = output.outputs[0]
-        assert completion.token_ids == reference.token_ids
-        assert completion.finish_reason == "length"
-        assert completion.logprobs is not None
-        logprobs = [
-            entry[token_id].logprob
-            for entry, token_id in zip(completion.logprobs, completion.token_ids, strict=True)
-        ]
-        assert logprobs == pytest.approx(reference.logprobs, abs=LOGPROB_TOLERANCE)
-
-
-def counter(llm: LLM, name: str) -> float:
-    return llm.metrics.counters[f"charonia_{name}_total", ""]
-
-
 def test_the_reference_text_is_varied(references: list[Reference]) -> None:
     for reference in references:
         assert_varied(reference.token_ids)
@@ -87,14 +67,14 @@ def test_the_reference_text_is_varied(references: list[Reference]) -> None:
 def test_one_prompt_at_a_time_equals_transformers(
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
-    assert_equal_to(references, open_llm(), at_once=False)
+    assert_equal_to(references, open_llm(), prompts(), at_once=False)
 
 
 def test_all_prompts_together_equal_transformers(
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
     llm = open_llm()
-    assert_equal_to(references, llm)
+    assert_equal_to(references, llm, prompts())
     assert counter(llm, "preemptions") == 0
 
 
@@ -102,7 +82,7 @@ def test_chunked_prompts_equal_transformers(
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
     llm = open_llm(max_num_batched_tokens=32)
-    assert_equal_to(references, llm)
+    assert_equal_to(references, llm, prompts())
     num_steps = llm.metrics.histograms["charonia_step_seconds"].count
     assert num_steps >= sum(PROMPT_LENGTHS) / 32
 
@@ -117,7 +97,7 @@ def test_preempted_requests_equal_transformers(
         max_num_batched_tokens=32,
         enable_prefix_caching=enable_prefix_caching,
     )
-    assert_equal_to(references, llm)
+    assert_equal_to(references, llm, prompts())
     assert counter(llm, "preemptions") > 0
 
 
@@ -125,22 +105,22 @@ def test_prefix_hits_equal_transformers_when_the_cache_is_cold_and_when_it_is_wa
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
     llm = open_llm(enable_prefix_caching=True)
-    assert_equal_to(references, llm, at_once=False)
+    assert_equal_to(references, llm, prompts(), at_once=False)
     cold = counter(llm, "prefix_cache_hit_tokens")
     assert cold == 3 * 48
-    assert_equal_to(references, llm, at_once=False)
+    assert_equal_to(references, llm, prompts(), at_once=False)
     # Now every prompt hits all of its whole blocks but for the last token's.
     warm = counter(llm, "prefix_cache_hit_tokens") - cold
     assert warm == sum((length - 1) // 16 * 16 for length in PROMPT_LENGTHS)
-    assert_equal_to(references, llm)
+    assert_equal_to(references, llm, prompts())
 
 
 def test_without_a_prefix_cache_nothing_is_hit(
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
     llm = open_llm(enable_prefix_caching=False)
-    assert_equal_to(references, llm)
-    assert_equal_to(references, llm)
+    assert_equal_to(references, llm, prompts())
+    assert_equal_to(references, llm, prompts())
     assert counter(llm, "prefix_cache_hit_tokens") == 0
 
 

@@ -131,7 +131,7 @@ class Linear {
   Matrix matrix_;
 };
 
-// RMSNorm before a block: its weight [hidden] and epsilon.
+// RMSNorm: its weight [size] and epsilon.
 struct Norm {
   at::Tensor weight;
   float eps;
@@ -144,9 +144,9 @@ at::Tensor output_for(const std::optional<at::Tensor>& x, const at::Tensor& resi
 
 class Mlp {
  public:
-  Mlp(at::Tensor norm, float eps, const at::Tensor& gate_up, const std::optional<at::Tensor>& bias,
+  Mlp(Norm norm, const at::Tensor& gate_up, const std::optional<at::Tensor>& bias,
       const at::Tensor& down, const std::optional<at::Tensor>& down_bias, bool is_int8)
-      : norm_{std::move(norm), eps}, gate_up_(gate_up, bias, true, is_int8),
+      : norm_(std::move(norm)), gate_up_(gate_up, bias, true, is_int8),
         down_(down, down_bias, false, is_int8) {}
 
   // residual += x; return down(silu(gate) * up) of its norm, in x's memory; all [tokens, hidden].
@@ -186,11 +186,11 @@ class Mlp {
 
 class Attention {
  public:
-  Attention(at::Tensor norm, float eps, const at::Tensor& qkv,
-            const std::optional<at::Tensor>& qkv_bias, const at::Tensor& output,
-            const std::optional<at::Tensor>& output_bias, std::optional<at::Tensor> query_norm,
-            std::optional<at::Tensor> key_norm, int64_t head_dim, bool is_int8)
-      : norm_{std::move(norm), eps}, qkv_(qkv, qkv_bias, false, is_int8),
+  Attention(Norm norm, const at::Tensor& qkv, const std::optional<at::Tensor>& qkv_bias,
+            const at::Tensor& output, const std::optional<at::Tensor>& output_bias,
+            std::optional<Norm> query_norm, std::optional<Norm> key_norm, int64_t head_dim,
+            bool is_int8)
+      : norm_(std::move(norm)), qkv_(qkv, qkv_bias, false, is_int8),
         output_(output, output_bias, false, is_int8), query_norm_(std::move(query_norm)),
         key_norm_(std::move(key_norm)), head_dim_(head_dim) {}
 
@@ -231,7 +231,7 @@ class Attention {
       for (int64_t head = 0; head < heads + pages.kv_heads; ++head) {
         T* const at = first + head * head_dim_;
         const auto& norm = head < heads ? query_norm_ : key_norm_;
-        if (norm) normalize(at, data<T>(*norm), norm_.eps, head_dim_, at);
+        if (norm) normalize(at, data<T>(norm->weight), norm->eps, head_dim_, at);
         rotate(at, cos, sin, half);
       }
       const int64_t slot = data<int64_t>(step.slots)[row];
@@ -244,7 +244,7 @@ class Attention {
 
   Norm norm_;
   Matrix qkv_, output_;
-  std::optional<at::Tensor> query_norm_, key_norm_;
+  std::optional<Norm> query_norm_, key_norm_;
   int64_t head_dim_;
 };
 
@@ -304,16 +304,17 @@ PYBIND11_MODULE(charonia_kernels, module) {
   py::class_<Step>(module, "Step", py::module_local())
       .def(py::init<at::Tensor, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, at::Tensor,
                     at::Tensor, at::Tensor>());
+  py::class_<Norm>(module, "Norm", py::module_local()).def(py::init<at::Tensor, float>());
   py::class_<Linear>(module, "Linear", py::module_local())
       .def(py::init<const at::Tensor&, const std::optional<at::Tensor>&, bool>())
       .def("__call__", &Linear::operator());
   py::class_<Mlp>(module, "Mlp", py::module_local())
-      .def(py::init<at::Tensor, float, const at::Tensor&, const std::optional<at::Tensor>&,
-                    const at::Tensor&, const std::optional<at::Tensor>&, bool>())
+      .def(py::init<Norm, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
+                    const std::optional<at::Tensor>&, bool>())
       .def("__call__", &Mlp::operator());
   py::class_<Attention>(module, "Attention", py::module_local())
-      .def(py::init<at::Tensor, float, const at::Tensor&, const std::optional<at::Tensor>&,
-                    const at::Tensor&, const std::optional<at::Tensor>&, std::optional<at::Tensor>,
-                    std::optional<at::Tensor>, int64_t, bool>())
+      .def(py::init<Norm, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&,
+                    const std::optional<at::Tensor>&, std::optional<Norm>, std::optional<Norm>,
+                    int64_t, bool>())
       .def("__call__", &Attention::operator());
 }

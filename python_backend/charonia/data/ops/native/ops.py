@@ -89,14 +89,13 @@ class NativeOps:
     def attention(self, weights: AttentionWeights) -> AttentionBlock[Any]:
         query_norm, key_norm = weights.head_norms or (None, None)
         call = self._kernels.Attention(
-            weights.norm.weight,
-            weights.norm.eps,
+            self._norm(weights.norm),
             weights.qkv.weight,
             weights.qkv.bias,
             weights.output.weight,
             weights.output.bias,
-            None if query_norm is None else query_norm.weight,
-            None if key_norm is None else key_norm.weight,
+            query_norm and self._norm(query_norm),
+            key_norm and self._norm(key_norm),
             weights.head_dim,
             self._is_int8,
         )
@@ -114,8 +113,7 @@ class NativeOps:
                 " cpu_kernels = 'torch' takes any"
             )
         block: MlpBlock = self._kernels.Mlp(
-            weights.norm.weight,
-            weights.norm.eps,
+            self._norm(weights.norm),
             weights.gate_up.weight,
             weights.gate_up.bias,
             weights.down.weight,
@@ -133,3 +131,6 @@ class NativeOps:
             return logits
 
         return head
+
+    def _norm(self, weights: NormWeights) -> Any:
+        return self._kernels.Norm(weights.weight, weights.eps)
