@@ -27,14 +27,14 @@ from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.serving import Serving
 
-NUM_TOKENS = 500
+NUM_TOKENS = 1500
 VOCAB_SIZE = 384
 POISON = VOCAB_SIZE - 1
 STEP_DEADLINE_S = 8
 SETTINGS = (
     "max_num_seqs=16",
     "max_num_batched_tokens=256",
-    "num_gpu_blocks_override=600",
+    "num_gpu_blocks_override=900",
     f"scheduler.min_step_deadline_s={STEP_DEADLINE_S}",
 )
 _draw = random.Random(2)

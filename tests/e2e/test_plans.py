@@ -2,6 +2,8 @@
 
 import contextlib
 import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,48 +13,47 @@ from tritonclient.utils import InferenceServerException
 
 from charonia.launch.server import TritonServer
 from charonia.protocol import (
-    EngineInfo,
     Hello,
     NewRow,
     RowSampling,
     RowStep,
     StepFailure,
     StepPlan,
-    decode_reply,
     encode,
 )
+from charonia.serving.engine_host import NOT_THE_SCHEDULER
+from charonia.serving.secret import FILE_NAME
 from support.bystander import Bystander
 from support.e2e import tensors, wait_idle
+from support.sockets import StepsClient
 
 NAN = float("nan")
 INF = float("inf")
 VOCAB_SIZE = 384
 
 
+Ask = Callable[[Hello | StepPlan], Any]
+
+
 @pytest.fixture
-def secret(server: TritonServer) -> str:
+def engine_dir(server: TritonServer) -> Path:
+    """Where the engine's secret and socket are."""
+    return server.runtime_dir / "repository" / "engine" / "1"
+
+
+@pytest.fixture
+def secret(engine_dir: Path) -> str:
     """What the scheduler sends plans with."""
-    path = server.runtime_dir / "repository" / "engine" / "1" / "plan.secret"
+    path = engine_dir / FILE_NAME
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     return path.read_text(encoding="ascii")
 
 
-def ask_engine(server: TritonServer, message: Hello | StepPlan) -> Any:
-    """What the engine replies; raises its error."""
-    plan = np.frombuffer(encode(message), dtype=np.uint8)
-    with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
-        reply = client.infer("engine", tensors({"plan": plan})).as_numpy("reply")
-    return decode_reply(reply.tobytes())
-
-
-def refusal(server: TritonServer, plan: StepPlan) -> str:
-    """Why the engine refuses a plan: an error, or a step that failed."""
-    try:
-        reply = ask_engine(server, plan)
-    except InferenceServerException as error:
-        return error.message()
-    assert isinstance(reply, StepFailure), reply
-    return reply.message
+@pytest.fixture
+def ask_engine(engine_dir: Path) -> Iterator[Ask]:
+    """Sends a message beside the scheduler's own, and returns the engine's reply."""
+    with contextlib.closing(StepsClient(engine_dir)) as client:
+        yield client.ask
 
 
 def row(**changes: Any) -> NewRow:
@@ -113,42 +114,49 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_triton_hands_no_plan_to_the_engine(server: TritonServer, secret: str) -> None:
+    plan = np.frombuffer(encode(StepPlan(epoch=1, step_id=0, secret=secret)), dtype=np.uint8)
+    with (
+        contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client,
+        pytest.raises(InferenceServerException, match=NOT_THE_SCHEDULER),
+    ):
+        client.infer("engine", tensors({"plan": plan}))
+
+
 def test_the_engine_refuses_every_plan_that_is_out_of_range_and_goes_on(
-    server: TritonServer, secret: str
+    server: TritonServer, ask_engine: Ask
 ) -> None:
-    def epoch() -> int:
-        info = ask_engine(server, Hello(secret=secret))
-        assert isinstance(info, EngineInfo)
-        return info.epoch
+    def refusal(plan: StepPlan) -> str:
+        reply = ask_engine(plan)
+        assert isinstance(reply, StepFailure), reply
+        return reply.message
 
     wait_idle(server)
-    before = epoch()
+    before = ask_engine(Hello(secret="")).epoch
     out_of_sequence = [
-        (StepPlan(epoch=before, step_id=0, reset=True, secret=secret), "epoch of a reset"),
-        (StepPlan(epoch=before + 1, step_id=4, reset=True, secret=secret), "step_id 4 with reset"),
-        (StepPlan(epoch=before, step_id=0, secret=secret), "out of sequence"),
-        (StepPlan(epoch=before + 1, step_id=1, secret=secret), "out of sequence"),
+        (StepPlan(epoch=before, step_id=0, reset=True), "epoch of a reset"),
+        (StepPlan(epoch=before + 1, step_id=4, reset=True), "step_id 4 with reset"),
+        (StepPlan(epoch=before, step_id=0), "out of sequence"),
+        (StepPlan(epoch=before + 1, step_id=1), "out of sequence"),
     ]
     with Bystander(server, seed=10) as bystander:
         for values, says in OUT_OF_RANGE:
-            plan = StepPlan(epoch=before + 1, step_id=0, reset=True, secret=secret, **values)
-            assert says in refusal(server, plan)
+            assert says in refusal(StepPlan(epoch=before + 1, step_id=0, reset=True, **values))
         for plan, says in out_of_sequence:
-            assert says in refusal(server, plan)
+            assert says in refusal(plan)
         bystander.wait_tokens(20)
-    assert epoch() == before, "a refused plan changed the engine"
+    assert ask_engine(Hello(secret="")).epoch == before, "a refused plan changed the engine"
     assert bystander.token_ids == bystander.undisturbed()
 
 
 def test_the_scheduler_keeps_its_engine_when_another_plan_came_between(
-    server: TritonServer, secret: str
+    server: TritonServer, ask_engine: Ask
 ) -> None:
     """Somebody with the secret resets the engine: the next plan is refused, a new epoch opens."""
     restarts = wait_idle(server)["charonia_engine_restarts_total"]
     pids = server.pids("engine")
     with Bystander(server, seed=11) as bystander:
-        epoch = ask_engine(server, Hello(secret=secret)).epoch
-        ask_engine(server, StepPlan(epoch=epoch + 1, step_id=0, reset=True, secret=secret))
+        ask_engine(StepPlan(epoch=ask_engine(Hello(secret="")).epoch + 1, step_id=0, reset=True))
         bystander.wait_tokens(50)
     assert server.pids("engine") == pids
     assert wait_idle(server)["charonia_engine_restarts_total"] == restarts

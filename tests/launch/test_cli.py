@@ -13,6 +13,7 @@ import pytest
 
 from charonia import __version__
 from charonia.launch.cli import main
+from charonia.launch.processes import find_by_argument
 from support.leftovers import leftovers
 from support.serving import Serving
 
@@ -53,7 +54,7 @@ def test_serve_ends_in_time_with_a_stopped_process_and_an_open_stream(serving: S
     assert url is not None
     body = {"text_input": "x", "max_tokens": 10_000, "delay": 0.05}
     runtime_dir = serving.runtime_dir
-    engine = next(p for p in serving.server().children() if "/engine/" in " ".join(p.cmdline()))
+    [engine] = find_by_argument(serving.server().children(), "/engine/")
     with httpx.stream("POST", url[0], json=body, timeout=20) as stream:
         next(stream.iter_lines())
         os.kill(engine.pid, signal.SIGSTOP)

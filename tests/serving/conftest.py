@@ -107,6 +107,8 @@ def pb_utils() -> type[PbUtils]:
 class RecordingOutlet:
     """An outlet that keeps what it got. Raises what is in `errors`, one per send."""
 
+    is_polled = True
+
     def __init__(self) -> None:
         self.sent: list[tuple[Outputs, bool]] = []
         self.failures: list[CharoniaError] = []

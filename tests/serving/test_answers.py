@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -12,17 +12,22 @@ import numpy as np
 import pytest
 
 from charonia.engine.outputs import Chunk
-from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
+from charonia.errors import (
+    CharoniaError,
+    ConfigError,
+    InvalidRequestError,
+    NotSupportedError,
+    QueueFullError,
+    RequestCancelledError,
+)
 from charonia.serving.engine_host import NOT_THE_SCHEDULER, EngineHost
-from charonia.serving.generate_host import GenerateHost
-from charonia.serving.relay import RelayBatch, RelayedAnswer
+from charonia.serving.generate_host import LOST, GenerateHost
+from charonia.serving.relay import RelayedOutlet
 from charonia.serving.schema import GenerateCall, OutputOptions, parse
 from charonia.serving.secret import FILE_NAME, read_or_create
 from charonia.serving.sessions import Sessions
-from charonia.serving.tensors import RELAY_KEY, RELAYED, REQUEST_KEY, Outputs, RawRequest
-
-WAIT_S = 10.0
-OWNER = "scheduler-1"
+from charonia.serving.tensors import Outputs, RawRequest
+from support.sockets import WAIT_S, SchedulerEnd
 
 
 class Tensor:
@@ -80,12 +85,13 @@ class Sender:
 
     def __init__(self) -> None:
         self.sent: SimpleQueue[Response] = SimpleQueue()
+        self.has_gone = False
 
     def send(self, response: Response, flags: int = 0) -> None:
         self.sent.put(response)
 
     def is_cancelled(self) -> bool:
-        return False
+        return self.has_gone
 
 
 class Request:
@@ -114,11 +120,11 @@ class Request:
         return self.sender
 
 
-class FakeScheduler:
-    """The scheduler as BLS shows it: requests by their key, and one mailbox.
+class PbUtils:
+    """As `pb_utils`, with a scheduler that BLS reaches.
 
     Attributes:
-        before_accepting: called with a request's key before the word that it was accepted.
+        refusal: why it does not.
     """
 
     TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
@@ -130,50 +136,38 @@ class FakeScheduler:
         pass
 
     def __init__(self) -> None:
-        self.mailbox: SimpleQueue[list[RelayedAnswer]] = SimpleQueue()
-        self.before_accepting: Callable[[str], Any] = lambda key: None
-        self.owner = OWNER
+        self.refusal: str | None = None
+        self.num_calls = 0
 
-    def InferenceRequest(self, *, inputs: list[Tensor], **_: Any) -> "FakeCall":
-        return FakeCall(self, {tensor.name(): tensor.as_numpy() for tensor in inputs})
+    def InferenceRequest(self, **_: Any) -> "PbUtils":
+        return self
 
-    def answer(self, *answers: RelayedAnswer) -> None:
-        self.mailbox.put(list(answers))
-
-    def batch(self, answers: list[RelayedAnswer]) -> Response:
-        data = msgspec.msgpack.encode(RelayBatch(self.owner, answers))
-        return Response([Tensor(RELAYED, np.frombuffer(data, dtype=np.uint8))])
+    def exec(self, *, decoupled: bool) -> Iterator[Response]:
+        self.num_calls += 1
+        if self.refusal is not None:
+            raise self.TritonModelException(self.refusal)
+        return iter([Response()])
 
     @staticmethod
     def get_input_tensor_by_name(request: Request, name: str) -> Tensor | None:
         return next((t for t in request.inputs() if t.name() == name), None)
 
 
-class FakeCall:
-    """One BLS call."""
-
-    def __init__(self, scheduler: FakeScheduler, arrays: dict[str, Any]) -> None:
-        self._scheduler, self._arrays = scheduler, arrays
-
-    def exec(self, *, decoupled: bool) -> Any:
-        if REQUEST_KEY in self._arrays:
-            self._scheduler.before_accepting(self._arrays[REQUEST_KEY].item().decode())
-            return iter([self._scheduler.batch([])])
-        try:
-            answers = self._scheduler.mailbox.get(timeout=0.05)
-        except Exception:
-            answers = []
-        return iter([self._scheduler.batch(answers)])
+@pytest.fixture
+def pb_utils() -> PbUtils:
+    return PbUtils()
 
 
 @pytest.fixture
-def scheduler() -> FakeScheduler:
-    return FakeScheduler()
+def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
+    scheduler = SchedulerEnd(tmp_path)
+    yield scheduler
+    scheduler.relay.close()
 
 
 @pytest.fixture
-def host(scheduler: FakeScheduler) -> Any:
-    host = GenerateHost(scheduler, "scheduler", log=lambda line: None)
+def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[GenerateHost]:
+    host = GenerateHost(pb_utils, "scheduler", tmp_path, log=lambda line: None)
     yield host
     host.finalize()
 
@@ -182,52 +176,135 @@ def text_request() -> Request:
     return Request(text_input=np.array([b"x"], dtype=object))
 
 
-def text_of(response: Response) -> Any:
+def answer_to(request: Request) -> Any:
+    """The text or the error that it got, and that it got nothing else."""
+    response = request.sender.sent.get(timeout=WAIT_S)
+    time.sleep(0.05)
+    assert request.sender.sent.empty()
+    if (error := response.error()) is not None:
+        return error.message(), error.code()
     return response.output_tensors()[0].as_numpy().item().decode()
 
 
-def test_an_answer_that_comes_before_the_word_that_it_was_accepted_is_handed_on(
-    scheduler: FakeScheduler, host: GenerateHost
+def test_requests_are_answered_in_any_order_through_one_connection(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: GenerateHost
 ) -> None:
-    def answer_at_once(key: str) -> None:
-        scheduler.answer(RelayedAnswer(key, {"text_output": ["early"]}))
-        while not scheduler.mailbox.empty():
-            time.sleep(0.001)
-        time.sleep(0.1)  # the collector has it, and would drop what nobody waits for
+    requests = [text_request() for _ in range(3)]
+    host.execute(requests)
+    outlets = [scheduler.next()[2] for _ in requests]
+    for index in (2, 0, 1):
+        outlets[index].send({"text_output": [f"text {index}"]}, is_final=True)
+        assert answer_to(requests[index]) == f"text {index}"
+    assert pb_utils.num_calls == 1
 
-    scheduler.before_accepting = answer_at_once
+
+def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: GenerateHost
+) -> None:
+    request = Request(text_input=np.array([b"x" * (2**26 + 1)], dtype=object))
+    host.execute([request])
+    text, code = answer_to(request)
+    assert text == (
+        "the request's tensors have 67108865 bytes; they must have at most 67108864 together"
+    )
+    assert code == "INVALID_ARG"
+    assert pb_utils.num_calls == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequestError("top_p must be …"), "INVALID_ARG"),
+        (NotSupportedError("beam search"), "UNSUPPORTED"),
+        (QueueFullError("the queue is full"), "UNAVAILABLE"),
+        (CharoniaError("internal error"), "INTERNAL"),
+    ],
+)
+def test_an_error_of_the_scheduler_keeps_its_words_and_code(
+    scheduler: SchedulerEnd, host: GenerateHost, error: CharoniaError, code: str
+) -> None:
+    scheduler.take = lambda key, raw, outlet: outlet.fail(error)
     request = text_request()
     host.execute([request])
-    assert text_of(request.sender.sent.get(timeout=WAIT_S)) == "early"
-    assert request.sender.sent.empty()
+    assert answer_to(request) == (str(error), code)
 
 
-def test_a_request_that_is_refused_is_answered_once_and_no_longer_waited_for(
-    scheduler: FakeScheduler, host: GenerateHost
+def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
+    pb_utils: PbUtils, tmp_path: Path, host: GenerateHost
 ) -> None:
-    def refuse(key: str) -> None:
-        raise scheduler.TritonModelException("the queue is full")
-
-    scheduler.before_accepting = refuse
-    request = text_request()
-    host.execute([request])
-    error = request.sender.sent.get(timeout=WAIT_S).error()
-    assert error is not None
-    assert (error.message(), error.code()) == ("the queue is full", "UNAVAILABLE")
-    scheduler.owner = "scheduler-2"
-    time.sleep(0.2)
-    assert request.sender.sent.empty()
+    pb_utils.refusal = "Request for unknown model: 'scheduler' is not found"
+    refused, unheard = text_request(), text_request()
+    host.execute([refused])
+    assert answer_to(refused) == (pb_utils.refusal, "UNAVAILABLE")
+    pb_utils.refusal = None
+    host.execute([unheard])
+    assert answer_to(unheard) == (
+        "the scheduler's socket, scheduler/1/requests.socket: No such file or directory",
+        "UNAVAILABLE",
+    )
+    scheduler = SchedulerEnd(tmp_path)
+    scheduler.take = lambda key, raw, outlet: outlet.send({"text_output": ["y"]}, is_final=True)
+    taken = text_request()
+    host.execute([taken])
+    assert answer_to(taken) == "y"
+    scheduler.relay.close()
 
 
 def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
-    scheduler: FakeScheduler, host: GenerateHost
+    scheduler: SchedulerEnd, tmp_path: Path, host: GenerateHost
+) -> None:
+    lost = [text_request(), text_request()]
+    host.execute(lost)
+    for _ in lost:
+        scheduler.next()
+    scheduler.relay.close()
+    assert [answer_to(request) for request in lost] == [(LOST, "UNAVAILABLE")] * 2
+    restarted = SchedulerEnd(tmp_path)
+    request = text_request()
+    host.execute([request])
+    restarted.next()[2].send({"text_output": ["y"]}, is_final=True)
+    assert answer_to(request) == "y"
+    restarted.relay.close()
+
+
+def test_an_answer_that_cannot_be_read_ends_the_wait_of_all(
+    scheduler: SchedulerEnd, host: GenerateHost
+) -> None:
+    requests = [text_request(), text_request()]
+    host.execute(requests)
+    _, _, outlet = scheduler.next()
+    assert isinstance(outlet, RelayedOutlet)
+    outlet._connection._outbox.put(b"no answer")
+    assert [answer_to(request) for request in requests] == [(LOST, "UNAVAILABLE")] * 2
+
+
+def test_a_request_whose_client_has_gone_is_cancelled_and_still_answered_once(
+    scheduler: SchedulerEnd, host: GenerateHost
+) -> None:
+    request, other = text_request(), text_request()
+    host.execute([request, other])
+    key, _, outlet = scheduler.next()
+    request.sender.has_gone = True
+    assert scheduler.cancelled.get(timeout=WAIT_S) == key
+    outlet.fail(RequestCancelledError("the request was cancelled"))
+    assert answer_to(request) == ("the request was cancelled", "CANCELLED")
+    assert scheduler.cancelled.empty()
+    assert other.sender.sent.empty()
+
+
+def test_the_end_of_generate_answers_what_waits_and_hangs_up(
+    scheduler: SchedulerEnd, host: GenerateHost
 ) -> None:
     request = text_request()
     host.execute([request])
-    scheduler.owner = "scheduler-2"
-    error = request.sender.sent.get(timeout=WAIT_S).error()
-    assert error is not None
-    assert "the scheduler was restarted" in error.message()
+    _, _, outlet = scheduler.next()
+    host.finalize()
+    assert answer_to(request) == ("the server is shutting down", "UNAVAILABLE")
+    deadline = time.monotonic() + WAIT_S
+    while not outlet.is_cancelled():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    outlet.send({"text_output": ["late"]}, is_final=True)
 
 
 # ---------------------------------------------------------------------- sessions
@@ -235,6 +312,8 @@ def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
 
 class SlowOutlet:
     """An outlet whose sends wait until `go` is set."""
+
+    is_polled = True
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -280,21 +359,18 @@ def internal(**arrays: Any) -> RawRequest:
 
 def test_a_relayed_request_cannot_stream() -> None:
     text = np.array([b"x"], dtype=object)
-    raw = internal(text_input=text, request_key=text, relay_key=text, stream=[True])
-    with pytest.raises(InvalidRequestError, match="a request with a relay_key cannot stream"):
-        parse(raw)
+    with pytest.raises(InvalidRequestError, match="a relayed request cannot stream"):
+        parse(internal(text_input=text, stream=[True]), "k")
 
 
-@pytest.mark.parametrize("name", [REQUEST_KEY, RELAY_KEY])
-def test_a_key_is_short_and_an_empty_one_is_none(name: str) -> None:
+def test_a_key_is_short_and_an_empty_one_is_none() -> None:
     text = np.array([b"x"], dtype=object)
     long = np.array([b"k" * 65], dtype=object)
-    with pytest.raises(InvalidRequestError, match=f"{name} must have at most 64 bytes"):
-        parse(internal(text_input=text, **{name: long}))
-    call = parse(internal(text_input=text, **{name: np.array([b""], dtype=object)}))
+    with pytest.raises(InvalidRequestError, match="request_key must have at most 64 bytes"):
+        parse(internal(text_input=text, request_key=long))
+    call = parse(internal(text_input=text, request_key=np.array([b""], dtype=object)))
     assert isinstance(call, GenerateCall)
     assert call.key
-    assert call.relay_key is None
 
 
 @pytest.mark.parametrize(
@@ -327,10 +403,10 @@ NESTED = b"\x83\xa4type\xa5Hello\xa6secret\xa1x\xa1z" + b"\x91" * 5000 + b"\xc0"
     "data", [b"", b"\xc1", NESTED, msgspec.msgpack.encode({"type": "Hello", "secret": ""})]
 )
 def test_the_engine_tells_a_plain_client_nothing_but_whom_it_serves(
-    tmp_path: Path, scheduler: FakeScheduler, data: bytes
+    tmp_path: Path, pb_utils: PbUtils, data: bytes
 ) -> None:
     (tmp_path / "model.json").write_text('{"model": "/nowhere"}', encoding="utf-8")
-    host = EngineHost(scheduler, lambda args: None, tmp_path, "MODEL", log=lambda line: None)  # type: ignore[arg-type, return-value]
+    host = EngineHost(pb_utils, lambda args: None, tmp_path, "MODEL", log=lambda line: None)  # type: ignore[arg-type, return-value]
     (answer,) = host.execute([Request(plan=np.frombuffer(data, dtype=np.uint8))])
     assert answer.error().message() == NOT_THE_SCHEDULER
 

@@ -1,17 +1,21 @@
-"""The socket between scheduler and engine: whole messages, and ends that see each other's end."""
+"""Sockets between models: whole messages, and ends that see each other's end."""
 
+import os
+import resource
 import socket
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from charonia.serving.channel import SOCKET_NAME, Channel, ChannelServer, connect
+from charonia.serving.channel import Channel, ChannelServer, connect
 
 START = Callable[..., ChannelServer]
+NAME = "steps.socket"
 
 
 @pytest.fixture
@@ -21,7 +25,7 @@ def start(tmp_path: Path) -> Iterator[START]:
     def make(
         answer: Callable[[bytes], bytes | None] = bytes.upper, directory: Path = tmp_path
     ) -> ChannelServer:
-        servers.append(ChannelServer(directory, answer))
+        servers.append(ChannelServer(directory / NAME, answer))
         return servers[-1]
 
     yield make
@@ -32,10 +36,79 @@ def start(tmp_path: Path) -> Iterator[START]:
 @pytest.mark.parametrize("message", [b"", b"step", b"x" * 3_000_000])
 def test_a_message_is_answered_whole(tmp_path: Path, start: START, message: bytes) -> None:
     start()
-    channel = connect(tmp_path)
+    channel = connect(tmp_path / NAME)
     for _ in range(3):
         channel.send(message)
         assert channel.receive(10) == message.upper()
+    channel.close()
+
+
+class Watched:
+    """A socket that counts how it is read."""
+
+    def __init__(self, inner: socket.socket) -> None:
+        self._inner = inner
+        self.num_looks = 0
+        self.num_waits = 0
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        if flags & socket.MSG_DONTWAIT:
+            self.num_looks += 1
+        else:
+            self.num_waits += 1
+        return self._inner.recv(size, flags)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_an_end_looks_before_it_sleeps_and_misses_nothing() -> None:
+    near, far = socket.socketpair()
+    watched = Watched(near)
+    channel = Channel(watched)  # type: ignore[arg-type]
+    far.sendall(b"\x02\x00\x00\x00ab\x01\x00")
+    assert channel.receive(10, spin=0.02) == b"ab"
+    assert (watched.num_looks, watched.num_waits) == (1, 0)
+    later = threading.Timer(0.1, far.sendall, [b"\x00\x00c"])  # longer than it looks
+    later.start()
+    assert channel.receive(10, spin=0.02) == b"c"
+    assert watched.num_looks > 2
+    assert watched.num_waits == 1
+    later.join()
+    far.close()
+    assert channel.receive(10, spin=0.02) is None
+    channel.close()
+
+
+def test_a_message_that_is_too_long_is_neither_sent_nor_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = socket.socketpair()
+    channel = Channel(near)
+    monkeypatch.setattr("charonia.serving.channel.MAX_BYTES", 5)
+    channel.send(b"12345")
+    with pytest.raises(OSError, match="6 bytes is too long"):
+        channel.send(b"123456")
+    far.sendall(b"\x06\x00\x00\x00")
+    assert channel.receive(10) is None
+    channel.close()
+    far.close()
+
+
+def test_a_listener_goes_on_after_an_error(tmp_path: Path, start: START) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    start()
+    near = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    in_use = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 1, limit[1]))
+    try:
+        near.connect(str(tmp_path / NAME))  # which the server has no descriptor for
+        time.sleep(0.3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    channel = Channel(near)
+    channel.send(b"a")
+    assert channel.receive(10) == b"A"
     channel.close()
 
 
@@ -47,7 +120,7 @@ def test_a_reply_that_comes_late_is_received_by_a_later_call(tmp_path: Path, sta
         return message
 
     start(answer)
-    channel = connect(tmp_path)
+    channel = connect(tmp_path / NAME)
     channel.send(b"step")
     with pytest.raises(TimeoutError):
         channel.receive(0.01)
@@ -80,19 +153,22 @@ def test_an_end_that_takes_nothing_is_given_up() -> None:
     far.close()
 
 
-def test_the_next_connection_is_served_when_the_first_has_gone(
-    tmp_path: Path, start: START
-) -> None:
-    start()
-    first = connect(tmp_path)
-    first.send(b"a")
-    assert first.receive(10) == b"A"
-    second = connect(tmp_path)
-    second.send(b"b")
-    with pytest.raises(TimeoutError):
-        second.receive(0.05)
+def test_connections_do_not_wait_for_each_other(tmp_path: Path, start: START) -> None:
+    may_go_on = threading.Event()
+
+    def answer(message: bytes) -> bytes:
+        if message == b"slow":
+            may_go_on.wait(10)
+        return message
+
+    start(answer)
+    first, second = connect(tmp_path / NAME), connect(tmp_path / NAME)
+    first.send(b"slow")
+    second.send(b"quick")
+    assert second.receive(10) == b"quick"
+    may_go_on.set()
+    assert first.receive(10) == b"slow"
     first.close()
-    assert second.receive(10) == b"B"
     second.close()
 
 
@@ -100,11 +176,11 @@ def test_what_is_not_answered_ends_the_connection_and_nothing_else(
     tmp_path: Path, start: START
 ) -> None:
     start(lambda message: message if message == b"secret" else None)
-    stranger = connect(tmp_path)
+    stranger = connect(tmp_path / NAME)
     stranger.send(b"guess")
     assert stranger.receive(10) is None
     stranger.close()
-    channel = connect(tmp_path)
+    channel = connect(tmp_path / NAME)
     channel.send(b"secret")
     assert channel.receive(10) == b"secret"
     channel.close()
@@ -112,7 +188,7 @@ def test_what_is_not_answered_ends_the_connection_and_nothing_else(
 
 def test_closing_ends_the_wait_of_the_other_end(tmp_path: Path, start: START) -> None:
     server = start()
-    channel = connect(tmp_path)
+    channel = connect(tmp_path / NAME)
     channel.send(b"a")
     assert channel.receive(10) == b"A"
     started = time.monotonic()
@@ -121,18 +197,18 @@ def test_closing_ends_the_wait_of_the_other_end(tmp_path: Path, start: START) ->
     assert time.monotonic() - started < 5
     channel.close()
     with pytest.raises(OSError, match="refused"):
-        connect(tmp_path)
+        connect(tmp_path / NAME)
 
 
 def test_the_socket_is_its_owners_alone_and_replaces_an_old_one(
     tmp_path: Path, start: START
 ) -> None:
-    (tmp_path / SOCKET_NAME).write_bytes(b"of a killed engine")
+    (tmp_path / NAME).write_bytes(b"of a killed engine")
     start()
-    mode = (tmp_path / SOCKET_NAME).stat().st_mode
+    mode = (tmp_path / NAME).stat().st_mode
     assert stat.S_ISSOCK(mode)
     assert stat.S_IMODE(mode) == 0o600
-    channel = connect(tmp_path)
+    channel = connect(tmp_path / NAME)
     channel.close()
 
 
@@ -140,7 +216,7 @@ def test_the_path_may_be_longer_than_a_sockets_own(tmp_path: Path, start: START)
     deep = tmp_path / ("d" * 100) / ("e" * 100)
     deep.mkdir(parents=True)
     start(directory=deep)
-    channel = connect(deep)
+    channel = connect(deep / NAME)
     channel.send(b"a")
     assert channel.receive(10) == b"A"
     channel.close()
@@ -148,4 +224,4 @@ def test_the_path_may_be_longer_than_a_sockets_own(tmp_path: Path, start: START)
 
 def test_there_is_no_engine_to_connect_to(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        connect(tmp_path)
+        connect(tmp_path / NAME)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from charonia.protocol import (
     StepFailure,
     StepPlan,
     StepResult,
-    decode_reply,
     encode,
 )
-from charonia.serving.bls import RELOAD_MARK, start_time
+from charonia.serving.bls import RELOAD_MARK, STEPS_SOCKET, start_time
 from charonia.serving.channel import connect
 from charonia.serving.engine_host import NOT_THE_SCHEDULER, EngineHost
 from charonia.serving.secret import FILE_NAME
+from support.sockets import StepsClient
 
 INFO = EngineInfo(
     epoch=0,
@@ -79,47 +79,51 @@ def make_host(tmp_path: Path, pb_utils: Any, log: list[str]) -> Callable[..., En
     return make
 
 
-def ask(pb_utils: Any, host: EngineHost, data: bytes) -> Any:
+def hello(pb_utils: Any, host: EngineHost, data: bytes) -> Any:
+    """What Triton's way in answers."""
     plan = pb_utils.Tensor("plan", np.frombuffer(data, dtype=np.uint8))
     (response,) = host.execute([pb_utils.Request([plan])])
     return response
 
 
-def reply(response: Any) -> Any:
-    assert not response.has_error(), response.error().message()
-    (tensor,) = response.output_tensors()
-    return decode_reply(tensor.as_numpy().tobytes())
+@pytest.fixture
+def ask(tmp_path: Path, make_host: Callable[..., EngineHost]) -> Iterator[Callable[..., Any]]:
+    """Sends a message of the scheduler through the socket of a host, and returns the reply."""
+    host = make_host()
+    host.serve_steps()
+    client = StepsClient(tmp_path)
+    yield client.ask
+    client.close()
+    host.finalize()
 
 
-def test_the_scheduler_gets_answers(
+def test_the_scheduler_gets_answers(ask: Callable[..., Any]) -> None:
+    assert ask(Hello(secret="")) == INFO
+    for step_id in range(2):
+        result = ask(StepPlan(epoch=1, step_id=step_id))
+        assert isinstance(result, StepResult)
+        assert (result.epoch, result.step_id) == (1, step_id)
+
+
+def test_over_triton_a_hello_is_answered_with_nothing_and_a_plan_refused(
     tmp_path: Path, pb_utils: Any, make_host: Callable[..., EngineHost]
 ) -> None:
     host = make_host()
     secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
-    assert reply(ask(pb_utils, host, encode(Hello(secret=secret)))) == INFO
+    response = hello(pb_utils, host, encode(Hello(secret=secret)))
+    assert not response.has_error()
+    assert response.output_tensors() == []  # a tensor could corrupt the scheduler's heap
     plan = StepPlan(epoch=1, step_id=0, reset=True, secret=secret)
-    assert reply(ask(pb_utils, host, encode(plan))).epoch == 1
+    assert hello(pb_utils, host, encode(plan)).error().message() == NOT_THE_SCHEDULER
 
 
-def test_steps_come_through_the_socket_too(
-    tmp_path: Path, make_host: Callable[..., EngineHost], log: list[str]
+def test_a_directory_that_takes_no_socket_is_named(
+    tmp_path: Path, make_host: Callable[..., EngineHost]
 ) -> None:
     host = make_host()
-    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
-    host.serve_steps()
-    channel = connect(tmp_path)
-    for step_id in range(2):
-        channel.send(encode(StepPlan(epoch=1, step_id=step_id, secret=secret)))
-        result = decode_reply(channel.receive(10) or b"")
-        assert isinstance(result, StepResult)
-        assert (result.epoch, result.step_id) == (1, step_id)
-    channel.send(encode(StepPlan(epoch=13, step_id=0, secret=secret)))
-    assert decode_reply(channel.receive(10) or b"") == StepFailure(
-        "the plan was refused: epoch is 13, expected 1"
-    )
-    assert len(log) == 1
-    channel.close()
-    host.finalize()
+    (tmp_path / STEPS_SOCKET).mkdir()
+    with pytest.raises(ConfigError, match=r"must take a socket, steps\.socket: "):
+        host.serve_steps()
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_a_stranger_at_the_socket_gets_nothing(
 ) -> None:
     host = make_host()
     host.serve_steps()
-    stranger = connect(tmp_path)
+    stranger = connect(tmp_path / STEPS_SOCKET)
     stranger.send(data)
     assert stranger.receive(10) is None
     assert log == [f"refused: {NOT_THE_SCHEDULER}"]
@@ -161,7 +165,7 @@ def test_a_plain_client_is_refused(
         runners.append(Runner(args))
         return runners[0]
 
-    error = ask(pb_utils, make_host(make_runner=make_runner), data).error()
+    error = hello(pb_utils, make_host(make_runner=make_runner), data).error()
     assert (error.message(), error.code()) == (NOT_THE_SCHEDULER, pb_utils.TritonError.INVALID_ARG)
     assert runners[0].num_plans == 0
     assert log
@@ -175,20 +179,18 @@ def test_a_request_without_a_plan_is_refused(
 
 
 def test_a_plan_out_of_range_is_refused_in_the_runners_words(
-    tmp_path: Path, pb_utils: Any, make_host: Callable[..., EngineHost]
+    ask: Callable[..., Any], log: list[str]
 ) -> None:
-    host = make_host()
-    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
-    failure = reply(ask(pb_utils, host, encode(StepPlan(epoch=13, step_id=0, secret=secret))))
-    assert failure == StepFailure("the plan was refused: epoch is 13, expected 1")
+    refusal = StepFailure("the plan was refused: epoch is 13, expected 1")
+    assert ask(StepPlan(epoch=13, step_id=0)) == refusal
+    assert len(log) == 1
+    assert ask(Hello(secret="")) == INFO
 
 
-def test_a_step_that_raises_tells_the_client_no_paths(
-    tmp_path: Path, pb_utils: Any, make_host: Callable[..., EngineHost], log: list[str]
+def test_a_step_that_raises_tells_the_scheduler_no_paths(
+    ask: Callable[..., Any], log: list[str]
 ) -> None:
-    host = make_host()
-    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
-    failure = reply(ask(pb_utils, host, encode(StepPlan(epoch=14, step_id=0, secret=secret))))
+    failure = ask(StepPlan(epoch=14, step_id=0))
     assert failure == StepFailure("RuntimeError in a step of the engine")
     assert "out of memory in /usr/lib/secret/path.py" in log[-1]
 
@@ -235,9 +237,9 @@ def test_a_reload_that_fails_comes_up_to_say_why(
     (tmp_path / RELOAD_MARK).write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
     host = make_host(make_runner=make_runner)
     secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
-    answer = ask(pb_utils, host, encode(Hello(secret=secret))).error()
+    answer = hello(pb_utils, host, encode(Hello(secret=secret))).error()
     assert (answer.message(), answer.code()) == (reason, pb_utils.TritonError.UNAVAILABLE)
-    refusal = ask(pb_utils, host, encode(Hello(secret="x"))).error()
+    refusal = hello(pb_utils, host, encode(Hello(secret="x"))).error()
     assert refusal.message() == NOT_THE_SCHEDULER
 
 

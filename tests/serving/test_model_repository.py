@@ -15,8 +15,8 @@ from charonia.serving.tensors import OUTPUT_TYPES
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = ("llm", "tokenizer", "scheduler", "engine", "postprocessor", "generate")
-INTERNAL_INPUTS = {"request_key", "prompt_text", "relay_key"}
-INTERNAL_OUTPUTS = {"request_key", "relayed"}
+INTERNAL_INPUTS = {"request_key", "prompt_text"}
+INTERNAL_OUTPUTS = {"request_key"}
 PUBLIC_INPUTS = {
     "text_input",
     "input_ids",
@@ -75,8 +75,8 @@ def test_the_ensemble_connects_every_tensor_of_its_steps() -> None:
     llm = read("llm")
     for step in llm.ensemble_scheduling.step:
         model = read(step.model_name)
-        inputs = {one.name for one in model.input} - {"relay_key"}
-        outputs = {one.name for one in model.output} - {"relayed"}
+        inputs = {one.name for one in model.input}
+        outputs = {one.name for one in model.output}
         if step.model_name == "scheduler":
             inputs -= {"text_input"}  # it gets ids
         assert set(step.input_map) == inputs

@@ -1,5 +1,8 @@
 """A response sender is never touched after its last response: that crashes the real server."""
 
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,6 +54,49 @@ def test_nothing_follows_the_last_response(outlet: TritonOutlet, sender: Sender)
     outlet.fail(UnavailableError("again"))
     assert not outlet.is_cancelled()
     assert [message.error().message() for message, _ in sender.sent] == ["no"]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+def test_an_idle_poller_wakes_up_for_a_client_and_for_a_farewell(
+    outlet: TritonOutlet, sender: Sender
+) -> None:
+    cancelled: list[str] = []
+    poller = CancellationPoller(cancelled.append)
+    time.sleep(2 * poller.INTERVAL_S)
+    poller.add("k", outlet)
+    eventually(lambda: cancelled == ["k"])
+    time.sleep(2 * poller.INTERVAL_S)
+    poller.fail_later(outlet, RequestCancelledError("the request was cancelled"))
+    eventually(lambda: sender.sent)
+    time.sleep(2 * poller.INTERVAL_S)
+    poller.close()
+
+
+def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:
+    poller = CancellationPoller(lambda key: None)
+    clear = poller._has_work.clear
+    in_clear, may_go_on = threading.Event(), threading.Event()
+
+    def late() -> None:
+        in_clear.set()
+        may_go_on.wait(10)
+        clear()
+
+    poller._has_work.clear = late  # type: ignore[method-assign]
+    poller._has_work.set()
+    assert in_clear.wait(10)
+    closing = threading.Thread(target=poller.close)
+    closing.start()
+    time.sleep(0.05)
+    may_go_on.set()
+    closing.join(10)
+    assert not closing.is_alive()
 
 
 def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(

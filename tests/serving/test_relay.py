@@ -1,111 +1,205 @@
-"""Mailboxes: every answer is collected once, and no collector waits for ever."""
+"""Requests that are handed on through a socket: each is answered, and the ends see each other's."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
 import pytest
 
 from charonia.errors import UnavailableError
-from charonia.serving.relay import MailboxOutlet, Relay, RelayBatch, RelayedAnswer
+from charonia.serving import relay
+from charonia.serving.channel import Channel, connect
+from charonia.serving.relay import (
+    REQUESTS_SOCKET,
+    Cancellation,
+    Delivery,
+    RelayedAnswer,
+    RelayedRequest,
+    RelayServer,
+    decode_answer,
+    encode,
+)
+from charonia.serving.tensors import RawRequest
+from support.sockets import WAIT_S, SchedulerEnd
 
-
-class Clock:
-    """A time that stands still until it is moved."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+PLAIN = RelayedRequest("k", RawRequest({"input_ids": np.array([1], dtype=np.int32)}, {}))
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def server(tmp_path: Path) -> Iterator[SchedulerEnd]:
+    made = SchedulerEnd(tmp_path)
+    yield made
+    made.relay.close()
 
 
 @pytest.fixture
-def relay(clock: Clock) -> Iterator[Relay]:
-    made = Relay(clock)
+def channel(server: SchedulerEnd) -> Iterator[Channel]:
+    made = connect(server.path)
     yield made
     made.close()
 
 
-def batch(outlet: Any) -> RelayBatch:
-    (outputs, is_final), *others = outlet.sent
-    assert is_final
-    assert not others
-    return msgspec.msgpack.decode(bytes(outputs["relayed"]), type=RelayBatch)
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
 
 
-def test_a_collector_gets_what_is_there(relay: Relay, new_outlet: Any) -> None:
-    MailboxOutlet(relay, "m", "a").send({"text_output": ["x"], "output_ids": [1]}, is_final=True)
-    MailboxOutlet(relay, "m", "b").fail(UnavailableError("down"))
-    MailboxOutlet(relay, "other", "c").send({}, is_final=True)
-    collector = new_outlet()
-    relay.collect("m", collector)
-    assert batch(collector).answers == [
-        RelayedAnswer("a", {"text_output": ["x"], "output_ids": [1]}),
-        RelayedAnswer("b", error="down", code="UNAVAILABLE"),
-    ]
+def received(channel: Channel) -> RelayedAnswer:
+    data = channel.receive(WAIT_S)
+    assert data is not None
+    return decode_answer(data)
 
 
-def test_a_collector_waits_for_the_next_answer(relay: Relay, new_outlet: Any) -> None:
-    collector, next_collector = new_outlet(), new_outlet()
-    relay.collect("m", collector)
-    assert not collector.sent
-    relay.put("m", RelayedAnswer("a"))
-    assert [answer.key for answer in batch(collector).answers] == ["a"]
-    relay.put("m", RelayedAnswer("b"))
-    relay.collect("m", next_collector)
-    assert [answer.key for answer in batch(next_collector).answers] == ["b"]
-
-
-def test_a_collector_that_waited_long_gets_an_empty_batch(
-    relay: Relay, clock: Clock, new_outlet: Any
+def test_a_request_arrives_as_it_was_sent(
+    server: SchedulerEnd, channel: Channel, strings: Any
 ) -> None:
-    collector = new_outlet()
-    relay.collect("m", collector)
-    relay._tick(patience_s=1.0)
-    assert not collector.sent
-    clock.now += 1.0
-    relay._tick(patience_s=1.0)
-    assert batch(collector).answers == []
+    tensors = {
+        "text_input": strings("ü", b"\xff\x00"),
+        "input_ids": np.array([[1], [-2]], dtype=np.int32),
+        "empty": np.zeros(0, dtype=np.int32),
+        "stream": np.array([True]),
+    }
+    raw = RawRequest(tensors, {"top_p": 0.5, "seed": 2**62}, "7", 9, frozenset({"output_ids"}))
+    channel.send(encode(RelayedRequest("k", raw)))
+    key, arrived, _ = server.next()
+    assert key == "k"
+    assert arrived.tensors.keys() == tensors.keys()
+    for name, array in tensors.items():
+        assert arrived.tensors[name].dtype == array.dtype
+        assert arrived.tensors[name].tolist() == array.tolist()
+    assert (arrived.parameters, arrived.request_id, arrived.timeout_us, arrived.output_names) == (
+        raw.parameters,
+        raw.request_id,
+        raw.timeout_us,
+        raw.output_names,
+    )
 
 
-def test_the_end_of_the_server_waits_for_no_collector(relay: Relay, new_outlet: Any) -> None:
-    collector = new_outlet()
-    relay.collect("m", collector)
-    relay.close()
-    assert batch(collector).answers == []
-
-
-def test_a_second_collector_relieves_the_first(relay: Relay, new_outlet: Any) -> None:
-    first, second = new_outlet(), new_outlet()
-    relay.collect("m", first)
-    relay.collect("m", second)
-    assert batch(first).answers == []
-    relay.put("m", RelayedAnswer("a"))
-    assert [answer.key for answer in batch(second).answers] == ["a"]
-
-
-def test_a_mailbox_that_nobody_asks_for_is_dropped(
-    relay: Relay, clock: Clock, new_outlet: Any
+def test_each_connection_gets_the_answers_to_its_own_requests(
+    server: SchedulerEnd, channel: Channel
 ) -> None:
-    relay.put("m", RelayedAnswer("a"))
-    clock.now += Relay.FORGET_S + 1
-    relay._tick(patience_s=1.0)
-    collector = new_outlet()
-    relay.collect("m", collector)
-    assert not collector.sent
+    other = connect(server.path)
+    channel.send(encode(PLAIN))
+    _, _, first = server.next()
+    other.send(encode(PLAIN))
+    _, _, second = server.next()
+    second.fail(UnavailableError("down"))
+    first.send({"text_output": ["x"], "output_ids": [1]}, is_final=True)
+    assert received(channel) == RelayedAnswer("k", {"text_output": ["x"], "output_ids": [1]})
+    assert received(other) == RelayedAnswer("k", error="down", code="UNAVAILABLE")
+    other.close()
 
 
-def test_every_relay_has_a_name_of_its_own() -> None:
-    relays = [Relay(), Relay()]
-    owners = [
-        msgspec.msgpack.decode(bytes(relay.accepted()["relayed"]), type=RelayBatch).owner
-        for relay in relays
-    ]
-    assert owners[0] != owners[1]
-    for relay in relays:
-        relay.close()
+def test_a_cancellation_names_its_request(server: SchedulerEnd, channel: Channel) -> None:
+    channel.send(encode(Cancellation("k")))
+    assert server.cancelled.get(timeout=WAIT_S) == "k"
+
+
+def test_deliveries_name_their_request_and_end_with_their_connection(
+    server: SchedulerEnd, channel: Channel
+) -> None:
+    channel.send(encode(Delivery("k")))
+    assert server.delivered.get(timeout=WAIT_S) == "k"
+    channel.hang_up()
+    assert server.delivered.get(timeout=WAIT_S) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 5000 + b"\xc0",
+        encode(RelayedAnswer("k")),
+        encode(PLAIN).replace(b"<i4", b"|O8"),
+        encode(PLAIN).replace(b"<i4", b"<i8"),
+    ],
+)
+def test_what_cannot_be_read_ends_its_connection_and_nothing_else(
+    server: SchedulerEnd, channel: Channel, data: bytes
+) -> None:
+    broken = connect(server.path)
+    broken.send(data)
+    assert broken.receive(WAIT_S) is None
+    broken.close()
+    assert "a message could not be taken, hanging up" in server.log[0]
+    channel.send(encode(PLAIN))
+    assert server.next()[0] == "k"
+
+
+def test_the_end_of_a_connection_cancels_what_came_through_it_and_is_not_answered(
+    server: SchedulerEnd, channel: Channel
+) -> None:
+    other = connect(server.path)
+    for key, end in {"mine": channel, "answered": other, "other's": other}.items():
+        end.send(encode(RelayedRequest(key, PLAIN.raw)))
+        _, _, outlet = server.next()
+        if key == "answered":
+            outlet.fail(UnavailableError("down"))
+    assert received(other).key == "answered"
+    other.close()
+    assert server.cancelled.get(timeout=WAIT_S) == "other's"
+    time.sleep(0.1)
+    assert server.cancelled.empty()
+
+
+def test_an_answer_that_is_too_long_ends_its_connection_and_nothing_else(
+    server: SchedulerEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("charonia.serving.channel.MAX_BYTES", 1000)
+    other = connect(server.path)
+    other.send(encode(PLAIN))
+    _, _, outlet = server.next()
+    outlet.send({"text_output": ["x" * 2000]}, is_final=True)
+    assert other.receive(WAIT_S) is None
+    other.close()
+    channel.send(encode(PLAIN))
+    assert server.next()[0] == "k"
+
+
+def test_an_end_that_takes_nothing_holds_up_neither_answers_nor_the_end_of_the_server(
+    server: SchedulerEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_CLOSE_TIMEOUT_S", 0.1)
+    channel.send(encode(PLAIN))
+    _, _, outlet = server.next()
+    started = time.monotonic()
+    for _ in range(3):
+        outlet.send({"text_output": ["x" * 5_000_000]}, is_final=True)
+    server.relay.close()
+    assert time.monotonic() - started < 5
+
+
+def test_closing_sends_the_answers_that_there_are_and_hangs_up(
+    server: SchedulerEnd, channel: Channel
+) -> None:
+    channel.send(encode(PLAIN))
+    _, _, outlet = server.next()
+    outlet.send({"text_output": ["x" * 5_000_000]}, is_final=True)
+    closing = threading.Thread(target=server.relay.close)
+    closing.start()
+    assert len(received(channel).outputs["text_output"][0]) == 5_000_000
+    assert channel.receive(WAIT_S) is None
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    with pytest.raises(OSError, match="refused"):
+        connect(server.path)
+
+
+def test_closing_what_was_never_started_waits_for_nothing(tmp_path: Path) -> None:
+    made = RelayServer(
+        tmp_path / REQUESTS_SOCKET,
+        lambda *request: None,
+        cancel=lambda key: None,
+        delivered=lambda key: None,
+        log=lambda line: None,
+    )
+    early = connect(tmp_path / REQUESTS_SOCKET)
+    made.close()
+    assert early.receive(WAIT_S) is None
+    early.close()

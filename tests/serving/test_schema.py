@@ -12,7 +12,6 @@ from charonia.protocol import TokenLogprobs
 from charonia.serving.schema import (
     RETURN_FLAGS,
     CancelCall,
-    CollectCall,
     GenerateCall,
     OutputOptions,
     chunk_outputs,
@@ -226,10 +225,15 @@ def test_the_ensemble_brings_ids_and_the_text_that_they_came_from(strings: Any) 
     assert generate_call(RawRequest(tensors, {})).prompt_text is None
 
 
-def test_a_mailbox_is_collected_from_or_filled(strings: Any) -> None:
-    assert parse(RawRequest({"relay_key": strings("m")}, {})) == CollectCall("m")
-    tensors = {"relay_key": strings("m"), "request_key": strings("k"), "input_ids": ids(1)}
-    assert generate_call(RawRequest(tensors, {})).relay_key == "m"
+def test_a_relayed_requests_key_is_not_shown_to_its_client() -> None:
+    call = parse(RawRequest({"input_ids": ids(1)}, {}), "k")
+    assert isinstance(call, GenerateCall)
+    assert (call.key, call.options.request_key) == ("k", None)
+
+
+def test_a_relayed_cancel_names_a_request_by_its_id() -> None:
+    raw = RawRequest({"cancel": flag(True)}, {"tenant": "t"}, request_id="7")
+    assert parse(raw, "k") == CancelCall(key=None, request_id="7", tenant="t")
 
 
 ALL = frozenset(OUTPUT_TYPES) - {"text_output"}

@@ -13,7 +13,7 @@ import pytest
 from charonia.engine.outputs import Chunk
 from charonia.errors import InvalidRequestError, RequestCancelledError, UnavailableError
 from charonia.serving.schema import OutputOptions
-from charonia.serving.sessions import Sessions
+from charonia.serving.sessions import MAX_UNDER_WAY, Sessions
 from charonia.serving.tensors import Outputs
 from charonia.text.tokenizer import Tokenizer
 
@@ -56,6 +56,37 @@ def chunk(index: int, *, is_last: bool = False) -> Chunk:
 
 def texts(sent: list[tuple[Outputs, bool]]) -> str:
     return "".join(outputs["text_output"][0] for outputs, _ in sent)
+
+
+def test_few_responses_are_under_way_to_who_reports_them(harness: Harness, new_outlet: Any) -> None:
+    outlet = new_outlet()
+    sink = harness.sessions.open("k", STREAMING, "", outlet)
+    sink(chunk(0))
+    eventually(lambda: len(outlet.sent) == 1)
+    harness.sessions.report("k")  # from now on there are reports
+    for step in range(1, 20):
+        sink(chunk(step))
+        eventually(lambda step=step: len(outlet.sent) == 1 + min(step, MAX_UNDER_WAY))
+    harness.sessions.report("k")
+    eventually(lambda: len(outlet.sent) == 2 + MAX_UNDER_WAY)
+    assert texts(outlet.sent) == "".join(f"{step} " for step in range(20))
+    sink(chunk(20))
+    sink(chunk(21, is_last=True))  # which waits for nobody
+    eventually(lambda: outlet.sent[-1][1])
+    assert texts(outlet.sent) == "".join(f"{step} " for step in range(22))
+
+
+def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: Any) -> None:
+    outlet = new_outlet()
+    sink = harness.sessions.open("k", STREAMING, "", outlet)
+    harness.sessions.report("k")
+    for step in range(20):
+        sink(chunk(step))
+        time.sleep(0.01)  # each goes out by itself, if it may
+    assert len(texts(outlet.sent).split()) < 20
+    harness.sessions.report(None)
+    eventually(lambda: len(texts(outlet.sent).split()) == 20)
+    harness.sessions.report("of nobody")
 
 
 def test_a_stream_keeps_its_order_and_ends_with_its_last_token(

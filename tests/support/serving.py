@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from charonia.launch.processes import find_by_argument
+
 CHARONIA = (sys.executable, "-m", "charonia.launch.cli")
 
 
@@ -39,11 +41,12 @@ class Serving:
 
     def server(self) -> psutil.Process:
         """Its tritonserver, as soon as there is one."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
-            for child in psutil.Process(self.process.pid).children():
-                if "--load-model=*" in child.cmdline():
-                    return child
+            children = psutil.Process(self.process.pid).children()
+            for server in find_by_argument(children, "--load-model=*"):
+                return server
+            time.sleep(0.01)
         raise AssertionError("no tritonserver was started")
 
     @property

@@ -1,6 +1,7 @@
 """The generate model; what it does is in charonia.serving.generate_host."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -16,8 +17,9 @@ class TritonPythonModel:
         """Learn the scheduler's name."""
         parameters = json.loads(args["model_config"])["parameters"]
         scheduler_model = parameters["scheduler_model"]["string_value"]
+        repository = Path(args["model_repository"]).parent
         log = logger(args["model_name"])
-        self._host = GenerateHost(pb_utils, scheduler_model, log=log)
+        self._host = GenerateHost(pb_utils, scheduler_model, repository, log=log)
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests in; the answers come from another thread."""

@@ -24,7 +24,7 @@ import charonia
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
-from charonia.serving.channel import SOCKET_NAME
+from charonia.serving.channel import SOCKET_SUFFIX
 from charonia.serving.secret import FILE_NAME as SECRET_FILE
 
 DEFAULT_SCHEDULER = "scheduler"
@@ -93,8 +93,8 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     engine_args = EngineArgs.from_dict(values)
     check_checkpoint(engine_args)
 
-    # Every run has its own secret and socket.
-    ignore = shutil.ignore_patterns("__pycache__", SECRET_FILE, SOCKET_NAME)
+    # Every run has its own secret and sockets.
+    ignore = shutil.ignore_patterns("__pycache__", SECRET_FILE, f"*{SOCKET_SUFFIX}")
     shutil.copytree(source, target, ignore=ignore, copy_function=_copy_or_link)
     (target / model_json.relative_to(source)).write_text(
         json.dumps(values, indent=2) + "\n", encoding="utf-8"

@@ -1,4 +1,4 @@
-"""The engine in another Triton model, as an Executor: steps by socket, all else by BLS.
+"""The engine in another Triton model, as an Executor: messages by socket, its life by BLS.
 
 Owns the calls, their time limits, and bringing a dead engine back. Must not know what is in a plan.
 
@@ -6,11 +6,12 @@ Owns the calls, their time limits, and bringing a dead engine back. Must not kno
                                                      │ nothing for a second
     a hello over BLS: Triton says whether the engine's process lives ◄──┘
 
-BLS works in `execute` and, once the model is loaded, in threads; its errors are harmless. Model
-control is not: each call of `pb_utils` that fails has a chance of taking the whole server down
-(seen after 3 to 26 of them, on 2.51.0). So nothing is asked for that may be refused: whether
-control is explicit is read from the server's command line, and an engine that is loaded *again*
-comes up even when it cannot work, says why in answer to a hello, and is unloaded.
+BLS works in `execute` and, once the model is loaded, in threads; its errors are harmless, and so
+are answers without tensors (`channel` says what the others do). Model control is not: each call
+of `pb_utils` that fails has a chance of taking the whole server down (seen after 3 to 26 of them,
+on 2.51.0). So nothing is asked for that may be refused: whether control is explicit is read from
+the server's command line, and an engine that is loaded *again* comes up even when it cannot work,
+says why in answer to a hello, and is unloaded.
 """
 
 import contextlib
@@ -32,7 +33,6 @@ from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import (
     EngineInfo,
     EngineReply,
-    EngineRequest,
     Hello,
     Pending,
     StepFailure,
@@ -41,43 +41,22 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
-from charonia.serving.channel import Channel, connect
+from charonia.serving.channel import SOCKET_SUFFIX, Channel, connect
 from charonia.serving.secret import FILE_NAME, read_or_create
 
 PLAN = "plan"
 REPLY = "reply"
 RECOVERY_IS_OFF = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
 RELOAD_MARK = "reload.mark"
+STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _CONTROL_OPTION = "--model-control-mode"
 _HELLO_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
 _ASK_AFTER_S = 1.0
 
-
-class _Call:
-    """One BLS call: made in the caller's thread of the moment, waited for with a time limit."""
-
-    def __init__(self, request: EngineRequest) -> None:
-        self.request = request
-        self._outcome: SimpleQueue[EngineReply | Exception] = SimpleQueue()
-
-    def finish(self, outcome: EngineReply | Exception) -> None:
-        self._outcome.put(outcome)
-
-    def reply(self, timeout: float | None) -> EngineReply:
-        """Raises TimeoutError, or what the call raised."""
-        try:
-            outcome = self._outcome.get(timeout=timeout)
-        except Empty:
-            raise TimeoutError(f"no answer of the engine within {timeout:g} s") from None
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    def result(self, timeout: float | None) -> StepResult:
-        """As `Pending.result`."""
-        return _step_result(self.reply(timeout))
+_Answer = SimpleQueue[EngineDiedError | None]
+"""Where the answer to a hello goes: what is wrong, or None."""
 
 
 class _Step:
@@ -104,7 +83,12 @@ class _Step:
                 continue
             if data is None:
                 raise EngineDiedError("the engine's process has hung up")
-            return _step_result(_decode(data))
+            reply = _decode(data)
+            if isinstance(reply, StepFailure):
+                raise StepFailedError(reply.message)
+            if not isinstance(reply, StepResult):
+                raise StepFailedError(f"the engine answered a plan with {type(reply).__name__}")
+            return reply
 
 
 class BlsExecutor:
@@ -112,11 +96,10 @@ class BlsExecutor:
 
     Args:
         engine_model: its name. engine_dir: its version directory.
-        use_socket: False sends steps over BLS, too.
         log: takes one line, from any thread.
 
     Raises:
-        OSError: the secret can be neither read nor made.
+        ConfigError: the secret can be neither read nor made.
     """
 
     def __init__(
@@ -125,11 +108,10 @@ class BlsExecutor:
         engine_model: str,
         engine_dir: Path,
         *,
-        use_socket: bool = True,
         log: Callable[[str], None],
     ) -> None:
-        self._use_socket = use_socket
         self._log = log
+        self._last_complaint = ""
         self._pb_utils = pb_utils
         self._engine_model = engine_model
         self._engine_dir = engine_dir
@@ -140,7 +122,7 @@ class BlsExecutor:
         self._can_restart = has_explicit_control(_command_line(os.getppid()))
         if not self._can_restart:
             log(f"WARNING: {RECOVERY_IS_OFF}")
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._hellos: SimpleQueue[_Answer | None] = SimpleQueue()
         self._start_thread()
 
     def info(self) -> EngineInfo:
@@ -150,43 +132,50 @@ class BlsExecutor:
             EngineDiedError: there is none (yet), or it does not answer.
         """
         self._disconnect()
-        reply = self.ask_alive()
+        self.ask_alive()
+        try:
+            channel = connect(self._engine_dir / STEPS_SOCKET)
+        except OSError as error:
+            raise self._unreachable(f"{STEPS_SOCKET} in its directory: {error.strerror}") from None
+        try:
+            channel.send(encode(Hello(secret=self._secret)), _HELLO_TIMEOUT_S)
+            data = channel.receive(_HELLO_TIMEOUT_S)
+            reply = None if data is None else _decode(data)
+        except (OSError, StepFailedError) as error:
+            channel.close()
+            raise self._unreachable(f"no answer through its socket: {error}") from None
+        if not isinstance(reply, EngineInfo):
+            channel.close()
+            raise self._unreachable(f"it answered a hello with {type(reply).__name__}")
+        self._channel = channel
         self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
-        if self._use_socket:
-            try:
-                self._channel = connect(self._engine_dir)
-            except OSError as error:
-                self._log(f"WARNING: no way to the engine but BLS, which is slower: {error}")
         return reply
 
-    def ask_alive(self) -> EngineInfo:
-        """Ask the engine what it is.
+    def ask_alive(self) -> None:
+        """Have Triton say whether the engine's process lives.
 
         Raises:
-            EngineDiedError: there is none (yet), or it does not answer.
+            EngineDiedError: it does not, or does not answer.
         """
-        call = _Call(Hello(secret=self._secret))
-        self._calls.put(call)
+        answer: _Answer = SimpleQueue()
+        self._hellos.put(answer)
         try:
-            reply = call.reply(_HELLO_TIMEOUT_S)
-        except (TimeoutError, StepFailedError) as error:
+            error = answer.get(timeout=_HELLO_TIMEOUT_S)
+        except Empty:
             self._start_thread()
-            raise EngineDiedError(str(error)) from None
-        if not isinstance(reply, EngineInfo):
-            raise EngineDiedError(f"the engine answered a hello with {type(reply).__name__}")
-        return reply
+            text = f"no answer of the engine within {_HELLO_TIMEOUT_S:g} s"
+            raise EngineDiedError(text) from None
+        if error is not None:
+            raise error
 
     def submit(self, plan: StepPlan) -> Pending:
         """Send a plan; the engine computes while the caller goes on."""
-        plan = msgspec.structs.replace(plan, secret=self._secret)
         channel = self._channel
-        if channel is None:
-            call = _Call(plan)
-            self._calls.put(call)
-            return call
+        assert channel is not None, "submit() before info()"
         failure = None
         try:
-            channel.send(encode(plan), _SEND_TIMEOUT_S)
+            message = encode(msgspec.structs.replace(plan, secret=self._secret))
+            channel.send(message, _SEND_TIMEOUT_S)
         except OSError as error:
             failure = f"the engine takes no plan: {error.strerror or error}"
         return _Step(self, channel, failure)
@@ -220,7 +209,15 @@ class BlsExecutor:
     def close(self) -> None:
         """Stop the thread; the engine stays."""
         self._disconnect()
-        self._calls.put(None)
+        self._hellos.put(None)
+
+    def _unreachable(self, why: str) -> EngineDiedError:
+        """Of an engine that Triton knows but that cannot be spoken to: why is logged once."""
+        text = f"the engine cannot be reached: {why}"
+        if text != self._last_complaint:
+            self._last_complaint = text
+            self._log(f"WARNING: {text}")
+        return EngineDiedError(text)
 
     def _disconnect(self) -> None:
         if self._channel is not None:
@@ -239,40 +236,31 @@ class BlsExecutor:
 
     def _start_thread(self) -> None:
         """Start a thread that makes calls; an older one ends after the call that it is in."""
-        self._calls.put(None)
-        self._calls = SimpleQueue()
+        self._hellos.put(None)
+        self._hellos = SimpleQueue()
         threading.Thread(
-            target=self._run, args=(self._calls,), name="charonia-bls", daemon=True
+            target=self._run, args=(self._hellos,), name="charonia-bls", daemon=True
         ).start()
 
-    def _run(self, calls: "SimpleQueue[_Call | None]") -> None:
-        while (call := calls.get()) is not None:
+    def _run(self, hellos: "SimpleQueue[_Answer | None]") -> None:
+        while (answer := hellos.get()) is not None:
             try:
-                call.finish(self._exchange(call.request))
+                self._say_hello_over_bls()
             except Exception as error:
-                call.finish(error)
+                answer.put(EngineDiedError(clean(str(error))))
+            else:
+                answer.put(None)
 
-    def _exchange(self, request: EngineRequest) -> EngineReply:
-        pb_utils = self._pb_utils
-        plan = pb_utils.Tensor(PLAN, np.frombuffer(encode(request), dtype=np.uint8))
-        try:
-            response = pb_utils.InferenceRequest(
-                model_name=self._engine_model, requested_output_names=[REPLY], inputs=[plan]
-            ).exec()
-        except pb_utils.TritonModelException as error:
-            raise EngineDiedError(clean(str(error))) from None
+    def _say_hello_over_bls(self) -> None:
+        """Raises whatever is wrong. The answer is an error or nothing: no tensor, see `channel`."""
+        hello = np.frombuffer(encode(Hello(secret=self._secret)), dtype=np.uint8)
+        response = self._pb_utils.InferenceRequest(
+            model_name=self._engine_model,
+            requested_output_names=[REPLY],
+            inputs=[self._pb_utils.Tensor(PLAN, hello)],
+        ).exec()
         if response.has_error():
-            raise EngineDiedError(clean(response.error().message()))
-        reply = pb_utils.get_output_tensor_by_name(response, REPLY)
-        return _decode(b"" if reply is None else reply.as_numpy().tobytes())
-
-
-def _step_result(reply: EngineReply) -> StepResult:
-    if isinstance(reply, StepFailure):
-        raise StepFailedError(reply.message)
-    if not isinstance(reply, StepResult):
-        raise StepFailedError(f"the engine answered a plan with {type(reply).__name__}")
-    return reply
+            raise EngineDiedError(response.error().message())
 
 
 def _decode(data: bytes) -> EngineReply:

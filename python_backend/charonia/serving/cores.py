@@ -18,3 +18,8 @@ def take_engine_cores() -> None:
     cores = os.environ.get(VARIABLE)
     if cores:
         os.sched_setaffinity(0, map(int, cores.split(",")))
+
+
+def has_core_to_itself() -> bool:
+    """Whether the others keep off the first of this process's cores."""
+    return bool(os.environ.get(VARIABLE))

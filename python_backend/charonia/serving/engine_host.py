@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from charonia.config import EngineArgs
 from charonia.engine.inline import PlanRunner
@@ -27,13 +26,16 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving.bls import PLAN, REPLY, clean, is_reload
+from charonia.serving.bls import PLAN, STEPS_SOCKET, clean, is_reload
 from charonia.serving.channel import ChannelServer
-from charonia.serving.cores import take_engine_cores
+from charonia.serving.cores import has_core_to_itself, take_engine_cores
 from charonia.serving.secret import FILE_NAME, read_or_create
 from charonia.serving.tensors import INTERNAL_ERROR, error_response
 
 MODEL_FILE = "model.json"
+_SPIN_S = 1e-3
+"""How long the engine looks for the next step where that takes nobody's core: about twice what lies
+between two steps of a busy engine."""
 NOT_THE_SCHEDULER = "the engine takes plans from the scheduler alone; send requests to that model"
 
 
@@ -81,22 +83,31 @@ class EngineHost:
             self._runner = UnavailableError(reason)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request with the tensor `reply`, or an error that gives nothing away."""
-        return [self._answer(request) for request in requests]
+        """Answer hellos with nothing; all else with an error that gives nothing away."""
+        return [self._answer_hello(request) for request in requests]
 
     def serve_steps(self) -> None:
-        """Take messages through the socket as well, from now until `finalize`."""
+        """Answer the scheduler's messages through the socket, from now until `finalize`.
+
+        Raises:
+            ConfigError: the model's directory takes no socket.
+        """
+        path = self._version_dir / STEPS_SOCKET
         try:
-            self._channel_server = ChannelServer(self._version_dir, self._answer_bytes)
-        except OSError as error:  # not every file system has sockets
-            self._log(f"there will be no socket for steps: {error.strerror}")
+            self._channel_server = ChannelServer(
+                path, self._answer_message, spin=_SPIN_S if has_core_to_itself() else 0.0
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the engine's directory must take a socket, {path.name}: {error.strerror}"
+            ) from None
 
     def finalize(self) -> None:
         """Stop taking messages through the socket."""
         if self._channel_server is not None:
             self._channel_server.close()
 
-    def _answer_bytes(self, data: bytes) -> bytes | None:
+    def _answer_message(self, data: bytes) -> bytes | None:
         """Answer a message of the socket; None for one that is not the scheduler's."""
         try:
             return encode(self._reply(self._decode(data)))
@@ -106,18 +117,22 @@ class EngineHost:
             self._log(f"a message could not be read: {traceback.format_exc()}")
         return None
 
-    def _answer(self, request: Any) -> Any:
+    def _answer_hello(self, request: Any) -> Any:
+        pb_utils = self._pb_utils
         try:
-            plan = self._pb_utils.get_input_tensor_by_name(request, PLAN)
-            reply = self._reply(self._decode(b"" if plan is None else plan.as_numpy().tobytes()))
+            data = pb_utils.get_input_tensor_by_name(request, PLAN)
+            message = self._decode(b"" if data is None else data.as_numpy().tobytes())
+            if not isinstance(message, Hello):
+                raise PlanRefusedError(NOT_THE_SCHEDULER)
+            if isinstance(self._runner, UnavailableError):
+                raise self._runner
         except (PlanRefusedError, UnavailableError) as error:
             self._log(f"refused: {error}")
-            return error_response(self._pb_utils, error)
+            return error_response(pb_utils, error)
         except Exception:
             self._log(f"a request could not be read: {traceback.format_exc()}")
-            return error_response(self._pb_utils, CharoniaError(INTERNAL_ERROR))
-        data = np.frombuffer(encode(reply), dtype=np.uint8)
-        return self._pb_utils.InferenceResponse([self._pb_utils.Tensor(REPLY, data)])
+            return error_response(pb_utils, CharoniaError(INTERNAL_ERROR))
+        return pb_utils.InferenceResponse([])
 
     def _decode(self, data: bytes) -> EngineRequest:
         """Raises PlanRefusedError for anything but a message that carries the secret."""
@@ -139,7 +154,7 @@ class EngineHost:
             with self._one_step_at_a_time:
                 return self._runner.execute(message)
         except PlanRefusedError as error:
-            # An answer and no error: BLS loses codes, and any error looks like a dead engine.
+            # An answer and no end of the connection, which would look like a dead engine.
             self._log(f"refused: {error}")
             return StepFailure(f"the plan was refused: {error}")
         except Exception as error:

@@ -1,36 +1,31 @@
 """The `generate` model's side: unary requests, many at a time, answered when they are done.
 
-Owns what waits for an answer and the one call that brings answers. Must not know anything of the
-scheduler but its name and the mailbox of `relay`.
+Owns what waits for an answer, and the connection that brings answers. Must not know anything of
+the scheduler but its name and the messages of `relay`.
 """
 
 import secrets
 import threading
-import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
-
 from charonia import errors
-from charonia.errors import CharoniaError, UnavailableError
-from charonia.serving.bls import clean
-from charonia.serving.outlets import CancellationPoller, TritonOutlet
-from charonia.serving.relay import RelayBatch, RelayedAnswer
-from charonia.serving.schema import read_flag
-from charonia.serving.tensors import (
-    INTERNAL_ERROR,
-    RELAY_KEY,
-    RELAYED,
-    REQUEST_KEY,
-    RawRequest,
-    read_request,
-    tensor,
+from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
+from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
+from charonia.serving.relay import (
+    Cancellation,
+    Connection,
+    RelayedAnswer,
+    RelayedRequest,
+    SchedulerAddress,
+    decode_answer,
 )
+from charonia.serving.tensors import Outputs, read_request
 
-LOST = "the scheduler was restarted; the request is lost"
+LOST = "the connection to the scheduler has ended; the request is lost"
+MAX_REQUEST_BYTES = 2**26
+"""More than all tensors together that the scheduler would take."""
 _ERRORS_BY_CODE: dict[str, type[CharoniaError]] = {
     kind.code: kind
     for kind in (
@@ -43,232 +38,105 @@ _ERRORS_BY_CODE: dict[str, type[CharoniaError]] = {
 }
 
 
-@dataclass
-class _Waiting:
-    """A client that waits.
-
-    Attributes:
-        owner: the scheduler's process that has its request; None until it accepted that.
-    """
-
-    outlet: TritonOutlet
-    owner: str | None = None
-
-
-class SchedulerCalls:
-    """Short BLS calls to the scheduler.
-
-    Args:
-        scheduler_model: its name.
-    """
-
-    def __init__(self, pb_utils: Any, scheduler_model: str) -> None:
-        self._pb_utils = pb_utils
-        self._scheduler_model = scheduler_model
-
-    def cancel(self, request_key: str) -> None:
-        """Cancel a request by its key; nothing happens when it is not live."""
-        inputs = [
-            self._pb_utils.Tensor("cancel", np.array([True])),
-            tensor(self._pb_utils, REQUEST_KEY, [request_key]),
-        ]
-        self.call(inputs, ["text_output"])
-
-    def call(
-        self,
-        inputs: list[Any],
-        output_names: list[str],
-        *,
-        request_id: str = "",
-        parameters: Mapping[str, Any] | None = None,
-        timeout_us: int = 0,
-    ) -> Any:
-        """Make one call that has one response, and return that.
-
-        Raises:
-            UnavailableError: there is no scheduler, or it answers with an error of Triton.
-        """
-        pb_utils = self._pb_utils
-        answer: Any = None
-        try:
-            request = pb_utils.InferenceRequest(
-                model_name=self._scheduler_model,
-                requested_output_names=output_names,
-                inputs=inputs,
-                request_id=request_id,
-                parameters=_bls_parameters(parameters or {}),
-                timeout=timeout_us,
-            )
-            for response in request.exec(decoupled=True):
-                answer = response if answer is None else answer
-        except pb_utils.TritonModelException as error:
-            raise UnavailableError(clean(str(error))) from None
-        if answer is None:
-            raise UnavailableError("the scheduler gave no answer")
-        if answer.has_error():
-            # BLS loses codes (2.51.0): each is INTERNAL here. The scheduler's own come otherwise.
-            raise UnavailableError(clean(answer.error().message()))
-        return answer
-
-
 class GenerateHost:
     """The `generate` model behind Triton.
 
+    It connects to the scheduler when there is a request and no connection.
+
     Args:
-        scheduler_model: its name. log: takes one line, from any thread.
+        scheduler_model: its name. repository: the models' folders.
+        log: takes one line, from any thread.
     """
 
-    def __init__(self, pb_utils: Any, scheduler_model: str, *, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, pb_utils: Any, scheduler_model: str, repository: Path, *, log: Callable[[str], None]
+    ) -> None:
         self._pb_utils = pb_utils
         self._log = log
-        self._calls = SchedulerCalls(pb_utils, scheduler_model)
-        self._relay_key = secrets.token_hex(16)
-        self._waiting: dict[str, _Waiting] = {}
-        self._wake = threading.Condition()
-        self._is_closing = False
+        self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository)
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._waiting: dict[str, TritonOutlet] = {}  # all came through this connection
         self._poller = CancellationPoller(self._on_cancelled)
-        self._thread = threading.Thread(target=self._run, name="charonia-collector", daemon=True)
-        self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests in to the scheduler; the answers come later."""
         for request in requests:
             outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
-            try:
-                self._take(request, outlet)
-            except CharoniaError as error:
-                outlet.fail(error)
-            except Exception:
-                self._log(f"a request could not be handed on: {traceback.format_exc()}")
-                outlet.fail(CharoniaError(INTERNAL_ERROR))
+            with failing_with_errors(outlet, self._log):
+                self._hand_in(request, outlet)
 
     def finalize(self) -> None:
         """Answer what is still waiting, and stop."""
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify()
-        self._fail_all(UnavailableError("the server is shutting down"))
-        self._thread.join()
+        with self._lock:
+            connection = self._connection
+            outlets = self._take_all()
+        _fail(outlets, UnavailableError("the server is shutting down"))
         self._poller.close()
+        if connection is not None:
+            connection.close()
 
-    def _take(self, request: Any, outlet: TritonOutlet) -> None:
+    def _hand_in(self, request: Any, outlet: TritonOutlet) -> None:
         raw = read_request(request)
-        if read_flag(raw.tensors, "cancel"):
-            answer = self._hand_in(raw, ["text_output"], [])
-            outlet.send({"text_output": _values(answer, "text_output")}, is_final=True)
-            return
-        key = secrets.token_hex(16)
-        keys = [tensor(self._pb_utils, REQUEST_KEY, [key])]
-        names = [*sorted(raw.output_names), REQUEST_KEY]
-        waiting = _Waiting(outlet)
-        # First of all, because the answer can be here before the word that it was accepted.
-        with self._wake:
-            self._waiting[key] = waiting
-            self._wake.notify()
-        try:
-            waiting.owner = _batch(self._hand_in(raw, names, keys)).owner
-        except BaseException:
-            self._take_waiting(key)
-            raise
-        with self._wake:
-            if key in self._waiting:
-                self._poller.add(key, outlet)
+        if raw.num_bytes > MAX_REQUEST_BYTES:
+            raise InvalidRequestError(
+                f"the request's tensors have {raw.num_bytes} bytes;"
+                f" they must have at most {MAX_REQUEST_BYTES} together"
+            )
+        message = RelayedRequest(secrets.token_hex(16), raw)
+        if self._connection is None:
+            self._connect()
+        with self._lock:
+            if self._connection is None:
+                raise UnavailableError(LOST)
+            self._connection.send(message)
+            self._waiting[message.key] = outlet
+            self._poller.add(message.key, outlet)
 
-    def _hand_in(self, raw: RawRequest, names: list[str], keys: list[Any]) -> Any:
-        """Raises CharoniaError: the scheduler's own, when it refuses."""
-        inputs = [self._pb_utils.Tensor(name, array) for name, array in raw.tensors.items()]
-        relay_key = tensor(self._pb_utils, RELAY_KEY, [self._relay_key])
-        answer = self._calls.call(
-            [*inputs, *keys, relay_key],
-            [*names, RELAYED],
-            request_id=raw.request_id,
-            parameters=raw.parameters,
-            timeout_us=raw.timeout_us,
-        )
-        if any(output.name() == RELAYED for output in answer.output_tensors()):
-            for refusal in _batch(answer).answers:
-                raise _error_of(refusal)
-        return answer
+    def _connect(self) -> None:
+        channel = self._scheduler.connect()
+        with self._lock:  # which `_on_end` waits for
+            self._connection = Connection(channel, self._on_answer, self._on_end, log=self._log)
 
-    # ------------------------------------------------------------------ answers
+    # ------------------------------------------------------------------ the connection's threads
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._waiting or self._is_closing):
-                    self._wake.wait()
-                if self._is_closing:
-                    return
-            try:
-                self._deliver(self._collect())
-            except CharoniaError as error:
-                self._fail_all(error)
-            except Exception:
-                self._log(f"answers could not be handed on: {traceback.format_exc()}")
-                self._fail_all(CharoniaError(INTERNAL_ERROR))
+    def _on_answer(self, _: Connection, data: bytes) -> None:
+        answer = decode_answer(data)
+        with self._lock:
+            self._poller.remove(answer.key)
+            outlet = self._waiting.pop(answer.key, None)
+        if outlet is not None:
+            with failing_with_errors(outlet, self._log):
+                outlet.send(_outputs(answer), is_final=True)
 
-    def _collect(self) -> RelayBatch:
-        key = tensor(self._pb_utils, RELAY_KEY, [self._relay_key])
-        return _batch(self._calls.call([key], [RELAYED]))
-
-    def _deliver(self, batch: RelayBatch) -> None:
-        for answer in batch.answers:
-            waiting = self._take_waiting(answer.key)
-            if waiting is not None:
-                self._answer(waiting.outlet, answer)
-        with self._wake:
-            waiting_keys = list(self._waiting.items())
-        for key, waiting in waiting_keys:
-            if waiting.owner not in (None, batch.owner) and self._take_waiting(key):
-                waiting.outlet.fail(UnavailableError(LOST))
-
-    def _answer(self, outlet: TritonOutlet, answer: RelayedAnswer) -> None:
-        if answer.error is not None:
-            outlet.fail(_error_of(answer))
-            return
-        outputs = {name: v for name, v in answer.outputs.items() if name != REQUEST_KEY}
-        outlet.send(outputs, is_final=True)
-
-    def _take_waiting(self, key: str) -> _Waiting | None:
-        with self._wake:
-            self._poller.remove(key)
-            return self._waiting.pop(key, None)
-
-    def _fail_all(self, error: CharoniaError) -> None:
-        with self._wake:
-            keys = list(self._waiting)
-        for key in keys:
-            waiting = self._take_waiting(key)
-            if waiting is not None:
-                waiting.outlet.fail(error)
+    def _on_end(self) -> None:
+        with self._lock:
+            self._connection = None
+            outlets = self._take_all()
+        _fail(outlets, UnavailableError(LOST))
 
     def _on_cancelled(self, key: str) -> None:
-        """The answer, an error by then, still comes through the mailbox."""
-        try:
-            self._calls.cancel(key)
-        except CharoniaError as error:
-            self._log(f"a request could not be cancelled: {error}")
+        """The answer, an error by then, comes as any other."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.send(Cancellation(key))
+
+    def _take_all(self) -> list[TritonOutlet]:
+        """The caller holds the lock."""
+        for key in self._waiting:
+            self._poller.remove(key)
+        outlets = list(self._waiting.values())
+        self._waiting.clear()
+        return outlets
 
 
-def _error_of(answer: RelayedAnswer) -> CharoniaError:
-    return _ERRORS_BY_CODE.get(answer.code, CharoniaError)(answer.error)
+def _fail(outlets: list[TritonOutlet], error: CharoniaError) -> None:
+    for outlet in outlets:
+        outlet.fail(error)
 
 
-def _batch(response: Any) -> RelayBatch:
-    return msgspec.msgpack.decode(bytes(_values(response, RELAYED)), type=RelayBatch)
-
-
-def _values(response: Any, name: str) -> list[Any]:
-    for output in response.output_tensors():
-        if output.name() == name:
-            values: list[Any] = output.as_numpy().tolist()
-            return values
-    raise UnavailableError("the scheduler's answer is incomplete")
-
-
-def _bls_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """BLS takes no floats; the scheduler reads numbers in strings as well."""
-    return {
-        name: repr(value) if isinstance(value, float) else value
-        for name, value in parameters.items()
-    }
+def _outputs(answer: RelayedAnswer) -> Outputs:
+    """Raises CharoniaError: that is the answer."""
+    if answer.error is not None:
+        raise _ERRORS_BY_CODE.get(answer.code, CharoniaError)(answer.error)
+    return answer.outputs

@@ -1,19 +1,23 @@
-"""The `postprocessor` model's side: hands chunks of `llm` on, and tells the scheduler when their
-client has gone.
+"""The `postprocessor` model's side: hands chunks of `llm` on, and tells the scheduler so.
 
-Owns that bridge: Triton tells a running step of an ensemble nothing of its client, but the next
-step sees it. Must not know tokens.
+Owns that word, and the one that a client has gone: Triton tells a running step of an ensemble
+nothing of its client, but the next step sees it. Must not know tokens.
+
+Triton takes any number of responses from a step and keeps them for the next one. So the scheduler
+has but a few of each request on this way, see `sessions`, and sends more when it hears that one has
+been handed on.
 """
 
-import threading
+import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from charonia.errors import CharoniaError
-from charonia.serving.generate_host import SchedulerCalls
+from charonia.serving.channel import Channel
+from charonia.serving.relay import Cancellation, Delivery, SchedulerAddress, encode
 from charonia.serving.tensors import REQUEST_KEY
 
 PREFIX = "chunk_"
@@ -21,32 +25,35 @@ PREFIX = "chunk_"
 
 _NUM_REMEMBERED = 4096
 """Cancelled requests that are remembered: no chunk of theirs asks for a second cancellation."""
+_SEND_TIMEOUT_S = 1.0
+_TRY_AGAIN_S = 5.0
 
 
 class PostprocessorHost:
     """The postprocessor behind Triton.
 
     Args:
-        scheduler_model: its name. log: takes one line, from any thread.
+        scheduler_model: its name. repository: the models' folders.
+        log: takes one line.
     """
 
-    def __init__(self, pb_utils: Any, scheduler_model: str, *, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, pb_utils: Any, scheduler_model: str, repository: Path, *, log: Callable[[str], None]
+    ) -> None:
         self._pb_utils = pb_utils
         self._log = log
-        self._calls = SchedulerCalls(pb_utils, scheduler_model)
-        self._gone: SimpleQueue[str | None] = SimpleQueue()
+        self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository)
+        self._channel: Channel | None = None
+        self._connect_at = 0.0  # not before, in seconds of the monotonic clock
         self._cancelled: dict[str, None] = {}  # in the order in which they were cancelled
-        self._thread = threading.Thread(target=self._run, name="charonia-cancel", daemon=True)
-        self._thread.start()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Hand on each chunk as it is; an input that did not come is an output that does not."""
         return [self._hand_on(request) for request in requests]
 
     def finalize(self) -> None:
-        """Stop."""
-        self._gone.put(None)
-        self._thread.join()
+        """Hang up."""
+        self._disconnect()
 
     def _hand_on(self, request: Any) -> Any:
         outputs = []
@@ -55,21 +62,39 @@ class PostprocessorHost:
                 name = chunk.name().removeprefix(PREFIX)
                 outputs.append(self._pb_utils.Tensor(name, np.array(chunk.as_numpy())))
             else:
-                key = str(chunk.as_numpy().item(), "utf-8")
-                if key not in self._cancelled and request.is_cancelled():
-                    self._cancel(key)
+                self._report(str(chunk.as_numpy().item(), "utf-8"), request)
         return self._pb_utils.InferenceResponse(outputs)
 
-    def _cancel(self, key: str) -> None:
-        self._cancelled[key] = None
-        if len(self._cancelled) > _NUM_REMEMBERED:
-            del self._cancelled[next(iter(self._cancelled))]
-        self._gone.put(key)
+    def _report(self, key: str, request: Any) -> None:
+        """Say that a chunk is handed on, or that there is nobody to hand it to."""
+        if key in self._cancelled or time.monotonic() < self._connect_at:
+            return
+        has_gone = request.is_cancelled()
+        try:
+            self._send(Cancellation(key) if has_gone else Delivery(key))
+        except (OSError, CharoniaError) as error:
+            self._disconnect()
+            self._connect_at = time.monotonic() + _TRY_AGAIN_S  # each chunk would wait for it
+            self._log(f"the scheduler could not be told of a chunk: {error}")
+            return
+        if has_gone:
+            self._cancelled[key] = None
+            if len(self._cancelled) > _NUM_REMEMBERED:
+                del self._cancelled[next(iter(self._cancelled))]
 
-    def _run(self) -> None:
-        """Cancel in a thread, so that other requests' chunks do not wait for it."""
-        while (key := self._gone.get()) is not None:
+    def _send(self, message: Delivery | Cancellation) -> None:
+        data = encode(message)
+        if self._channel is not None:
             try:
-                self._calls.cancel(key)
-            except CharoniaError as error:
-                self._log(f"a request could not be cancelled: {error}")
+                self._channel.send(data, _SEND_TIMEOUT_S)
+            except OSError:
+                self._disconnect()  # there may be another scheduler by now
+            else:
+                return
+        self._channel = self._scheduler.connect()
+        self._channel.send(data, _SEND_TIMEOUT_S)
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None

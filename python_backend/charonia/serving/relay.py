@@ -1,36 +1,71 @@
-"""Mailboxes: answers that another model fetches in batches, instead of one BLS stream each.
+"""What other models say to the scheduler through a socket: requests of `generate`, which are
+answered, and what becomes of the chunks that `postprocessor` hands on.
 
-Owns both ends' message and the scheduler's end; the other one is `generate_host`. Must not know
-Triton's tensors.
+Owns the messages, both ends of a connection, the scheduler's socket and the way to it. Must not
+know what a request asks for.
 
-Every BLS call under way holds a thread of Triton's Python backend (32 by default), and dozens
-of them at once were seen to corrupt the heap of the calling process. So a model that has many
-requests under way hands each in by a short call, which answers at once whether it was accepted,
-and keeps one long call open that brings whatever is finished::
+    generate                                                                scheduler
+      any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation ─► reader ─► takes them in
+      passes on ◄── reader ◄───────── RelayedAnswer ◄─ writer ◄─ outbox ◄─ any thread
 
-    generate ──(request, request_key, relay_key)──► scheduler       accepted, or refused
-    generate ──(relay_key)────────────────────────► scheduler       … the next results
+    postprocessor ────────────────────► Delivery, Cancellation ───────► reader
+
+Every request gets one answer, a refusal too. Neither side of `generate` ever waits for the other:
+what a stopped process does not take stays in the outbox. The end of a connection cancels all
+requests that came through it, because their client is seen to have gone.
 """
 
+import contextlib
 import secrets
+import socket
 import threading
-import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from charonia.errors import CharoniaError
+from charonia.errors import CharoniaError, UnavailableError
+from charonia.serving.bls import clean
+from charonia.serving.channel import SOCKET_SUFFIX, Channel, connect, connections, listen
 from charonia.serving.outlets import Outlet
-from charonia.serving.tensors import RELAYED, Outputs
+from charonia.serving.tensors import REQUEST_KEY, Array, Outputs, RawRequest, tensor
+
+REQUESTS_SOCKET = f"requests{SOCKET_SUFFIX}"
+"""Beside the scheduler's model.py."""
+
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class RelayedRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request of a client.
+
+    Attributes:
+        key: names it until it is answered; unguessable.
+    """
+
+    key: str
+    raw: RawRequest
+
+
+class Cancellation(msgspec.Struct, frozen=True, tag=True):
+    """Cancels the request of this key, which still gets its answer."""
+
+    key: str
+
+
+class Delivery(msgspec.Struct, frozen=True, tag=True):
+    """One response of the request of this key has been handed on to its client."""
+
+    key: str
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request's whole answer: outputs, or an error with its code's name.
-
-    A refusal has no key: it is the answer to the call itself.
-    """
+    """The whole answer to one request: outputs, or an error with its code's name."""
 
     key: str
     outputs: dict[str, list[Any]] = {}
@@ -38,130 +73,253 @@ class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str = ""
 
 
-class RelayBatch(msgspec.Struct, frozen=True):
-    """What one call brings.
+Message = RelayedRequest | Cancellation | Delivery
+"""To the scheduler."""
+
+
+def _plain(array: Array) -> tuple[str, tuple[int, ...], bytes | list[bytes]]:
+    content = array.ravel().tolist() if array.dtype == np.object_ else array.tobytes()
+    return array.dtype.str, array.shape, content
+
+
+def _array(_: type, plain: Any) -> Array:
+    dtype, shape, content = plain
+    if isinstance(content, list):
+        return np.array(content, dtype=np.object_).reshape(shape)
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_message_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message, dec_hook=_array)
+_answer_decoder = msgspec.msgpack.Decoder(RelayedAnswer)
+
+
+def encode(message: Message | RelayedAnswer) -> bytes:
+    """A message as bytes; arrays are their type, shape and content."""
+    return _encoder.encode(message)
+
+
+def decode_message(data: bytes) -> Message:
+    """Raises ValueError, RecursionError: it is no such message."""
+    message: Message = _message_decoder.decode(data)
+    return message
+
+
+def decode_answer(data: bytes) -> RelayedAnswer:
+    """Raises ValueError, RecursionError: it is no such message."""
+    return _answer_decoder.decode(data)
+
+
+class Connection:
+    """One end, with a thread for each direction.
+
+    Args:
+        take: called with each message, in the reader's thread; when it raises, that is hung up.
+        on_end: called once, in the reader's thread, after the last message.
+        log: takes one line, from any thread.
 
     Attributes:
-        owner: names the scheduler's process; when it changes, what was accepted before is lost.
+        has_ended: nothing comes or goes any more.
     """
 
-    owner: str
-    answers: list[RelayedAnswer] = []
+    def __init__(
+        self,
+        channel: Channel,
+        take: Callable[["Connection", bytes], None],
+        on_end: Callable[[], None] = lambda: None,
+        *,
+        log: Callable[[str], None],
+    ) -> None:
+        self.has_ended = False
+        self._channel = channel
+        self._take = take
+        self._on_end = on_end
+        self._log = log
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name="charonia-reader", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="charonia-writer", daemon=True)
+        self._writer.start()
+        self._reader.start()
 
-
-@dataclass
-class Mailbox:
-    """Answers that wait for a collector, or a collector that waits for answers."""
-
-    answers: list[RelayedAnswer] = field(default_factory=list)
-    collector: Outlet | None = None
-    asked_at: float = 0.0
-
-
-class MailboxOutlet:
-    """An outlet whose answer goes into a mailbox. The caller cancels by key, not by leaving."""
-
-    def __init__(self, relay: "Relay", relay_key: str, request_key: str) -> None:
-        self._relay = relay
-        self._relay_key = relay_key
-        self._request_key = request_key
-
-    def send(self, outputs: Outputs, *, is_final: bool) -> None:
-        """Put the one response into the mailbox."""
-        assert is_final, "a relayed request does not stream"
-        self._relay.put(self._relay_key, RelayedAnswer(self._request_key, dict(outputs)))
-
-    def fail(self, error: CharoniaError) -> None:
-        """Put an error into the mailbox."""
-        answer = RelayedAnswer(self._request_key, error=str(error), code=error.code)
-        self._relay.put(self._relay_key, answer)
-
-    def is_cancelled(self) -> bool:
-        """Never by itself."""
-        return False
-
-
-class Relay:
-    """The scheduler's mailboxes.
-
-    A collector gets an empty batch after `PATIENCE_S`, so that it never holds up the end of the
-    server; a mailbox that nobody asked for in `FORGET_S` is dropped.
-    """
-
-    PATIENCE_S = 1.0
-    FORGET_S = 60.0
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._owner = secrets.token_hex(8)
-        self._clock = clock
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="charonia-relay", daemon=True)
-        self._thread.start()
-
-    def accepted(self) -> Outputs:
-        """The answer to a request that was handed in."""
-        return self._outputs([])
-
-    def refused(self, error: CharoniaError) -> Outputs:
-        """The answer to a call that is refused. As Triton's own error it would lose its code."""
-        return self._outputs([RelayedAnswer("", error=str(error), code=error.code)])
-
-    def put(self, relay_key: str, answer: RelayedAnswer) -> None:
-        """Add an answer, and hand all that there is to a waiting collector."""
-        with self._lock:
-            mailbox = self._mailbox(relay_key)
-            mailbox.answers.append(answer)
-            answers, collector = self._match(mailbox)
-        self._deliver(collector, answers)
-
-    def collect(self, relay_key: str, collector: Outlet) -> None:
-        """Answer `collector` with all that there is, as soon as there is something."""
-        with self._lock:
-            mailbox = self._mailbox(relay_key)
-            mailbox.asked_at = self._clock()
-            previous, mailbox.collector = mailbox.collector, collector
-            answers, collected = self._match(mailbox)
-        self._deliver(previous, [])
-        self._deliver(collected, answers)
+    def send(self, message: Message | RelayedAnswer) -> None:
+        """Send a message, soon; never waits. Nothing happens after the end."""
+        self._outbox.put(encode(message))
 
     def close(self) -> None:
-        """Answer every collector and stop the thread."""
-        self._stop.set()
-        self._thread.join()
-        self._tick(patience_s=0.0)
+        """Send what waits, as far as the other side takes it, and hang up."""
+        self._outbox.put(None)
+        self._writer.join(_CLOSE_TIMEOUT_S)
+        self._channel.hang_up()
+        self._reader.join()
 
-    def _mailbox(self, relay_key: str) -> Mailbox:
-        return self._mailboxes.setdefault(relay_key, Mailbox(asked_at=self._clock()))
+    def _read(self) -> None:
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._take(self, message)
+        except Exception:
+            self._log(f"a message could not be taken, hanging up: {traceback.format_exc()}")
+        self.has_ended = True
+        self._channel.hang_up()
+        self._outbox.put(None)
+        self._writer.join()
+        self._channel.close()
+        self._on_end()
 
-    def _match(self, mailbox: Mailbox) -> tuple[list[RelayedAnswer], Outlet | None]:
-        if not mailbox.answers or mailbox.collector is None:
-            return [], None
-        answers, mailbox.answers = mailbox.answers, []
-        collector, mailbox.collector = mailbox.collector, None
-        return answers, collector
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                self._channel.send(message)
+        except OSError:
+            pass  # the other side has gone
+        except Exception:
+            self._log(f"a message could not be sent, hanging up: {traceback.format_exc()}")
+        else:
+            return  # closed from this side, which hangs up
+        self._channel.hang_up()
 
-    def _deliver(self, collector: Outlet | None, answers: list[RelayedAnswer]) -> None:
-        if collector is not None:
-            collector.send(self._outputs(answers), is_final=True)
 
-    def _outputs(self, answers: list[RelayedAnswer]) -> Outputs:
-        return {RELAYED: list(msgspec.msgpack.encode(RelayBatch(self._owner, answers)))}
+class RelayedOutlet:
+    """The outlet of a request that came through a connection: a client that cannot stream.
+
+    Args:
+        live: keys of the connection's requests that are not answered yet.
+    """
+
+    is_polled = False
+
+    def __init__(self, connection: Connection, key: str, live: set[str]) -> None:
+        self._connection = connection
+        self._key = key
+        self._live = live
+        live.add(key)
+
+    def send(self, outputs: Outputs, *, is_final: bool) -> None:
+        """Send the one response."""
+        assert is_final, "a relayed request does not stream"
+        self._live.discard(self._key)
+        self._connection.send(RelayedAnswer(self._key, dict(outputs)))
+
+    def fail(self, error: CharoniaError) -> None:
+        """Send an error."""
+        self._live.discard(self._key)
+        self._connection.send(RelayedAnswer(self._key, error=str(error), code=error.code))
+
+    def is_cancelled(self) -> bool:
+        """Whether the connection has ended. A cancellation comes by message."""
+        return self._connection.has_ended
+
+
+class RelayServer:
+    """The scheduler's end: any number of connections.
+
+    Args:
+        path: where the socket is made; an old one is replaced.
+        take: gets each request: its key, itself, and where its answer goes. Called in several
+            threads; answers its own errors.
+        cancel: called with the key of a request to be cancelled.
+        delivered: called with the key of a request of which a response was handed on; with None
+            when a connection has ended, through which such words may have come.
+        log: takes one line, from any thread.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        take: Callable[[str, RawRequest, Outlet], None],
+        *,
+        cancel: Callable[[str], None],
+        delivered: Callable[[str | None], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._take = take
+        self._cancel = cancel
+        self._delivered = delivered
+        self._is_closing = False
+        self._log = log
+        self._connections: list[Connection] = []
+        self._listener = listen(path)
+        self._thread = threading.Thread(target=self._run, name="charonia-requests", daemon=True)
+
+    def start(self) -> None:
+        """Take connections; those made before have waited."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening, send the answers that there are, and hang up."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._listener.close()
+        for connection in self._connections:
+            connection.close()
 
     def _run(self) -> None:
-        while not self._stop.wait(self.PATIENCE_S / 4):
-            self._tick(self.PATIENCE_S)
+        for channel in connections(self._listener, lambda: self._is_closing):
+            live: set[str] = set()
+            connection = Connection(
+                channel, partial(self._on_message, live), partial(self._on_end, live), log=self._log
+            )
+            living = [one for one in self._connections if not one.has_ended]
+            self._connections = [*living, connection]
 
-    def _tick(self, patience_s: float) -> None:
-        impatient: list[Outlet] = []
-        now = self._clock()
-        with self._lock:
-            for key, mailbox in list(self._mailboxes.items()):
-                if mailbox.collector is not None and now - mailbox.asked_at >= patience_s:
-                    impatient.append(mailbox.collector)
-                    mailbox.collector = None
-                elif mailbox.collector is None and now - mailbox.asked_at > self.FORGET_S:
-                    del self._mailboxes[key]
-        for collector in impatient:
-            self._deliver(collector, [])
+    def _on_message(self, live: set[str], connection: Connection, data: bytes) -> None:
+        match decode_message(data):
+            case Delivery(key):
+                self._delivered(key)
+            case Cancellation(key):
+                self._cancel(key)
+            case RelayedRequest(key, raw):
+                self._take(key, raw, RelayedOutlet(connection, key, live))
+
+    def _on_end(self, live: set[str]) -> None:
+        self._delivered(None)
+        for key in list(live):
+            self._cancel(key)
+
+
+class SchedulerAddress:
+    """Where the scheduler is, for a model in the same repository.
+
+    Args:
+        scheduler_model: its name. repository: the models' folders.
+    """
+
+    def __init__(self, pb_utils: Any, scheduler_model: str, repository: Path) -> None:
+        self._pb_utils = pb_utils
+        self._scheduler_model = scheduler_model
+        self._path = repository / scheduler_model / "1" / REQUESTS_SOCKET
+
+    def connect(self) -> Channel:
+        """Connect, in the thread of `execute`.
+
+        The scheduler takes connections once a request has shown it that Triton has loaded it, so it
+        gets one: the cancellation of a request that does not exist. The answer has no tensors,
+        because BLS makes those without holding Python's lock, see `channel`.
+
+        Raises:
+            UnavailableError: there is no scheduler, or it answers with an error.
+        """
+        pb_utils = self._pb_utils
+        try:
+            knock = pb_utils.InferenceRequest(
+                model_name=self._scheduler_model,
+                requested_output_names=["text_output"],
+                inputs=[
+                    pb_utils.Tensor("cancel", np.array([True])),
+                    tensor(pb_utils, REQUEST_KEY, [secrets.token_hex(16)]),
+                ],
+            )
+            for response in knock.exec(decoupled=True):
+                if response.has_error():
+                    raise UnavailableError(clean(response.error().message()))
+            return connect(self._path)
+        except pb_utils.TritonModelException as error:
+            raise UnavailableError(clean(str(error))) from None
+        except OSError as error:
+            name = "/".join(self._path.parts[-3:])
+            raise UnavailableError(f"the scheduler's socket, {name}: {error.strerror}") from None

@@ -7,34 +7,26 @@ scheduled.
 import json
 import locale
 import threading
-import traceback
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.service import EngineService
-from charonia.errors import CharoniaError
+from charonia.errors import CharoniaError, ConfigError
 from charonia.serving.bls import BlsExecutor
 from charonia.serving.engine_host import MODEL_FILE
 from charonia.serving.metrics import MetricsExporter
-from charonia.serving.outlets import Outlet, TritonOutlet
-from charonia.serving.relay import MailboxOutlet, Relay
-from charonia.serving.schema import CancelCall, CollectCall, GenerateCall, parse
+from charonia.serving.outlets import Outlet, TritonOutlet, failing_with_errors
+from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.schema import CancelCall, GenerateCall, parse
 from charonia.serving.sessions import Sessions
-from charonia.serving.tensors import (
-    INTERNAL_ERROR,
-    RELAY_KEY,
-    Outputs,
-    RawRequest,
-    read_request,
-)
+from charonia.serving.tensors import Outputs, RawRequest, read_request
 from charonia.text.tokenizer import Tokenizer
 
 NOTHING: Outputs = {"text_output": [""]}
-"""Answers a request that generates no text."""
+"""Answers a client's request that generates no text."""
 START_DELAY_S = 3.0
 FIRST_CONNECT_S = 2.0
 
@@ -56,7 +48,8 @@ class SchedulerHost:
         args: what Triton gives to `initialize`. log: takes one line, from any thread.
 
     Raises:
-        ConfigError, CheckpointError: a parameter, model.json or the tokenizer is wrong.
+        ConfigError, CheckpointError: a parameter, model.json or the tokenizer is wrong, or the
+            model's directory takes no socket.
     """
 
     def __init__(
@@ -74,7 +67,6 @@ class SchedulerHost:
             pb_utils,
             scheduler_args.engine_model,
             engine_dir,
-            use_socket=scheduler_args.use_step_socket,
             log=log,
         )
         self._service = EngineService(
@@ -86,7 +78,7 @@ class SchedulerHost:
             cancel=self._service.cancel,
             log=log,
         )
-        self._relay = Relay()
+        self._relay = self._listen(Path(args["model_repository"]) / "1" / REQUESTS_SOCKET)
         self._exporter = MetricsExporter(
             pb_utils,
             self._service.metrics,
@@ -106,17 +98,8 @@ class SchedulerHost:
         self._start()
         for request in requests:
             outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
-            refuse = outlet.fail
-            try:
-                raw = read_request(request)
-                if RELAY_KEY in raw.tensors:
-                    refuse = partial(self._refuse_relayed, outlet)
-                self._take(self._parse(raw), outlet)
-            except CharoniaError as error:
-                refuse(error)
-            except Exception:
-                self._log(f"a request could not be read: {traceback.format_exc()}")
-                refuse(CharoniaError(INTERNAL_ERROR))
+            with failing_with_errors(outlet, self._log):
+                self._take(self._parse(read_request(request)), outlet)
 
     def finalize(self) -> None:
         """Answer what is still live, and stop."""
@@ -131,34 +114,47 @@ class SchedulerHost:
             if not self._is_started:
                 self._is_started = True
                 # The engine is loaded by now: the first request need not be refused.
-                self._service.start(wait_s=FIRST_CONNECT_S)
-                self._exporter.start()
+                try:
+                    self._service.start(wait_s=FIRST_CONNECT_S)
+                    self._exporter.start()
+                finally:
+                    self._relay.start()
 
-    def _parse(self, raw: RawRequest) -> GenerateCall | CancelCall | CollectCall:
+    def _listen(self, path: Path) -> RelayServer:
         try:
-            return parse(raw)
+            return RelayServer(
+                path,
+                self._take_relayed,
+                cancel=self._sessions.abandon,
+                delivered=self._sessions.report,
+                log=self._log,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"the scheduler's directory must take a socket, {path.name}: {error.strerror}"
+            ) from None
+
+    def _take_relayed(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
+        with failing_with_errors(outlet, self._log):
+            self._take(self._parse(raw, key), outlet)
+
+    def _parse(self, raw: RawRequest, relayed_key: str | None = None) -> GenerateCall | CancelCall:
+        try:
+            return parse(raw, relayed_key)
         except CharoniaError as error:
             self._service.count_rejection(error)
             raise
 
-    def _refuse_relayed(self, outlet: TritonOutlet, error: CharoniaError) -> None:
-        outlet.send(self._relay.refused(error), is_final=True)
-
-    def _take(self, call: GenerateCall | CancelCall | CollectCall, outlet: TritonOutlet) -> None:
+    def _take(self, call: GenerateCall | CancelCall, outlet: Outlet) -> None:
         match call:
-            case GenerateCall(relay_key=None):
+            case GenerateCall():
                 self._generate(call, outlet)
-            case GenerateCall(relay_key=relay_key):
-                self._generate(call, MailboxOutlet(self._relay, str(relay_key), call.key))
-                outlet.send(self._relay.accepted(), is_final=True)
             case CancelCall(key=None):
                 self._service.cancel_matching(call.request_id, call.tenant)
                 outlet.send(NOTHING, is_final=True)
             case CancelCall(key=key):
                 self._sessions.abandon(str(key))
-                outlet.send(NOTHING, is_final=True)
-            case CollectCall():
-                self._relay.collect(call.relay_key, outlet)
+                outlet.send({}, is_final=True)  # over BLS, which must carry no tensors
 
     def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
         prompt_ids = call.prompt_ids

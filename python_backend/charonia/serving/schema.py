@@ -3,12 +3,11 @@
 Owns the meaning of the public tensors (model_repository/README.md). Must not know senders, threads
 or the engine.
 
-Beside the public inputs there are three internal ones, for callers that are models themselves::
+Beside the public inputs there are two internal ones, for callers that are models themselves::
 
     request_key   STRING [1]   the caller's own, unguessable name of the request: it can cancel
                                by it, and every response carries it as the output `request_key`
     prompt_text   STRING [-1]  with `input_ids`: the text that they came from, for the echo
-    relay_key     STRING [1]   the answer goes into this mailbox, see `relay`; alone: collects
 """
 
 import json
@@ -26,7 +25,6 @@ from charonia.serving.parameters import parse_sampling_params, parse_timeout
 from charonia.serving.tensors import (
     INPUT_IDS,
     PROMPT_TEXT,
-    RELAY_KEY,
     REQUEST_KEY,
     Array,
     RawRequest,
@@ -82,7 +80,6 @@ class GenerateCall:
     params: SamplingParams
     timeout_s: float | None
     options: OutputOptions
-    relay_key: str | None
 
     @property
     def wants_cumulative_logprob(self) -> bool:
@@ -99,15 +96,11 @@ class CancelCall:
     tenant: str
 
 
-@dataclass(frozen=True)
-class CollectCall:
-    """Waits for the next results of a mailbox."""
-
-    relay_key: str
-
-
-def parse(raw: RawRequest) -> GenerateCall | CancelCall | CollectCall:
+def parse(raw: RawRequest, relayed_key: str | None = None) -> GenerateCall | CancelCall:
     """Say what a request asks for.
+
+    Args:
+        relayed_key: names a request that `relay` brought; only its caller gets to see it.
 
     Raises:
         InvalidRequestError: it is malformed; the text names the tensor or parameter.
@@ -120,16 +113,13 @@ def parse(raw: RawRequest) -> GenerateCall | CancelCall | CollectCall:
         if key is None and not raw.request_id:
             raise InvalidRequestError("cancel needs the id of the request that it cancels")
         return CancelCall(key, raw.request_id, params.tenant)
-    relay_key = _read_internal(tensors, RELAY_KEY, MAX_KEY_BYTES)
-    if relay_key is not None and key is None:
-        return CollectCall(relay_key)
     text, prompt_ids = read_prompt(tensors)
     prompt_text = text or _read_internal(tensors, PROMPT_TEXT, MAX_PROMPT_BYTES)
     options = _read_options(raw, params, key)
-    if relay_key is not None and options.is_streaming:
-        raise InvalidRequestError("a request with a relay_key cannot stream")
+    if relayed_key is not None and options.is_streaming:
+        raise InvalidRequestError("a relayed request cannot stream")
     return GenerateCall(
-        key=key or secrets.token_hex(16),
+        key=relayed_key or key or secrets.token_hex(16),
         request_id=raw.request_id,
         text=text,
         prompt_ids=prompt_ids,
@@ -137,7 +127,6 @@ def parse(raw: RawRequest) -> GenerateCall | CancelCall | CollectCall:
         params=params,
         timeout_s=_timeout_s(raw),
         options=options,
-        relay_key=relay_key,
     )
 
 

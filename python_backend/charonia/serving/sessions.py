@@ -8,6 +8,11 @@ Owns the sender threads and what waits for them. Must not know how chunks come a
 
 A send is a blocking round trip, so whatever piled up for a request while one was under way goes
 out as one response. A session that does not stream waits for its last chunk.
+
+Where another model hands responses on, a send says nothing of that: Triton takes any number and
+keeps them for that model. If it reports what it has handed on, a session has no more than
+`MAX_UNDER_WAY` responses on that way, but for the last one, and the rest piles up here. Otherwise a
+model that is slower than the engine would delay every request by all that it has not done yet.
 """
 
 import threading
@@ -23,6 +28,8 @@ from charonia.serving.schema import OutputOptions, chunk_outputs
 from charonia.serving.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
 
+MAX_UNDER_WAY = 4
+
 
 class Session:
     """One live request.
@@ -30,6 +37,8 @@ class Session:
     Attributes:
         chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
         is_abandoned: its client has gone.
+        is_reported: somebody says when a response has been handed on.
+        num_under_way: responses that were sent and not reported.
     """
 
     def __init__(self, key: str, options: OutputOptions, prompt_text: str, outlet: Outlet) -> None:
@@ -40,7 +49,18 @@ class Session:
         self.chunks: list[Chunk] = []
         self.is_queued = False
         self.is_abandoned = False
+        self.is_reported = False
+        self.num_under_way = 0
         self.lock = threading.Lock()
+
+    def may_send(self) -> bool:
+        """Whether what waits may go out now. The caller holds the lock."""
+        if not self.chunks:
+            return False
+        if self.chunks[-1].is_final:
+            return True
+        is_full = self.is_reported and self.num_under_way >= MAX_UNDER_WAY
+        return self.options.is_streaming and not is_full
 
 
 class Sessions:
@@ -83,7 +103,8 @@ class Sessions:
         session = Session(key, options, prompt_text, outlet)
         if self._sessions.setdefault(key, session) is not session:
             raise InvalidRequestError("request_key belongs to a live request")
-        self._poller.add(key, outlet)
+        if outlet.is_polled:
+            self._poller.add(key, outlet)
         return lambda chunk: self._take(session, chunk)
 
     def drop(self, key: str) -> None:
@@ -97,6 +118,22 @@ class Sessions:
         if session is not None:
             session.is_abandoned = True
         self._cancel(key)
+
+    def report(self, key: str | None) -> None:
+        """A response of this request has been handed on; None: nobody reports any more."""
+        if key is not None:
+            session = self._sessions.get(key)
+            if session is not None:
+                with session.lock:
+                    session.is_reported = True
+                    session.num_under_way -= 1
+                    self._queue(session)
+            return
+        for session in list(self._sessions.values()):
+            with session.lock:
+                session.is_reported = False
+                session.num_under_way = 0
+                self._queue(session)
 
     def close(self) -> None:
         """End what is still live with an error, and stop the threads."""
@@ -114,24 +151,27 @@ class Sessions:
     def _take(self, session: Session, chunk: Chunk) -> None:
         with session.lock:
             session.chunks.append(chunk)
-            if session.is_queued or not (session.options.is_streaming or chunk.is_final):
-                return
+            self._queue(session)
+
+    def _queue(self, session: Session) -> None:
+        """Have a sender thread take the session. The caller holds its lock."""
+        if not session.is_queued and session.may_send():
             session.is_queued = True
-        self._ready.put(session)
+            self._ready.put(session)
 
     def _run(self) -> None:
         while (session := self._ready.get()) is not None:
             with session.lock:
                 chunks, session.chunks = session.chunks, []
+                session.num_under_way += 1
             try:
                 self._send(session, chunks)
             except Exception:
                 self._log(f"a response could not be sent: {traceback.format_exc()}")
                 self._give_up(session)
             with session.lock:
-                session.is_queued = bool(session.chunks)
-                if session.is_queued:
-                    self._ready.put(session)
+                session.is_queued = False
+                self._queue(session)
 
     def _send(self, session: Session, chunks: list[Chunk]) -> None:
         last = chunks[-1]

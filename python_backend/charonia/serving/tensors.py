@@ -33,14 +33,10 @@ OUTPUT_TYPES: dict[str, type] = {
 
 REQUEST_KEY = "request_key"
 PROMPT_TEXT = "prompt_text"
-RELAY_KEY = "relay_key"
-RELAYED = "relayed"
 INPUT_IDS = "input_ids"
 _TYPES: dict[str, type] = OUTPUT_TYPES | {
     REQUEST_KEY: np.object_,
     PROMPT_TEXT: np.object_,
-    RELAY_KEY: np.object_,
-    RELAYED: np.uint8,
     INPUT_IDS: np.int32,
 }
 INTERNAL_ERROR = "internal error; the server's log has the details"
@@ -61,6 +57,14 @@ class RawRequest:
     request_id: str = ""
     timeout_us: int = 0
     output_names: frozenset[str] = frozenset(OUTPUT_TYPES)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(
+            sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
+            for array in self.tensors.values()
+        )
 
 
 def read_request(request: Any) -> RawRequest:

@@ -1,0 +1,67 @@
+"""The other ends of the sockets between models, for tests of one end.
+
+Owns what such an end keeps. Must not know which model is tested.
+"""
+
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from charonia.protocol import Hello, StepPlan, decode_reply, encode
+from charonia.serving.bls import STEPS_SOCKET
+from charonia.serving.channel import connect
+from charonia.serving.outlets import Outlet
+from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.secret import FILE_NAME
+from charonia.serving.tensors import RawRequest
+
+WAIT_S = 10.0
+
+
+class SchedulerEnd:
+    """What the scheduler listens with, and what it was told.
+
+    Attributes:
+        taken, cancelled, delivered: requests and keys, as they came. log: its lines.
+        take: what is done with a request; keeps it in `taken`.
+    """
+
+    def __init__(self, repository: Path) -> None:
+        self.path = repository / "scheduler" / "1" / REQUESTS_SOCKET
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.taken: SimpleQueue[tuple[str, RawRequest, Outlet]] = SimpleQueue()
+        self.cancelled: SimpleQueue[str] = SimpleQueue()
+        self.delivered: SimpleQueue[str | None] = SimpleQueue()
+        self.log: list[str] = []
+        self.take = lambda *request: self.taken.put(request)
+        self.relay = RelayServer(
+            self.path,
+            lambda *request: self.take(*request),
+            cancel=self.cancelled.put,
+            delivered=self.delivered.put,
+            log=self.log.append,
+        )
+        self.relay.start()
+
+    def next(self) -> tuple[str, RawRequest, Outlet]:
+        """Wait for a request."""
+        return self.taken.get(timeout=WAIT_S)
+
+
+class StepsClient:
+    """Sends messages to an engine's socket with the scheduler's secret."""
+
+    def __init__(self, engine_dir: Path) -> None:
+        self._secret = (engine_dir / FILE_NAME).read_text(encoding="ascii")
+        self._channel = connect(engine_dir / STEPS_SOCKET)
+
+    def ask(self, message: Hello | StepPlan) -> Any:
+        """Send a message and return the reply."""
+        self._channel.send(encode(msgspec.structs.replace(message, secret=self._secret)))
+        return decode_reply(self._channel.receive(3 * WAIT_S) or b"")
+
+    def close(self) -> None:
+        """Hang up."""
+        self._channel.close()
