@@ -5,7 +5,7 @@ Owns plain immutable values. Must not know how they travel.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 FinishReason = Literal["stop", "length"]
 Protocol = Literal["grpc", "http"]
@@ -86,7 +86,7 @@ class Chunk:
     cumulative_logprob: float | None = None
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
-    timing: Mapping[str, float] | None = None
+    timing: Mapping[str, Any] | None = None
 
     @property
     def is_final(self) -> bool:
@@ -107,7 +107,7 @@ class Completion:
     cumulative_logprob: float | None = None
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
-    timing: Mapping[str, float] | None = None
+    timing: Mapping[str, Any] | None = None
 
 
 def join(request_id: str, chunks: Iterable[Chunk]) -> Completion:

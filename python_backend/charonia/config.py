@@ -18,6 +18,76 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 T = TypeVar("T")
 
 
+MAX_SPECULATIVE_TOKENS = 64
+_SPECULATIVE_TOKENS = {"draft_model": 5, "ngram": 10, "suffix": 16}
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are guessed ahead, so that one pass of the model can commit several.
+
+    No method changes a request's tokens. Names are vLLM's where the meaning is the same.
+
+    Attributes:
+        method: "draft_model", a small model of the same vocabulary guesses; "ngram", what followed
+            the last tokens earlier in the same text; "suffix", the same with matches of any
+            length, also in earlier responses of the same tenant. None is "draft_model" where a
+            `model` is named.
+        model: directory of the draft model's checkpoint.
+        num_speculative_tokens: drafts per request and step at most; None is the method's own.
+        prompt_lookup_max, prompt_lookup_min: tokens that must be the same for "ngram"; 5 and 2.
+        adaptive: choose from measured acceptance and step times how many drafts pay, none
+            included; False always drafts as many as it can.
+        synthetic_acceptance_rate: accept each draft with this probability, whatever it is. For
+            benchmarks of the machinery alone: the text is NOT the model's.
+    """
+
+    method: Literal["draft_model", "ngram", "suffix"] | None = None
+    model: str | None = None
+    num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_SPECULATIVE_TOKENS)] | None = (
+        None
+    )
+    prompt_lookup_max: PositiveInt | None = None
+    prompt_lookup_min: PositiveInt | None = None
+    adaptive: bool = True
+    synthetic_acceptance_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.method is None and self.model is None:
+            raise ConfigError(
+                "speculative_config names neither a method nor a model; methods are"
+                " 'draft_model', 'ngram' and 'suffix'"
+            )
+        if self.has_draft_model and self.model is None:
+            raise ConfigError("speculative_config: method 'draft_model' needs a model")
+        if not self.has_draft_model and self.model is not None:
+            raise ConfigError(
+                f"speculative_config: method {self.method!r} takes no model, and one is named:"
+                f" {self.model!r}"
+            )
+        shortest, longest = self.prompt_lookup
+        if shortest > longest:
+            raise ConfigError(
+                f"speculative_config: prompt_lookup_min = {shortest} must be at most"
+                f" prompt_lookup_max ({longest})"
+            )
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether the engine drafts, with a model of its own."""
+        return self.method in (None, "draft_model")
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts per request and step at most."""
+        return self.num_speculative_tokens or _SPECULATIVE_TOKENS[self.method or "draft_model"]
+
+    @property
+    def prompt_lookup(self) -> tuple[int, int]:
+        """Least and greatest length of an n-gram."""
+        longest = self.prompt_lookup_max or max(5, self.prompt_lookup_min or 0)
+        return self.prompt_lookup_min or min(2, longest), longest
+
+
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine's arguments, from `engine/1/model.json` or the Python API.
 
@@ -33,6 +103,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         num_gpu_blocks_override: KV blocks, whatever the memory; None sizes the cache by memory.
         enable_prefix_caching: reuse KV blocks of earlier requests with the same prefix.
         enable_chunked_prefill: let a prompt be computed over several steps.
+        speculative_config: how to guess tokens ahead, see `SpeculativeConfig`; None does not.
         scheduling_policy: "fcfs", first come first served.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
             bytes of bfloat16, at a small loss.
@@ -59,7 +130,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     enable_chunked_prefill: bool = True
     kv_cache_dtype: Literal["auto"] = "auto"
     quantization: Literal["int8"] | None = None
-    speculative_config: None = None
+    speculative_config: SpeculativeConfig | None = None
     scheduling_policy: Literal["fcfs"] = "fcfs"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -99,10 +170,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
         except msgspec.DecodeError as error:
             raise ConfigError(f"{path.name} is not a JSON object: {error}") from None
-        for name in ("model", "tokenizer"):
-            if isinstance(values.get(name), str):
-                values[name] = os.path.normpath(path.parent / values[name])
+        make_paths_absolute(values, path.parent)
         return cls.from_dict(values)
+
+
+def make_paths_absolute(values: dict[str, Any], base: Path) -> None:
+    """Take the paths among an engine's arguments as relative to `base`; `~` is the home."""
+    speculative = values.get("speculative_config")
+    for holder in (values, speculative if isinstance(speculative, dict) else {}):
+        for name in ("model", "tokenizer"):
+            if isinstance(holder.get(name), str):
+                holder[name] = os.path.normpath(base / Path(holder[name]).expanduser())
 
 
 class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

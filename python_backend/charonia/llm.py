@@ -19,7 +19,7 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
 from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import Chunk, Logprob, name_logprobs
+from charonia.engine.outputs import Chunk, Logprob, Timing, name_logprobs
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.protocol import FinishReason, SamplingParams
 from charonia.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    timing: dict[str, float] | None = None
+    timing: Timing | None = None
 
 
 class LLM:

@@ -207,6 +207,7 @@ class NewRow(msgspec.Struct, frozen=True):
         num_prompt: how many of them are the prompt.
         num_computed: how many have their KV in `block_ids` already (prefix hits).
         block_ids: its blocks so far; position p lives in block_ids[p // block_size].
+        num_draft_computed: how many have the draft model's KV in them, too.
     """
 
     row: int
@@ -215,18 +216,36 @@ class NewRow(msgspec.Struct, frozen=True):
     num_computed: int
     block_ids: list[int]
     sampling: RowSampling
+    num_draft_computed: int = 0
 
 
 class RowStep(msgspec.Struct, frozen=True, array_like=True):
-    """What one row computes in this step: the next `num_tokens` tokens after its cursor.
+    """What one row computes in this step: the next `num_tokens` known tokens after its cursor.
 
-    A row whose cursor reaches its last known token samples the next one, appends it, and
-    reports it. `new_block_ids` are appended to the row's block table first.
+    A row whose cursor reaches its last known token samples the next one, appends it, and reports
+    it. With drafts it does so several times: they are computed in the same pass, and as long as
+    the sampled token is the draft at its place, the token sampled behind that draft counts too::
+
+        known tokens ......... t │ d1   d2   d3      num_drafts = 3
+          num_tokens ──────────┘ │  │    │    │
+        sampled                 d1  d2   x    ·      2 accepted; the run is d1 d2 x
+
+    The cursor then stands behind the last accepted draft.
+
+    Attributes:
+        new_block_ids: appended to the row's block table first; it must hold the drafts too.
+        num_drafts: how many, >= 0; any only where `num_tokens` reaches the last known token.
+        draft_ids: the drafts; empty where the engine's draft model is to guess them.
+        num_draft_tokens: known tokens that the draft model computes first, after its own cursor;
+            they reach the last known token where it is to guess.
     """
 
     row: int
     num_tokens: int
     new_block_ids: list[int] = []
+    num_drafts: int = 0
+    draft_ids: list[int] = []
+    num_draft_tokens: int = 0
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -265,7 +284,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
-    """The run of tokens that a row committed in this step (empty while its prompt is chunked).
+    """The run of tokens that a row committed in this step: its accepted drafts and one more.
+
+    It is empty while the row's known tokens are not all computed.
 
     Attributes:
         logprobs: one entry per token of `token_ids`, or None when not asked for.
@@ -280,12 +301,17 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What a step committed. `seconds` is what it took inside the engine."""
+    """What a step committed.
+
+    Attributes:
+        seconds: what it took inside the engine. draft_seconds: the draft model's part of that.
+    """
 
     epoch: int
     step_id: int
     rows: list[RowResult]
     seconds: float
+    draft_seconds: float = 0.0
 
 
 class StepFailure(msgspec.Struct, frozen=True, tag=True):
@@ -313,6 +339,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         num_blocks: with the null block 0, which is never handed out.
         max_model_len: tokens of prompt and output together.
         eos_token_ids: as the checkpoint's configuration says.
+        max_draft_len: tokens that the draft model can look back on; 0 where there is none.
     """
 
     epoch: int
@@ -328,6 +355,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     dtype: str
     device: str
     num_parameters: int
+    max_draft_len: int = 0
 
 
 EngineRequest = Hello | StepPlan

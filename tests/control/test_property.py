@@ -6,13 +6,21 @@ alone without any of that, the invariants hold after every step, and the pool is
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from charonia.control import Limits, Request, Scheduler
+from charonia.control import (
+    AdaptiveDepth,
+    FixedDepth,
+    Limits,
+    Request,
+    Scheduler,
+    Speculation,
+)
 from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import RowSampling
-from support.echo import EchoExecutor, echo_run
+from support.echo import EchoDrafter, EchoExecutor, echo_run
 from support.invariants import check_invariants, check_parents_outlive_children
 
 VOCAB = 64
@@ -32,6 +40,7 @@ class Arrival:
     stops: bool
     takes_hits: bool
     cancel_after: int | None
+    speculates: bool = True
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -52,6 +61,9 @@ class Scenario:
     chunked: bool
     failures: set[int] = field(default_factory=set)
     deaths: set[int] = field(default_factory=set)
+    drafts: str = "none"
+    max_drafts: int = 4
+    adaptive: bool = False
 
 
 arrivals = st.builds(
@@ -66,6 +78,7 @@ arrivals = st.builds(
     stops=st.booleans(),
     takes_hits=st.sampled_from([True, True, True, False]),
     cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 20)),
+    speculates=st.sampled_from([True, True, False]),
 )
 scenarios = st.builds(
     Scenario,
@@ -78,6 +91,9 @@ scenarios = st.builds(
     chunked=st.sampled_from([True, True, False]),
     failures=st.sets(st.integers(0, 60), max_size=2),
     deaths=st.sets(st.integers(0, 60), max_size=2),
+    drafts=st.sampled_from(["none", "text", "model", "model", "model of few tokens"]),
+    max_drafts=st.sampled_from([1, 2, 5, 16]),
+    adaptive=st.booleans(),
 )
 
 
@@ -93,19 +109,34 @@ class Driver:
             max_num_seqs=scenario.max_num_seqs,
             max_num_batched_tokens=max(scenario.budget, 1 if scenario.chunked else 60),
             vocab_size=VOCAB,
+            max_draft_len={"model": 60, "model of few tokens": 20}.get(scenario.drafts, 0),
         )
         self.limits = Limits.of_engine(
             self.executor.info(),
             enable_prefix_caching=scenario.prefix_caching,
             enable_chunked_prefill=scenario.chunked,
         )
-        self.scheduler = Scheduler(self.limits, hash_secret=b"s" * 16)
+        self.drafter = EchoDrafter(VOCAB) if scenario.drafts == "text" else None
+        self.scheduler = Scheduler(
+            self.limits, hash_secret=b"s" * 16, speculation=self._speculation()
+        )
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.cancelled: set[str] = set()
         self.guilty: set[str] = set()
         self.parent_of: dict[bytes, bytes] = {}
         self.now = 0
+
+    def _speculation(self) -> Speculation | None:
+        if self.scenario.drafts == "none":
+            return None
+        adaptive = AdaptiveDepth(has_draft_model=self.drafter is None)
+        return Speculation(
+            max_drafts=self.scenario.max_drafts,
+            policy=adaptive if self.scenario.adaptive else FixedDepth(),
+            drafter=self.drafter,
+            max_draft_len=self.executor.max_draft_len,
+        )
 
     def run(self) -> None:
         last = max(arrival.at_step for arrival in self.scenario.arrivals)
@@ -121,6 +152,8 @@ class Driver:
             assert self.now < 5000, "a request hangs"
         assert self.scheduler.kv.num_used == 0
         assert self.scheduler.kv.num_free == self.limits.num_blocks - 1
+        if self.drafter is not None:
+            assert sorted(self.drafter.forgotten) == sorted(self.outputs)
 
     def _arrive(self) -> None:
         for index, arrival in enumerate(self.scenario.arrivals):
@@ -142,6 +175,7 @@ class Driver:
             arrived_at=float(self.now),
             cache_scope=str(arrival.tenant).encode(),
             takes_hits=arrival.takes_hits,
+            speculates=arrival.speculates,
         )
 
     def _step(self) -> None:
@@ -221,4 +255,16 @@ def test_the_scenarios_can_preempt_hit_and_evict():
     assert driver.scheduler.stats.preemptions > 0
     assert driver.scheduler.stats.prefix_hit_tokens > 0
     assert driver.executor.num_restarts == 1
+    assert all(output == driver.expected(key) for key, output in driver.outputs.items())
+
+
+@pytest.mark.parametrize("drafts", ["text", "model"])
+def test_the_scenarios_can_accept_reject_and_catch_up(drafts):
+    arrivals = [Arrival(i % 3, 0, 8, 2, 14, i % 4, 0, False, True, None) for i in range(6)]
+    driver = Driver(Scenario(arrivals, 16, 4, 6, 64, True, True, set(), set(), drafts))
+    driver.run()
+    counts = driver.scheduler.stats.drafts
+    assert driver.scheduler.stats.preemptions > 0
+    assert driver.scheduler.stats.prefix_hit_tokens > 0
+    assert 0 < counts.num_accepted < counts.num_drafted
     assert all(output == driver.expected(key) for key, output in driver.outputs.items())

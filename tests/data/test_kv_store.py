@@ -25,7 +25,7 @@ def layout(bytes_per_block: int = 1024) -> KVLayout:
 
 def fit(layout: KVLayout, max_useful_blocks: int) -> int:
     return num_blocks_that_fit(
-        layout,
+        layout.bytes_per_block,
         CPU,
         max_useful_blocks=max_useful_blocks,
         gpu_memory_utilization=0.9,

@@ -1,6 +1,5 @@
 """Drawing in C++ against drawing in torch: the same token, whatever the logits and parameters."""
 
-import math
 from collections.abc import Callable
 from functools import cache
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import Sampled, SampledRow, Sampler
 from charonia.protocol import RowSampling
+from support.chi_square import assert_drawn_from
 from support.kernels import ISAS, kernels_for
 
 each_isa = pytest.mark.parametrize("isa", ISAS)
@@ -30,11 +30,6 @@ def native_sampler(vocab: int, isa: str = ISAS[0]) -> Sampler:
 
 def ids(sampled: list[Sampled]) -> list[int]:
     return [one.token_id for one in sampled]
-
-
-def chi_square_limit(degrees: int) -> float:
-    """Upper 1e-4 point of chi-square (Wilson, Hilferty 1931)."""
-    return degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
 VOCABS = [1, 2, 15, 16, 63, 64, 65, 100, 777, 4096, 9001]
@@ -201,14 +196,9 @@ def test_tokens_are_distributed_as_the_softmax_says(cut: dict[str, float]) -> No
     count = min(count, int(cut.get("top_k", vocab)))
     share = share[:count] / share[:count].sum()
     share = share[: int((share.cumsum(0) < cut.get("top_p", 2)).sum()) + 1]
-    expected = share / share.sum() * draws
-    counts = torch.tensor(drawn).bincount(minlength=vocab)[order].double()
-    assert counts[len(share) :].sum() == 0
-    common = int((expected >= 5).sum())
-    cells = ((counts[:common] - expected[:common]) ** 2 / expected[:common]).tolist()
-    if (rare := expected[common:].sum()) >= 5:
-        cells.append(float((counts[common : len(share)].sum() - rare) ** 2 / rare))
-    assert sum(cells) < chi_square_limit(len(cells) - 1)
+    counts = torch.tensor(drawn).bincount(minlength=vocab)[order]
+    probabilities = torch.cat((share / share.sum(), share.new_zeros(vocab - len(share))))
+    assert_drawn_from(counts.tolist(), probabilities.tolist())
 
 
 def test_parameters_are_taken_over_anew_for_each_request() -> None:

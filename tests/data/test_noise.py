@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from charonia.data.sampling.noise import BLOCK_SIZE, gumbel, largest_gumbel, signed_seed
+from support.chi_square import chi_square_limit
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -36,12 +37,6 @@ def reference_gumbel(seed: int, position: int, token_id: int) -> float:
 def noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
     one = torch.tensor([signed_seed(seed)]), torch.tensor([position])
     return gumbel(*one, token_ids.unsqueeze(0))[0]
-
-
-def chi_square_limit(degrees: int) -> float:
-    """Upper 1e-4 point of chi-square (Wilson, Hilferty 1931)."""
-    z = 3.719
-    return degrees * (1 - 2 / (9 * degrees) + z * math.sqrt(2 / (9 * degrees))) ** 3
 
 
 def assert_standard_gumbel(values: Tensor, cells: int = 64) -> None:

@@ -45,6 +45,7 @@ INFO = EngineInfo(
     dtype="float32",
     device="cpu",
     num_parameters=1,
+    max_draft_len=12,
 )
 PROGRESS = Progress(epoch=2, step_id=5, needs_reset=False)
 SAMPLING = RowSampling(seed=1)
@@ -53,7 +54,7 @@ SAMPLING = RowSampling(seed=1)
 def occupied() -> list[RowState | None]:
     """Row 0 decodes (8 tokens in 2 blocks), row 1 is full, row 2 is free."""
     return [
-        RowState(SAMPLING, num_prompt=6, num_tokens=8, num_computed=7, block_ids={1, 2}),
+        RowState(SAMPLING, 6, 8, num_computed=7, block_ids={1, 2}, num_draft_computed=5),
         RowState(SAMPLING, 6, num_tokens=MAX_LEN, num_computed=17, block_ids={3, 4, 5, 6, 7}),
         None,
     ]
@@ -73,9 +74,28 @@ def sampling(**values: Any) -> StepPlan:
     return join(sampling=RowSampling(**({"seed": 1} | values)))
 
 
+def drafting(**values: Any) -> StepPlan:
+    """A plan in which the decoding row 0 verifies two drafts of the plan, but for `values`."""
+    good = {"num_drafts": 2, "draft_ids": [3, 4], "new_block_ids": [8]}
+    return plan(rows=[RowStep(**({"row": 0, "num_tokens": 1} | good | values))])
+
+
+def guessing(**values: Any) -> StepPlan:
+    """The same where the draft model is to guess; it has computed 5 of the row's 8 tokens."""
+    return drafting(**({"draft_ids": [], "num_draft_tokens": 3} | values))
+
+
 GOOD = {
     "nothing": plan(),
     "decode": plan(rows=[RowStep(0, 1)]),
+    "drafts": drafting(),
+    "as many drafts as there is room for": drafting(
+        num_drafts=9, draft_ids=[1] * 9, new_block_ids=[8, 7, 9]
+    ),
+    "guesses": guessing(),
+    "guesses up to the end of what the draft model can take": guessing(num_drafts=4),
+    "the draft model catches up": guessing(num_drafts=0, new_block_ids=[], num_draft_tokens=2),
+    "a row joins with KV of the draft model": join(num_draft_computed=4),
     "join and compute": plan(joins=join().joins, rows=[RowStep(2, 1), RowStep(0, 1)]),
     "the row of one that leaves": plan(
         leaves=[1],
@@ -99,6 +119,40 @@ GOOD = {
 }
 
 BAD = {
+    "a negative number of drafts": drafting(num_drafts=-1),
+    "drafts without room for one more token": drafting(
+        num_drafts=10, draft_ids=[1] * 10, new_block_ids=[8, 7, 9]
+    ),
+    "drafts without blocks": drafting(num_drafts=1, draft_ids=[1], new_block_ids=[]),
+    "fewer draft ids than drafts": drafting(draft_ids=[3]),
+    "more draft ids than drafts": drafting(draft_ids=[3, 4, 5]),
+    "draft ids without drafts": drafting(num_drafts=0),
+    "a draft id out of range": drafting(draft_ids=[3, VOCAB]),
+    "a negative draft id": drafting(draft_ids=[3, -1]),
+    "drafts behind a chunk": plan(
+        joins=[NewRow(2, [1] * 9, 9, 0, [8, 9], SAMPLING)],
+        rows=[RowStep(2, 8, [], num_drafts=1, draft_ids=[1])],
+    ),
+    "guesses before the draft model has caught up": guessing(num_draft_tokens=2),
+    "guesses without anything to compute": guessing(num_draft_tokens=0),
+    "the draft model ahead of the row": guessing(num_draft_tokens=4),
+    "a negative number of tokens for the draft model": guessing(num_drafts=0, num_draft_tokens=-1),
+    "the draft model computes where the plan drafts": drafting(num_draft_tokens=3),
+    "guesses beyond what the draft model can take": guessing(num_drafts=5, new_block_ids=[8, 9]),
+    "the draft model ahead of the target": plan(
+        joins=[NewRow(2, [1] * 9, 9, 4, [8, 9], SAMPLING, num_draft_computed=4)],
+        rows=[RowStep(2, 3, [], num_draft_tokens=4)],
+    ),
+    "a row joins with more KV of the draft model": join(num_draft_computed=5),
+    "a row joins with negative KV of the draft model": join(num_draft_computed=-1),
+    "drafts over the budget": plan(
+        joins=[NewRow(2, [1] * 9, 9, 0, [3, 8, 9], SAMPLING)],
+        rows=[RowStep(2, 9, []), RowStep(0, 1, [7], num_drafts=3, draft_ids=[1, 2, 3])],
+    ),
+    "the draft model over the budget": plan(
+        joins=[NewRow(2, [1] * 12, 12, 0, [3, 8, 9], SAMPLING)],
+        rows=[RowStep(2, 11, [], num_draft_tokens=11), RowStep(0, 1, [], num_draft_tokens=3)],
+    ),
     "epoch behind": plan(epoch=1),
     "epoch ahead without reset": plan(epoch=3),
     "step repeated": plan(step_id=5),
@@ -233,7 +287,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
     leaves = draw(st.lists(st.sampled_from(sorted(rows)), unique=True)) if rows else []
     pending, tables = {}, {}
     for row in set(rows) - set(leaves):
-        pending[row] = (rows[row].num_computed, rows[row].num_tokens)
+        pending[row] = (rows[row].num_computed, rows[row].num_tokens, rows[row].num_draft_computed)
         tables[row] = rows[row].block_ids
     joins = []
     for row in draw(st.lists(st.sampled_from(range(NUM_ROWS)), unique=True)):
@@ -244,15 +298,28 @@ def plans(draw: st.DrawFn) -> StepPlan:
         num_blocks = -(-num_computed // BLOCK_SIZE)
         block_ids = draw(st.permutations(range(1, NUM_BLOCKS)))[:num_blocks]
         num_prompt = draw(st.integers(1, len(token_ids)))
-        joins.append(NewRow(row, token_ids, num_prompt, num_computed, block_ids, draw(samplings)))
-        pending[row], tables[row] = (num_computed, len(token_ids)), set(block_ids)
+        num_draft = draw(st.integers(0, min(num_computed, INFO.max_draft_len)))
+        sampling = draw(samplings)
+        joins.append(
+            NewRow(row, token_ids, num_prompt, num_computed, block_ids, sampling, num_draft)
+        )
+        pending[row] = (num_computed, len(token_ids), num_draft)
+        tables[row] = set(block_ids)
     steps = []
     for row in draw(st.lists(st.sampled_from(sorted(pending)), unique=True)) if pending else []:
-        num_computed, num_tokens = pending[row]
+        num_computed, num_tokens, num_draft = pending[row]
         count = draw(st.integers(1, num_tokens - num_computed))
-        missing = -(-(num_computed + count) // BLOCK_SIZE) - len(tables[row])
+        room = MAX_LEN - num_tokens - 1 if count == num_tokens - num_computed else 0
+        behind = num_tokens - num_draft
+        num_drafts, ids, catch_up = draw(st.integers(0, max(room, 0))), [], 0
+        if num_drafts and num_tokens + num_drafts <= INFO.max_draft_len and draw(st.booleans()):
+            catch_up = behind
+        else:
+            ids = draw(st.lists(st.integers(0, 49), min_size=num_drafts, max_size=num_drafts))
+        missing = -(-(num_computed + count + num_drafts) // BLOCK_SIZE) - len(tables[row])
         unused = [block_id for block_id in range(1, NUM_BLOCKS) if block_id not in tables[row]]
-        steps.append(RowStep(row, count, unused[: max(missing, 0)]))
+        new = unused[: max(missing, 0)]
+        steps.append(RowStep(row, count, new, num_drafts, ids, catch_up))
     epoch, step_id = (3, 0) if is_reset else (2, 6)
     good = StepPlan(
         epoch=epoch, step_id=step_id, reset=is_reset, leaves=leaves, joins=joins, rows=steps
@@ -298,9 +365,14 @@ def test_an_accepted_plan_touches_nothing_out_of_range(plan: StepPlan) -> None:
         assert new.row not in tables
         assert all(token_id in range(VOCAB) for token_id in new.token_ids)
         tables[new.row] = RowState(
-            new.sampling, new.num_prompt, len(new.token_ids), new.num_computed, set(new.block_ids)
+            new.sampling,
+            new.num_prompt,
+            len(new.token_ids),
+            new.num_computed,
+            set(new.block_ids),
+            new.num_draft_computed,
         )
-    computed = 0
+    computed = by_draft_model = 0
     for step in plan.rows:
         state = tables[step.row]
         table = [*state.block_ids, *step.new_block_ids]
@@ -310,5 +382,27 @@ def test_an_accepted_plan_touches_nothing_out_of_range(plan: StepPlan) -> None:
         assert state.num_computed < end <= state.num_tokens
         assert end <= len(table) * BLOCK_SIZE
         assert end + (end == state.num_tokens) <= MAX_LEN
-        computed += step.num_tokens
-    assert computed <= BUDGET
+        computed += step.num_tokens + step.num_drafts
+        by_draft_model += step.num_draft_tokens
+        draft_end = state.num_draft_computed + step.num_draft_tokens
+        assert step.num_draft_tokens >= 0
+        assert draft_end <= min(end, INFO.max_draft_len) or not step.num_draft_tokens
+        if step.num_drafts:
+            assert end == state.num_tokens
+            assert end + step.num_drafts <= len(table) * BLOCK_SIZE
+            assert end + step.num_drafts + 1 <= MAX_LEN
+            assert all(token_id in range(VOCAB) for token_id in step.draft_ids)
+            if step.draft_ids:
+                assert len(step.draft_ids) == step.num_drafts
+            else:
+                assert draft_end == state.num_tokens <= INFO.max_draft_len - step.num_drafts
+        assert step.num_drafts >= len(step.draft_ids)
+    assert max(computed, by_draft_model) <= BUDGET
+
+
+def test_without_a_draft_model_nothing_can_be_guessed() -> None:
+    info = msgspec.structs.replace(INFO, max_draft_len=0)
+    rows: list[RowState | None] = [RowState(SAMPLING, 6, 8, num_computed=7, block_ids={1, 2})]
+    check_plan(drafting(), PROGRESS, rows, info)
+    with pytest.raises(PlanRefusedError, match="num_draft_tokens is 3; accepted is 0 to 0"):
+        check_plan(guessing(), PROGRESS, rows, info)

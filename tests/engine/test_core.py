@@ -7,7 +7,7 @@ from msgspec import structs
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.metrics import MAX_UNDRAINED, PHASES, Metrics
@@ -28,10 +28,15 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend)
 
 
+FIXED = SpeculativeConfig(model="echo-draft", num_speculative_tokens=3, adaptive=False)
+
+
 class Bench:
     """A core on an echo engine, with a clock of its own and the chunks by request."""
 
-    def __init__(self, executor: EchoExecutor | None = None, **args) -> None:
+    def __init__(
+        self, executor: EchoExecutor | None = None, speculative_config=None, **args
+    ) -> None:
         self.now = 0.0
         self.lines: list[str] = []
         self.chunks: dict[str, list[Chunk]] = defaultdict(list)
@@ -39,7 +44,7 @@ class Bench:
         self.tokenizer = byte_tokenizer()
         self.core = EngineCore(
             self.executor,
-            EngineArgs(model="echo"),
+            EngineArgs(model="echo", speculative_config=speculative_config),
             SchedulerArgs(**args),
             self.tokenizer,
             deliver=lambda chunk: self.chunks[chunk.key].append(chunk),
@@ -347,7 +352,7 @@ class TickingBench(Bench):
 
 
 def test_what_a_step_spends_beside_computing_is_counted_by_phase():
-    bench = TickingBench()
+    bench = TickingBench(EchoExecutor(max_draft_len=100), FIXED)
     bench.add("a")
     bench.run()
     counters = bench.core.metrics.counters
@@ -356,6 +361,35 @@ def test_what_a_step_spends_beside_computing_is_counted_by_phase():
     assert set(PHASES) == {
         phase for name, phase in counters if name == "charonia_step_phase_seconds_total"
     }
+
+
+def test_drafts_are_counted_for_the_server_and_for_their_request():
+    bench = Bench(EchoExecutor(max_draft_len=100), FIXED)
+    bench.add("a", max_tokens=21)
+    bench.add("b", max_tokens=21, speculation=False)
+    bench.run()
+    assert bench.tokens("a") == expected("a", max_tokens=21)
+    assert bench.tokens("b") == expected("b", max_tokens=21)
+    timing, other = (bench.chunks[key][-1].timing for key in "ab")
+    counters = bench.core.metrics.counters
+    assert counters["charonia_draft_tokens_total", ""] == timing["drafted_tokens"] > 0
+    assert counters["charonia_accepted_tokens_total", ""] == timing["accepted_tokens"] > 0
+    assert counters["charonia_draft_rounds_total", ""] == timing["draft_rounds"]
+    # Each round commits one token beside those accepted, and so does the step without drafts.
+    rounds, accepted = timing["draft_rounds"], timing["accepted_tokens"]
+    assert 21 - accepted - rounds in (1, 2)
+    by_position = [
+        [counters[f"charonia_{what}_at_position_total", str(place)] for place in range(3)]
+        for what in ("drafted", "accepted")
+    ]
+    assert by_position == [timing["drafted_at_position"], timing["accepted_at_position"]]
+    assert sum(by_position[1]) == accepted
+    assert timing["mean_draft_depth"] == timing["drafted_tokens"] / rounds
+    assert timing["mean_accepted_length"] == accepted / rounds
+    assert timing["draft_seconds"] == pytest.approx(0.0004 * rounds)
+    assert timing["verify_seconds"] == pytest.approx(0.0006 * rounds)
+    assert (other["drafted_tokens"], other["accepted_tokens"]) == (0, 0)
+    assert "draft_rounds" not in other
 
 
 def test_chunks_merge_into_what_one_chunk_would_have_been():

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.test_core import Bench
+from charonia.config import SpeculativeConfig
+from engine.test_core import FIXED, Bench
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
 
 STOPS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 VOCAB = 256
+ADAPTIVE = SpeculativeConfig(model="echo-draft")
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,13 @@ def check_answer(bench: Bench, key: str, visit: Visit) -> None:
     faults=st.dictionaries(
         st.integers(0, 40), st.sampled_from(["fail", "die", "cannot load"]), max_size=4
     ),
+    speculative_config=st.sampled_from([None, FIXED, ADAPTIVE]),
 )
 def test_every_request_is_answered_exactly_once_and_rightly(
-    arrivals, num_blocks, max_num_seqs, faults
+    arrivals, num_blocks, max_num_seqs, faults, speculative_config
 ):
-    executor = EchoExecutor(num_blocks=num_blocks, max_num_seqs=max_num_seqs)
-    bench = Bench(executor)
+    executor = EchoExecutor(num_blocks=num_blocks, max_num_seqs=max_num_seqs, max_draft_len=60)
+    bench = Bench(executor, speculative_config)
     step = 0
     while step <= 50 or bench.core.has_requests:
         for index, visit in enumerate(arrivals):

@@ -1,12 +1,15 @@
 """A data plane without torch, for tests: its KV cache stores the token ids written to each slot.
 
 To produce a token it gathers the prefix *through the block table it was given* and hashes it.
-Whatever goes wrong in paging, caching, preemption, chunking or recovery changes the output.
+Whatever goes wrong in paging, caching, preemption, chunking, speculation or recovery changes the
+output. Its draft model has a cache of the same kind, guesses right three times out of four, and
+refuses to guess from a cache that does not hold the row's tokens.
 """
 
 import os
 from hashlib import blake2b
 
+from charonia.control import Request
 from charonia.errors import EngineDiedError, PlanRefusedError, StepFailedError
 from charonia.protocol import (
     EngineInfo,
@@ -26,6 +29,34 @@ def echo_token(token_ids: list[int], seed: int, vocab_size: int) -> int:
     """The token that follows `token_ids`: a hash of all of them and the seed."""
     digest = blake2b(repr((seed, token_ids)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % vocab_size
+
+
+def echo_guess(token_ids: list[int], seed: int, vocab_size: int) -> int:
+    """What the draft model takes for the next token: three times out of four it is."""
+    is_wrong = echo_token(token_ids, seed + 1, 4) == 0
+    return (echo_token(token_ids, seed, vocab_size) + is_wrong) % vocab_size
+
+
+class EchoDrafter:
+    """A drafter of the control plane that guesses as `echo_guess` does, or nothing at all."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.forgotten: list[str] = []
+
+    def propose(self, request: Request, max_tokens: int) -> list[int]:
+        assert max_tokens >= 1
+        assert request.key not in self.forgotten
+        if echo_token(request.token_ids, 7, 8) == 0:
+            return []
+        tokens = list(request.token_ids)
+        for _ in range(max_tokens):
+            tokens.append(echo_guess(tokens, request.sampling.seed, self.vocab_size))
+        return tokens[len(request.token_ids) :]
+
+    def forget(self, request: Request) -> None:
+        assert request.key not in self.forgotten
+        self.forgotten.append(request.key)
 
 
 def echo_run(
@@ -51,6 +82,7 @@ class _Row:
     def __init__(self, join: NewRow) -> None:
         self.token_ids = list(join.token_ids)
         self.num_computed = join.num_computed
+        self.num_draft_computed = join.num_draft_computed
         self.block_ids = list(join.block_ids)
         self.sampling = join.sampling
 
@@ -73,6 +105,7 @@ class EchoExecutor:
         vocab_size: int = 256,
         eos_token_ids: tuple[int, ...] = (),
         poison: int | None = None,
+        max_draft_len: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -82,6 +115,7 @@ class EchoExecutor:
         self.vocab_size = vocab_size
         self.eos_token_ids = list(eos_token_ids)
         self.poison = poison
+        self.max_draft_len = max_draft_len
         self.fail_next = 0
         self.die_next = 0
         self.refuse_restarts = 0
@@ -99,6 +133,7 @@ class EchoExecutor:
     def _clear(self) -> None:
         self.rows: dict[int, _Row] = {}
         self.slots = [UNWRITTEN] * (self.num_blocks * self.block_size)
+        self.draft_slots = list(self.slots)
 
     # ------------------------------------------------------------------ Executor
 
@@ -126,6 +161,7 @@ class EchoExecutor:
             dtype="int64",
             device="cpu",
             num_parameters=0,
+            max_draft_len=self.max_draft_len,
         )
 
     def submit(self, plan: StepPlan) -> "_Done":
@@ -161,12 +197,15 @@ class EchoExecutor:
         for join in plan.joins:
             assert join.row not in self.rows, f"row {join.row} is taken"
             self.rows[join.row] = _Row(join)
-        assert sum(step.num_tokens for step in plan.rows) <= self.max_num_batched_tokens
+        total = sum(s.num_tokens + s.num_drafts + s.num_draft_tokens for s in plan.rows)
+        assert total <= self.max_num_batched_tokens
         computed = [self._compute(step) for step in plan.rows]
         results = [result for result in computed if result.token_ids]
         self.epoch, self.step_id, self.needs_reset = plan.epoch, plan.step_id, False
         self.num_steps += 1
-        return StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=results, seconds=0.001)
+        has_guesses = any(step.num_draft_tokens for step in plan.rows)
+        seconds = {"seconds": 0.001, "draft_seconds": 0.0004 if has_guesses else 0.0}
+        return StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=results, **seconds)
 
     def _check_order(self, plan: StepPlan) -> None:
         is_next = plan.epoch == self.epoch and plan.step_id == self.step_id + 1
@@ -178,22 +217,54 @@ class EchoExecutor:
     def _compute(self, step: RowStep) -> RowResult:
         row = self.rows[step.row]
         row.block_ids += step.new_block_ids
+        num_known = len(row.token_ids)
         end = row.num_computed + step.num_tokens
         assert step.num_tokens >= 1
-        assert end <= len(row.token_ids), "computes tokens that are not known"
+        assert end <= num_known, "computes tokens that are not known"
+        assert end == num_known or not step.num_drafts, "drafts behind tokens that are not computed"
+        drafts = step.draft_ids or self._guess(row, step)
+        assert len(drafts) == step.num_drafts
         for position in range(row.num_computed, end):
             self.slots[self._slot(row, position)] = row.token_ids[position]
+        for place, draft in enumerate(drafts):
+            self.slots[self._slot(row, num_known + place)] = draft
         row.num_computed = end
-        prefix = [self.slots[self._slot(row, position)] for position in range(end)]
-        if self.poison is not None and self.poison in prefix:
+        prefix = [self.slots[self._slot(row, position)] for position in range(end + len(drafts))]
+        if self.poison is not None and self.poison in prefix[:end]:
             self.is_alive = False
             raise EngineDiedError("the echo engine was poisoned")
-        if end < len(row.token_ids):
+        if end < num_known:
             return RowResult(step.row, [])
-        token_id = echo_token(prefix, row.sampling.seed, self.vocab_size)
-        row.token_ids.append(token_id)
-        logprobs = [TokenLogprobs([token_id], [-0.5], 1)]
-        return RowResult(step.row, [token_id], logprobs if row.sampling.num_logprobs >= 0 else None)
+        run = []
+        for place in range(len(drafts) + 1):
+            run.append(echo_token(prefix[: end + place], row.sampling.seed, self.vocab_size))
+            if place == len(drafts) or drafts[place] != run[-1]:
+                break
+        row.token_ids += run
+        row.num_computed += len(run) - 1
+        if not step.draft_ids:
+            row.num_draft_computed += max(0, min(len(run), len(drafts)) - 1)
+        logprobs = [TokenLogprobs([token_id], [-0.5], 1) for token_id in run]
+        return RowResult(step.row, run, logprobs if row.sampling.num_logprobs >= 0 else None)
+
+    def _guess(self, row: _Row, step: RowStep) -> list[int]:
+        """What the draft model does in a step."""
+        start = row.num_draft_computed
+        known = list(row.token_ids)
+        row.num_draft_computed += step.num_draft_tokens
+        for position in range(start, row.num_draft_computed):
+            self.draft_slots[self._slot(row, position)] = known[position]
+        drafts: list[int] = []
+        while len(drafts) < step.num_drafts:
+            tokens = known + drafts
+            assert row.num_draft_computed == len(known), "it guesses before it has caught up"
+            assert len(tokens) <= self.max_draft_len
+            if drafts:
+                self.draft_slots[self._slot(row, len(tokens) - 1)] = drafts[-1]
+            prefix = [self.draft_slots[self._slot(row, i)] for i in range(len(tokens))]
+            assert prefix == tokens, "the draft model's cache holds something else"
+            drafts.append(echo_guess(prefix, row.sampling.seed, self.vocab_size))
+        return drafts
 
     def _slot(self, row: _Row, position: int) -> int:
         block_id = row.block_ids[position // self.block_size]

@@ -4,9 +4,27 @@ Standard library only: no torch, no threads, no clock (time is an argument). `Sc
 one public machine; everything else in here is a part of it.
 """
 
+from charonia.control.depth import AdaptiveDepth, FixedDepth
+from charonia.control.drafter import Drafter
 from charonia.control.limits import Limits
+from charonia.control.ngram import NgramDrafter
 from charonia.control.request import Request, Update
 from charonia.control.scheduler import Scheduler
-from charonia.control.stats import SchedulerStats
+from charonia.control.speculation import Speculation
+from charonia.control.stats import DraftCounts, SchedulerStats
+from charonia.control.suffix import SuffixDrafter
 
-__all__ = ["Limits", "Request", "Scheduler", "SchedulerStats", "Update"]
+__all__ = [
+    "AdaptiveDepth",
+    "DraftCounts",
+    "Drafter",
+    "FixedDepth",
+    "Limits",
+    "NgramDrafter",
+    "Request",
+    "Scheduler",
+    "SchedulerStats",
+    "Speculation",
+    "SuffixDrafter",
+    "Update",
+]

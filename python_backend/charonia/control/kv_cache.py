@@ -9,6 +9,7 @@ policy. Block 0 is the null block and never leaves.
         └───────────────────────┴──evict─── free, keyed ──acquire (a hit)──► held, keyed
 """
 
+import itertools
 from collections.abc import Sequence
 
 from charonia.control.eviction import LruEviction
@@ -27,6 +28,7 @@ class KVCache:
         self._refs = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._blocks_of: dict[bytes, list[int]] = {}
+        self._has_draft_kv = [False] * num_blocks
         self._free = LruEviction()
         for block_id in range(num_blocks - 1, 0, -1):
             self._free.add(block_id, has_content=False)
@@ -60,6 +62,16 @@ class KVCache:
         """How many of these cached blocks are free: acquiring them takes from `num_free`."""
         return sum(self._refs[block_id] == 0 for block_id in block_ids)
 
+    def count_with_draft_kv(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks, from the first on, hold the draft model's KV as well."""
+        with_kv = itertools.takewhile(self._has_draft_kv.__getitem__, block_ids)
+        return sum(1 for _ in with_kv)
+
+    def note_draft_kv(self, block_ids: Sequence[int]) -> None:
+        """Say that the draft model computed all of these held blocks; eviction forgets it."""
+        for block_id in block_ids:
+            self._has_draft_kv[block_id] = True
+
     def acquire(self, block_ids: Sequence[int]) -> None:
         """Take references to cached blocks (a hit)."""
         for block_id in block_ids:
@@ -76,6 +88,7 @@ class KVCache:
         for _ in range(count):
             block_id = self._free.pop()
             self._forget(block_id)
+            self._has_draft_kv[block_id] = False
             self._refs[block_id] = 1
             block_ids.append(block_id)
         return block_ids

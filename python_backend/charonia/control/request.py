@@ -10,6 +10,7 @@ Owns a request's state; only the scheduler changes it. Must not know text.
 
 from dataclasses import dataclass, field
 
+from charonia.control.stats import DraftCounts
 from charonia.protocol import FinishReason, RowSampling, TokenLogprobs
 
 
@@ -22,7 +23,10 @@ class Request:
         token_ids: prompt and generated tokens; num_prompt of them are the prompt.
         stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
         cache_scope: what isolates its prefix cache (tenant and salt).
-        takes_hits: whether it may start from cached blocks.
+        takes_hits: whether it may start from cached blocks. speculates: whether tokens may be
+            guessed ahead for it.
+        num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
+            the target's.
         queue_expires_at: when it is given up unless it has run; deadline_at: in any case.
     """
 
@@ -35,12 +39,14 @@ class Request:
     arrived_at: float
     cache_scope: bytes = b""
     takes_hits: bool = True
+    speculates: bool = True
     queue_expires_at: float | None = None
     deadline_at: float | None = None
 
     rank: int = 0
     row: int | None = None
     num_computed: int = 0
+    num_draft_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
@@ -50,6 +56,7 @@ class Request:
     num_preemptions: int = 0
     num_restarts: int = 0
     num_deaths_in_a_row: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def num_generated(self) -> int:

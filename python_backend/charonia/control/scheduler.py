@@ -5,7 +5,8 @@ time of day: it is driven by calls, and time is an argument.
 
 One rule, no phases: every request has a cursor `num_computed` that chases its known tokens, under
 one token budget per step. Prefill, chunked prefill, prefix hits, decode and resumption after a
-preemption are all that one rule.
+preemption are all that one rule. Drafts take what a step leaves over of budget and blocks: they
+never delay, preempt or keep out anybody.
 
     add() ──► waiting ──admit──► running ──apply(): stop, length──► gone
                  ▲                  │  │
@@ -17,22 +18,45 @@ A step in flight writes into blocks, so nothing that happens between plan() and 
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from charonia.control.blocks import BlockHasher
 from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
 from charonia.control.queues import WaitingQueue
 from charonia.control.request import Request, Update
+from charonia.control.speculation import NO_DRAFT, Draft, Speculation
 from charonia.control.stats import SchedulerStats
 from charonia.errors import QueueFullError
 from charonia.protocol import FinishReason, NewRow, RowResult, RowStep, StepPlan, StepResult
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class _Scheduled:
+    """One row of the step in flight."""
+
     request: Request
     num_tokens: int
+    new_block_ids: list[int] = field(default_factory=list)
+    draft: Draft = NO_DRAFT
+
+    @property
+    def samples(self) -> bool:
+        """Whether the cursor reaches the last known token."""
+        return self.request.num_computed + self.num_tokens == len(self.request.token_ids)
+
+    def row_step(self) -> RowStep:
+        """What the plan says of it."""
+        assert self.request.row is not None
+        draft = self.draft
+        return RowStep(
+            self.request.row,
+            self.num_tokens,
+            self.new_block_ids,
+            draft.num_drafts,
+            draft.draft_ids,
+            draft.num_draft_tokens,
+        )
 
 
 class Scheduler:
@@ -43,6 +67,7 @@ class Scheduler:
         hash_secret: key of the block hash, 1 to 64 random bytes.
         epoch: of the engine so far; the first plan opens the next one.
         stats: counts to go on from, those of a scheduler that this one replaces.
+        speculation: drafts for rows that sample; None for none.
     """
 
     def __init__(
@@ -52,8 +77,10 @@ class Scheduler:
         hash_secret: bytes,
         epoch: int = 0,
         stats: SchedulerStats | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.stats = stats or SchedulerStats()
+        self._speculation = speculation
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []  # by rank
         self._waiting = WaitingQueue()
@@ -91,8 +118,8 @@ class Scheduler:
 
     @property
     def num_tokens_in_flight(self) -> int:
-        """Tokens of the step that is planned and not applied."""
-        return sum(scheduled.num_tokens for scheduled in self._in_flight)
+        """Tokens of the step that is planned and not applied, drafts included."""
+        return sum(one.num_tokens + one.draft.num_drafts for one in self._in_flight)
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -175,21 +202,22 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         num_preempted = self.stats.preemptions
         joins: list[NewRow] = []
-        rows: list[RowStep] = []
         index = 0
         while index < len(self._running) and budget > 0:
             request = self._running[index]
             index += 1
-            budget -= self._plan_running(request, budget, rows)
+            budget -= self._plan_running(request, budget)
         if self.stats.preemptions == num_preempted:
             owed = sum(self._num_owed(running) for running in self._running)
             while budget > 0 and (found := self._next_admissible(budget, owed)) is not None:
                 admitted, hits = found
                 joins.append(self._admit(admitted, hits, now))
-                budget -= self._plan_running(admitted, budget, rows)
+                budget -= self._plan_running(admitted, budget)
                 owed += self._num_owed(admitted)
-        if not rows:
+            self._add_drafts(budget)
+        if not self._in_flight:
             return None
+        self._planned_at = now
         leaves, self._leaves = self._leaves, []
         plan = StepPlan(
             epoch=self._epoch,
@@ -197,7 +225,7 @@ class Scheduler:
             reset=self._step_id == 0,
             leaves=leaves,
             joins=joins,
-            rows=rows,
+            rows=[scheduled.row_step() for scheduled in self._in_flight],
         )
         self._step_id += 1
         return plan
@@ -210,15 +238,17 @@ class Scheduler:
         """
         assert (result.epoch, result.step_id) == (self._epoch, self._step_id - 1), "wrong result"
         by_row = {row_result.row: row_result for row_result in result.rows}
+        self._observe_time(result, now)
         in_flight, self._in_flight = self._in_flight, []
         updates = []
         for scheduled in in_flight:
             request = scheduled.request
             assert request.row is not None
             row_result = by_row.get(request.row)
-            self._commit(request, scheduled.num_tokens)
-            if row_result is not None and not request.is_ended:
-                updates.append(self._append(request, row_result, scheduled.num_tokens))
+            if row_result is None or request.is_ended:
+                self._commit(scheduled, num_accepted=0)
+            else:
+                updates.append(self._take(scheduled, row_result))
         self._drop_ended()
         return updates
 
@@ -273,6 +303,7 @@ class Scheduler:
         self._epoch += 1
         self._step_id = 0
         self._in_flight = []
+        self._planned_at = 0.0
         self._leaves = []
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.kv = KVCache(limits.num_blocks)
@@ -284,25 +315,65 @@ class Scheduler:
             for request in [other for other in self._running if other is not self._suspects[0]]:
                 self._preempt(request)
 
-    def _plan_running(self, request: Request, budget: int, rows: list[RowStep]) -> int:
+    def _plan_running(self, request: Request, budget: int) -> int:
         """Plan the next tokens of a request that has a row; return how many."""
         num_tokens = min(len(request.token_ids) - request.num_computed, budget)
-        total = self.limits.blocks_for(request.num_computed + num_tokens)
-        num_new = total - len(request.block_ids)
+        num_new = self._num_missing(request, request.num_computed + num_tokens)
         while num_new > self.kv.num_free:
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return 0
-        new_block_ids = self.kv.allocate(num_new)
-        request.block_ids += new_block_ids
-        rows.append(RowStep(request.row, num_tokens, new_block_ids))  # type: ignore[arg-type]
-        self._in_flight.append(_Scheduled(request, num_tokens))
+        scheduled = _Scheduled(request, num_tokens)
+        self._in_flight.append(scheduled)
+        self._grow(scheduled, num_new)
         return num_tokens
+
+    def _grow(self, scheduled: _Scheduled, num_blocks: int) -> None:
+        new_block_ids = self.kv.allocate(num_blocks)
+        scheduled.new_block_ids += new_block_ids
+        scheduled.request.block_ids += new_block_ids
+
+    def _num_missing(self, request: Request, num_tokens: int) -> int:
+        """Blocks that a request lacks to hold so many tokens."""
+        return max(0, self.limits.blocks_for(num_tokens) - len(request.block_ids))
 
     def _num_owed(self, request: Request) -> int:
         """Blocks that a running request's known tokens need and that it does not have yet."""
-        return max(0, self.limits.blocks_for(len(request.token_ids)) - len(request.block_ids))
+        return self._num_missing(request, len(request.token_ids))
+
+    def _add_drafts(self, budget: int) -> None:
+        """Have rows that decode verify drafts, with what the step leaves of budget and blocks.
+
+        The first token of a request comes without, so that no draft model's prompt delays it.
+        """
+        if self._speculation is None or budget < 1:
+            return
+        able = [
+            one
+            for one in self._in_flight
+            if one.request.speculates and one.request.num_generated and one.samples
+        ]
+        if not able:
+            return
+        requests = [one.request for one in able]
+        drafts = self._speculation.draft(
+            requests, [self._draft_room(one) for one in requests], self.num_tokens_in_flight, budget
+        )
+        for scheduled, draft in zip(able, drafts, strict=True):
+            request = scheduled.request
+            spare = max(0, self.kv.num_free - self.limits.watermark)
+            num_held = (len(request.block_ids) + spare) * self.limits.block_size
+            scheduled.draft = draft.capped(num_held - len(request.token_ids))
+            num_tokens = len(request.token_ids) + scheduled.draft.num_drafts
+            self._grow(scheduled, self._num_missing(request, num_tokens))
+        num_drafts = sum(one.draft.num_drafts for one in able)
+        self.stats.drafts.last_depth = num_drafts / len(able)
+
+    def _draft_room(self, request: Request) -> int:
+        """Drafts that still make sense: a run has one token more, and must not pass the end."""
+        num_left = request.max_tokens - request.num_generated
+        return min(num_left, self.limits.max_model_len - len(request.token_ids)) - 1
 
     def _next_admissible(self, budget: int, owed: int) -> tuple[Request, list[int]] | None:
         """The next request in order and its hits, if there is a row and its whole prompt fits.
@@ -339,6 +410,8 @@ class Scheduler:
         request.block_ids = hits
         request.num_published = len(hits)
         request.num_computed = len(hits) * self.limits.block_size
+        num_with_draft_kv = self.kv.count_with_draft_kv(hits)
+        request.num_draft_computed = num_with_draft_kv * self.limits.block_size
         self._count_admission(request, now)
         return NewRow(
             row=request.row,
@@ -347,6 +420,7 @@ class Scheduler:
             num_computed=request.num_computed,
             block_ids=list(hits),
             sampling=request.sampling,
+            num_draft_computed=request.num_draft_computed,
         )
 
     def _count_admission(self, request: Request, now: float) -> None:
@@ -368,27 +442,36 @@ class Scheduler:
 
     # ------------------------------------------------------------------ parts of apply()
 
-    def _commit(self, request: Request, num_tokens: int) -> None:
-        """Move the cursor over what was computed, and publish the blocks that it covers."""
-        request.num_computed += num_tokens
-        if not self.limits.enable_prefix_caching:
+    def _observe_time(self, result: StepResult, now: float) -> None:
+        """Tell those who choose depths how long the step in flight took."""
+        if self._speculation is None:
             return
-        self._extend_keys(request)
-        for index in range(request.num_published, request.num_computed // self.limits.block_size):
-            self.kv.publish(request.block_ids[index], request.block_keys[index])
-            request.num_published += 1
+        self._speculation.observe_step(
+            self.num_tokens_in_flight,
+            [scheduled.draft for scheduled in self._in_flight],
+            now - self._planned_at,
+            result.draft_seconds,
+        )
+        seconds = (result.draft_seconds, result.seconds - result.draft_seconds)
+        verifying = [one.request.drafts for one in self._in_flight if one.draft.num_drafts]
+        for counts in [*verifying, self.stats.drafts] if verifying else []:
+            counts.observe_time(*seconds)
 
-    def _append(self, request: Request, row_result: RowResult, num_tokens: int) -> Update:
-        """Append a run of tokens up to the first one that ends the request."""
-        prompt_offset = request.num_computed - num_tokens
-        token_ids: list[int] = []
-        reason: FinishReason | None = None
-        for token_id in row_result.token_ids:
-            request.token_ids.append(token_id)
-            token_ids.append(token_id)
-            reason = self._finish_reason(request, token_id)
-            if reason is not None:
-                break
+    def _take(self, scheduled: _Scheduled, row_result: RowResult) -> Update:
+        """Take what a row committed; the request may end with it."""
+        request = scheduled.request
+        prompt_offset = request.num_computed
+        num_accepted = max(0, len(row_result.token_ids) - 1)
+        if scheduled.draft.num_drafts:
+            request.drafts.observe(scheduled.draft.num_drafts, num_accepted)
+            self.stats.drafts.observe(scheduled.draft.num_drafts, num_accepted)
+            assert self._speculation is not None
+            self._speculation.observe(request, scheduled.draft, num_accepted)
+        num_tokens = len(request.token_ids)
+        reason = self._append(request, row_result.token_ids)
+        token_ids = request.token_ids[num_tokens:]
+        # What follows a token that ended the request counts for nothing.
+        self._commit(scheduled, num_accepted=max(0, len(token_ids) - 1))
         if token_ids and request in self._suspects:
             self._suspects.remove(request)
             request.num_deaths_in_a_row = 0
@@ -402,6 +485,33 @@ class Scheduler:
             prompt_offset=prompt_offset,
             finish_reason=reason,
         )
+
+    def _append(self, request: Request, run: list[int]) -> FinishReason | None:
+        """Append a run of tokens, up to the first one that ends the request."""
+        for token_id in run:
+            request.token_ids.append(token_id)
+            reason = self._finish_reason(request, token_id)
+            if reason is not None:
+                return reason
+        return None
+
+    def _commit(self, scheduled: _Scheduled, num_accepted: int) -> None:
+        """Move the cursors over what was computed, and publish the blocks that they cover."""
+        request, block_size = scheduled.request, self.limits.block_size
+        num_known = request.num_computed + scheduled.num_tokens
+        request.num_computed = num_known + num_accepted
+        if scheduled.draft.is_by_engine:
+            before = request.num_draft_computed
+            after = scheduled.draft.computed_after(num_known, before, num_accepted)
+            request.num_draft_computed = after
+            block_ids = request.block_ids[before // block_size : after // block_size]
+            self.kv.note_draft_kv(block_ids)
+        if not self.limits.enable_prefix_caching:
+            return
+        self._extend_keys(request)
+        for index in range(request.num_published, request.num_computed // block_size):
+            self.kv.publish(request.block_ids[index], request.block_keys[index])
+            request.num_published += 1
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         if token_id in request.stop_ids and request.num_generated >= request.min_tokens:
@@ -423,6 +533,8 @@ class Scheduler:
     def _drop(self, request: Request) -> None:
         """Forget a request for good."""
         request.is_ended = True
+        if self._speculation is not None:
+            self._speculation.forget(request)
         del self._requests[request.key]
         if request in self._suspects:
             self._suspects.remove(request)
@@ -445,3 +557,4 @@ class Scheduler:
         request.block_ids = []
         request.num_published = 0
         request.num_computed = 0
+        request.num_draft_computed = 0

@@ -1,6 +1,48 @@
 """What the scheduler counts. Owns no more than the names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """What became of drafts, of one request or of all.
+
+    Attributes:
+        num_rounds: a row's steps that verified drafts; each commits one token beside those
+            accepted. num_drafted, num_accepted: tokens.
+        accepted_at: how many were accepted at each place of a run of drafts; drafted_at: how many
+            there were.
+        draft_seconds: of those steps, in the draft model. verify_seconds: in the rest of the
+            engine. The step's whole time, as all rows wait for it.
+        last_depth: drafts per row in the last step with rows that might have had some.
+    """
+
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    last_depth: float = 0.0
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one row's drafts in one step."""
+        self.num_rounds += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        while len(self.drafted_at) < num_drafted:
+            self.drafted_at.append(0)
+            self.accepted_at.append(0)
+        for place in range(num_drafted):
+            self.drafted_at[place] += 1
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
+
+    def observe_time(self, draft_seconds: float, verify_seconds: float) -> None:
+        """Count the time of one step."""
+        self.draft_seconds += draft_seconds
+        self.verify_seconds += verify_seconds
 
 
 @dataclass(slots=True)
@@ -12,3 +54,4 @@ class SchedulerStats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)

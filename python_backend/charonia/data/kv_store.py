@@ -79,7 +79,7 @@ def kv_layout(spec: ModelSpec, ops: Ops[Any], block_size: int, dtype: torch.dtyp
 
 
 def num_blocks_that_fit(
-    layout: KVLayout,
+    bytes_per_block: int,
     device: torch.device,
     *,
     max_useful_blocks: int,
@@ -91,7 +91,7 @@ def num_blocks_that_fit(
     On a GPU: what `gpu_memory_utilization` of its memory leaves beside all that is in use and
     `reserved_bytes` for a step's intermediates. On a CPU, where memory is shared with everything
     else: a quarter of the memory available, but no more blocks than `max_useful_blocks`, which is
-    what all rows at their longest would fill.
+    what all rows at their longest would fill. A block has `bytes_per_block` in all models together.
 
     Returns:
         Number of blocks, with the null block.
@@ -104,12 +104,12 @@ def num_blocks_that_fit(
         budget = int(total * gpu_memory_utilization) - (total - free) - reserved_bytes
     else:
         budget = int(_available_memory() * _CPU_SHARE)
-    num_blocks = budget // layout.bytes_per_block
+    num_blocks = budget // bytes_per_block
     if device.type != "cuda":
         num_blocks = min(num_blocks, max_useful_blocks + 1)
     if num_blocks < 2:
         raise ConfigError(
-            f"the KV cache needs at least 2 blocks of {layout.bytes_per_block} bytes, but only"
+            f"the KV cache needs at least 2 blocks of {bytes_per_block} bytes, but only"
             f" {max(budget, 0)} bytes are left for it on {device.type}; set"
             " num_gpu_blocks_override, a higher gpu_memory_utilization, or a smaller model"
         )

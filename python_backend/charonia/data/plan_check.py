@@ -38,6 +38,7 @@ class _Row:
     num_tokens: int
     num_computed: int
     block_ids: Collection[int]
+    num_draft_computed: int
 
 
 def check_plan(
@@ -61,15 +62,19 @@ def check_plan(
         _check_in(f"row {new.row} that joins", new.row, 0, info.max_num_seqs - 1)
         _require(new.row not in after, f"row {new.row} cannot join: it is occupied")
         _check_join(new, info)
-        after[new.row] = _Row(len(new.token_ids), new.num_computed, new.block_ids)
+        after[new.row] = _Row(
+            len(new.token_ids), new.num_computed, new.block_ids, new.num_draft_computed
+        )
     _check_distinct("rows", [step.row for step in plan.rows])
     for step in plan.rows:
         _require(step.row in after, f"row {step.row} cannot compute: it is free")
         _check_step(step, after[step.row], info)
-    total = sum(step.num_tokens for step in plan.rows)
+    total = sum(step.num_tokens + step.num_drafts for step in plan.rows)
+    total_draft = sum(step.num_draft_tokens for step in plan.rows)
     _require(
-        total <= info.max_num_batched_tokens,
-        f"{total} tokens are over max_num_batched_tokens ({info.max_num_batched_tokens})",
+        max(total, total_draft) <= info.max_num_batched_tokens,
+        f"{max(total, total_draft)} tokens are over max_num_batched_tokens"
+        f" ({info.max_num_batched_tokens})",
     )
 
 
@@ -98,6 +103,8 @@ def _check_join(new: NewRow, info: EngineInfo) -> None:
     _check_ids(f"{what}: token id", new.token_ids, info.vocab_size)
     _check_in(f"{what}: num_prompt", new.num_prompt, 1, num_tokens)
     _check_in(f"{what}: num_computed", new.num_computed, 0, num_tokens - 1)
+    most = new.num_computed if info.max_draft_len else 0
+    _check_in(f"{what}: num_draft_computed", new.num_draft_computed, 0, most)
     _check_blocks(what, new.block_ids, (), info)
     _require(
         len(new.block_ids) * info.kv.block_size >= new.num_computed,
@@ -110,18 +117,40 @@ def _check_step(step: RowStep, row: RowState | _Row, info: EngineInfo) -> None:
     what = f"row {step.row}"
     pending = row.num_tokens - row.num_computed
     _check_in(f"{what}: num_tokens", step.num_tokens, 1, pending)
+    samples = step.num_tokens == pending
+    most = info.max_model_len - row.num_tokens - 1 if samples else 0
     _require(
-        step.num_tokens < pending or row.num_tokens < info.max_model_len,
+        not samples or most >= 0,
         f"{what}: its {row.num_tokens} tokens leave no room for another within max_model_len"
         f" ({info.max_model_len})",
     )
+    _check_in(f"{what}: num_drafts", step.num_drafts, 0, most)
+    _check_drafting(what, step, row, info)
     _check_blocks(what, step.new_block_ids, row.block_ids, info)
     num_blocks = len(row.block_ids) + len(step.new_block_ids)
-    end = row.num_computed + step.num_tokens
+    end = row.num_computed + step.num_tokens + step.num_drafts
     _require(
         num_blocks * info.kv.block_size >= end,
         f"{what}: {num_blocks} blocks do not hold {end} tokens",
     )
+
+
+def _check_drafting(what: str, step: RowStep, row: RowState | _Row, info: EngineInfo) -> None:
+    """Check whose drafts a row has: the plan's, or the draft model's, which has caught up then."""
+    behind = row.num_tokens - row.num_draft_computed
+    most = 0
+    if info.max_draft_len and not step.draft_ids:
+        # It never runs ahead of the target: they share the blocks, and their content.
+        end = min(row.num_computed + step.num_tokens, info.max_draft_len)
+        most = max(0, end - row.num_draft_computed)
+    _check_in(f"{what}: num_draft_tokens", step.num_draft_tokens, 0, most)
+    if step.draft_ids:
+        _check_in(f"{what}: number of draft_ids", len(step.draft_ids), *[step.num_drafts] * 2)
+        _check_ids(f"{what}: token id of draft_ids", step.draft_ids, info.vocab_size)
+    elif step.num_drafts:
+        _check_in(f"{what}: num_draft_tokens with drafts", step.num_draft_tokens, *[behind] * 2)
+        end = row.num_tokens + step.num_drafts
+        _check_in(f"{what}: end of the draft model's tokens", end, 0, info.max_draft_len)
 
 
 def _check_blocks(

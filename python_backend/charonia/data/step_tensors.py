@@ -8,7 +8,7 @@ makes sense (`plan_check` has seen it before it comes here).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,10 @@ class RowState:
 
     ::
 
-        token_ids   0 ............ num_computed ....... num_tokens
-                    └ KV in the pages ┘└ known, not yet ┘
+        token_ids   0 ............ num_computed ....... num_tokens ........
+                    └ KV in the pages ┘└ known, not yet ┘└ drafts, in a step ┘
+
+    num_draft_computed says the same of the draft model's KV as num_computed of the target's.
     """
 
     sampling: RowSampling
@@ -33,6 +35,15 @@ class RowState:
     num_tokens: int
     num_computed: int
     block_ids: set[int]
+    num_draft_computed: int = 0
+
+
+class Span(NamedTuple):
+    """Some consecutive tokens of a row; `start` is the position of the first."""
+
+    row: int
+    start: int
+    num_tokens: int
 
 
 class StepTensors:
@@ -58,7 +69,7 @@ class StepTensors:
         self.rows: list[RowState | None] = [None] * num_rows
         self._row_tokens = np.zeros((num_rows, max_model_len), dtype=np.int64)
         self._row_blocks = np.zeros((num_rows, max_blocks), dtype=np.int64)
-        self._count = np.arange(max_num_batched_tokens)
+        self._count = np.arange(max_num_batched_tokens)  # of a pass of the target or the draft
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -76,6 +87,7 @@ class StepTensors:
             num_tokens=len(new.token_ids),
             num_computed=new.num_computed,
             block_ids=set(new.block_ids),
+            num_draft_computed=new.num_draft_computed,
         )
         self._row_tokens[new.row, : len(new.token_ids)] = new.token_ids
         self._row_blocks[new.row] = 0  # the null block, not those of the row's last request
@@ -87,27 +99,58 @@ class StepTensors:
         assert state is not None, f"row {row} is free"
         return state
 
-    def token_ids(self, row: int) -> Tensor:
-        """All known tokens of an occupied row, [num_tokens] int64; a view, on the host."""
-        return torch.from_numpy(self._row_tokens[row, : self.state(row).num_tokens])
+    def token_ids(self, row: int, num_drafts: int = 0) -> Tensor:
+        """All known tokens of an occupied row and the first drafts; a view, on the host.
 
-    def begin(self, steps: Sequence[RowStep]) -> StepBatch:
-        """Append the steps' new blocks to their rows and build the step's indices.
-
-        The rows' cursors move past the tokens of this step.
+        Returns:
+            [num_tokens + num_drafts] int64.
         """
-        self._append_blocks(steps)
-        query_starts, context_lens, shifts = [0], [], []
+        return torch.from_numpy(self._row_tokens[row, : self.state(row).num_tokens + num_drafts])
+
+    def drafts(self, row: int, num_drafts: int) -> list[int]:
+        """The first drafts of a row in this step."""
+        first = self.state(row).num_tokens
+        drafts: list[int] = self._row_tokens[row, first : first + num_drafts].tolist()
+        return drafts
+
+    def put_drafts(self, rows: Sequence[int], place: int, token_ids: Sequence[int]) -> None:
+        """Write a draft for each of `rows`, `place` tokens behind its last known one."""
+        positions = [self.state(row).num_tokens + place for row in rows]
+        self._row_tokens[rows, positions] = token_ids
+
+    def begin(self, steps: Sequence[RowStep]) -> None:
+        """Append the steps' new blocks and drafts to their rows."""
+        for step in steps:
+            if step.new_block_ids:
+                self._append_blocks(step)
+            if step.draft_ids:
+                first = self.state(step.row).num_tokens
+                self._row_tokens[step.row, first : first + step.num_drafts] = step.draft_ids
+
+    def advance(self, steps: Sequence[RowStep]) -> list[Span]:
+        """Move the rows' cursors past the known tokens of this step.
+
+        Returns:
+            what is to be computed, drafts included.
+        """
+        spans = []
         for step in steps:
             state = self.state(step.row)
-            # The position of the step's token t is t + (num_computed - first token of the row).
-            shifts.append(state.num_computed - query_starts[-1])
+            spans.append(Span(step.row, state.num_computed, step.num_tokens + step.num_drafts))
             state.num_computed += step.num_tokens
-            query_starts.append(query_starts[-1] + step.num_tokens)
-            context_lens.append(state.num_computed)
+        return spans
+
+    def batch(self, spans: Sequence[Span]) -> StepBatch:
+        """Build the indices of a pass over some tokens, at most one span per row."""
+        query_starts, context_lens, shifts = [0], [], []
+        for span in spans:
+            # The position of the pass's token t is t + (start - first token of the row).
+            shifts.append(span.start - query_starts[-1])
+            query_starts.append(query_starts[-1] + span.num_tokens)
+            context_lens.append(span.start + span.num_tokens)
         total = query_starts[-1]
-        rows = np.array([step.row for step in steps])
-        counts = [step.num_tokens for step in steps]
+        rows = np.array([span.row for span in spans])
+        counts = [span.num_tokens for span in spans]
         row_of = np.repeat(rows, counts)
         positions = np.repeat(shifts, counts) + self._count[:total]
         blocks, offsets = np.divmod(positions, self._block_size)
@@ -122,23 +165,34 @@ class StepTensors:
             block_size=self._block_size,
         )
 
-    def append(self, rows: list[int], token_ids: list[int]) -> None:
-        """Add one sampled token to each of `rows`."""
-        positions = []
-        for row in rows:
-            state = self.state(row)
-            positions.append(state.num_tokens)
-            state.num_tokens += 1
-        self._row_tokens[rows, positions] = token_ids
-
-    def _append_blocks(self, steps: Sequence[RowStep]) -> None:
+    def advance_draft(self, steps: Sequence[RowStep]) -> list[Span]:
+        """As `advance`, of the draft model's cursors past what it computes before it guesses."""
+        spans = []
         for step in steps:
-            if not step.new_block_ids:
-                continue
-            known = self.state(step.row).block_ids
-            first = len(known)
-            known.update(step.new_block_ids)
-            self._row_blocks[step.row, first : len(known)] = step.new_block_ids
+            state = self.state(step.row)
+            spans.append(Span(step.row, state.num_draft_computed, step.num_draft_tokens))
+            state.num_draft_computed += step.num_draft_tokens
+        return spans
+
+    def commit(self, row: int, run: Sequence[int], num_guessed: int) -> None:
+        """Add a row's run, accepted drafts and one token more, and move its cursors to its end.
+
+        Args:
+            num_guessed: drafts of the draft model. It computed all but the last one of them.
+        """
+        state = self.state(row)
+        num_accepted = len(run) - 1
+        self._row_tokens[row, state.num_tokens : state.num_tokens + len(run)] = run
+        state.num_tokens += len(run)
+        # Drafts that were rejected leave their KV behind the cursors, to be written over.
+        state.num_computed += num_accepted
+        state.num_draft_computed += max(0, min(num_accepted, num_guessed - 1))
+
+    def _append_blocks(self, step: RowStep) -> None:
+        known = self.state(step.row).block_ids
+        first = len(known)
+        known.update(step.new_block_ids)
+        self._row_blocks[step.row, first : len(known)] = step.new_block_ids
 
     def _on_device(self, indices: "np.ndarray[Any, Any]") -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(indices)).to(self._device)

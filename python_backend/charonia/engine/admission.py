@@ -57,6 +57,7 @@ def admit(
         arrived_at=now,
         cache_scope=_cache_scope(params),
         takes_hits=params.prompt_logprobs is None,
+        speculates=params.speculation,
         queue_expires_at=None if request.timeout_s is None else now + request.timeout_s,
         deadline_at=None if deadline_s is None else now + deadline_s,
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits, Scheduler, SchedulerStats, Update
 from charonia.engine.admission import GenerationRequest, admit
+from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk, OutputStream
 from charonia.engine.step_times import StepTimes
@@ -156,7 +157,11 @@ class EngineCore:
         self._info = info
         if self._scheduler is None:
             self._scheduler = Scheduler(
-                limits, hash_secret=os.urandom(32), epoch=info.epoch, stats=self._stats
+                limits,
+                hash_secret=os.urandom(32),
+                epoch=info.epoch,
+                stats=self._stats,
+                speculation=make_speculation(self._engine_args.speculative_config, info),
             )
             return
         self._scheduler.reset(limits, epoch=info.epoch)
@@ -411,3 +416,4 @@ class EngineCore:
         counters["charonia_preemptions_total", ""] = stats.preemptions
         counters["charonia_prefix_cache_queried_tokens_total", ""] = stats.prefix_queried_tokens
         counters["charonia_prefix_cache_hit_tokens_total", ""] = stats.prefix_hit_tokens
+        metrics.show_drafts(stats.drafts)

@@ -10,6 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from charonia.control import DraftCounts
+
 MAX_UNDRAINED = 10_000
 """Observations of one name that are kept while nobody drains them; later ones are left out."""
 
@@ -23,15 +25,17 @@ LABELS = {
     "charonia_rejections_total": "reason",
     "charonia_kv_blocks": "state",
     "charonia_accepted_at_position_total": "position",
+    "charonia_drafted_at_position_total": "position",
 }
 
 
-PHASES = ("deliver", "transit", "apply")
+PHASES = ("deliver", "transit", "apply", "draft", "verify")
 """Of a step, beside `charonia_plan_seconds` and the engine's own `charonia_step_seconds`.
 
 deliver: text and chunks of the step before; the engine computes meanwhile.
 transit: from the plan's being handed over until its result is here, less the engine's own time.
 apply: committing the result.
+draft, verify: of steps with drafts, in the draft model and in the rest of the engine.
 """
 
 
@@ -102,6 +106,7 @@ class Metrics:
             "charonia_prefix_cache_hit_tokens_total",
             "charonia_draft_tokens_total",
             "charonia_accepted_tokens_total",
+            "charonia_draft_rounds_total",
             "charonia_engine_restarts_total",
         ):
             self.counters[name, ""] = 0.0
@@ -117,6 +122,21 @@ class Metrics:
     def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
         """Add to a counter."""
         self.counters[name, label] += amount
+
+    def show_drafts(self, drafts: DraftCounts) -> None:
+        """Take over what the control plane counted of drafts."""
+        counters = self.counters
+        counters["charonia_draft_rounds_total", ""] = drafts.num_rounds
+        counters["charonia_draft_tokens_total", ""] = drafts.num_drafted
+        counters["charonia_accepted_tokens_total", ""] = drafts.num_accepted
+        for place, (drafted, accepted) in enumerate(
+            zip(drafts.drafted_at, drafts.accepted_at, strict=True)
+        ):
+            counters["charonia_drafted_at_position_total", str(place)] = drafted
+            counters["charonia_accepted_at_position_total", str(place)] = accepted
+        counters["charonia_step_phase_seconds_total", "draft"] = drafts.draft_seconds
+        counters["charonia_step_phase_seconds_total", "verify"] = drafts.verify_seconds
+        self.gauges["charonia_draft_depth", ""] = drafts.last_depth
 
     def observe_request(self, name: str, value: float) -> None:
         """Record one value of a per-request distribution."""

@@ -15,6 +15,7 @@ from charonia.text.stops import StopMatcher
 from charonia.text.tokenizer import Tokenizer
 
 PromptLogprobs = list[TokenLogprobs | None]
+Timing = dict[str, float | list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     error: CharoniaError | None = None
     num_prompt_tokens: int = 0
-    timing: dict[str, float] | None = None
+    timing: Timing | None = None
 
     @property
     def is_final(self) -> bool:
@@ -184,19 +185,28 @@ class OutputStream:
         self._held_logprobs = []
         return chunk
 
-    def _timing(self, now: float) -> dict[str, float]:
+    def _timing(self, now: float) -> Timing:
         request = self.request
         started_at = now if request.started_at is None else request.started_at
-        timing: dict[str, float] = {
+        drafts = request.drafts
+        timing: Timing = {
             "queue_seconds": started_at - request.arrived_at,
             "total_seconds": now - request.arrived_at,
             "cached_tokens": request.num_cached,
             "computed_tokens": request.num_prompt - request.num_cached,
-            "drafted_tokens": 0,
-            "accepted_tokens": 0,
+            "drafted_tokens": drafts.num_drafted,
+            "accepted_tokens": drafts.num_accepted,
             "preemptions": request.num_preemptions,
             "restarts": request.num_restarts,
         }
         if self.first_token_at is not None:
             timing["first_token_seconds"] = self.first_token_at - request.arrived_at
+        if drafts.num_rounds:
+            timing["draft_rounds"] = drafts.num_rounds
+            timing["drafted_at_position"] = drafts.drafted_at
+            timing["accepted_at_position"] = drafts.accepted_at
+            timing["mean_draft_depth"] = drafts.num_drafted / drafts.num_rounds
+            timing["mean_accepted_length"] = drafts.num_accepted / drafts.num_rounds
+            timing["draft_seconds"] = drafts.draft_seconds
+            timing["verify_seconds"] = drafts.verify_seconds
         return timing

@@ -61,7 +61,13 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "scheduler.max_queue_size=64.",
     )
     serve.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the demo model)"
+        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the demo pair)"
+    )
+    serve.add_argument(
+        "--draft-model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint of a small model of the same tokenizer that guesses tokens ahead",
     )
     serve.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
     serve.add_argument(
@@ -124,6 +130,7 @@ def _run_serve(options: argparse.Namespace) -> None:
         RepositoryOptions(
             source=options.model_repository,
             model=options.model,
+            draft_model=options.draft_model,
             dtype=options.dtype,
             settings=options.settings,
         ),

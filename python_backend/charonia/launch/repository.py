@@ -1,7 +1,8 @@
 """Prepares the model repository that one run of Triton loads.
 
 Owns finding model_repository/, copying it, and the overrides of `charonia serve`: `--model`,
-`--dtype` and `--set`. All of it is checked here, before a server starts. Must not know processes.
+`--draft-model`, `--dtype` and `--set`. All of it is checked here, before a server starts. Must not
+know processes.
 
 Two files are changed in the copy::
 
@@ -21,7 +22,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import charonia
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute
+from charonia.data.model.spec import ModelSpec, check_draft
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
 from charonia.serving.channel import SOCKET_SUFFIX
@@ -29,8 +31,8 @@ from charonia.serving.secret import FILE_NAME as SECRET_FILE
 
 DEFAULT_SCHEDULER = "scheduler"
 DEMO_CHECKPOINT = Path(charonia.__file__).parent / "demo" / "checkpoints" / "charonia-demo"
+DEMO_DRAFT_CHECKPOINT = DEMO_CHECKPOINT.with_name("charonia-demo-draft")
 LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
-PATH_KEYS = ("model", "tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,9 @@ class RepositoryOptions:
     Attributes:
         source: the model repository to copy; None is the project's own.
         model: directory of a checkpoint; None is what the repository's model.json says, and where
-            it says nothing the demo model. It brings its own tokenizer.
+            it says nothing the demo pair. It brings its own tokenizer, and what a draft model in
+            model.json was meant for is not served then.
+        draft_model: directory of a checkpoint that guesses tokens for the model.
         dtype: of weights and KV cache; None is what model.json says.
         settings: `KEY=VALUE` of engine arguments (VALUE as JSON, else a string), or
             `scheduler.KEY=VALUE` of the scheduler's parameters.
@@ -48,6 +52,7 @@ class RepositoryOptions:
 
     source: Path | None = None
     model: Path | None = None
+    draft_model: Path | None = None
     dtype: str | None = None
     settings: Sequence[str] = ()
 
@@ -106,25 +111,31 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
 
 
 def check_checkpoint(args: EngineArgs) -> None:
-    """Make sure that there is a checkpoint of a supported architecture, and its tokenizer.
+    """Make sure that there are checkpoints of supported architectures, and the tokenizer.
 
     Raises:
         LaunchError: no such directory, or files are missing in it.
         CheckpointError: its configuration is not supported.
+        ConfigError: the draft model does not fit the model.
     """
-    from charonia.data.model.spec import ModelSpec  # late: not every command needs it
+    spec = _check_model(Path(args.model))
+    if not (args.tokenizer_dir / "tokenizer.json").is_file():
+        raise LaunchError(f"no tokenizer.json in {args.tokenizer_dir}")
+    speculative = args.speculative_config
+    if speculative is not None and speculative.model is not None:
+        check_draft(_check_model(Path(speculative.model)), spec)
 
-    directory = Path(args.model)
+
+def _check_model(directory: Path) -> ModelSpec:
     if not directory.is_dir():
         raise LaunchError(f"no checkpoint directory {directory}")
     try:
-        ModelSpec.from_dir(directory)
+        spec = ModelSpec.from_dir(directory)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {directory}: {error}") from None
     if not any(directory.glob("*.safetensors")):
         raise LaunchError(f"checkpoint {directory} has no *.safetensors file")
-    if not (args.tokenizer_dir / "tokenizer.json").is_file():
-        raise LaunchError(f"no tokenizer.json in {args.tokenizer_dir}")
+    return spec
 
 
 def _engine_values(
@@ -139,22 +150,26 @@ def _engine_values(
         raise ConfigError(f"{model_json} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{model_json} is not a JSON object")
-    _make_absolute(values, model_json.parent)
-    values.setdefault("model", str(DEMO_CHECKPOINT))
+    make_paths_absolute(values, model_json.parent)
+    if "model" not in values:
+        values["model"] = str(DEMO_CHECKPOINT)
+        values.setdefault("speculative_config", {"model": str(DEMO_DRAFT_CHECKPOINT)})
     if options.model is not None:
         values.pop("tokenizer", None)
         values["model"] = str(options.model)
+        if "model" in (values.get("speculative_config") or {}):
+            del values["speculative_config"]
     if options.dtype is not None:
         values["dtype"] = options.dtype
     values |= settings
-    _make_absolute(values, Path.cwd())
+    if options.draft_model is not None:
+        values["speculative_config"] = {
+            **(values.get("speculative_config") or {}),
+            "method": "draft_model",
+            "model": str(options.draft_model),
+        }
+    make_paths_absolute(values, Path.cwd())
     return values
-
-
-def _make_absolute(values: dict[str, Any], base: Path) -> None:
-    for key in PATH_KEYS:
-        if isinstance(values.get(key), str):
-            values[key] = os.path.normpath(base / Path(values[key]).expanduser())
 
 
 def _split_settings(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

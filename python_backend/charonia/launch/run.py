@@ -46,6 +46,7 @@ def prepared_server(
 def running_server(
     *,
     model: Path | None = None,
+    draft_model: Path | None = None,
     dtype: str | None = None,
     settings: tuple[str, ...] = (),
     source: Path | None = None,
@@ -59,7 +60,9 @@ def running_server(
     Raises:
         LaunchError, ConfigError, CheckpointError: it cannot be started; the text says why.
     """
-    options = RepositoryOptions(source=source, model=model, dtype=dtype, settings=settings)
+    options = RepositoryOptions(
+        source=source, model=model, draft_model=draft_model, dtype=dtype, settings=settings
+    )
     with prepared_server(options, on_log=on_log) as (server, prepared):
         server.start()
         with contextlib.closing(Probe(server.http_url, prepared.scheduler)) as probe:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from charonia.errors import CheckpointError
+from charonia.errors import CheckpointError, ConfigError
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -134,6 +134,20 @@ class ModelSpec:
             dtype=_dtype(config.values),
             eos_token_ids=eos_token_ids,
         )
+
+
+def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
+    """Make sure that a draft model's tokens can be the target's.
+
+    Raises:
+        ConfigError: their vocabularies differ in size.
+    """
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {draft.vocab_size} tokens and the model one of"
+            f" {target.vocab_size}; both must have the same tokenizer"
+        )
+
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,12 @@ class Sampler:
             open_lines = [line for line in open_lines if results[line] is None]
         return [result for result in results if result is not None]
 
+    def draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
+        """The token ids of `sample`, for drafts: whatever the rows ask for beside them."""
+        if self._native is not None:
+            return self._native.draw(logits.float(), rows)
+        return [one.token_id for one in self.sample(logits, rows)]
+
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprobs]:
         """Raw log-probabilities of known tokens.
 

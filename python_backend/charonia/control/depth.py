@@ -1,0 +1,348 @@
+"""How many tokens each request drafts in a step.
+
+Owns the choice of depths and what is known of each request's acceptance. Must not know how drafts
+are made, nor the token budget: what room a request has is an argument.
+
+The theory. A draft is accepted with probability a, as long as all before it were, so a row of
+depth k commits 1 + a + a^2 + ... + a^k tokens on average, and a row's j-th draft is worth a^j
+tokens. A step is as good as its goodput, the tokens it commits per second (Liu et al. 2024,
+"Optimizing Speculative Decoding for Serving Large Language Models Using Goodput",
+arXiv 2406.14066, section 4). For a given number of drafts the best are those worth most:
+sorted by worth, every prefix of the list is a candidate, from no drafts at all to all that there
+is room for, and the prefix with the highest predicted goodput wins. Passes of a draft model cost
+something however few rows take part, so there the same is done for several limits of depth.
+
+What other rows prefill in the step is spent anyway, and must not make drafts look cheap: a step
+is charged what its drafts add to it, on top of what these rows alone would take without drafts.
+
+Nothing is configured; all of it is learned while serving:
+
+- seconds by `StepCost`, which is optimistic about sizes that were not measured lately. Where a
+  depth might be better, it is so tried;
+- acceptance per request, from its last drafts; a request that has made few is taken to be like
+  the others were. At the start, drafts are taken to be good;
+- a request at depth 0 tells nothing more. One per cent of the time goes to looking again: when
+  the saved time suffices, all requests at depth 0 draft one token each. A probe is charged what
+  it added to the step, and gets back what its accepted tokens were worth. So drafts that are
+  always wrong cost one per cent, and where they have become right, probe follows probe.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from typing import NamedTuple, Protocol
+
+from charonia.control.request import Request
+from charonia.control.step_cost import StepCost, StepShape
+
+_LEVELS = 20  # acceptance is rounded to multiples of 1 / _LEVELS
+_REQUEST_WINDOW = 60  # drafts that a request's acceptance is estimated from
+_GLOBAL_WINDOW = 200  # drafts that all requests' is estimated from
+_PRIOR_TRIALS = 8.0  # drafts of its own that weigh as much as what others' say
+_START_RATE, _START_TRIALS = 0.8, 2.0  # before the first draft
+_LEAST_WORTH = 0.02  # tokens, of a draft that is considered
+_MARGIN = 1.02  # by which drafts must win: the best of many noisy predictions is flattered
+_PROBE_SHARE = 0.01  # of the time
+_MAX_PROBES = 2.0  # in a row that can be saved for
+
+
+class DepthPolicy(Protocol):
+    """Chooses depths, and is told what came of them."""
+
+    def choose(
+        self, requests: Sequence[Request], most: Sequence[int], num_tokens: int
+    ) -> list[int]:
+        """Depth for each request: 0 <= depth[i] <= most[i].
+
+        Args:
+            requests: that can speculate in this step, one row each.
+            most: what room each has, >= 0.
+            num_tokens: that the target computes in this step anyway, these rows' and all others',
+                prefill included; >= len(requests).
+        """
+
+    def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Learn what verification made of a request's drafts, 1 <= num_drafted.
+
+        They may be fewer than the depth chosen: an n-gram drafter may find less.
+        """
+
+    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
+        """Learn what a step took.
+
+        Args:
+            seconds: its whole cycle: engine, transit, planning; wall time.
+            draft_seconds: of these, in the draft model's passes; 0 for other drafters.
+        """
+
+    def forget(self, request: Request) -> None:
+        """A request is gone; nothing is observed of it any more."""
+
+
+class FixedDepth:
+    """As deep as there is room for."""
+
+    def choose(
+        self, requests: Sequence[Request], most: Sequence[int], num_tokens: int
+    ) -> list[int]:
+        """See `DepthPolicy`."""
+        return list(most)
+
+    def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """See `DepthPolicy`; nothing depends on it."""
+
+    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
+        """See `DepthPolicy`; nothing depends on it."""
+
+    def forget(self, request: Request) -> None:
+        """See `DepthPolicy`; nothing is kept."""
+
+
+@dataclass(slots=True)
+class _Acceptance:
+    """Drafts that were accepted, of those that were decided, older ones weighing less.
+
+    Behind the first draft that is rejected nothing is decided, so `trials` counts the accepted
+    ones and that one: the estimate of greatest likelihood for a geometric law cut off at the depth.
+    """
+
+    accepted: float = 0.0
+    trials: float = 0.0
+    level: int = 0
+
+    def add(self, num_drafted: int, num_accepted: int, window: int) -> None:
+        num_decided = num_accepted + (num_accepted < num_drafted)
+        keep = window / (window + num_decided)
+        self.accepted = self.accepted * keep + num_accepted
+        self.trials = self.trials * keep + num_decided
+
+    def set_level(self, prior: float) -> None:
+        self.level = round(_LEVELS * self.rate(prior, _PRIOR_TRIALS))
+
+    def rate(self, prior: float, prior_trials: float) -> float:
+        return (self.accepted + prior * prior_trials) / (self.trials + prior_trials)
+
+
+class _Drafts(NamedTuple):
+    """Drafts that are equal: one more token for some rows.
+
+    Attributes:
+        worth: tokens that each of them commits on average.
+        num_rows: that have the acceptance `level` and room for a draft at `position`, from 1.
+    """
+
+    worth: float
+    num_rows: int
+    position: int
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A prefix of the drafts by worth, and what is predicted of it."""
+
+    limit: int
+    num_drafts: int
+    goodput: float
+
+
+class AdaptiveDepth:
+    """The depths with the highest predicted goodput. The module's docstring has the theory.
+
+    Args:
+        has_draft_model: whether drafts come from a draft model's passes.
+    """
+
+    def __init__(self, has_draft_model: bool) -> None:
+        self._has_draft_model = has_draft_model
+        self._cost = StepCost()
+        self._all = _Acceptance()
+        self._prior = _START_RATE  # acceptance of a request that is not known
+        self._by_request: dict[Request, _Acceptance] = {}
+        self._savings = 0.0  # seconds that probes may take
+        self._probed: set[Request] = set()
+        self._unprobed_seconds = inf  # of a step that probes, had it not
+        self._goodput = 1.0
+
+    def choose(
+        self, requests: Sequence[Request], most: Sequence[int], num_tokens: int
+    ) -> list[int]:
+        """See `DepthPolicy`."""
+        self._probed.clear()
+        self._unprobed_seconds = inf
+        if not self._cost.target.is_known:
+            return list(most)
+        known = self._by_request
+        self._prior = self._all.rate(_START_RATE, _START_TRIALS)
+        default = round(_LEVELS * self._prior)
+        levels = [known[each].level if each in known else default for each in requests]
+        drafts = _by_worth(levels, most)
+        best = self._best(drafts, num_tokens, len(requests))
+        self._goodput = best.goodput
+        depths = _give_out(drafts, best, levels, most)
+        self._probe(requests, most, depths, num_tokens)
+        return depths
+
+    def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """See `DepthPolicy`."""
+        self._all.add(num_drafted, num_accepted, _GLOBAL_WINDOW)
+        acceptance = self._by_request.setdefault(request, _Acceptance())
+        acceptance.add(num_drafted, num_accepted, _REQUEST_WINDOW)
+        acceptance.set_level(self._prior)
+        if request in self._probed:
+            self._savings += num_accepted / self._goodput
+
+    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
+        """See `DepthPolicy`."""
+        self._savings -= max(0.0, self._cost.predict(shape) - self._unprobed_seconds)
+        self._unprobed_seconds = inf
+        self._cost.observe(shape, seconds, draft_seconds)
+
+    def forget(self, request: Request) -> None:
+        """See `DepthPolicy`."""
+        self._by_request.pop(request, None)
+
+    def _best(self, drafts: list[_Drafts], num_tokens: int, num_rows: int) -> _Choice:
+        """The prefix of the drafts, up to the best limit of depth, with the highest goodput."""
+        alone = self._cost.target.at(max(1, num_rows))
+        best = _Choice(0, 0, _MARGIN * num_rows / alone)
+        deepest = max((each.position for each in drafts), default=0)
+        num_drafts = sum(each.num_rows for each in drafts)
+        spent = self._cost.target.at(num_tokens) - alone
+        limits: Iterable[int] = (deepest,)
+        per_pass = [0.0] * (num_rows + 1)
+        if self._has_draft_model:
+            per_pass = self._cost.draft_pass.table(num_rows)
+            limits = _limits(deepest)
+        lines = [
+            (end, intercept - spent, slope)
+            for end, intercept, slope in self._cost.target.segments(
+                num_tokens, num_tokens + num_drafts
+            )
+        ]
+        for limit in limits:
+            best = _best_prefix(drafts, limit, num_tokens, num_rows, lines, per_pass, best)
+        return best
+
+    def _probe(
+        self, requests: Sequence[Request], most: Sequence[int], depths: list[int], num_tokens: int
+    ) -> None:
+        """Let all rows at depth 0 draft one token, if the savings allow for it."""
+        resting = [row for row, depth in enumerate(depths) if not depth and most[row]]
+        if not resting:
+            return
+        num_drafts = sum(depths)
+        num_passes = max(depths) if self._has_draft_model else 0
+        without = self._cost.predict(StepShape(num_tokens + num_drafts, num_passes, num_drafts))
+        num_drafts += len(resting)
+        num_passes = max(num_passes, 1) if self._has_draft_model else 0
+        probing = self._cost.predict(StepShape(num_tokens + num_drafts, num_passes, num_drafts))
+        added = max(0.0, probing - without)
+        self._savings = min(self._savings + _PROBE_SHARE * without, _MAX_PROBES * added)
+        if self._savings < added:
+            return
+        self._unprobed_seconds = without
+        for row in resting:
+            depths[row] = 1
+            self._probed.add(requests[row])
+
+
+@cache
+def _all_by_worth(deepest: int) -> list[tuple[float, int, int]]:
+    """(worth, position, level) of all drafts that are worth anything, the best first."""
+    drafts = [
+        (worth, position, level)
+        for level in range(_LEVELS + 1)
+        for position in range(1, deepest + 1)
+        if (worth := (level / _LEVELS) ** position) >= _LEAST_WORTH
+    ]
+    return sorted(drafts, key=lambda draft: (-draft[0], draft[1]))
+
+
+def _by_worth(levels: list[int], most: Sequence[int]) -> list[_Drafts]:
+    """The drafts that there is room for, the best first."""
+    deepest = max(most, default=0)
+    num_rows = [[0] * (deepest + 1) for _ in range(_LEVELS + 1)]
+    for (level, room), count in Counter(zip(levels, most, strict=True)).items():
+        for position in range(1, room + 1):
+            num_rows[level][position] += count
+    return [
+        _Drafts(worth, num_rows[level][position], position, level)
+        for worth, position, level in _all_by_worth(deepest)
+        if num_rows[level][position]
+    ]
+
+
+def _limits(deepest: int) -> Iterable[int]:
+    """Limits of depth to try, wider apart where one pass more matters less."""
+    limit, following = 1, 2
+    while limit < deepest:
+        yield limit
+        limit, following = following, limit + following
+    yield deepest
+
+
+def _best_prefix(
+    drafts: list[_Drafts],
+    limit: int,
+    num_tokens: int,
+    num_rows: int,
+    lines: list[tuple[int, float, float]],
+    per_pass: list[float],
+    best: _Choice,
+) -> _Choice:
+    """The prefix of the drafts by worth with the most goodput, or `best` if that has more.
+
+    Between two bends of the cost, seconds and tokens grow linearly and goodput is monotone:
+    to look at the bends, and at the ends of drafts worth the same, is to look at all.
+    """
+    goodput, best_size = best.goodput, 0
+    size, committed = num_tokens, float(num_rows)
+    num_passes = 0
+    pending = iter(lines)
+    end, intercept, slope = next(pending)
+    for worth, left, position, _ in drafts:
+        if position > limit:
+            continue
+        if position > num_passes:
+            num_passes = position
+        while left:
+            num_new = left if left < end - size else end - size
+            left -= num_new
+            size += num_new
+            committed += worth * num_new
+            seconds = (
+                intercept
+                + slope * size
+                + num_passes * per_pass[-((num_tokens - size) // num_passes)]
+            )
+            if committed > goodput * seconds:
+                goodput, best_size = committed / seconds, size
+            if size == end:
+                end, intercept, slope = next(pending)
+    return _Choice(limit, best_size - num_tokens, goodput) if best_size else best
+
+
+def _give_out(
+    drafts: list[_Drafts], choice: _Choice, levels: list[int], most: Sequence[int]
+) -> list[int]:
+    """Depths of the rows; among equal rows, the first get what does not suffice for all."""
+    left = choice.num_drafts
+    depth_of = dict.fromkeys(levels, 0)
+    some = None
+    for each in drafts:
+        if left and each.position <= choice.limit:
+            if each.num_rows > left:
+                some = each
+                break
+            depth_of[each.level] = each.position
+            left -= each.num_rows
+    depths = [min(depth_of[level], room) for level, room in zip(levels, most, strict=True)]
+    if some is not None:
+        for row, room in enumerate(most):
+            if left and levels[row] == some.level and room >= some.position:
+                depths[row] = some.position
+                left -= 1
+    return depths

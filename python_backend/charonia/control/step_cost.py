@@ -1,0 +1,174 @@
+"""What a step takes, learned from the steps that ran.
+
+Owns the prediction of seconds from a step's size. Must not know requests, nor what the prediction
+is for. There is no calibration: sizes that nobody has tried, or not lately, are predicted as fast
+as the measured ones allow, so whoever looks for the fastest step tries them. Two facts bound them:
+
+- more tokens never take less time: from a measured smaller size a,  seconds(n) >= seconds(a);
+- more tokens never have less throughput: from a larger one b,       seconds(n) >= seconds(b) n/b.
+
+    seconds                      ● b       ● measured
+                             ·   /         · predicted between a and b: the larger of the two
+                         ·     /             bounds. A memory-bound floor with a compute-bound
+       ● a · · · · ·                         slope behind it is met exactly
+       └────────────────────────── tokens
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+from sys import maxsize
+
+_SMALL = 16  # sizes up to this one have a knot each, larger ones four per octave
+_KNOTS: tuple[int, ...] = (
+    *range(1, _SMALL),
+    *(round(_SMALL * 2 ** (quarter / 4)) for quarter in range(4 * 12 + 1)),
+)
+_MIDDLES = tuple((low + high) / 2 for low, high in pairwise(_KNOTS))
+_MEMORY = 1000  # observations after which one that was not renewed is forgotten
+_MIN_COUNT = 2  # one observation may be a page fault or a preempted thread
+_SLOWEST_RATE = 0.02  # at which a knot follows its observations
+_SCALE_RATE = 0.1  # at which all knots together do
+_MAX_SURPRISE = 0.25  # what one observation may deviate before the rest of it is ignored
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The size of a step.
+
+    Attributes:
+        num_tokens: that the target computed, drafts included.
+        num_passes: of the draft model; 0 without one, or when nothing was drafted.
+        num_draft_tokens: that the draft model computed in all passes together.
+    """
+
+    num_tokens: int
+    num_passes: int = 0
+    num_draft_tokens: int = 0
+
+
+class CostCurve:
+    """Seconds as a function of a number of tokens, from noisy observations that age.
+
+    Linear between knots. An observation changes the knot next to it, by a share of the ratio of
+    what was observed to what was predicted; a smaller share of it goes to a factor that all knots
+    have in common, so that those not in use follow when the whole machine slows down.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._scale = 1.0
+        self._seconds = [inf] * len(_KNOTS)  # as observed, in units of the scale
+        self._counts = [0] * len(_KNOTS)
+        self._seen = [0] * len(_KNOTS)
+        self._curve = [0.0] * len(_KNOTS)  # the same with all bounds, defined everywhere
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was observed often enough to predict from."""
+        return self._curve[-1] > 0.0
+
+    def segments(self, first: int, last: int) -> list[tuple[int, float, float]]:
+        """The curve from size `first` to beyond `last` as straight lines.
+
+        Returns:
+            (end, intercept, slope) of each: intercept + slope * size seconds up to size `end`.
+        """
+        segments = []
+        knot = bisect_right(_KNOTS, first)
+        while knot < len(_KNOTS) and _KNOTS[knot - 1] <= last:
+            low, high = _KNOTS[knot - 1], _KNOTS[knot]
+            seconds = self._curve[knot - 1] * self._scale
+            slope = (self._curve[knot] * self._scale - seconds) / (high - low)
+            segments.append((high, seconds - slope * low, slope))
+            knot += 1
+        segments.append((maxsize, self._curve[-1] * self._scale, 0.0))
+        return segments
+
+    def table(self, last: int) -> list[float]:
+        """Predicted seconds for each size up to `last`; 0 for size 0."""
+        seconds = [0.0]
+        for end, intercept, slope in self.segments(1, last):
+            sizes = range(len(seconds), min(end, last) + 1)
+            seconds += [intercept + slope * size for size in sizes]
+        return seconds
+
+    def at(self, size: int) -> float:
+        """Predicted seconds for that many tokens; 0 while nothing is known."""
+        above = bisect_right(_KNOTS, size)
+        if above == len(_KNOTS):
+            return self._curve[-1] * self._scale
+        low, high = _KNOTS[above - 1], _KNOTS[above]
+        at_low, at_high = self._curve[above - 1], self._curve[above]
+        slope = (at_high - at_low) / (high - low)
+        return (at_low + slope * (size - low)) * self._scale
+
+    def observe(self, size: int, seconds: float) -> None:
+        """Learn what `size` tokens took. A duration of 0 says nothing and is ignored."""
+        if seconds <= 0.0:
+            return
+        self._now += 1
+        knot = bisect_right(_MIDDLES, size)
+        self._counts[knot] += 1
+        self._seen[knot] = self._now
+        if self._counts[knot] <= _MIN_COUNT:
+            self._seconds[knot] = min(self._seconds[knot], seconds / self._scale)
+        else:
+            surprise = seconds / self.at(size) - 1.0
+            surprise = max(-_MAX_SURPRISE, min(_MAX_SURPRISE, surprise))
+            self._scale *= 1.0 + _SCALE_RATE * surprise
+            self._seconds[knot] *= 1.0 + max(_SLOWEST_RATE, 1 / self._counts[knot]) * surprise
+        self._forget()
+        self._bound()
+
+    def _forget(self) -> None:
+        for knot, seen in enumerate(self._seen):
+            if self._counts[knot] and self._now - seen > _MEMORY:
+                self._counts[knot] = 0
+                self._seconds[knot] = inf
+
+    def _bound(self) -> None:
+        """Define the curve everywhere: what was observed, else the bounds that follow from it."""
+        curve = self._curve
+        least, per_token = inf, 0.0
+        for knot in reversed(range(len(_KNOTS))):
+            if self._counts[knot] >= _MIN_COUNT:
+                least = min(least, self._seconds[knot])
+                curve[knot] = least
+                per_token = least / _KNOTS[knot]
+            else:
+                curve[knot] = per_token * _KNOTS[knot]
+        smaller = 0.0
+        for knot, count in enumerate(self._counts):
+            if count >= _MIN_COUNT:
+                smaller = curve[knot]
+            else:
+                curve[knot] = max(curve[knot], smaller)
+
+
+class StepCost:
+    """Seconds of a step: one curve for the target and all around it, one for a draft pass."""
+
+    def __init__(self) -> None:
+        self.target = CostCurve()
+        self.draft_pass = CostCurve()
+
+    def observe(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
+        """Learn from a step.
+
+        Args:
+            seconds: of its whole cycle. draft_seconds: of these, in the draft model's passes.
+        """
+        self.target.observe(shape.num_tokens, seconds - draft_seconds)
+        if shape.num_passes:
+            size = -(-shape.num_draft_tokens // shape.num_passes)
+            self.draft_pass.observe(size, draft_seconds / shape.num_passes)
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds that a step of this shape takes."""
+        seconds = self.target.at(shape.num_tokens)
+        if shape.num_passes:
+            size = -(-shape.num_draft_tokens // shape.num_passes)
+            seconds += shape.num_passes * self.draft_pass.at(size)
+        return seconds

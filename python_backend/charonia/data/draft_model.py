@@ -1,0 +1,76 @@
+"""The draft model: guesses the next tokens of some rows within the engine's own step.
+
+Owns a small model, its KV cache over the target's block ids, and the loop of its passes. Must not
+know which guesses are right: its cursor per row is kept with the rows, in `step_tensors`.
+
+One step, for a row with known tokens up to t and three drafts::
+
+    pass 1   what it has not computed yet, up to t ─► d1     (after a prefix hit, a rejection, a
+    pass 2                                      d1 ─► d2      while without drafts: several tokens)
+    pass 3                                      d2 ─► d3     d3 is never computed here
+
+It samples as the target will, with the same parameters and the same noise (see `verify`).
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from charonia.data.kv_store import KVStore
+from charonia.data.model.decoder import Decoder
+from charonia.data.sampling.sampler import SampledRow, Sampler
+from charonia.data.step_tensors import Span, StepTensors
+from charonia.protocol import RowStep
+
+
+class DraftModel:
+    """Guesses tokens.
+
+    Args:
+        model: of the target's vocabulary. kv: as many blocks as the target's.
+        tensors: the rows, shared with the target.
+        sampler: the target's.
+    """
+
+    def __init__(self, model: Decoder, kv: KVStore, tensors: StepTensors, sampler: Sampler) -> None:
+        self._model = model
+        self._kv = kv
+        self._tensors = tensors
+        self._sampler = sampler
+
+    def guess(self, steps: Sequence[RowStep]) -> None:
+        """Compute what the steps ask of the draft model, and write the drafts into the rows."""
+        steps = [step for step in steps if step.num_draft_tokens]
+        spans = self._tensors.advance_draft(steps)
+        place = 0
+        while spans:
+            guessing = [step for step in steps if step.num_drafts > place]
+            self._pass(spans, {step.row for step in guessing}, place)
+            place += 1
+            spans = [
+                Span(step.row, self._tensors.state(step.row).num_tokens + place - 1, 1)
+                for step in guessing
+                if step.num_drafts > place
+            ]
+
+    def _pass(self, spans: Sequence[Span], guessing: set[int], place: int) -> None:
+        """Compute `spans`, and let the rows among them that are `guessing` draft one token."""
+        batch = self._tensors.batch(spans)
+        hidden = self._model.hidden_states(batch, self._kv.pages)
+        rows, last_tokens = [], []
+        for span, end in zip(spans, batch.query_starts[1:], strict=True):
+            if span.row in guessing:
+                rows.append(span.row)
+                last_tokens.append(end - 1)
+        if not rows:
+            return
+        if len(rows) < len(batch.positions):
+            hidden = hidden.rows(torch.tensor(last_tokens).to(batch.positions.device))
+        token_ids = self._sampler.draw(
+            self._model.logits(hidden), [self._sampled_row(row, place) for row in rows]
+        )
+        self._tensors.put_drafts(rows, place, token_ids)
+
+    def _sampled_row(self, row: int, place: int) -> SampledRow:
+        state = self._tensors.state(row)
+        return SampledRow(state.sampling, self._tensors.token_ids(row, place), state.num_prompt)

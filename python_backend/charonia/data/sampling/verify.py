@@ -1,0 +1,47 @@
+"""Verification: what the target makes of drafts.
+
+Owns the comparison of drafts with what the target samples at their places. Must not know models,
+rows or where drafts come from.
+
+The target samples every place with its own noise, which a draft model used too (Gumbel coupling;
+Daliri, Musco, Suresh 2024, arXiv 2408.07978: they agree with a probability of at least (1 - TV) /
+(1 + TV) for the total variation TV of their distributions). A draft is accepted if it is the very
+token that the target sampled. So a run of tokens is what the target samples without drafts.
+"""
+
+from collections.abc import Sequence
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+
+
+def num_accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many drafts the target would have sampled itself, up to the first that it would not.
+
+    Args:
+        drafts: k token ids. sampled: at the places of the drafts, and one more behind them.
+    """
+    pairs = zip(drafts, sampled, strict=False)
+    return next((place for place, (d, s) in enumerate(pairs) if d != s), len(drafts))
+
+
+def num_accepted_synthetically(num_drafts: int, rate: float, seed: int, position: int) -> int:
+    """Accept each draft with probability `rate`, whatever it is, up to the first that fails.
+
+    What is drawn is a function of (seed, position), so that a run can be repeated.
+
+    Args:
+        position: of the first draft.
+    """
+    for place in range(num_drafts):
+        if _uniform(seed, position + place) >= rate:
+            return place
+    return num_drafts
+
+
+def _uniform(seed: int, position: int) -> float:
+    """In [0, 1), by SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable ...", section 3)."""
+    z = (seed * _GOLDEN + (position + 1) * 0xD1B54A32D192ED03) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return float((z ^ (z >> 31)) >> 11) / 2.0**53

@@ -1,0 +1,274 @@
+"""Depths in simulated worlds: whatever a step costs, speculation is worth it or is off.
+
+A world has a true cost of steps, with noise; a request has a true acceptance. Goodput is what
+rows committed per simulated second, compared with the best fixed depth's expectation.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from charonia.control import Request
+from charonia.control.depth import AdaptiveDepth, DepthPolicy, FixedDepth
+from charonia.control.step_cost import StepShape
+from charonia.protocol import RowSampling
+
+DEEPEST = 8
+VERIFY: dict[str, Callable[[int], float]] = {
+    "flat": lambda tokens: 1.0,
+    "linear": lambda tokens: 0.02 + 0.1 * tokens,
+    "affine": lambda tokens: 1.0 + 0.1 * tokens,
+    "knee at 6": lambda tokens: max(1.0, tokens / 6),
+    "knee at 96": lambda tokens: max(1.0, tokens / 96),
+    "stairs": lambda tokens: 1.0 + 0.25 * (tokens // 8),
+}
+
+
+def make_request(key: str) -> Request:
+    return Request(
+        key=key,
+        token_ids=[1],
+        num_prompt=1,
+        sampling=RowSampling(seed=1),
+        max_tokens=1,
+        stop_ids=frozenset(),
+        arrived_at=0.0,
+    )
+
+
+@dataclass
+class World:
+    """A machine, the rows that run on it, and what they have achieved.
+
+    Attributes:
+        acceptances: of the rows' drafts. draft: seconds of a draft model's pass, 0 without one.
+        slowness: of everything. num_prefilled: tokens of others in each step.
+        life: tokens after which a request gives its row to a new one.
+    """
+
+    verify: Callable[[int], float]
+    acceptances: list[float]
+    draft: float = 0.0
+    noise: float = 0.05
+    outliers: float = 0.0
+    slowness: float = 1.0
+    num_prefilled: int = 0
+    life: int = 256
+    rng: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def __post_init__(self) -> None:
+        self.requests = [make_request(str(row)) for row in range(len(self.acceptances))]
+        self.ages = [self.rng.randrange(self.life) for _ in self.requests]
+        self.num_steps_with_drafts = 0
+
+    def shape(self, depths: list[int]) -> StepShape:
+        num_tokens = self.num_prefilled + len(depths) + sum(depths)
+        return (
+            StepShape(num_tokens, max(depths), sum(depths)) if self.draft else StepShape(num_tokens)
+        )
+
+    def seconds(self, shape: StepShape) -> tuple[float, float]:
+        per_row = 0.002 * self.draft
+        draft = shape.num_passes * self.draft + shape.num_draft_tokens * per_row
+        return (self.verify(shape.num_tokens) + draft) * self.slowness, draft * self.slowness
+
+    def expected(self, depth: int) -> float:
+        """Goodput of a fixed depth."""
+        committed = sum(a**j for a in self.acceptances for j in range(depth + 1))
+        return committed / self.seconds(self.shape([depth] * len(self.acceptances)))[0]
+
+    def best_fixed(self) -> float:
+        return max(self.expected(depth) for depth in range(DEEPEST + 1))
+
+    def run(self, policy: DepthPolicy, num_steps: int) -> float:
+        """Run and return the goodput; noise costs nothing, outliers and policy do."""
+        committed, elapsed = 0, 0.0
+        for _ in range(num_steps):
+            num_rows = len(self.requests)
+            depths = policy.choose(
+                self.requests, [DEEPEST] * num_rows, num_rows + self.num_prefilled
+            )
+            shape = self.shape(depths)
+            self.num_steps_with_drafts += any(depths)
+            for row, depth in enumerate(depths):
+                committed += self.run_row(policy, row, depth)
+            seconds, draft_seconds = self.seconds(shape)
+            elapsed += seconds
+            factor = 6.0 if self.rng.random() < self.outliers else self.rng.gauss(1.0, self.noise)
+            policy.observe_step(shape, seconds * factor, draft_seconds * factor)
+        return committed / elapsed
+
+    def run_row(self, policy: DepthPolicy, row: int, depth: int) -> int:
+        num_accepted = 0
+        while num_accepted < depth and self.rng.random() < self.acceptances[row]:
+            num_accepted += 1
+        if depth:
+            policy.observe_drafts(self.requests[row], depth, num_accepted)
+        self.ages[row] += num_accepted + 1
+        if self.ages[row] >= self.life:
+            policy.forget(self.requests[row])
+            self.requests[row] = make_request("next")
+            self.ages[row] = 0
+        return num_accepted + 1
+
+
+def settled(world: World, num_steps: int = 300) -> float:
+    """Goodput over the best fixed depth's, after a while."""
+    policy = AdaptiveDepth(has_draft_model=world.draft > 0)
+    world.run(policy, 300)
+    return world.run(policy, num_steps) / world.best_fixed()
+
+
+def test_a_fixed_depth_uses_all_room_and_learns_nothing():
+    policy = FixedDepth()
+    request = make_request("a")
+    policy.observe_drafts(request, 4, 0)
+    policy.observe_step(StepShape(5), 100.0, 0.0)
+    policy.forget(request)
+    assert policy.choose([request, make_request("b")], [4, 0], 2) == [4, 0]
+
+
+@pytest.mark.parametrize("curve", VERIFY)
+@pytest.mark.parametrize(
+    ("num_rows", "acceptance", "draft"),
+    [(1, 0.0, 0.25), (1, 0.6, 0.05), (4, 0.8, 0.0), (16, 0.4, 0.25), (64, 0.9, 0.05)],
+)
+def test_no_fixed_depth_is_much_better(curve, num_rows, acceptance, draft):
+    verify = VERIFY[curve]
+    world = World(verify, [acceptance] * num_rows, draft * verify(1))
+    assert settled(world) > 0.95
+
+
+@pytest.mark.parametrize("draft", [0.0, 0.05])
+def test_mixed_acceptance_beats_every_fixed_depth(draft):
+    world = World(VERIFY["knee at 96"], [0.0, 0.3, 0.6, 0.9] * 12, draft, life=1000)
+    assert settled(world) > 1.02
+
+
+def test_better_drafters_get_deeper():
+    world = World(VERIFY["affine"], [0.2, 0.9] * 8, life=10**9)
+    policy = AdaptiveDepth(has_draft_model=False)
+    world.run(policy, 300)
+    depths = policy.choose(world.requests, [DEEPEST] * 16, 16)
+    assert max(depths[0::2]) < min(depths[1::2])
+
+
+def test_equal_rows_share_what_is_free():
+    policy = AdaptiveDepth(has_draft_model=False)
+    requests = [make_request(key) for key in "abcd"]
+    for _ in range(5):
+        for request in requests:
+            policy.observe_drafts(request, 10, 7)
+        for num_tokens in (4, 5, 6, 7, 8):
+            policy.observe_step(StepShape(num_tokens), max(1.0, num_tokens / 6), 0.0)
+    assert policy.choose(requests, [1] * 4, 4) == [1, 1, 0, 0]
+
+
+def test_depth_stays_within_the_room():
+    rng = random.Random(2)
+    policy = AdaptiveDepth(has_draft_model=True)
+    world = World(VERIFY["flat"], [0.8] * 8, 0.05)
+    world.run(policy, 50)
+    for _ in range(200):
+        most = [rng.randint(0, 5) for _ in range(8)]
+        depths = policy.choose(world.requests, most, 8 + rng.randint(0, 100))
+        assert all(0 <= depth <= room for depth, room in zip(depths, most, strict=True))
+    assert policy.choose([], [], 5) == []
+
+
+def test_at_the_start_all_room_is_used():
+    policy = AdaptiveDepth(has_draft_model=True)
+    assert policy.choose([make_request("a"), make_request("b")], [3, 0], 40) == [3, 0]
+
+
+@pytest.mark.parametrize("draft", [0.0, 0.25])
+@pytest.mark.parametrize("num_rows", [1, 16])
+def test_drafts_that_are_always_wrong_cost_little_from_the_start(draft, num_rows):
+    world = World(lambda tokens: 0.9 + 0.1 * tokens, [0.0] * num_rows, draft)
+    goodput = world.run(AdaptiveDepth(has_draft_model=draft > 0), 3000)
+    assert goodput > 0.97 * world.best_fixed()
+    assert world.num_steps_with_drafts > 10  # it keeps looking
+
+
+@pytest.mark.parametrize(("draft", "num_rows"), [(0.0, 1), (0.25, 1), (0.25, 16)])
+def test_drafts_that_become_right_are_noticed(draft, num_rows):
+    world = World(lambda tokens: 0.9 + 0.1 * tokens, [0.0] * num_rows, draft)
+    policy = AdaptiveDepth(has_draft_model=draft > 0)
+    world.run(policy, 2000)
+    world.acceptances = [0.8] * num_rows
+    world.run(policy, 200)
+    assert world.run(policy, 300) > 0.9 * world.best_fixed()
+
+
+def test_drafts_that_become_wrong_are_noticed():
+    world = World(VERIFY["affine"], [0.8], 0.25)
+    policy = AdaptiveDepth(has_draft_model=True)
+    world.run(policy, 1000)
+    world.acceptances = [0.0]
+    world.run(policy, 100)
+    assert world.run(policy, 500) > 0.97 * world.best_fixed()
+
+
+def test_one_request_that_recovers_among_others_is_noticed():
+    world = World(VERIFY["affine"], [0.8] * 3 + [0.0], 0.05, life=10**9)
+    policy = AdaptiveDepth(has_draft_model=True)
+    world.run(policy, 500)
+    world.acceptances = [0.8] * 4
+    world.run(policy, 300)
+    assert world.run(policy, 300) > 0.95 * world.best_fixed()
+
+
+def test_a_machine_that_slows_down_changes_nothing():
+    world = World(VERIFY["knee at 6"], [0.7] * 2, 0.05)
+    policy = AdaptiveDepth(has_draft_model=True)
+    world.run(policy, 500)
+    for world.slowness in (2.0, 1.0, 2.0):
+        assert world.run(policy, 100) > 0.93 * world.best_fixed()
+
+
+def test_a_machine_that_becomes_another_one_is_noticed():
+    world = World(VERIFY["linear"], [0.8] * 4)
+    policy = AdaptiveDepth(has_draft_model=False)
+    for world.verify in (VERIFY["flat"], VERIFY["linear"], VERIFY["flat"]):
+        world.run(policy, 1200)
+        assert world.run(policy, 500) > 0.95 * world.best_fixed()
+
+
+def test_slow_steps_now_and_then_do_not_turn_speculation_off():
+    world = World(VERIFY["affine"], [0.8], outliers=0.02)
+    assert settled(world, 2000) > 0.96
+
+
+def test_a_long_prefill_does_not_make_drafts_look_cheap():
+    world = World(VERIFY["linear"], [0.5] * 16)
+    policy = AdaptiveDepth(has_draft_model=False)
+    world.run(policy, 300)
+    world.num_prefilled = 512
+    world.run(policy, 300)
+    world.num_steps_with_drafts = 0
+    goodput = world.run(policy, 200)
+    assert goodput > 0.9 * world.expected(0)
+
+
+def test_costs_known_before_the_first_draft_do_not_turn_speculation_off():
+    policy = AdaptiveDepth(has_draft_model=False)
+    for num_tokens in (1, 1, 5, 5):
+        policy.observe_step(StepShape(num_tokens), 1.0, 0.0)
+    assert policy.choose([make_request("a")], [4], 1) == [4]
+
+
+def test_an_ngram_drafter_that_finds_nothing_is_asked_again():
+    policy = AdaptiveDepth(has_draft_model=False)
+    request = make_request("a")
+    policy.choose([request], [4], 1)
+    for _ in range(100):
+        policy.observe_drafts(request, 1, 0)
+    for num_tokens in (1, 1, 2, 2, 5, 5):
+        policy.observe_step(StepShape(num_tokens), 1.0 + num_tokens, 0.0)
+    num_asked = 0
+    for _ in range(300):
+        num_asked += policy.choose([request], [4], 1) != [0]
+        policy.observe_step(StepShape(1), 2.0, 0.0)  # it found nothing, which costs nothing
+    assert num_asked > 200

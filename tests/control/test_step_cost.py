@@ -1,0 +1,104 @@
+"""What a step takes is learned from noisy steps, and is optimistic where nothing is known."""
+
+import random
+
+import pytest
+
+from charonia.control.step_cost import CostCurve, StepCost, StepShape
+
+
+def learn(curve: CostCurve, seconds_of, sizes, times: int = 2) -> None:
+    for _ in range(times):
+        for size in sizes:
+            curve.observe(size, seconds_of(size))
+
+
+def test_nothing_is_known_until_a_size_was_seen_twice():
+    curve = CostCurve()
+    curve.observe(4, 1.0)
+    assert not curve.is_known
+    assert curve.at(4) == 0.0
+    curve.observe(4, 1.0)
+    assert curve.is_known
+    assert curve.at(4) == pytest.approx(1.0)
+
+
+def test_sizes_not_seen_are_as_fast_as_the_ones_seen_allow():
+    curve = CostCurve()
+    learn(curve, lambda size: max(1.0, size / 4), [2, 9])
+    assert curve.at(1) == pytest.approx(0.5)  # throughput is not better than at 2
+    assert curve.at(3) == pytest.approx(1.0)  # not faster than 2
+    assert curve.at(8) == pytest.approx(2.0)  # throughput is not better than at 9
+    assert curve.at(50) == curve.at(10**9) == pytest.approx(2.25)  # not faster than 9
+
+
+def test_a_smaller_size_does_not_take_longer_than_a_larger_one():
+    curve = CostCurve()
+    learn(curve, lambda size: 3.0 if size == 2 else 1.0, [2, 5])
+    assert curve.at(2) == curve.at(5) == pytest.approx(1.0)
+
+
+def test_large_sizes_share_knots_and_still_fit():
+    curve = CostCurve()
+    rng = random.Random(1)
+    for _ in range(3000):
+        size = rng.randint(1, 600)
+        curve.observe(size, (1.0 + size / 100) * rng.gauss(1.0, 0.05))
+    for size in (77, 150, 333, 512):
+        assert curve.at(size) == pytest.approx(1.0 + size / 100, rel=0.05)
+
+
+def test_segments_and_table_say_the_same_as_single_questions():
+    curve = CostCurve()
+    learn(curve, lambda size: 1.0 + size / 10, [1, 2, 6, 16, 40, 90])
+    assert curve.table(100)[1:] == pytest.approx([curve.at(size) for size in range(1, 101)])
+    start = 30
+    for end, intercept, slope in curve.segments(30, 70):
+        for size in range(start, min(end, 70) + 1):
+            assert intercept + slope * size == pytest.approx(curve.at(size))
+        start = end
+    assert start > 70
+    [(_, intercept, slope)] = curve.segments(10**6, 10**6 + 8)
+    assert (intercept, slope) == (curve.at(10**6), 0.0)
+
+
+def test_one_slow_step_changes_little():
+    curve = CostCurve()
+    curve.observe(1, 50.0)  # a cold start
+    learn(curve, lambda _: 1.0, [1], 40)
+    curve.observe(1, 50.0)
+    assert curve.at(1) == pytest.approx(1.0, rel=0.06)
+
+
+def test_sizes_out_of_use_follow_when_the_machine_slows_down():
+    curve = CostCurve()
+    learn(curve, lambda size: 1.0 + size / 10, [1, 9], 50)
+    learn(curve, lambda size: 2.0 + size / 5, [1], 100)
+    assert curve.at(1) == pytest.approx(2.2, rel=0.02)
+    assert curve.at(9) == pytest.approx(3.8, rel=0.2)
+
+
+def test_what_was_not_renewed_is_forgotten():
+    curve = CostCurve()
+    learn(curve, lambda _: 1.0, [1], 5)
+    learn(curve, lambda _: 9.0, [5])
+    assert curve.at(5) > 8.0
+    learn(curve, lambda _: 1.0, [1], 1001)
+    assert curve.at(5) == curve.at(1)
+
+
+def test_a_clock_that_stands_still_is_not_believed():
+    curve = CostCurve()
+    learn(curve, lambda _: 0.0, [1], 5)
+    assert not curve.is_known
+
+
+def test_draft_time_is_learned_per_pass_and_apart_from_the_rest():
+    cost = StepCost()
+    for _ in range(3):
+        cost.observe(StepShape(4), seconds=1.0, draft_seconds=0.0)
+        cost.observe(StepShape(12, 2, 8), seconds=2.0, draft_seconds=0.5)
+    assert cost.predict(StepShape(4)) == pytest.approx(1.0)
+    assert cost.predict(StepShape(12)) == pytest.approx(1.5)
+    assert cost.predict(StepShape(12, 2, 8)) == pytest.approx(2.0)
+    assert cost.predict(StepShape(12, 3, 12)) == pytest.approx(2.25)
