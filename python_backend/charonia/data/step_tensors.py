@@ -8,6 +8,7 @@ makes sense (`plan_check` has seen it before it comes here).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,23 +143,24 @@ class StepTensors:
 
     def batch(self, spans: Sequence[Span]) -> StepBatch:
         """Build the indices of a pass over some tokens, at most one span per row."""
-        query_starts, context_lens, shifts = [0], [], []
-        for span in spans:
-            # The position of the pass's token t is t + (start - first token of the row).
-            shifts.append(span.start - query_starts[-1])
-            query_starts.append(query_starts[-1] + span.num_tokens)
-            context_lens.append(span.start + span.num_tokens)
-        total = query_starts[-1]
         rows = np.array([span.row for span in spans])
-        counts = [span.num_tokens for span in spans]
-        row_of = np.repeat(rows, counts)
-        positions = np.repeat(shifts, counts) + self._count[:total]
-        blocks, offsets = np.divmod(positions, self._block_size)
+        context_lens = [span.start + span.num_tokens for span in spans]
+        query_starts = [0, *accumulate(span.num_tokens for span in spans)]
+        if query_starts[-1] == len(spans):  # one token each, as in most passes
+            row_of, positions = rows, np.array([span.start for span in spans])
+        else:
+            counts = [span.num_tokens for span in spans]
+            # The position of the pass's token t is t + (start - first token of the row).
+            shifts = [span.start - first for span, first in zip(spans, query_starts, strict=False)]
+            row_of = np.repeat(rows, counts)
+            positions = np.repeat(shifts, counts) + self._count[: query_starts[-1]]
+        blocks = positions // self._block_size
+        slots = (self._row_blocks[row_of, blocks] - blocks) * self._block_size + positions
         num_blocks = -(-max(context_lens) // self._block_size)
         return StepBatch(
             token_ids=self._on_device(self._row_tokens[row_of, positions]),
             positions=self._on_device(positions),
-            slots=self._on_device(self._row_blocks[row_of, blocks] * self._block_size + offsets),
+            slots=self._on_device(slots),
             query_starts=query_starts,
             context_lens=context_lens,
             block_tables=self._on_device(self._row_blocks[rows, :num_blocks]),
@@ -195,4 +197,5 @@ class StepTensors:
         self._row_blocks[step.row, first : len(known)] = step.new_block_ids
 
     def _on_device(self, indices: "np.ndarray[Any, Any]") -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(indices)).to(self._device)
+        tensor = torch.from_numpy(np.ascontiguousarray(indices))
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)

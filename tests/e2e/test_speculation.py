@@ -1,0 +1,142 @@
+"""Speculation on the real server: streams with drafts equal streams without, whatever happens.
+
+The bundled demo pair in float32. A request that asks for no drafts runs on the same server, so
+that each stream has its reference there.
+"""
+
+import inspect
+import json
+import os
+import signal
+import tokenize
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from charonia.launch.repository import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
+from charonia.launch.run import running_server
+from charonia.launch.server import TritonServer
+from charonia.text.tokenizer import Tokenizer
+from support.e2e import infer_grpc, one_torch_thread, request_inputs, wait_idle
+from support.live_stream import LiveStream
+
+NUM_STREAMS, NUM_TOKENS = 24, 60
+WAYS_IN = [("grpc", "scheduler"), ("grpc", "llm"), ("http", "scheduler")]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "draft_model": {
+        "model": str(DEMO_DRAFT_CHECKPOINT),
+        "num_speculative_tokens": 4,
+        "adaptive": False,
+    },
+    "suffix": {"method": "suffix"},
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def drafting_server(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
+    settings = (
+        "dtype=float32",
+        "max_num_seqs=16",
+        "num_gpu_blocks_override=150",  # too few for all, so that some are preempted
+        f"speculative_config={json.dumps(CONFIGS[request.param])}",
+    )
+    with one_torch_thread(), running_server(model=DEMO_CHECKPOINT, settings=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    token_ids = Tokenizer.from_dir(DEMO_CHECKPOINT).encode(inspect.getsource(tokenize))
+    return [token_ids[index * 50 :][: 30 + 9 * index % 130] for index in range(NUM_STREAMS)]
+
+
+def start_streams(
+    server: TritonServer, prompts: list[list[int]], num_tokens: int = NUM_TOKENS, **options: Any
+) -> list[LiveStream]:
+    """One stream per prompt, by all ways in turn; every other one samples with a seed."""
+    urls = {"grpc": server.grpc_url, "http": server.http_url}
+    streams = []
+    for index, prompt in enumerate(prompts):
+        protocol, model = WAYS_IN[index % len(WAYS_IN)]
+        sampling = {"temperature": 0.0} if index % 2 else {"top_p": 0.9, "presence_penalty": 0.3}
+        sampling |= {"max_tokens": num_tokens, "ignore_eos": True, "seed": index} | options
+        streams.append(
+            LiveStream(urls[protocol], prompt, protocol=protocol, model=model, **sampling)
+        )
+    return streams
+
+
+def tokens_of(streams: list[LiveStream]) -> list[list[int]]:
+    for stream in streams:
+        stream.wait_over()
+        assert (stream.error, stream.finish_reason) == (None, "length")
+    return [stream.token_ids for stream in streams]
+
+
+@pytest.fixture(scope="module")
+def undrafted(drafting_server: TritonServer, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens of each stream without drafts."""
+    streams = start_streams(drafting_server, prompts, speculation=False)
+    token_ids = tokens_of(streams)
+    assert [stream.timing["drafted_tokens"] for stream in streams] == [0] * NUM_STREAMS
+    return token_ids
+
+
+def test_streams_with_drafts_have_the_tokens_of_streams_without(
+    drafting_server: TritonServer, prompts: list[list[int]], undrafted: list[list[int]]
+) -> None:
+    before = wait_idle(drafting_server)
+    streams = start_streams(drafting_server, prompts)
+    assert tokens_of(streams) == undrafted
+    after = wait_idle(drafting_server)
+
+    def counted(name: str) -> float:
+        return after[f"charonia_{name}"] - before.get(f"charonia_{name}", 0.0)
+
+    timings = [stream.timing for stream in streams]
+    for name, metric in (("drafted_tokens", "draft"), ("accepted_tokens", "accepted")):
+        assert counted(f"{metric}_tokens_total") == sum(timing[name] for timing in timings) > 0
+    drafting = [timing for timing in timings if timing["drafted_tokens"]]
+    assert counted("draft_rounds_total") == sum(timing["draft_rounds"] for timing in drafting)
+    for place in (0, 1):
+        for what in ("drafted", "accepted"):
+            shown = counted(f'{what}_at_position_total{{position="{place}"}}')
+            many = [timing[f"{what}_at_position"] for timing in drafting]
+            assert shown == sum(one[place] for one in many if len(one) > place) > 0
+    assert counted('step_phase_seconds_total{phase="verify"}') > 0
+
+
+def test_a_unary_request_with_drafts_has_the_same_tokens(
+    drafting_server: TritonServer, prompts: list[list[int]], undrafted: list[list[int]]
+) -> None:
+    sampling = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    inputs = request_inputs(prompts[1], sampling, return_token_ids=True)
+    assert infer_grpc(drafting_server, inputs).outputs["output_ids"] == undrafted[1]
+
+
+def test_streams_with_drafts_survive_the_death_of_the_engine(
+    drafting_server: TritonServer, prompts: list[list[int]]
+) -> None:
+    num_tokens = 300
+    reference = tokens_of(
+        start_streams(drafting_server, prompts[:6], num_tokens, speculation=False)
+    )
+    streams = start_streams(drafting_server, prompts[:6], num_tokens)
+    for stream in streams:
+        stream.wait_tokens(20)
+    os.kill(drafting_server.pids("engine")[0], signal.SIGKILL)
+    assert tokens_of(streams) == reference
+    assert max(stream.timing["restarts"] for stream in streams) == 1
+    assert min(stream.timing["drafted_tokens"] for stream in streams) > 0
+    wait_idle(drafting_server)
+
+
+def test_a_client_that_leaves_takes_its_drafts_along(
+    drafting_server: TritonServer, prompts: list[list[int]]
+) -> None:
+    streams = start_streams(drafting_server, prompts[:6], 500)
+    for stream in streams:
+        stream.wait_tokens(10)
+        stream.leave()
+    wait_idle(drafting_server)
