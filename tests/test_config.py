@@ -63,3 +63,63 @@ def test_paths_in_model_json_are_relative_to_it_and_the_tokenizer_is_the_models(
     assert args.tokenizer_dir == Path(args.model) == tmp_path.parent / "m"
     path.write_text('{"model": "/a/m", "tokenizer": "t"}')
     assert EngineArgs.from_file(path).tokenizer_dir == tmp_path / "t"
+
+
+def speculative(**values):
+    return EngineArgs.from_dict({"model": "m", "speculative_config": values}).speculative_config
+
+
+@pytest.mark.parametrize(
+    ("values", "method_is_draft_model", "max_drafts"),
+    [
+        ({"model": "d"}, True, 5),
+        ({"model": "d", "method": "draft_model", "num_speculative_tokens": 3}, True, 3),
+        ({"method": "ngram"}, False, 10),
+        ({"method": "suffix"}, False, 16),
+    ],
+)
+def test_a_method_has_its_own_number_of_drafts(values, method_is_draft_model, max_drafts):
+    config = speculative(**values)
+    assert (config.has_draft_model, config.max_drafts) == (method_is_draft_model, max_drafts)
+    assert config.adaptive
+
+
+@pytest.mark.parametrize(
+    ("values", "lengths"),
+    [
+        ({}, (2, 5)),
+        ({"prompt_lookup_min": 3}, (3, 5)),
+        ({"prompt_lookup_min": 7}, (7, 7)),
+        ({"prompt_lookup_max": 1}, (1, 1)),
+        ({"prompt_lookup_max": 4, "prompt_lookup_min": 4}, (4, 4)),
+    ],
+)
+def test_one_length_of_an_n_gram_makes_room_for_the_other(values, lengths):
+    assert speculative(method="ngram", **values).prompt_lookup == lengths
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "neither a method nor a model; methods are 'draft_model', 'ngram' and 'suffix'"),
+        ({"method": "draft_model"}, "'draft_model' needs a model"),
+        ({"method": "ngram", "model": "d"}, "'ngram' takes no model, and one is named: 'd'"),
+        ({"method": "eagle", "model": "d"}, "Invalid enum value 'eagle'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "<= 64"),
+        ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, r"must be at most"),
+        ({"method": "suffix", "synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate"),
+        ({"method": "suffix", "depth": 1}, "depth"),
+    ],
+)
+def test_a_wrong_speculative_config_is_refused_by_name(values, message):
+    with pytest.raises(ConfigError, match=message):
+        speculative(**values)
+
+
+def test_the_draft_models_path_in_model_json_is_relative_to_it(tmp_path: Path):
+    path = tmp_path / "model.json"
+    path.write_text('{"model": "m", "speculative_config": {"model": "../d"}}')
+    config = EngineArgs.from_file(path).speculative_config
+    assert config is not None
+    assert config.model == str(tmp_path.parent / "d")

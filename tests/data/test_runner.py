@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from charonia.config import EngineArgs
+from charonia.config import EngineArgs, SpeculativeConfig
 from charonia.data.model.decoder import Decoder
 from charonia.data.runner import Runner
-from charonia.errors import ConfigError, PlanRefusedError
+from charonia.errors import CheckpointError, ConfigError, PlanRefusedError
 from charonia.protocol import NewRow, RowSampling, RowStep, StepPlan, StepResult
 
 Checkpoint = Callable[..., Path]
@@ -193,3 +193,75 @@ def test_a_row_that_overflows_does_not_spoil_its_neighbours(checkpoint: Checkpoi
         )
     ]
     assert [result.rows[0].token_ids[0] for result in results[1:]] == expected
+
+
+# ---------------------------------------------------------------------- speculation
+
+
+def drafting_runner(checkpoint: Checkpoint, draft: Path, **config: Any) -> Runner:
+    model_dir = checkpoint("LlamaForCausalLM")
+    speculative = SpeculativeConfig(model=str(draft), **config)
+    return make_runner(model_dir, speculative_config=speculative)
+
+
+def test_a_run_is_what_the_target_samples_whatever_the_drafts(
+    runner: Runner, checkpoint: Checkpoint
+) -> None:
+    expected = tokens(
+        runner.execute(first_plan()), *[runner.execute(decode_plan(i)) for i in range(1, 8)]
+    )
+    drafts = [*expected[1:3], (expected[3] + 1) % 384, 7]
+    result = [
+        runner.execute(first_plan(epoch=2)),
+        runner.execute(StepPlan(epoch=2, step_id=1, rows=[RowStep(0, 1, [], len(drafts), drafts)])),
+    ]
+    assert tokens(*result) == expected[:4]  # two drafts and the token that the third was not
+    rest = [runner.execute(decode_plan(i, epoch=2)) for i in range(2, 6)]
+    assert tokens(*result, *rest) == expected
+
+
+def test_the_draft_model_catches_up_behind_drafts_that_were_not_its_own(
+    checkpoint: Checkpoint,
+) -> None:
+    model_dir = checkpoint("LlamaForCausalLM")
+    runner = drafting_runner(checkpoint, model_dir)
+    assert runner.info().max_draft_len == runner.info().max_model_len
+    plain = [runner.execute(first_plan()), *[runner.execute(decode_plan(i)) for i in range(1, 12)]]
+    expected = tokens(*plain)
+    steps = [
+        RowStep(0, 1, [], 2, [], num_draft_tokens=6),  # prompt and first token
+        RowStep(0, 1, [], 2, [9, 9]),  # of the plan, wrong
+        RowStep(0, 1, []),
+        RowStep(0, 1, [], 0, [], num_draft_tokens=1),  # one of the four that it lacks
+        RowStep(0, 1, [], 2, [], num_draft_tokens=4),
+    ]
+    results = [runner.execute(first_plan(epoch=2))]
+    for step_id, step in enumerate(steps, 1):
+        results.append(runner.execute(StepPlan(epoch=2, step_id=step_id, rows=[step])))
+    runs = [len(result.rows[0].token_ids) for result in results]
+    assert runs == [1, 3, 1, 1, 1, 3]
+    assert tokens(*results) == expected[:10]
+    assert results[1].draft_seconds > 0
+    assert results[2].draft_seconds == 0
+
+
+@pytest.mark.parametrize(("rate", "length"), [(0.0, 1), (1.0, 4)])
+def test_synthetic_acceptance_takes_drafts_whatever_they_are(
+    checkpoint: Checkpoint, rate: float, length: int
+) -> None:
+    draft = checkpoint("LlamaForCausalLM", seed=7)
+    runner = drafting_runner(checkpoint, draft, synthetic_acceptance_rate=rate)
+    runner.execute(first_plan())
+    step = RowStep(0, 1, [], 3, [], num_draft_tokens=6)
+    result = runner.execute(StepPlan(epoch=1, step_id=1, rows=[step]))
+    assert len(result.rows[0].token_ids) == length
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match="vocabulary of 512 tokens and the model one of 384"):
+        drafting_runner(checkpoint, checkpoint("LlamaForCausalLM", vocab_size=512))
+
+
+def test_a_draft_model_that_cannot_be_read_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"the draft model: .*config\.json"):
+        drafting_runner(checkpoint, tmp_path)

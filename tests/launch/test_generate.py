@@ -92,9 +92,11 @@ def test_the_demo_streams_its_prompts_and_stops(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(demo, "DEMO_CHECKPOINT", checkpoint())
+    for name in ("DEMO_CHECKPOINT", "DEMO_DRAFT_CHECKPOINT"):
+        monkeypatch.setattr(demo, name, checkpoint())
     assert main(["demo"]) == 0
     shown = capsys.readouterr()
     assert [shown.out.count(prompt.text) for prompt in demo.DEMO_PROMPTS] == [1, 1, 1]
     assert shown.out.count("tokens/s, first token after") == 3
+    assert shown.out.count("drafted tokens accepted (100%)") == 3
     assert "loaded engine" in shown.err

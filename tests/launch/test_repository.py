@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from tritonclient.grpc import model_config_pb2
 from charonia.errors import CharoniaError, CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import (
+    DEMO_CHECKPOINT,
+    DEMO_DRAFT_CHECKPOINT,
     LINK_FROM_BYTES,
     PreparedRepository,
     RepositoryOptions,
@@ -84,6 +87,74 @@ def test_a_model_brings_its_own_tokenizer(source: Path, target: Path, checkpoint
     path.write_text(json.dumps({"model": "a", "tokenizer": "b"}), encoding="utf-8")
     prepared = prepare(source, target, model=checkpoint_dir)
     assert prepared.engine_args.tokenizer_dir == checkpoint_dir
+
+
+def write_model_json(source: Path, **values: Any) -> None:
+    path = source / "engine/1/model.json"
+    path.write_text(json.dumps(model_json(source) | values), encoding="utf-8")
+
+
+def test_a_draft_model_is_set_beside_what_is_configured(
+    source: Path, target: Path, checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint_dir.parent)
+    setting = 'speculative_config={"num_speculative_tokens": 3, "method": "ngram"}'
+    prepare(source, target, setting, draft_model=Path(checkpoint_dir.name))
+    assert model_json(target)["speculative_config"] == {
+        "num_speculative_tokens": 3,
+        "method": "draft_model",
+        "model": str(checkpoint_dir),
+    }
+
+
+def test_a_draft_model_that_was_meant_for_another_model_is_not_served(
+    source: Path, target: Path, checkpoint_dir: Path
+) -> None:
+    write_model_json(source, speculative_config={"model": "its draft"})
+    prepared = prepare(source, target, model=checkpoint_dir)
+    assert prepared.engine_args.speculative_config is None
+
+
+def test_a_drafter_without_a_model_serves_any_model(
+    source: Path, target: Path, checkpoint_dir: Path
+) -> None:
+    write_model_json(source, speculative_config={"method": "suffix"})
+    config = prepare(source, target, model=checkpoint_dir).engine_args.speculative_config
+    assert config is not None
+    assert config.method == "suffix"
+
+
+def test_speculation_can_be_turned_off(source: Path, target: Path, checkpoint_dir: Path) -> None:
+    write_model_json(source, speculative_config={"model": str(checkpoint_dir)})
+    prepared = prepare(source, target, "speculative_config=null")
+    assert prepared.engine_args.speculative_config is None
+
+
+def test_without_a_model_the_demo_pair_is_served(source: Path, target: Path) -> None:
+    (source / "engine/1/model.json").write_text("{}", encoding="utf-8")
+    args = prepare(source, target).engine_args
+    assert args.model == str(DEMO_CHECKPOINT)
+    assert args.speculative_config is not None
+    assert args.speculative_config.model == str(DEMO_DRAFT_CHECKPOINT)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (None, "no checkpoint directory"),
+        ({"vocab_size": 512}, "vocabulary of 512 tokens and the model one of 384; both must have"),
+    ],
+)
+def test_a_draft_model_that_does_not_fit_is_refused(
+    source: Path,
+    target: Path,
+    checkpoint: Callable[..., Path],
+    draft: dict[str, Any] | None,
+    message: str,
+) -> None:
+    draft_model = source / "none" if draft is None else checkpoint(**draft)
+    with pytest.raises(CharoniaError, match=message):
+        prepare(source, target, model=checkpoint(), draft_model=draft_model)
 
 
 def test_scheduler_parameters_are_set_in_its_configuration(source: Path, target: Path) -> None:

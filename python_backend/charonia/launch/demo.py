@@ -6,10 +6,12 @@ Owns what is shown. Must not know how a server is started or a request sent.
 import re
 import signal
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from charonia.demo.prompts import DEMO_PROMPTS, DemoPrompt
 from charonia.launch.errors import LaunchError
-from charonia.launch.repository import DEMO_CHECKPOINT
+from charonia.launch.repository import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.launch.run import running_server
 from charonia.launch.serve import say
 from charonia_client import CharoniaClientError, Client
@@ -18,7 +20,7 @@ PUBLIC_MODEL = "llm"
 
 
 def run_demo() -> None:
-    """Serve the demo model, stream the built-in prompts with their speed, and stop.
+    """Serve the demo pair, stream the built-in prompts with their speed, and stop.
 
     Raises:
         LaunchError, CheckpointError: the server cannot be started, or a request failed.
@@ -31,9 +33,11 @@ def run_demo() -> None:
 
 
 def _serve_and_stream() -> None:
-    say(f"starting tritonserver with {DEMO_CHECKPOINT.name}")
+    say(f"starting tritonserver with {DEMO_CHECKPOINT.name} and {DEMO_DRAFT_CHECKPOINT.name}")
     started = time.monotonic()
-    with running_server(model=DEMO_CHECKPOINT, on_log=_show_loading) as server:
+    with running_server(
+        model=DEMO_CHECKPOINT, draft_model=DEMO_DRAFT_CHECKPOINT, on_log=_show_loading
+    ) as server:
         say(f"serving on {server.grpc_url} (gRPC) after {time.monotonic() - started:.1f} s")
         with Client(server.grpc_url, protocol="grpc", model=PUBLIC_MODEL) as client:
             for prompt in DEMO_PROMPTS:
@@ -51,11 +55,12 @@ def _show_loading(line: str) -> None:
 
 
 def _stream(client: Client, prompt: DemoPrompt) -> None:
-    """Print a prompt, its completion as it comes, and how fast it came."""
+    """Print a prompt, its completion as it comes, how fast it came and what drafts were worth."""
     print(f"\n{'─' * 72}\n{prompt.text}", end="", flush=True)
     sent = time.monotonic()
     first = None
     num_tokens = 0
+    timing: Mapping[str, Any] = {}
     for chunk in client.stream(
         prompt.text,
         max_tokens=prompt.max_tokens,
@@ -64,6 +69,7 @@ def _stream(client: Client, prompt: DemoPrompt) -> None:
     ):
         first = first or time.monotonic()
         num_tokens += len(chunk.token_ids)
+        timing = chunk.timing or timing
         print(chunk.text, end="", flush=True)
     total_s = time.monotonic() - sent
     first_ms = ((first or sent) - sent) * 1000
@@ -71,3 +77,9 @@ def _stream(client: Client, prompt: DemoPrompt) -> None:
         f"\n── {num_tokens} tokens, {num_tokens / total_s:.0f} tokens/s, "
         f"first token after {first_ms:.0f} ms"
     )
+    if drafted := timing.get("drafted_tokens"):
+        accepted = timing["accepted_tokens"]
+        print(
+            f"── {accepted} of {drafted} drafted tokens accepted ({accepted / drafted:.0%}), "
+            f"{num_tokens / (num_tokens - accepted):.1f} tokens per step"
+        )
