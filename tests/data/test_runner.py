@@ -200,7 +200,7 @@ def test_a_row_that_overflows_does_not_spoil_its_neighbours(checkpoint: Checkpoi
 
 def drafting_runner(checkpoint: Checkpoint, draft: Path, **config: Any) -> Runner:
     model_dir = checkpoint("LlamaForCausalLM")
-    speculative = SpeculativeConfig(model=str(draft), **config)
+    speculative = SpeculativeConfig(model=str(draft), quantization=None, **config)
     return make_runner(model_dir, speculative_config=speculative)
 
 

@@ -167,7 +167,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(
         dtype="float32",
         num_gpu_blocks_override=200,
         max_num_seqs=4,
-        speculative_config={"model": str(model_dir), **FIXED},
+        speculative_config={"model": str(model_dir), "quantization": None, **FIXED},
     )
     many = [random_prompt(length) for length in (1, 15, 16, 17, 40, 64, 90)]
     with llm:

@@ -68,9 +68,12 @@ class Runner:
         max_model_len = _max_model_len(args, spec, log)
         max_draft_len = min(max_model_len, draft_spec.max_position_embeddings) if draft_spec else 0
         self.ops = ops = select_ops(args, dtype, device, log)
-        load = partial(_Model.load, args=args, ops=ops, dtype=dtype, device=device, log=log)
-        model = load(args.model, spec, max_model_len)
-        draft = load(draft_path, draft_spec, max_draft_len) if draft_spec else None
+        load = partial(_Model.load, args=args, dtype=dtype, device=device, log=log)
+        model = load(args.model, spec, max_model_len, ops)
+        draft = None
+        if draft_spec is not None:
+            draft_ops = _draft_ops(args, dtype, device) or ops
+            draft = load(draft_path, draft_spec, max_draft_len, draft_ops)
         num_blocks = _num_blocks(args, spec, [model, draft], max_model_len, dtype, device)
         self._model = model.decoder
         self._kv = model.kv_store(ops, num_blocks, device)
@@ -255,9 +258,9 @@ class _Model(NamedTuple):
         path: str,
         spec: ModelSpec,
         num_positions: int,
+        ops: Ops[Any],
         *,
         args: EngineArgs,
-        ops: Ops[Any],
         dtype: torch.dtype,
         device: torch.device,
         log: Callable[[str], None],
@@ -281,6 +284,15 @@ def _synthetic_rate(config: SpeculativeConfig | None, log: Callable[[str], None]
             " and the text is not the model's"
         )
     return rate
+
+
+def _draft_ops(args: EngineArgs, dtype: torch.dtype, device: torch.device) -> Ops[Any] | None:
+    """The draft model's operations, where they are to be others than the target's."""
+    config = args.speculative_config
+    if config is None or config.quantization in (None, args.quantization):
+        return None
+    own = msgspec.structs.replace(args, quantization=config.quantization)
+    return select_ops(own, dtype, device, lambda line: None)
 
 
 def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:

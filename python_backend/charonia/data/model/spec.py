@@ -149,7 +149,6 @@ def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
         )
 
 
-
 @dataclass(frozen=True)
 class _Config:
     """A JSON object with typed access; a JSON null counts as missing."""
