@@ -98,5 +98,5 @@ def test_the_demo_streams_its_prompts_and_stops(
     shown = capsys.readouterr()
     assert [shown.out.count(prompt.text) for prompt in demo.DEMO_PROMPTS] == [1, 1, 1]
     assert shown.out.count("tokens/s, first token after") == 3
-    assert shown.out.count("drafted tokens accepted (100%)") == 3
+    assert shown.out.count("drafted tokens accepted (") == 3
     assert "loaded engine" in shown.err
