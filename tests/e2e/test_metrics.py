@@ -31,13 +31,14 @@ HISTOGRAMS_AS_COUNTERS = ("inter_token_seconds", "step_seconds", "plan_seconds")
 COUNTERS = {
     "prompt_tokens_total": ("source", {"computed", "cached"}),
     "finished_total": ("reason", {"stop", "length"}),
-    "step_phase_seconds_total": ("phase", {"deliver", "transit", "apply"}),
+    "step_phase_seconds_total": ("phase", {"deliver", "transit", "apply", "draft", "verify"}),
     "rejections_total": ("reason", {"invalid", "queue_full", "unavailable"}),
     "generation_tokens_total": None,
     "cancellations_total": None,
     "preemptions_total": None,
     "prefix_cache_queried_tokens_total": None,
     "prefix_cache_hit_tokens_total": None,
+    "draft_rounds_total": None,
     "draft_tokens_total": None,
     "accepted_tokens_total": None,
     "engine_restarts_total": None,
@@ -46,6 +47,7 @@ GAUGES = {
     "requests_running": None,
     "requests_waiting": None,
     "engine_up": None,
+    "draft_depth": None,
     "kv_blocks": ("state", {"total", "used", "cached", "free"}),
 }
 VLLM_COUNTERS = ("prompt_tokens_total", "generation_tokens_total")
