@@ -33,10 +33,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             length, also in earlier responses of the same tenant. None is "draft_model" where a
             `model` is named.
         model: directory of the draft model's checkpoint.
-        quantization: of the draft model. Its guesses are verified anyway, and with half the bytes
-            it guesses in half the time; None leaves its weights as the model's are.
-        num_speculative_tokens: drafts per request and step at most; None is the method's own.
-        prompt_lookup_max, prompt_lookup_min: tokens that must be the same for "ngram"; 5 and 2.
+        quantization: of the draft model, whose guesses are verified anyway: "auto" is int8 where
+            our CPU kernels compute, which read it as fast as they can, else as `None`; None leaves
+            its weights as the model's are.
+        num_speculative_tokens: drafts per request and step at most, 1 to 64; None is 5 for
+            "draft_model", 10 for "ngram" and 16 for "suffix".
+        prompt_lookup_max, prompt_lookup_min: tokens that must be the same for "ngram", 1 to 32;
+            None is 5 and 2, or what makes room for the other.
         adaptive: choose from measured acceptance and step times how many drafts pay, none
             included; False always drafts as many as it can.
         synthetic_acceptance_rate: accept each draft with this probability, whatever it is. For
@@ -45,12 +48,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     method: Literal["draft_model", "ngram", "suffix"] | None = None
     model: str | None = None
-    quantization: Literal["int8"] | None = "int8"
+    quantization: Literal["auto", "int8"] | None = "auto"
     num_speculative_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_SPECULATIVE_TOKENS)] | None = (
         None
     )
-    prompt_lookup_max: PositiveInt | None = None
-    prompt_lookup_min: PositiveInt | None = None
+    prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
+    prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     adaptive: bool = True
     synthetic_acceptance_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 

@@ -91,7 +91,20 @@ def test_nothing_is_kept_of_a_request_that_ended():
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 3)])
 def test_a_long_prompt_is_indexed_over_several_proposals(sizes, monkeypatch):
-    monkeypatch.setattr(ngram, "MAX_CATCH_UP", 10)
+    for name in ("MAX_CATCH_UP", "MIN_CATCH_UP"):
+        monkeypatch.setattr(ngram, name, 10)
     drafter = NgramDrafter(*sizes)
     request = make_request([*range(25), 7, 7, 7, 23, 24])  # 23, 24 end within the first 25
     assert [drafter.propose(request, 1) for _ in range(4)] == [[], [], [7], [7]]
+
+
+def test_a_step_indexes_so_many_tokens_and_then_a_few_of_each_request(monkeypatch):
+    monkeypatch.setattr(ngram, "MAX_CATCH_UP", 10)
+    monkeypatch.setattr(ngram, "MIN_CATCH_UP", 3)
+    drafter = NgramDrafter(2, 2)
+    texts = [make_request(range(40), "a"), make_request(range(40), "b")]
+    for step in (1, 2):
+        drafter.begin_step()
+        for request in texts:
+            drafter.propose(request, 1)
+        assert [drafter._indices[key].num_indexed for key in "ab"] == [10 * step, 3 * step]

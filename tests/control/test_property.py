@@ -135,7 +135,6 @@ class Driver:
             max_drafts=self.scenario.max_drafts,
             policy=adaptive if self.scenario.adaptive else FixedDepth(),
             drafter=self.drafter,
-            max_draft_len=self.executor.max_draft_len,
         )
 
     def run(self) -> None:

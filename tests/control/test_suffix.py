@@ -32,6 +32,7 @@ def respond(drafter: SuffixDrafter, response: list[int], scope: bytes = SHARED) 
     request = make_request([-2], "ended", scope)
     request.token_ids += response
     drafter.forget(request)
+    drafter.begin_step()
 
 
 def longest_match(text: list[int], context: list[int]) -> tuple[int, list[int]]:
@@ -164,13 +165,42 @@ def test_a_text_that_repeats_itself_gets_drafts_of_full_length():
 
 
 def test_a_long_prompt_is_indexed_over_several_proposals(monkeypatch):
-    monkeypatch.setattr(suffix, "MAX_CATCH_UP", 10)
+    for name in ("MAX_CATCH_UP", "MIN_CATCH_UP"):
+        monkeypatch.setattr(suffix, name, 10)
     drafter = SuffixDrafter()
     respond(drafter, [30, 31, 32, 33, 34, 35, 36, 37])
     request = make_request([*range(25), 30])
     assert [drafter.propose(request, 1) for _ in range(2)] == [[31], [31]]
     request.token_ids += [23, 24, 7, 24]
     assert [drafter.propose(request, 1) for _ in range(2)] == [[7], [7]]
+
+
+def test_a_step_indexes_so_many_tokens_and_then_a_few_of_each_request(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_CATCH_UP", 10)
+    monkeypatch.setattr(suffix, "MIN_CATCH_UP", 3)
+    drafter = SuffixDrafter()
+    drafter.begin_step()
+    texts = [make_request([1, 2] * 20, "a"), make_request([1, 2] * 20, "b")]
+    for step in (1, 2):
+        drafter.begin_step()
+        for request in texts:
+            drafter.propose(request, 1)
+        assert [drafter._own[key].num_tokens for key in "ab"] == [10 * step, 3 * step]
+
+
+def test_responses_are_indexed_at_the_steps_to_come(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_CATCH_UP", 15)
+    drafter = SuffixDrafter()
+    for i in range(4):
+        request = make_request([-2], f"ended {i}")
+        request.token_ids += range(10 * i, 10 * i + 10)
+        drafter.forget(request)
+    proposals = []
+    for step in range(3):
+        ids = [drafter.propose(make_request([10 * i], f"{i} at {step}"), 1) for i in range(4)]
+        proposals.append([bool(each) for each in ids])
+        drafter.begin_step()
+    assert proposals == [[False] * 4, [True, True, False, False], [True] * 4]
 
 
 # ---------------------------------------------------------------------- earlier responses
@@ -208,6 +238,7 @@ def test_a_prompt_is_not_a_template():
     request = make_request(list(range(20)), "ended")
     request.token_ids += range(30, 40)
     drafter.forget(request)
+    drafter.begin_step()
     assert drafter.propose(make_request([3, 4, 5]), 4) == []
     assert drafter.propose(make_request([18, 19], "other"), 4) == []
     assert drafter.propose(make_request([33, 34, 35], "third"), 4) == [36, 37, 38]
@@ -353,5 +384,6 @@ def test_many_requests_get_the_drafts_that_their_scope_alone_gives_them():
             num_proposed += len(draft_ids)
             request.token_ids.append(token)
         drafter.forget(request)
+        drafter.begin_step()
     # Per request: 1 + 2 + ... + 7 while the match grows, then 8, and what is left at the end.
     assert num_proposed == (300 - 4) * (28 + 25 * 8 + 28)

@@ -98,20 +98,31 @@ def test_a_draft_model_is_set_beside_what_is_configured(
     source: Path, target: Path, checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(checkpoint_dir.parent)
-    setting = 'speculative_config={"num_speculative_tokens": 3, "method": "ngram"}'
+    setting = 'speculative_config={"num_speculative_tokens": 3}'
     prepare(source, target, setting, draft_model=Path(checkpoint_dir.name))
     assert model_json(target)["speculative_config"] == {
         "num_speculative_tokens": 3,
-        "method": "draft_model",
         "model": str(checkpoint_dir),
     }
 
 
+@pytest.mark.parametrize("config", ["ngram", '{"method": "ngram"}', "[1]"])
+def test_a_draft_model_beside_another_method_is_refused(
+    source: Path, target: Path, checkpoint_dir: Path, config: str
+) -> None:
+    with pytest.raises(ConfigError, match="--draft-model together with speculative_config = "):
+        prepare(source, target, f"speculative_config={config}", draft_model=checkpoint_dir)
+
+
+@pytest.mark.parametrize("is_setting", [True, False])
 def test_a_draft_model_that_was_meant_for_another_model_is_not_served(
-    source: Path, target: Path, checkpoint_dir: Path
+    source: Path, target: Path, checkpoint_dir: Path, is_setting: bool
 ) -> None:
     write_model_json(source, speculative_config={"model": "its draft"})
-    prepared = prepare(source, target, model=checkpoint_dir)
+    if is_setting:
+        prepared = prepare(source, target, f"model={checkpoint_dir}")
+    else:
+        prepared = prepare(source, target, model=checkpoint_dir)
     assert prepared.engine_args.speculative_config is None
 
 

@@ -44,6 +44,9 @@ class EchoDrafter:
         self.vocab_size = vocab_size
         self.forgotten: list[str] = []
 
+    def begin_step(self) -> None:
+        pass
+
     def propose(self, request: Request, max_tokens: int) -> list[int]:
         assert max_tokens >= 1
         assert request.key not in self.forgotten

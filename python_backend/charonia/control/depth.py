@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -44,23 +45,37 @@ _PRIOR_TRIALS = 8.0  # drafts of its own that weigh as much as what others' say
 _START_RATE, _START_TRIALS = 0.8, 2.0  # before the first draft
 _LEAST_WORTH = 0.02  # tokens, of a draft that is considered
 _MARGIN = 1.02  # by which drafts must win: the best of many noisy predictions is flattered
+_SHORT_LAG = 16  # tokens that a draft model catches up on in about the time of one
 _PROBE_SHARE = 0.01  # of the time
 _MAX_PROBES = 2.0  # in a row that can be saved for
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A row that could verify drafts in this step.
+
+    Attributes:
+        most: drafts that it has room for, >= 0.
+        lag: tokens that the draft model computes before it guesses the first one; at least 1, and
+            0 where there is no draft model.
+        num_left: tokens that it can still commit, in all steps to come.
+    """
+
+    request: Request
+    most: int
+    lag: int = 0
+    num_left: int = 1
 
 
 class DepthPolicy(Protocol):
     """Chooses depths, and is told what came of them."""
 
-    def choose(
-        self, requests: Sequence[Request], most: Sequence[int], num_tokens: int
-    ) -> list[int]:
-        """Depth for each request: 0 <= depth[i] <= most[i].
+    def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
+        """Depth for each candidate, from 0 to its `most`.
 
         Args:
-            requests: that can speculate in this step, one row each.
-            most: what room each has, >= 0.
             num_tokens: that the target computes in this step anyway, these rows' and all others',
-                prefill included; >= len(requests).
+                prefill included; at least as many as there are candidates.
         """
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -77,6 +92,9 @@ class DepthPolicy(Protocol):
             draft_seconds: of these, in the draft model's passes; 0 for other drafters.
         """
 
+    def lose_step(self) -> None:
+        """The step that was chosen for last failed; nothing will be observed of it."""
+
     def forget(self, request: Request) -> None:
         """A request is gone; nothing is observed of it any more."""
 
@@ -84,17 +102,18 @@ class DepthPolicy(Protocol):
 class FixedDepth:
     """As deep as there is room for."""
 
-    def choose(
-        self, requests: Sequence[Request], most: Sequence[int], num_tokens: int
-    ) -> list[int]:
+    def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
         """See `DepthPolicy`."""
-        return list(most)
+        return [candidate.most for candidate in candidates]
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`; nothing depends on it."""
 
     def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
         """See `DepthPolicy`; nothing depends on it."""
+
+    def lose_step(self) -> None:
+        """See `DepthPolicy`; nothing is kept."""
 
     def forget(self, request: Request) -> None:
         """See `DepthPolicy`; nothing is kept."""
@@ -166,23 +185,27 @@ class AdaptiveDepth:
         self._unprobed_seconds = inf  # of a step that probes, had it not
         self._goodput = 1.0
 
-    def choose(
-        self, requests: Sequence[Request], most: Sequence[int], num_tokens: int
-    ) -> list[int]:
+    def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
         """See `DepthPolicy`."""
-        self._probed.clear()
-        self._unprobed_seconds = inf
+        self.lose_step()
+        most = [candidate.most for candidate in candidates]
         if not self._cost.target.is_known:
-            return list(most)
+            return most
         known = self._by_request
         self._prior = self._all.rate(_START_RATE, _START_TRIALS)
         default = round(_LEVELS * self._prior)
-        levels = [known[each].level if each in known else default for each in requests]
+        levels = [
+            known[each.request].level if each.request in known else default for each in candidates
+        ]
+        num_rows = len(candidates)
         drafts = _by_worth(levels, most)
-        best = self._best(drafts, num_tokens, len(requests))
+        best = self._best(drafts, num_tokens, num_rows)
+        if worthwhile := self._without_laggards(candidates, best):
+            drafts = _by_worth(levels, worthwhile)
+            best = self._best(drafts, num_tokens, num_rows)
         self._goodput = best.goodput
-        depths = _give_out(drafts, best, levels, most)
-        self._probe(requests, most, depths, num_tokens)
+        depths = _give_out(drafts, best, levels, worthwhile or most)
+        self._probe(candidates, depths, num_tokens)
         return depths
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -199,6 +222,11 @@ class AdaptiveDepth:
         self._savings -= max(0.0, self._cost.predict(shape) - self._unprobed_seconds)
         self._unprobed_seconds = inf
         self._cost.observe(shape, seconds, draft_seconds)
+
+    def lose_step(self) -> None:
+        """See `DepthPolicy`."""
+        self._probed.clear()
+        self._unprobed_seconds = inf
 
     def forget(self, request: Request) -> None:
         """See `DepthPolicy`."""
@@ -226,27 +254,66 @@ class AdaptiveDepth:
             best = _best_prefix(drafts, limit, num_tokens, num_rows, lines, per_pass, best)
         return best
 
-    def _probe(
-        self, requests: Sequence[Request], most: Sequence[int], depths: list[int], num_tokens: int
-    ) -> None:
-        """Let all rows at depth 0 draft one token, if the savings allow for it."""
-        resting = [row for row, depth in enumerate(depths) if not depth and most[row]]
+    def _without_laggards(self, candidates: Sequence[Candidate], best: _Choice) -> list[int]:
+        """Room of the candidates, none for those whose catching up costs more than drafts save.
+
+        Drafts save a share of what its tokens to come take without any; a row's part in that is
+        its part in the batch.
+
+        Returns:
+            [] where all may stay.
+        """
+        if not best.num_drafts:
+            return []
+        num_rows = len(candidates)
+        alone = self._cost.target.at(num_rows)
+        saved_share = max(0.0, 1.0 - num_rows / alone / best.goodput)
+        per_token = saved_share * alone / num_rows
+        is_worthwhile = [
+            each.lag <= _SHORT_LAG
+            or self._cost.draft_pass.at_most(each.lag) <= per_token * each.num_left
+            for each in candidates
+        ]
+        if all(is_worthwhile):
+            return []
+        return [each.most * stays for each, stays in zip(candidates, is_worthwhile, strict=True)]
+
+    def _probe(self, candidates: Sequence[Candidate], depths: list[int], num_tokens: int) -> None:
+        """Let rows at depth 0 draft one token, if the savings allow for it.
+
+        All of them at once, as passes cost by the pass; but of those whose draft model has to
+        catch up no more than the savings pay for.
+        """
+        resting = [row for row, depth in enumerate(depths) if not depth and candidates[row].most]
         if not resting:
             return
         num_drafts = sum(depths)
         num_passes = max(depths) if self._has_draft_model else 0
         without = self._cost.predict(StepShape(num_tokens + num_drafts, num_passes, num_drafts))
-        num_drafts += len(resting)
         num_passes = max(num_passes, 1) if self._has_draft_model else 0
-        probing = self._cost.predict(StepShape(num_tokens + num_drafts, num_passes, num_drafts))
-        added = max(0.0, probing - without)
-        self._savings = min(self._savings + _PROBE_SHARE * without, _MAX_PROBES * added)
-        if self._savings < added:
+
+        def added(num_probes: int, lag: int) -> float:
+            size = num_tokens + num_drafts + num_probes
+            shape = StepShape(size, num_passes, num_drafts + num_probes)
+            catching_up = self._cost.draft_pass.at(lag) if lag > num_probes else 0.0
+            return max(0.0, self._cost.predict(shape) - without) + catching_up
+
+        resting.sort(key=lambda row: candidates[row].lag)
+        lags = [*accumulate(candidates[row].lag for row in resting)]
+        cheapest = added(1, lags[0])
+        self._savings = min(self._savings + _PROBE_SHARE * without, _MAX_PROBES * cheapest)
+        if self._savings < cheapest:
             return
+        num_probes = 1
+        while num_probes < len(resting) and (
+            lags[num_probes] <= _SHORT_LAG * (num_probes + 1)
+            or added(num_probes + 1, lags[num_probes]) <= self._savings
+        ):
+            num_probes += 1
         self._unprobed_seconds = without
-        for row in resting:
+        for row in resting[:num_probes]:
             depths[row] = 1
-            self._probed.add(requests[row])
+            self._probed.add(candidates[row].request)
 
 
 @cache

@@ -11,6 +11,14 @@ from charonia.control.request import Request
 class Drafter(Protocol):
     """Guesses what follows a request's tokens."""
 
+    def begin_step(self) -> None:
+        """A step is being planned; proposals for its rows follow.
+
+        What takes long, such as indexing a prompt, is to be spread over steps: this says when one
+        ends and the next one begins.
+        """
+        ...
+
     def propose(self, request: Request, max_tokens: int) -> list[int]:
         """Guess at most `max_tokens` (>= 1) tokens; none where nothing suggests itself.
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from charonia.control.request import Request
 
-# Tokens that a proposal indexes at most: a long prompt is spread over steps, some 5 ms in each.
-MAX_CATCH_UP = 4096
+# Tokens that a step indexes at most, some 2 ms: long prompts are spread over steps. But what was
+# generated lately, a request may always index.
+MAX_CATCH_UP = 2048
+MIN_CATCH_UP = 128
 
 
 def continuation(token_ids: list[int], start: int, num_tokens: int) -> list[int]:
@@ -54,6 +56,11 @@ class NgramDrafter:
         self._min = prompt_lookup_min
         self._max = prompt_lookup_max
         self._indices: dict[str, _Index] = {}
+        self._allowance = MAX_CATCH_UP
+
+    def begin_step(self) -> None:
+        """What one step may index is spent anew."""
+        self._allowance = MAX_CATCH_UP
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
         """`max_tokens` (>= 1) token ids that may follow; none when no n-gram stood before."""
@@ -74,7 +81,9 @@ class NgramDrafter:
 
     def _catch_up(self, index: _Index, token_ids: list[int]) -> None:
         """Index what ends before the last token; a later end replaces an earlier one."""
-        num_tokens = min(len(token_ids), index.num_indexed + 1 + MAX_CATCH_UP)
+        num_new = min(len(token_ids) - 1 - index.num_indexed, max(self._allowance, MIN_CATCH_UP))
+        self._allowance -= num_new
+        num_tokens = index.num_indexed + 1 + num_new
         for n in range(self._min, self._max + 1):
             for end in range(max(index.num_indexed + 1, n), num_tokens):
                 index.last_end[tuple(token_ids[end - n : end])] = end

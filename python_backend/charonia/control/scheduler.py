@@ -5,8 +5,8 @@ time of day: it is driven by calls, and time is an argument.
 
 One rule, no phases: every request has a cursor `num_computed` that chases its known tokens, under
 one token budget per step. Prefill, chunked prefill, prefix hits, decode and resumption after a
-preemption are all that one rule. Drafts take what a step leaves over of budget and blocks: they
-never delay, preempt or keep out anybody.
+preemption are all that one rule. Drafts take what a step leaves over of budget and blocks, and
+no new block while anybody waits.
 
     add() ──► waiting ──admit──► running ──apply(): stop, length──► gone
                  ▲                  │  │
@@ -18,45 +18,17 @@ A step in flight writes into blocks, so nothing that happens between plan() and 
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from charonia.control.blocks import BlockHasher
 from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
 from charonia.control.queues import WaitingQueue
 from charonia.control.request import Request, Update
-from charonia.control.speculation import NO_DRAFT, Draft, Speculation
+from charonia.control.scheduled import Scheduled
+from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
 from charonia.errors import QueueFullError
-from charonia.protocol import FinishReason, NewRow, RowResult, RowStep, StepPlan, StepResult
-
-
-@dataclass(slots=True)
-class _Scheduled:
-    """One row of the step in flight."""
-
-    request: Request
-    num_tokens: int
-    new_block_ids: list[int] = field(default_factory=list)
-    draft: Draft = NO_DRAFT
-
-    @property
-    def samples(self) -> bool:
-        """Whether the cursor reaches the last known token."""
-        return self.request.num_computed + self.num_tokens == len(self.request.token_ids)
-
-    def row_step(self) -> RowStep:
-        """What the plan says of it."""
-        assert self.request.row is not None
-        draft = self.draft
-        return RowStep(
-            self.request.row,
-            self.num_tokens,
-            self.new_block_ids,
-            draft.num_drafts,
-            draft.draft_ids,
-            draft.num_draft_tokens,
-        )
+from charonia.protocol import FinishReason, NewRow, RowResult, StepPlan, StepResult
 
 
 class Scheduler:
@@ -90,7 +62,7 @@ class Scheduler:
         self._suspects: list[Request] = []  # by rank
         self._ended: list[Request] = []  # by finish(), not dropped yet
         self._epoch = epoch
-        self._in_flight: list[_Scheduled]
+        self._in_flight: list[Scheduled]
         self._leaves: list[int]
         self._start_epoch(limits)
 
@@ -199,6 +171,7 @@ class Scheduler:
         """
         assert not self._in_flight, "plan() while a step is in flight"
         self._isolate_suspect()
+        self.stats.draft_depth = 0.0
         budget = self.limits.max_num_batched_tokens
         num_preempted = self.stats.preemptions
         joins: list[NewRow] = []
@@ -262,6 +235,8 @@ class Scheduler:
             epoch: of that engine so far.
         """
         self._in_flight = []
+        if self._speculation is not None:
+            self._speculation.lose_step()
         for request in self._running:
             self._forget_kv(request)
             self._waiting.push(request)
@@ -324,12 +299,12 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return 0
-        scheduled = _Scheduled(request, num_tokens)
+        scheduled = Scheduled(request, num_tokens)
         self._in_flight.append(scheduled)
         self._grow(scheduled, num_new)
         return num_tokens
 
-    def _grow(self, scheduled: _Scheduled, num_blocks: int) -> None:
+    def _grow(self, scheduled: Scheduled, num_blocks: int) -> None:
         new_block_ids = self.kv.allocate(num_blocks)
         scheduled.new_block_ids += new_block_ids
         scheduled.request.block_ids += new_block_ids
@@ -343,37 +318,21 @@ class Scheduler:
         return self._num_missing(request, len(request.token_ids))
 
     def _add_drafts(self, budget: int) -> None:
-        """Have rows that decode verify drafts, with what the step leaves of budget and blocks.
-
-        The first token of a request comes without, so that no draft model's prompt delays it.
-        """
-        if self._speculation is None or budget < 1:
+        """Have rows that decode verify drafts, with what the step leaves of budget and blocks."""
+        if self._speculation is None:
             return
-        able = [
-            one
-            for one in self._in_flight
-            if one.request.speculates and one.request.num_generated and one.samples
-        ]
-        if not able:
-            return
-        requests = [one.request for one in able]
-        drafts = self._speculation.draft(
-            requests, [self._draft_room(one) for one in requests], self.num_tokens_in_flight, budget
-        )
-        for scheduled, draft in zip(able, drafts, strict=True):
+        num_tokens = self.num_tokens_in_flight
+        drafted = self._speculation.draft(self._in_flight, self.limits, num_tokens, budget)
+        for scheduled, draft in drafted:
             request = scheduled.request
-            spare = max(0, self.kv.num_free - self.limits.watermark)
+            # A draft that is rejected leaves its block with the row.
+            spare = 0 if self._waiting else max(0, self.kv.num_free - self.limits.watermark)
             num_held = (len(request.block_ids) + spare) * self.limits.block_size
             scheduled.draft = draft.capped(num_held - len(request.token_ids))
-            num_tokens = len(request.token_ids) + scheduled.draft.num_drafts
-            self._grow(scheduled, self._num_missing(request, num_tokens))
-        num_drafts = sum(one.draft.num_drafts for one in able)
-        self.stats.drafts.last_depth = num_drafts / len(able)
-
-    def _draft_room(self, request: Request) -> int:
-        """Drafts that still make sense: a run has one token more, and must not pass the end."""
-        num_left = request.max_tokens - request.num_generated
-        return min(num_left, self.limits.max_model_len - len(request.token_ids)) - 1
+            num_known = len(request.token_ids) + scheduled.draft.num_drafts
+            self._grow(scheduled, self._num_missing(request, num_known))
+        num_drafts = self.num_tokens_in_flight - num_tokens
+        self.stats.draft_depth = num_drafts / max(1, len(drafted))
 
     def _next_admissible(self, budget: int, owed: int) -> tuple[Request, list[int]] | None:
         """The next request in order and its hits, if there is a row and its whole prompt fits.
@@ -443,35 +402,35 @@ class Scheduler:
     # ------------------------------------------------------------------ parts of apply()
 
     def _observe_time(self, result: StepResult, now: float) -> None:
-        """Tell those who choose depths how long the step in flight took."""
+        """Take note of how long the step in flight took."""
         if self._speculation is None:
             return
-        self._speculation.observe_step(
-            self.num_tokens_in_flight,
-            [scheduled.draft for scheduled in self._in_flight],
-            now - self._planned_at,
-            result.draft_seconds,
-        )
-        seconds = (result.draft_seconds, result.seconds - result.draft_seconds)
-        verifying = [one.request.drafts for one in self._in_flight if one.draft.num_drafts]
-        for counts in [*verifying, self.stats.drafts] if verifying else []:
-            counts.observe_time(*seconds)
+        draft_seconds = result.draft_seconds
+        self._speculation.observe_step(self._in_flight, now - self._planned_at, draft_seconds)
+        drafting = [one for one in self._in_flight if one.draft.is_by_engine]
+        verifying = [one for one in self._in_flight if one.draft.num_drafts]
+        for counts in [self.stats.drafts, *(one.request.drafts for one in drafting)]:
+            counts.draft_seconds += draft_seconds
+        if verifying:
+            for counts in [self.stats.drafts, *(one.request.drafts for one in verifying)]:
+                counts.verify_seconds += result.seconds - draft_seconds
 
-    def _take(self, scheduled: _Scheduled, row_result: RowResult) -> Update:
+    def _take(self, scheduled: Scheduled, row_result: RowResult) -> Update:
         """Take what a row committed; the request may end with it."""
         request = scheduled.request
         prompt_offset = request.num_computed
-        num_accepted = max(0, len(row_result.token_ids) - 1)
-        if scheduled.draft.num_drafts:
-            request.drafts.observe(scheduled.draft.num_drafts, num_accepted)
-            self.stats.drafts.observe(scheduled.draft.num_drafts, num_accepted)
-            assert self._speculation is not None
-            self._speculation.observe(request, scheduled.draft, num_accepted)
         num_tokens = len(request.token_ids)
         reason = self._append(request, row_result.token_ids)
         token_ids = request.token_ids[num_tokens:]
         # What follows a token that ended the request counts for nothing.
-        self._commit(scheduled, num_accepted=max(0, len(token_ids) - 1))
+        num_accepted = max(0, len(token_ids) - 1)
+        if num_drafts := scheduled.draft.num_drafts:
+            assert self._speculation is not None
+            right = len(row_result.token_ids) - 1
+            self._speculation.observe_drafts(request, num_drafts, right)
+            for counts in (request.drafts, self.stats.drafts):
+                counts.observe(num_drafts, num_accepted)
+        self._commit(scheduled, num_accepted)
         if token_ids and request in self._suspects:
             self._suspects.remove(request)
             request.num_deaths_in_a_row = 0
@@ -495,7 +454,7 @@ class Scheduler:
                 return reason
         return None
 
-    def _commit(self, scheduled: _Scheduled, num_accepted: int) -> None:
+    def _commit(self, scheduled: Scheduled, num_accepted: int) -> None:
         """Move the cursors over what was computed, and publish the blocks that they cover."""
         request, block_size = scheduled.request, self.limits.block_size
         num_known = request.num_computed + scheduled.num_tokens

@@ -13,51 +13,13 @@ drafted, so that a row may have to catch up first, as far as the step's budget g
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from charonia.control.depth import DepthPolicy
+from charonia.control.depth import Candidate, DepthPolicy
 from charonia.control.drafter import Drafter
+from charonia.control.limits import Limits
 from charonia.control.request import Request
+from charonia.control.scheduled import NO_DRAFT, Draft, Scheduled
 from charonia.control.step_cost import StepShape
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What one row drafts in a step: see `protocol.RowStep`."""
-
-    num_drafts: int = 0
-    draft_ids: list[int] = field(default_factory=list)
-    num_draft_tokens: int = 0
-
-    @property
-    def is_by_engine(self) -> bool:
-        """Whether the engine's draft model computes anything for it."""
-        return self.num_draft_tokens > 0
-
-    @property
-    def num_passes(self) -> int:
-        """Of the draft model: the first one catches up and guesses, the others guess one each."""
-        return max(self.num_drafts, 1) if self.is_by_engine else 0
-
-    def capped(self, num_drafts: int) -> "Draft":
-        """The same with fewer drafts, where there is no room for all."""
-        if num_drafts >= self.num_drafts:
-            return self
-        return Draft(num_drafts, self.draft_ids[:num_drafts], self.num_draft_tokens)
-
-    def computed_after(self, num_tokens: int, num_computed: int, num_accepted: int) -> int:
-        """Tokens whose draft KV is valid when the step is through.
-
-        Args:
-            num_tokens: known before the step. num_computed: whose draft KV was valid then.
-        """
-        if not self.num_drafts:
-            return num_computed + self.num_draft_tokens
-        # The last draft is guessed but never computed.
-        return num_tokens + min(num_accepted, self.num_drafts - 1)
-
-
-NO_DRAFT = Draft()
 
 
 class Speculation:
@@ -67,61 +29,58 @@ class Speculation:
         max_drafts: per row and step.
         policy: chooses how many.
         drafter: guesses here; None where the engine's draft model guesses.
-        max_draft_len: tokens that the engine's draft model can look back on.
     """
 
     def __init__(
-        self,
-        *,
-        max_drafts: int,
-        policy: DepthPolicy,
-        drafter: Drafter | None = None,
-        max_draft_len: int = 0,
+        self, *, max_drafts: int, policy: DepthPolicy, drafter: Drafter | None = None
     ) -> None:
         self._max_drafts = max_drafts
         self._policy = policy
         self._drafter = drafter
-        self._max_draft_len = max_draft_len
 
     def draft(
-        self, requests: Sequence[Request], rooms: Sequence[int], num_tokens: int, budget: int
-    ) -> list[Draft]:
-        """Choose the drafts of rows that are about to sample.
+        self, rows: Sequence[Scheduled], limits: Limits, num_tokens: int, budget: int
+    ) -> list[tuple[Scheduled, Draft]]:
+        """Choose the drafts of those rows that decode.
+
+        The first token of a request comes without, so that no draft model's prompt delays it.
 
         Args:
-            rooms: how many drafts each request may have at most.
-            num_tokens: that the step computes without drafts, of all rows.
+            rows: all of the step. num_tokens: that they compute without drafts.
             budget: tokens that drafts may add to the step, with those that the draft model
-                has to catch up on; earlier requests are served first.
+                has to catch up on; earlier rows are served first.
         """
-        most = [
-            min(room, self._max_drafts, self._reach(request))
-            for request, room in zip(requests, rooms, strict=True)
+        able = [
+            row
+            for row in rows
+            if row.request.speculates and row.request.num_generated and row.samples
         ]
-        depths = self._policy.choose(requests, most, num_tokens)
+        if not able or budget < 1:
+            return []
+        if self._drafter is not None:
+            self._drafter.begin_step()
+        candidates = [self._candidate(row.request, limits) for row in able]
+        depths = self._policy.choose(candidates, num_tokens)
         drafts = []
-        for request, depth in zip(requests, depths, strict=True):
-            draft = self._draft_one(request, depth, budget)
-            drafts.append(draft)
+        for row, candidate, depth in zip(able, candidates, depths, strict=True):
+            draft = self._draft_one(candidate, depth, budget)
+            drafts.append((row, draft))
             budget -= draft.num_drafts + draft.num_draft_tokens
         return drafts
 
-    def observe(self, request: Request, draft: Draft, num_accepted: int) -> None:
+    def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Take note of how a row's drafts fared."""
-        self._policy.observe_drafts(request, draft.num_drafts, num_accepted)
+        self._policy.observe_drafts(request, num_drafted, num_accepted)
 
-    def observe_step(
-        self, num_tokens: int, drafts: Sequence[Draft], seconds: float, draft_seconds: float
-    ) -> None:
+    def observe_step(self, rows: Sequence[Scheduled], seconds: float, draft_seconds: float) -> None:
         """Take note of how long a step took.
 
         Args:
-            num_tokens: that the target computed, drafts included.
             seconds: from its planning to its end. draft_seconds: the draft model's part.
         """
-        by_engine = [draft for draft in drafts if draft.is_by_engine]
+        by_engine = [row.draft for row in rows if row.draft.is_by_engine]
         shape = StepShape(
-            num_tokens=num_tokens,
+            num_tokens=sum(row.num_tokens + row.draft.num_drafts for row in rows),
             num_passes=max((draft.num_passes for draft in by_engine), default=0),
             num_draft_tokens=sum(
                 draft.num_draft_tokens + draft.num_passes - 1 for draft in by_engine
@@ -129,23 +88,38 @@ class Speculation:
         )
         self._policy.observe_step(shape, seconds, draft_seconds)
 
+    def lose_step(self) -> None:
+        """The step that was planned last will never be observed."""
+        self._policy.lose_step()
+
     def forget(self, request: Request) -> None:
         """A request has ended."""
         self._policy.forget(request)
         if self._drafter is not None:
             self._drafter.forget(request)
 
-    def _reach(self, request: Request) -> int:
-        """How many tokens can be guessed: the draft model may have less context than the target."""
-        if self._drafter is not None:
-            return self._max_drafts
-        return max(0, self._max_draft_len - len(request.token_ids))
+    def _candidate(self, request: Request, limits: Limits) -> Candidate:
+        """What drafts could do for a request: a run has one token more, and must not pass the end.
 
-    def _draft_one(self, request: Request, depth: int, budget: int) -> Draft:
+        The engine's draft model may have less context than the target.
+        """
+        num_tokens = len(request.token_ids)
+        num_left = min(
+            request.max_tokens - request.num_generated, limits.max_model_len - num_tokens
+        )
+        room, lag = min(num_left - 1, self._max_drafts), 0
+        if self._drafter is None:
+            room = min(room, limits.max_draft_len - num_tokens)
+            lag = num_tokens - request.num_draft_computed
+        return Candidate(request, max(room, 0), lag, num_left)
+
+    def _draft_one(self, candidate: Candidate, depth: int, budget: int) -> Draft:
         if depth < 1 or budget < 1:
             return NO_DRAFT
         if self._drafter is not None:
-            draft_ids = self._drafter.propose(request, min(depth, budget))
+            draft_ids = self._drafter.propose(candidate.request, min(depth, budget))
             return Draft(len(draft_ids), draft_ids)
-        behind = len(request.token_ids) - request.num_draft_computed
-        return Draft(max(0, min(depth, budget - behind)), [], min(behind, budget))
+        lag = candidate.lag
+        if budget <= lag <= self._max_drafts + 1:
+            return NO_DRAFT  # a little later there is budget for drafts as well
+        return Draft(max(0, min(depth, budget - lag)), [], min(lag, budget))

@@ -9,12 +9,13 @@ class DraftCounts:
 
     Attributes:
         num_rounds: a row's steps that verified drafts; each commits one token beside those
-            accepted. num_drafted, num_accepted: tokens.
+            accepted. num_drafted, num_accepted: tokens; a draft behind a token that ended its
+            request does not count as accepted.
         accepted_at: how many were accepted at each place of a run of drafts; drafted_at: how many
             there were.
-        draft_seconds: of those steps, in the draft model. verify_seconds: in the rest of the
-            engine. The step's whole time, as all rows wait for it.
-        last_depth: drafts per row in the last step with rows that might have had some.
+        draft_seconds: in the draft model, in steps in which it computed something for the row.
+        verify_seconds: in the rest of the engine, in steps that verified drafts of the row. Both
+            are a step's whole time, as all rows wait for it.
     """
 
     num_rounds: int = 0
@@ -24,7 +25,6 @@ class DraftCounts:
     accepted_at: list[int] = field(default_factory=list)
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    last_depth: float = 0.0
 
     def observe(self, num_drafted: int, num_accepted: int) -> None:
         """Count one row's drafts in one step."""
@@ -39,15 +39,13 @@ class DraftCounts:
         for place in range(num_accepted):
             self.accepted_at[place] += 1
 
-    def observe_time(self, draft_seconds: float, verify_seconds: float) -> None:
-        """Count the time of one step."""
-        self.draft_seconds += draft_seconds
-        self.verify_seconds += verify_seconds
-
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start. Tokens count once per request for the prompt's source."""
+    """Counts since the start. Tokens count once per request for the prompt's source.
+
+    `draft_depth` is of the step that was planned last: drafts per row that decodes.
+    """
 
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
@@ -55,3 +53,4 @@ class SchedulerStats:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    draft_depth: float = 0.0

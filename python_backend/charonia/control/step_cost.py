@@ -29,7 +29,7 @@ _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(_KNOTS))
 _MEMORY = 1000  # observations after which one that was not renewed is forgotten
 _MIN_COUNT = 2  # one observation may be a page fault or a preempted thread
 _SLOWEST_RATE = 0.02  # at which a knot follows its observations
-_SCALE_RATE = 0.1  # at which all knots together do
+_SCALE_RATE = 0.05  # at which all knots together do
 _MAX_SURPRISE = 0.25  # what one observation may deviate before the rest of it is ignored
 
 
@@ -103,6 +103,12 @@ class CostCurve:
         at_low, at_high = self._curve[above - 1], self._curve[above]
         slope = (at_high - at_low) / (high - low)
         return (at_low + slope * (size - low)) * self._scale
+
+    def at_most(self, size: int) -> float:
+        """As `at`, but pessimistic beyond what was observed: for what is no mere try."""
+        known = [knot for knot, count in zip(_KNOTS, self._counts, strict=True) if count]
+        largest = known[-1] if known else size
+        return self.at(size) * max(1.0, size / largest)
 
     def observe(self, size: int, seconds: float) -> None:
         """Learn what `size` tokens took. A duration of 0 says nothing and is ignored."""

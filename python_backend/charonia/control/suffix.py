@@ -15,10 +15,10 @@ is the most recent continuation, not the most frequent one.
                                   └─ match ─┘└ draft
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from charonia.control.ngram import MAX_CATCH_UP, continuation
+from charonia.control.ngram import MAX_CATCH_UP, MIN_CATCH_UP, continuation
 from charonia.control.request import Request
 
 # A cursor that is more tokens behind starts anew with this many; longer matches gain nothing.
@@ -31,6 +31,10 @@ MIN_RESPONSE_TOKENS = 8
 # scopes 0.5 GiB. When a generation is full, the older one goes as a whole, in some 3 ms.
 MAX_GENERATION_TOKENS = 32_768
 MAX_SCOPES = 32
+
+# Responses are indexed at the next steps, as many in each as MAX_CATCH_UP allows; if none come for
+# long, the oldest are given up.
+MAX_UNINDEXED = 256
 
 # How many links a token is followed up to say where it came last. Source code and prose have 3 to
 # 6 of them, so "most recent" is true but for texts that repeat themselves a lot, where an older
@@ -259,13 +263,23 @@ class _Generation:
 class SuffixDrafter:
     """Drafts what followed the longest suffix of a request, in itself or in its scope's responses.
 
-    Measured on one core of a server, per token: 1.2 us to index a prompt or, in `forget`, a
-    response; 0.4 us to match against responses. A proposal for one new token takes 3 to 5 us.
+    Measured on one core of a server, per token: 1.2 us to index a prompt or a response, 0.4 us to
+    match against responses. A proposal for one new token takes 3 to 5 us.
     """
 
     def __init__(self) -> None:
         self._own: dict[str, SuffixAutomaton] = {}
         self._scopes: OrderedDict[bytes, list[_Generation]] = OrderedDict()  # newest first
+        self._ended: deque[tuple[bytes, list[int]]] = deque(maxlen=MAX_UNINDEXED)
+        self._allowance = MAX_CATCH_UP
+
+    def begin_step(self) -> None:
+        """Index responses of requests that ended, each of them as a whole."""
+        self._allowance = MAX_CATCH_UP
+        while self._ended and self._allowance > 0:
+            scope, response = self._ended.popleft()
+            self._generation_for(scope, len(response)).add(response)
+            self._allowance -= len(response)
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
         """At most `max_tokens` (>= 1) token ids that may follow; none when nothing matches."""
@@ -290,14 +304,17 @@ class SuffixDrafter:
         if request.num_generated >= MIN_RESPONSE_TOKENS:
             end = request.num_prompt + MAX_GENERATION_TOKENS - 1
             response = request.token_ids[request.num_prompt : end]
-            self._generation_for(request.cache_scope, len(response)).add(response)
+            self._ended.append((request.cache_scope, response))
 
     def _repeated(self, request: Request) -> tuple[int, int]:
         """Longest suffix that the request had before; none until its index has caught up."""
         own = self._own.get(request.key)
         if own is None:
             own = self._own[request.key] = SuffixAutomaton()
-        own.extend(request.token_ids[own.num_tokens : own.num_tokens + MAX_CATCH_UP])
+        end = own.num_tokens + max(self._allowance, MIN_CATCH_UP)
+        new = request.token_ids[own.num_tokens : end]
+        own.extend(new)
+        self._allowance -= len(new)
         return own.repeated() if own.num_tokens == len(request.token_ids) else (0, 0)
 
     def _used_scope(self, name: bytes) -> list[_Generation]:

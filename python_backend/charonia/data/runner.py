@@ -20,7 +20,7 @@ from charonia.data.kv_store import KVStore, kv_layout, num_blocks_that_fit
 from charonia.data.model.decoder import Decoder, Hidden
 from charonia.data.model.loader import load_weights
 from charonia.data.model.parameters import Parameters
-from charonia.data.model.spec import ModelSpec
+from charonia.data.model.spec import ModelSpec, check_draft
 from charonia.data.ops.base import Ops, StepBatch
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.select import select_ops
@@ -72,7 +72,7 @@ class Runner:
         model = load(args.model, spec, max_model_len, ops)
         draft = None
         if draft_spec is not None:
-            draft_ops = _draft_ops(args, dtype, device) or ops
+            draft_ops = _draft_ops(args.speculative_config, ops)
             draft = load(draft_path, draft_spec, max_draft_len, draft_ops)
         num_blocks = _num_blocks(args, spec, [model, draft], max_model_len, dtype, device)
         self._model = model.decoder
@@ -286,13 +286,11 @@ def _synthetic_rate(config: SpeculativeConfig | None, log: Callable[[str], None]
     return rate
 
 
-def _draft_ops(args: EngineArgs, dtype: torch.dtype, device: torch.device) -> Ops[Any] | None:
-    """The draft model's operations, where they are to be others than the target's."""
-    config = args.speculative_config
-    if config is None or config.quantization in (None, args.quantization):
-        return None
-    own = msgspec.structs.replace(args, quantization=config.quantization)
-    return select_ops(own, dtype, device, lambda line: None)
+def _draft_ops(config: SpeculativeConfig | None, ops: Ops[Any]) -> Ops[Any]:
+    """The draft model's operations: the target's, or the same with int8 weights."""
+    quantization = config.quantization if config else None
+    is_wanted = quantization == "int8" or (quantization == "auto" and isinstance(ops, NativeOps))
+    return ops.as_int8() if is_wanted else ops
 
 
 def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:
@@ -301,11 +299,7 @@ def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:
         spec = ModelSpec.from_dir(Path(path))
     except CheckpointError as error:
         raise CheckpointError(f"the draft model: {error}") from None
-    if spec.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"the draft model has a vocabulary of {spec.vocab_size} tokens and the model one of"
-            f" {target.vocab_size}; both must have the same tokenizer"
-        )
+    check_draft(spec, target)
     return spec
 
 

@@ -161,7 +161,7 @@ class EngineCore:
                 hash_secret=os.urandom(32),
                 epoch=info.epoch,
                 stats=self._stats,
-                speculation=make_speculation(self._engine_args.speculative_config, info),
+                speculation=make_speculation(self._engine_args.speculative_config),
             )
             return
         self._scheduler.reset(limits, epoch=info.epoch)
@@ -307,12 +307,13 @@ class EngineCore:
         for update in updates:
             stream = self._streams.get(update.request.key)
             if stream is not None:
-                self._observe_tokens(stream, len(update.token_ids), now)
                 self._deliver_update(stream, update, now)
 
     def _deliver_update(self, stream: OutputStream, update: Update, now: float) -> None:
         assert self._scheduler is not None
+        num_tokens, last_at = stream.num_tokens, stream.last_token_at
         chunk = stream.take(update, now)
+        self._observe_tokens(stream, stream.num_tokens - num_tokens, last_at, now)
         if chunk is None:
             return
         if chunk.finish_reason is not None:
@@ -322,17 +323,20 @@ class EngineCore:
             self._forget(key, chunk.finish_reason, now)
         self._deliver(chunk)
 
-    def _observe_tokens(self, stream: OutputStream, num_tokens: int, now: float) -> None:
+    def _observe_tokens(
+        self, stream: OutputStream, num_tokens: int, last_at: float | None, now: float
+    ) -> None:
+        """Count tokens that a client gets; `last_at` is when it got some before."""
         if not num_tokens:
             return
         self.metrics.count("charonia_generation_tokens_total", num_tokens)
-        if stream.last_token_at is None:
+        if last_at is None:
             waited = now - stream.request.arrived_at
             self.metrics.observe_request("charonia_time_to_first_token_seconds", waited)
             num_tokens -= 1
             gap = 0.0
         else:
-            gap = (now - stream.last_token_at) / num_tokens
+            gap = (now - last_at) / num_tokens
         self.metrics.histograms["charonia_inter_token_seconds"].observe(gap, num_tokens)
 
     # ------------------------------------------------------------------ failures
@@ -416,4 +420,5 @@ class EngineCore:
         counters["charonia_preemptions_total", ""] = stats.preemptions
         counters["charonia_prefix_cache_queried_tokens_total", ""] = stats.prefix_queried_tokens
         counters["charonia_prefix_cache_hit_tokens_total", ""] = stats.prefix_hit_tokens
+        metrics.gauges["charonia_draft_depth", ""] = stats.draft_depth
         metrics.show_drafts(stats.drafts)

@@ -12,11 +12,10 @@ from charonia.control import (
     Speculation,
     SuffixDrafter,
 )
-from charonia.protocol import EngineInfo
 
 
-def make_speculation(config: SpeculativeConfig | None, info: EngineInfo) -> Speculation | None:
-    """Set up speculation for an engine; None where there is to be none."""
+def make_speculation(config: SpeculativeConfig | None) -> Speculation | None:
+    """Set up speculation; None where there is to be none."""
     if config is None:
         return None
     drafter: Drafter | None = None
@@ -29,5 +28,4 @@ def make_speculation(config: SpeculativeConfig | None, info: EngineInfo) -> Spec
         max_drafts=config.max_drafts,
         policy=AdaptiveDepth(has_draft_model=has_draft_model) if config.adaptive else FixedDepth(),
         drafter=drafter,
-        max_draft_len=info.max_draft_len,
     )

@@ -136,7 +136,6 @@ class Metrics:
             counters["charonia_accepted_at_position_total", str(place)] = accepted
         counters["charonia_step_phase_seconds_total", "draft"] = drafts.draft_seconds
         counters["charonia_step_phase_seconds_total", "verify"] = drafts.verify_seconds
-        self.gauges["charonia_draft_depth", ""] = drafts.last_depth
 
     def observe_request(self, name: str, value: float) -> None:
         """Record one value of a per-request distribution."""

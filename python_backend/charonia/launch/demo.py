@@ -81,5 +81,5 @@ def _stream(client: Client, prompt: DemoPrompt) -> None:
         accepted = timing["accepted_tokens"]
         print(
             f"── {accepted} of {drafted} drafted tokens accepted ({accepted / drafted:.0%}), "
-            f"{num_tokens / (num_tokens - accepted):.1f} tokens per step"
+            f"{1 + timing['mean_accepted_length']:.1f} tokens per step with drafts"
         )

@@ -154,22 +154,29 @@ def _engine_values(
     if "model" not in values:
         values["model"] = str(DEMO_CHECKPOINT)
         values.setdefault("speculative_config", {"model": str(DEMO_DRAFT_CHECKPOINT)})
-    if options.model is not None:
+    model = settings.get("model", options.model)
+    if model is not None:
         values.pop("tokenizer", None)
-        values["model"] = str(options.model)
+        values["model"] = str(model)
         if "model" in (values.get("speculative_config") or {}):
             del values["speculative_config"]
     if options.dtype is not None:
         values["dtype"] = options.dtype
     values |= settings
     if options.draft_model is not None:
-        values["speculative_config"] = {
-            **(values.get("speculative_config") or {}),
-            "method": "draft_model",
-            "model": str(options.draft_model),
-        }
+        _add_draft_model(values, options.draft_model)
     make_paths_absolute(values, Path.cwd())
     return values
+
+
+def _add_draft_model(values: dict[str, Any], draft_model: Path) -> None:
+    config = values.get("speculative_config") or {}
+    if not isinstance(config, dict) or config.get("method", "draft_model") != "draft_model":
+        raise ConfigError(
+            f"--draft-model together with speculative_config = {config!r}; accepted beside it is an"
+            " object without another method"
+        )
+    values["speculative_config"] = {**config, "model": str(draft_model)}
 
 
 def _split_settings(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -153,3 +153,7 @@ class Ops(Protocol[StepT]):
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
         """Prepare the last norm and the language model's head."""
         ...
+
+    def as_int8(self) -> "Ops[StepT]":
+        """The same for another model, whose weights are kept as int8."""
+        ...

@@ -114,6 +114,10 @@ class ComposedOps:
         self._primitives = primitives
         self._is_int8 = is_int8
 
+    def as_int8(self) -> "ComposedOps":
+        """The same for another model, whose weights are kept as int8."""
+        return ComposedOps(self._primitives, is_int8=True)
+
     def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         shape = (layout.block_size, layout.num_kv_heads, layout.head_dim)
         return shape, shape

@@ -11,6 +11,7 @@ each on what the one before left over.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -35,6 +36,14 @@ class SampledRow:
     sampling: RowSampling
     token_ids: Tensor
     num_prompt: int
+
+    @property
+    def without_logprobs(self) -> "SampledRow":
+        """The same, where the token alone is wanted."""
+        if self.sampling.num_logprobs < 0:
+            return self
+        sampling = msgspec.structs.replace(self.sampling, num_logprobs=-1)
+        return SampledRow(sampling, self.token_ids, self.num_prompt)
 
 
 @dataclass(frozen=True, slots=True)

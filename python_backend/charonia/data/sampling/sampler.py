@@ -80,10 +80,10 @@ class Sampler:
         return [result for result in results if result is not None]
 
     def draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
-        """The token ids of `sample`, for drafts: whatever the rows ask for beside them."""
+        """The token ids of `sample`, for drafts: without what rows ask for beside them."""
         if self._native is not None:
             return self._native.draw(logits.float(), rows)
-        return [one.token_id for one in self.sample(logits, rows)]
+        return [one.token_id for one in self.sample(logits, [row.without_logprobs for row in rows])]
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> list[TokenLogprobs]:
         """Raw log-probabilities of known tokens.

@@ -3,6 +3,7 @@
 Owns the wiring between the seam and `kernels.cpp`. Must not know plans or weights' names.
 """
 
+import copy
 from types import ModuleType
 from typing import Any
 
@@ -48,6 +49,12 @@ class NativeOps:
         self._is_int8 = is_int8
         torch.set_num_threads(1)
         kernels.set_threads(threads.num_threads, list(threads.cores[1:]))
+
+    def as_int8(self) -> "NativeOps":
+        """The same for another model, whose weights are kept as int8."""
+        other = copy.copy(self)
+        other._is_int8 = True
+        return other
 
     @property
     def kernels(self) -> ModuleType:
