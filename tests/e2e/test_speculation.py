@@ -29,7 +29,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 4,
         "adaptive": False,
     },
+    "ngram": {"method": "ngram", "num_speculative_tokens": 6, "adaptive": False},
     "suffix": {"method": "suffix"},
+    "as served without arguments": {"model": str(DEMO_DRAFT_CHECKPOINT)},
 }
 
 

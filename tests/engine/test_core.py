@@ -392,6 +392,40 @@ def test_drafts_are_counted_for_the_server_and_for_their_request():
     assert "draft_rounds" not in other
 
 
+def test_tokens_behind_a_stop_string_are_not_counted():
+    bench = Bench(EchoExecutor(max_draft_len=100), FIXED)
+    for key in "abcdefgh":
+        bench.add(key, max_tokens=60, stop=("A", "E", "I", "O", "e", "i", "t", "n", "s", "r"))
+    bench.run()
+    delivered = sum(len(bench.tokens(key)) for key in "abcdefgh")
+    assert delivered < 8 * 60
+    metrics = bench.core.metrics
+    assert metrics.counters["charonia_generation_tokens_total", ""] == delivered
+    assert metrics.histograms["charonia_inter_token_seconds"].cumulative()[-1] == delivered - 8
+
+
+def test_drafts_behind_a_token_that_ends_the_request_are_not_accepted():
+    bench = Bench(EchoExecutor(max_draft_len=100), FIXED)
+    bench.add("a", max_tokens=60, stop_token_ids=tuple(range(0, 256, 6)))
+    bench.run()
+    timing = bench.chunks["a"][-1].timing
+    assert bench.chunks["a"][-1].finish_reason == "stop"
+    rounds, accepted = timing["draft_rounds"], timing["accepted_tokens"]
+    assert accepted + rounds <= len(bench.tokens("a")) <= accepted + rounds + 2
+
+
+@pytest.mark.parametrize("max_draft_len", [0, 14])
+def test_an_engine_that_comes_back_with_another_draft_model_goes_on(max_draft_len):
+    bench = Bench(EchoExecutor(max_draft_len=100), FIXED)
+    bench.add("a")
+    bench.run(4)
+    bench.executor.max_draft_len = max_draft_len
+    bench.executor.die_next = 1
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    assert bench.chunks["a"][-1].timing["restarts"] == 1
+
+
 def test_chunks_merge_into_what_one_chunk_would_have_been():
     bench = Bench()
     bench.add("a", logprobs=0)

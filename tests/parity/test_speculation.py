@@ -147,6 +147,33 @@ def test_log_probabilities_of_accepted_tokens_are_those_without_drafts() -> None
         assert other.timing["accepted_tokens"] > 0
 
 
+@pytest.mark.parametrize("precision", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize("drafter", ["draft_model", "suffix"])
+def test_drafts_change_no_token_of_a_rounded_model(precision: dict[str, str], drafter: str) -> None:
+    """What the kernels compute for a token does not hang on what else is in the pass."""
+    assert run(open_llm(DRAFTERS[drafter], **precision)) == run(open_llm(None, **precision))
+
+
+def test_drafts_change_no_token_of_torchs_operations(expected: list[Outcome]) -> None:
+    """The way that a GPU goes, through the sampler in torch."""
+    few = slice(0, 10)
+    with open_llm(DRAFTERS["draft_model"], cpu_kernels="torch", cpu_threads=1) as llm:
+        outputs = llm.generate(prompts()[few], params()[few], use_tqdm=False)
+    assert [outcome(output) for output in outputs] == expected[few]
+    assert counter(llm, "accepted_tokens") > 0
+
+
+def test_log_probabilities_of_the_prompt_come_with_drafts_too() -> None:
+    asked = SamplingParams(seed=3, max_tokens=NUM_NEW, logprobs=2, prompt_logprobs=1)
+    plain, drafted = (
+        llm.generate(prompts()[:8], asked, use_tqdm=False)
+        for llm in (open_llm(None), open_llm(DRAFTERS["draft_model"]))
+    )
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.prompt_logprobs == other.prompt_logprobs
+        assert one.outputs == other.outputs
+
+
 def test_a_request_may_do_without_drafts() -> None:
     with open_llm(DRAFTERS["draft_model"]) as llm:
         asked = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, speculation=False)
