@@ -38,6 +38,11 @@ def make_request(key: str) -> Request:
     )
 
 
+def choose(policy: DepthPolicy, candidates: list[Candidate], num_tokens: int) -> list[int]:
+    depths = policy.choose(len(candidates), num_tokens, lambda: candidates)
+    return depths or [0] * len(candidates)
+
+
 def rooms(requests: list[Request], most: list[int]) -> list[Candidate]:
     return [Candidate(request, room) for request, room in zip(requests, most, strict=True)]
 
@@ -100,7 +105,7 @@ class World:
                 Candidate(request, DEEPEST, lag if self.draft else 0, self.life - age)
                 for request, lag, age in zip(self.requests, self.lags, self.ages, strict=True)
             ]
-            depths = policy.choose(candidates, len(candidates) + self.num_prefilled)
+            depths = choose(policy, candidates, len(candidates) + self.num_prefilled)
             shape = self.shape(depths, self.lags)
             self.num_steps_with_drafts += any(depths)
             for row, depth in enumerate(depths):
@@ -140,7 +145,7 @@ def test_a_fixed_depth_uses_all_room_and_learns_nothing():
     policy.observe_step(StepShape(5), 100.0, 0.0)
     policy.lose_step()
     policy.forget(request)
-    assert policy.choose(rooms([request, make_request("b")], [4, 0]), 2) == [4, 0]
+    assert choose(policy, rooms([request, make_request("b")], [4, 0]), 2) == [4, 0]
 
 
 @pytest.mark.parametrize("curve", VERIFY)
@@ -164,7 +169,7 @@ def test_better_drafters_get_deeper():
     world = World(VERIFY["affine"], [0.2, 0.9] * 8, life=10**9)
     policy = AdaptiveDepth(has_draft_model=False)
     world.run(policy, 300)
-    depths = policy.choose(rooms(world.requests, [DEEPEST] * 16), 16)
+    depths = choose(policy, rooms(world.requests, [DEEPEST] * 16), 16)
     assert max(depths[0::2]) < min(depths[1::2])
 
 
@@ -176,7 +181,7 @@ def test_equal_rows_share_what_is_free():
             policy.observe_drafts(request, 10, 7)
         for num_tokens in (4, 5, 6, 7, 8):
             policy.observe_step(StepShape(num_tokens), max(1.0, num_tokens / 6), 0.0)
-    assert policy.choose(rooms(requests, [1] * 4), 4) == [1, 1, 0, 0]
+    assert choose(policy, rooms(requests, [1] * 4), 4) == [1, 1, 0, 0]
 
 
 def test_depth_stays_within_the_room():
@@ -186,14 +191,14 @@ def test_depth_stays_within_the_room():
     world.run(policy, 50)
     for _ in range(200):
         most = [rng.randint(0, 5) for _ in range(8)]
-        depths = policy.choose(rooms(world.requests, most), 8 + rng.randint(0, 100))
+        depths = choose(policy, rooms(world.requests, most), 8 + rng.randint(0, 100))
         assert all(0 <= depth <= room for depth, room in zip(depths, most, strict=True))
-    assert policy.choose([], 5) == []
+    assert choose(policy, [], 5) == []
 
 
 def test_at_the_start_all_room_is_used():
     policy = AdaptiveDepth(has_draft_model=True)
-    assert policy.choose(rooms([make_request("a"), make_request("b")], [3, 0]), 40) == [3, 0]
+    assert choose(policy, rooms([make_request("a"), make_request("b")], [3, 0]), 40) == [3, 0]
 
 
 @pytest.mark.parametrize("draft", [0.0, 0.25])
@@ -269,20 +274,20 @@ def test_costs_known_before_the_first_draft_do_not_turn_speculation_off():
     policy = AdaptiveDepth(has_draft_model=False)
     for num_tokens in (1, 1, 5, 5):
         policy.observe_step(StepShape(num_tokens), 1.0, 0.0)
-    assert policy.choose(rooms([make_request("a")], [4]), 1) == [4]
+    assert choose(policy, rooms([make_request("a")], [4]), 1) == [4]
 
 
 def test_an_ngram_drafter_that_finds_nothing_is_asked_again():
     policy = AdaptiveDepth(has_draft_model=False)
     request = make_request("a")
-    policy.choose(rooms([request], [4]), 1)
+    choose(policy, rooms([request], [4]), 1)
     for _ in range(100):
         policy.observe_drafts(request, 1, 0)
     for num_tokens in (1, 1, 2, 2, 5, 5):
         policy.observe_step(StepShape(num_tokens), 1.0 + num_tokens, 0.0)
     num_asked = 0
     for _ in range(300):
-        num_asked += policy.choose(rooms([request], [4]), 1) != [0]
+        num_asked += choose(policy, rooms([request], [4]), 1) != [0]
         policy.observe_step(StepShape(1), 2.0, 0.0)  # it found nothing, which costs nothing
     assert num_asked > 200
 
@@ -326,7 +331,7 @@ def test_a_probe_whose_step_failed_is_not_charged_to_the_next_one():
 
     def steps_until_a_probe() -> int:
         for count in range(1000):
-            if policy.choose(rooms([request], [4]), 1) != [0]:
+            if choose(policy, rooms([request], [4]), 1) != [0]:
                 return count
             policy.observe_step(StepShape(1), 2.0, 0.0)
         raise AssertionError
@@ -335,3 +340,34 @@ def test_a_probe_whose_step_failed_is_not_charged_to_the_next_one():
     policy.lose_step()
     policy.observe_step(StepShape(600), 601.0, 0.0)  # its tokens are computed anew
     assert steps_until_a_probe() < 200
+
+
+def test_while_drafts_do_not_pay_the_rows_are_looked_at_now_and_then():
+    policy = AdaptiveDepth(has_draft_model=False)
+    requests = [make_request(str(row)) for row in range(16)]
+    for _ in range(200):
+        policy.observe_drafts(requests[0], 1, 0)
+    for num_tokens in (1, 1, 16, 16, 17, 17, 32, 32):
+        policy.observe_step(StepShape(num_tokens), 1.0 * num_tokens, 0.0)
+    num_asked = 0
+
+    def step(num_rows: int, room: int = 4) -> list[int]:
+        def candidates() -> list[Candidate]:
+            nonlocal num_asked
+            num_asked += 1
+            return rooms(requests[:num_rows], [room] * num_rows)
+
+        depths = policy.choose(num_rows, num_rows, candidates)
+        num_tokens = num_rows + sum(depths)
+        policy.observe_step(StepShape(num_tokens), float(num_tokens), 0.0)
+        return depths
+
+    for _ in range(90):
+        step(16)
+    assert 10 <= num_asked < 25
+    before = num_asked
+    step(8)
+    assert num_asked == before + 1  # fewer rows: at once
+    step(1, room=0)
+    step(1, room=0)
+    assert num_asked == before + 3  # without room nothing was chosen

@@ -28,7 +28,7 @@ Nothing is configured; all of it is learned while serving:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -46,6 +46,7 @@ _START_RATE, _START_TRIALS = 0.8, 2.0  # before the first draft
 _LEAST_WORTH = 0.02  # tokens, of a draft that is considered
 _MARGIN = 1.02  # by which drafts must win: the best of many noisy predictions is flattered
 _SHORT_LAG = 16  # tokens that a draft model catches up on in about the time of one
+_REST = 8  # steps without drafts that follow one for which none were chosen
 _PROBE_SHARE = 0.01  # of the time
 _MAX_PROBES = 2.0  # in a row that can be saved for
 
@@ -67,15 +68,20 @@ class Candidate:
     num_left: int = 1
 
 
+Candidates = Callable[[], Sequence[Candidate]]
+
+
 class DepthPolicy(Protocol):
     """Chooses depths, and is told what came of them."""
 
-    def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
-        """Depth for each candidate, from 0 to its `most`.
+    def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
+        """Depth for each candidate, from 0 to its `most`; [] where nobody is to draft.
 
         Args:
+            num_rows: candidates that there are; they themselves are given when asked for, because
+                most of the work of a step without drafts would be to make them.
             num_tokens: that the target computes in this step anyway, these rows' and all others',
-                prefill included; at least as many as there are candidates.
+                prefill included; at least `num_rows`.
         """
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -102,9 +108,9 @@ class DepthPolicy(Protocol):
 class FixedDepth:
     """As deep as there is room for."""
 
-    def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
+    def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
         """See `DepthPolicy`."""
-        return [candidate.most for candidate in candidates]
+        return [candidate.most for candidate in candidates()]
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`; nothing depends on it."""
@@ -184,28 +190,20 @@ class AdaptiveDepth:
         self._probed: set[Request] = set()
         self._unprobed_seconds = inf  # of a step that probes, had it not
         self._goodput = 1.0
+        self._resting_rows = 0  # of a step without drafts; 0 while there are some
+        self._num_rested = 0  # steps since
 
-    def choose(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
+    def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
         """See `DepthPolicy`."""
         self.lose_step()
-        most = [candidate.most for candidate in candidates]
-        if not self._cost.target.is_known:
-            return most
-        known = self._by_request
-        self._prior = self._all.rate(_START_RATE, _START_TRIALS)
-        default = round(_LEVELS * self._prior)
-        levels = [
-            known[each.request].level if each.request in known else default for each in candidates
-        ]
-        num_rows = len(candidates)
-        drafts = _by_worth(levels, most)
-        best = self._best(drafts, num_tokens, num_rows)
-        if worthwhile := self._without_laggards(candidates, best):
-            drafts = _by_worth(levels, worthwhile)
-            best = self._best(drafts, num_tokens, num_rows)
-        self._goodput = best.goodput
-        depths = _give_out(drafts, best, levels, worthwhile or most)
-        self._probe(candidates, depths, num_tokens)
+        if self._num_rested < _REST and 8 * abs(num_rows - self._resting_rows) <= num_rows:
+            self._num_rested += 1
+            return []
+        asked = candidates()
+        depths = self._evaluate(asked, num_tokens)
+        has_chosen_none = not any(depths) and any(candidate.most for candidate in asked)
+        self._resting_rows = num_rows if has_chosen_none else 0
+        self._num_rested = 0
         return depths
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -231,6 +229,28 @@ class AdaptiveDepth:
     def forget(self, request: Request) -> None:
         """See `DepthPolicy`."""
         self._by_request.pop(request, None)
+
+    def _evaluate(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
+        """Depths by what is known now."""
+        most = [candidate.most for candidate in candidates]
+        if not self._cost.target.is_known:
+            return most
+        known = self._by_request
+        self._prior = self._all.rate(_START_RATE, _START_TRIALS)
+        default = round(_LEVELS * self._prior)
+        levels = [
+            known[each.request].level if each.request in known else default for each in candidates
+        ]
+        num_rows = len(candidates)
+        drafts = _by_worth(levels, most)
+        best = self._best(drafts, num_tokens, num_rows)
+        if worthwhile := self._without_laggards(candidates, best):
+            drafts = _by_worth(levels, worthwhile)
+            best = self._best(drafts, num_tokens, num_rows)
+        self._goodput = best.goodput
+        depths = _give_out(drafts, best, levels, worthwhile or most)
+        self._probe(candidates, depths, num_tokens)
+        return depths
 
     def _best(self, drafts: list[_Drafts], num_tokens: int, num_rows: int) -> _Choice:
         """The prefix of the drafts, up to the best limit of depth, with the highest goodput."""
@@ -301,7 +321,8 @@ class AdaptiveDepth:
         resting.sort(key=lambda row: candidates[row].lag)
         lags = [*accumulate(candidates[row].lag for row in resting)]
         cheapest = added(1, lags[0])
-        self._savings = min(self._savings + _PROBE_SHARE * without, _MAX_PROBES * cheapest)
+        saved = _PROBE_SHARE * without * (1 + self._num_rested)
+        self._savings = min(self._savings + saved, _MAX_PROBES * cheapest)
         if self._savings < cheapest:
             return
         num_probes = 1

@@ -59,11 +59,12 @@ class Speculation:
             return []
         if self._drafter is not None:
             self._drafter.begin_step()
-        candidates = [self._candidate(row.request, limits) for row in able]
-        depths = self._policy.choose(candidates, num_tokens)
+        depths = self._policy.choose(
+            len(able), num_tokens, lambda: [self._candidate(row.request, limits) for row in able]
+        )
         drafts = []
-        for row, candidate, depth in zip(able, candidates, depths, strict=True):
-            draft = self._draft_one(candidate, depth, budget)
+        for row, depth in zip(able, depths, strict=False):
+            draft = self._draft_one(row.request, depth, budget)
             drafts.append((row, draft))
             budget -= draft.num_drafts + draft.num_draft_tokens
         return drafts
@@ -98,6 +99,12 @@ class Speculation:
         if self._drafter is not None:
             self._drafter.forget(request)
 
+    def _lag(self, request: Request) -> int:
+        """Tokens that the draft model has to compute before it can guess."""
+        if self._drafter is not None:
+            return 0
+        return len(request.token_ids) - request.num_draft_computed
+
     def _candidate(self, request: Request, limits: Limits) -> Candidate:
         """What drafts could do for a request: a run has one token more, and must not pass the end.
 
@@ -107,19 +114,18 @@ class Speculation:
         num_left = min(
             request.max_tokens - request.num_generated, limits.max_model_len - num_tokens
         )
-        room, lag = min(num_left - 1, self._max_drafts), 0
+        room = min(num_left - 1, self._max_drafts)
         if self._drafter is None:
             room = min(room, limits.max_draft_len - num_tokens)
-            lag = num_tokens - request.num_draft_computed
-        return Candidate(request, max(room, 0), lag, num_left)
+        return Candidate(request, max(room, 0), self._lag(request), num_left)
 
-    def _draft_one(self, candidate: Candidate, depth: int, budget: int) -> Draft:
+    def _draft_one(self, request: Request, depth: int, budget: int) -> Draft:
         if depth < 1 or budget < 1:
             return NO_DRAFT
         if self._drafter is not None:
-            draft_ids = self._drafter.propose(candidate.request, min(depth, budget))
+            draft_ids = self._drafter.propose(request, min(depth, budget))
             return Draft(len(draft_ids), draft_ids)
-        lag = candidate.lag
+        lag = self._lag(request)
         if budget <= lag <= self._max_drafts + 1:
             return NO_DRAFT  # a little later there is budget for drafts as well
         return Draft(max(0, min(depth, budget - lag)), [], min(lag, budget))

@@ -27,6 +27,7 @@ _KNOTS: tuple[int, ...] = (
 )
 _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(_KNOTS))
 _MEMORY = 1000  # observations after which one that was not renewed is forgotten
+_FORGET_EVERY = 32  # observations, as it takes a while
 _MIN_COUNT = 2  # one observation may be a page fault or a preempted thread
 _SLOWEST_RATE = 0.02  # at which a knot follows its observations
 _SCALE_RATE = 0.05  # at which all knots together do
@@ -125,7 +126,8 @@ class CostCurve:
             surprise = max(-_MAX_SURPRISE, min(_MAX_SURPRISE, surprise))
             self._scale *= 1.0 + _SCALE_RATE * surprise
             self._seconds[knot] *= 1.0 + max(_SLOWEST_RATE, 1 / self._counts[knot]) * surprise
-        self._forget()
+        if self._now % _FORGET_EVERY == 0:
+            self._forget()
         self._bound()
 
     def _forget(self) -> None:
