@@ -113,7 +113,9 @@ def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_e
     (new,) = supervised.server.pids("scheduler")
     assert new != old
     assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
-    assert "the scheduler process died or was stopped" in supervised.lines[0]
+    # Triton's core may itself abort when a model's process dies in the middle of a response.
+    noticed = ("the scheduler process died or was stopped", "tritonserver was ended by SIGABRT")
+    assert any(reason in supervised.lines[0] for reason in noticed)
 
 
 def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Supervised]) -> None:
