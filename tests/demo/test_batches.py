@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from charonia.demo.batches import held_out_windows, training_batches
+from charonia.demo.batches import held_out_windows, packed_batches, training_batches
 
 # Token t is followed by t + 1 within a document, so a window shows where it was cut.
 DOCUMENTS = [list(range(start, start + 100)) for start in (0, 1000, 2000, 3000)]
@@ -40,3 +40,16 @@ def test_held_out_windows_predict_each_token_once() -> None:
     windows = held_out_windows(DOCUMENTS, 7)
     predicted = windows[:, 1:].flatten()
     assert len(predicted.unique()) == len(predicted) == 399 // 7 * 7
+
+
+def test_packed_rows_begin_with_a_document_and_hold_the_next_ones_as_far_as_they_fit() -> None:
+    documents = [[1, 1, 1], [2, 2], [3, 3, 3], [4, 4, 4, 4]]
+    batches = packed_batches(iter(documents), batch_size=2, length=4)
+    assert next(batches).tolist() == [[1, 1, 1, 2, 2], [3, 3, 3, 4, 4]]
+    assert next(batches, None) is None
+
+
+def test_a_document_that_would_fill_a_row_alone_is_left_out() -> None:
+    documents = [[1] * 5, [2, 2], [3, 3, 3]]
+    batches = packed_batches(iter(documents), batch_size=1, length=4)
+    assert [batch.tolist() for batch in batches] == [[[2, 2, 3, 3, 3]]]

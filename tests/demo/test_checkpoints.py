@@ -12,6 +12,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from charonia.demo.card import write_card
+from charonia.demo.edits import Edit, edit_prompt, edited
+from charonia.demo.lessons import EDITS_RUNS
 from charonia.demo.prompts import DEMO_PROMPTS
 from charonia.demo.shapes import DRAFT, SHAPES, TARGET, load_model
 from charonia.demo.train import CHECKPOINTS
@@ -76,9 +78,12 @@ def test_the_card_states_data_licence_loss_time_and_command(folder: Path) -> Non
     assert "standard library of CPython" in card
     assert "license: psf-2.0" in card
     assert "python -m charonia.demo.train" in card
-    assert f"{figures['held_out_nats_per_token']} nats per token" in card
-    assert f"{figures['held_out_bits_per_byte']} bits per byte" in card
-    assert f"{figures['cpu_minutes']} CPU minutes" in card
+    last = figures["stages"][-1]
+    assert f"{last['held_out_nats_per_token']} nats per token" in card
+    assert f"{last['held_out_bits_per_byte']} bits per byte" in card
+    for stage in figures["stages"]:
+        assert f"## Stage {stage['stage']}" in card
+        assert f"{stage['cpu_minutes']} CPU minutes" in card
 
 
 def test_the_card_can_be_written_again_from_the_recorded_figures(
@@ -90,9 +95,16 @@ def test_the_card_can_be_written_again_from_the_recorded_figures(
     assert (tmp_path / "README.md").read_bytes() == (folder / "README.md").read_bytes()
 
 
-def test_both_trainings_took_at_most_60_cpu_minutes() -> None:
+def test_the_target_learned_to_edit() -> None:
+    figures = {kind: read_json(folder / "training.json") for kind, folder in FOLDERS.items()}
+    names = {kind: [stage["stage"] for stage in figures[kind]["stages"]] for kind in figures}
+    assert names["target"] == ["library"] + ["edits"] * len(EDITS_RUNS)
+    assert names["draft"][0] == "library"
+
+
+def test_all_trainings_took_at_most_180_cpu_minutes() -> None:
     figures = [read_json(folder / "training.json") for folder in FOLDERS.values()]
-    assert sum(run["cpu_minutes"] for run in figures) <= 60
+    assert sum(stage["cpu_minutes"] for run in figures for stage in run["stages"]) <= 180
 
 
 def test_no_file_names_a_path_of_the_machine_that_trained(folder: Path) -> None:
@@ -148,6 +160,33 @@ def test_most_greedy_completions_begin_with_lines_that_are_python() -> None:
         lines = longest_python(prompt + tokenizer.decode(token_ids))
         added.append(lines - prompt.count("\n"))
     assert sorted(added)[2] >= 2, f"lines of Python after each prompt: {added}"
+
+
+PIECE = """\
+class Shelf:
+    def __init__(self, owner, limit=20):
+        self.owner = owner
+        self.limit = limit
+        self.books = []
+
+    def put(self, book):
+        if len(self.books) >= self.limit:
+            raise ValueError('no room for %r' % book)
+        self.books.append(book)
+
+    def find(self, title):
+        for book in self.books:
+            if book.title == title:
+                return book
+        return None
+"""
+
+
+def test_the_target_writes_a_file_again_with_a_name_changed() -> None:
+    edit = Edit(PIECE, "limit", "size")
+    wanted = encode(edited(edit))
+    written = greedy(FOLDERS["target"], encode(edit_prompt(edit)), len(wanted)).token_ids
+    assert written == wanted
 
 
 def test_the_model_finds_real_python_likelier_than_shuffled_python() -> None:

@@ -38,3 +38,25 @@ def training_batches(
 def held_out_windows(documents: list[list[int]], length: int) -> torch.Tensor:
     """Windows int64 [windows, length + 1] that predict each token but the first once."""
     return join(documents).unfold(0, length + 1, length)
+
+
+def packed_batches(
+    documents: Iterator[list[int]], *, batch_size: int, length: int
+) -> Iterator[torch.Tensor]:
+    """Batches int64 [batch_size, length + 1] whose rows each begin with a document.
+
+    What does not fit into a row is cut off, so a row's last document is seldom whole; one that
+    would fill a row alone is left out.
+    """
+    rows: list[torch.Tensor] = []
+    row: list[int] = []
+    for document in documents:
+        if len(document) > length:
+            continue
+        row += document
+        if len(row) > length:
+            rows.append(torch.tensor(row[: length + 1]))
+            row = []
+        if len(rows) == batch_size:
+            yield torch.stack(rows)
+            rows = []

@@ -13,6 +13,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from charonia.demo.vocabulary import END_OF_TEXT_ID, VOCAB_SIZE
 
 CONTEXT = 1024
+# On a CPU plain matrix products, once compiled, outrun the fused attention.
+ATTENTION = "eager"
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,7 @@ def build_model(shape: Shape) -> LlamaForCausalLM:
         "tie_word_embeddings": True,
         "bos_token_id": END_OF_TEXT_ID,
         "eos_token_id": END_OF_TEXT_ID,
-        # On a CPU plain matrix products, once compiled, outrun the fused attention.
-        "attn_implementation": "eager",
+        "attn_implementation": ATTENTION,
     }
     return LlamaForCausalLM(LlamaConfig(**settings))
 
@@ -63,5 +64,7 @@ def save_model(model: Any, folder: Path) -> None:
 
 def load_model(folder: Path) -> Any:
     """The saved model as transformers loads it: in float32, ready to predict."""
-    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=ATTENTION
+    )
     return model.eval()

@@ -1,167 +1,163 @@
-"""Trains the demo models on the running interpreter's standard library.
+"""Trains the demo models on the running interpreter's standard library, in three stages.
 
-`python -m charonia.demo.train` trains the tokenizer, the target and the draft and writes three
-things per model: a checkpoint in Hugging Face format, the figures of the run (training.json) and
-a model card. Owns the training loop and the command. Must not be imported by what serves.
+`python -m charonia.demo.train` trains the tokenizer, the target and the draft from scratch
+(stage library), teaches the target to edit files (stage edits) and then the draft to propose what
+the target writes (stage distil). Per model it writes a checkpoint in Hugging Face format, the
+figures of its stages (training.json) and a model card. Owns the order of the stages, the figures
+and the command. Must not be imported by what serves.
 """
 
 import argparse
+import copy
 import json
 import math
-import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from tokenizers import Tokenizer
-from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
-from charonia.demo.batches import held_out_windows, training_batches
+from charonia.demo.batches import held_out_windows
 from charonia.demo.card import write_card
-from charonia.demo.corpus import Corpus, count_bytes, load_corpus, standard_library
-from charonia.demo.shapes import CONTEXT, SHAPES, Shape, build_model, load_model, save_model
-from charonia.demo.vocabulary import encode_documents, save_tokenizer, train_tokenizer
+from charonia.demo.corpus import count_bytes
+from charonia.demo.distil import make_prefixes, sample_texts
+from charonia.demo.lessons import (
+    DISTIL_RECIPE,
+    EDITS_RUNS,
+    LIBRARY_RECIPES,
+    Data,
+    EditsRun,
+    distil_lesson,
+    edits_lesson,
+    library_lesson,
+    load_data,
+    make_edit_prompts,
+)
+from charonia.demo.loop import (
+    TOKENS_PER_BATCH,
+    Lesson,
+    Recipe,
+    cpu_seconds,
+    evaluate,
+    run_schedule,
+)
+from charonia.demo.measure import measure_draft, measure_edits
+from charonia.demo.shapes import CONTEXT, SHAPES, build_model, load_model, save_model
+from charonia.demo.vocabulary import save_tokenizer
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-TOKENS_PER_BATCH = 4096
-WARM_UP_STEPS = 100
-EVALUATE_EVERY = 200
+# Texts that the target writes for the draft: going on with files, and edits.
+NUM_CONTINUATIONS, NUM_EDITS, NEW_TOKENS = 1200, 400, 256
 
-LossFunction = Callable[[LlamaForCausalLM, torch.Tensor], torch.Tensor]
+Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A stretch of training with windows of one length, up to a share of all steps.
+class Workshop:
+    """What every stage needs: the data, the folder of the checkpoints and the seed."""
 
-    Most of the training runs on short windows, where attention costs little; the rest teaches
-    the whole context.
+    data: Data
+    checkpoints: Path
+    seed: int
+
+    def folder(self, kind: str) -> Path:
+        """Where a model's checkpoint is; kind is "target" or "draft"."""
+        return self.checkpoints / SHAPES[kind].name
+
+
+class Stopwatch:
+    """The time since it was made."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.monotonic(), cpu_seconds()
+
+    def figures(self) -> Figures:
+        """Minutes, by the processor and by the clock."""
+        return {
+            "cpu_minutes": round((cpu_seconds() - self._cpu) / 60, 1),
+            "wall_minutes": round((time.monotonic() - self._wall) / 60, 1),
+        }
+
+
+def train_library(workshop: Workshop, kind: str) -> None:
+    """Train a model from scratch on the library's files."""
+    watch = Stopwatch()
+    torch.manual_seed(workshop.seed)
+    model = build_model(SHAPES[kind])
+    save_tokenizer(workshop.data.tokenizer, workshop.folder(kind), model_max_length=CONTEXT)
+    lesson = library_lesson(workshop.data, seed=workshop.seed)
+    figures = train(workshop, kind, model, LIBRARY_RECIPES[kind], lesson)
+    record(workshop, kind, {"stage": "library"} | figures | watch.figures())
+
+
+def train_edits(workshop: Workshop, run: EditsRun, before: LlamaForCausalLM) -> None:
+    """Go on training the target, now on files and edits of files.
+
+    Args:
+        before: the target as it was before this stage, for runs that rehearse what it knew.
     """
-
-    length: int
-    until: float
-
-
-PHASES = (Phase(length=256, until=0.75), Phase(length=CONTEXT, until=1.0))
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How long and how fast a model learns.
-
-    Attributes:
-        steps: of TOKENS_PER_BATCH tokens each.
-        learning_rate: at the peak; Muon's is scaled to AdamW's (`match_rms_adamw`).
-    """
-
-    steps: int
-    learning_rate: float
-
-
-RECIPES = {
-    "target": Recipe(steps=2600, learning_rate=4e-3),
-    "draft": Recipe(steps=1500, learning_rate=6e-3),
-}
-
-
-@dataclass(frozen=True)
-class Data:
-    """The corpus as tokens."""
-
-    tokenizer: Tokenizer
-    corpus: Corpus
-    train: list[list[int]]
-    held_out: list[list[int]]
-
-
-def load_data() -> Data:
-    """Read the corpus, train the tokenizer and encode both parts."""
-    corpus = load_corpus(standard_library())
-    tokenizer = train_tokenizer(corpus.train)
-    return Data(
-        tokenizer=tokenizer,
-        corpus=corpus,
-        train=encode_documents(tokenizer, corpus.train),
-        held_out=encode_documents(tokenizer, corpus.held_out),
+    watch = Stopwatch()
+    lesson = edits_lesson(
+        workshop.data,
+        edit_share=run.edit_share,
+        seed=workshop.seed + run.seed_offset,
+        teacher=before if run.rehearses else None,
     )
+    model = load_model(workshop.folder("target"))
+    figures = train(workshop, "target", model, run.recipe, lesson, average=run.averages)
+    settings = {name: getattr(run, name) for name in ("edit_share", "rehearses", "averages")}
+    record(workshop, "target", {"stage": "edits"} | figures | settings | watch.figures())
 
 
-def next_token_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy in nats of batch[:, 1:] given batch[:, :-1]; batch [rows, length + 1]."""
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+def train_distil(workshop: Workshop) -> None:
+    """Let the target write texts, and go on training the draft towards the target's logits."""
+    watch = Stopwatch()
+    data, seed = workshop.data, workshop.seed
+    prefixes = make_prefixes(data.train, NUM_CONTINUATIONS, seed=seed)
+    prefixes += make_edit_prompts(data, NUM_EDITS, seed=seed)
+    target = workshop.folder("target")
+    samples = sample_texts(target, prefixes, max_tokens=NEW_TOKENS, seed=seed)
+    written = sum(map(len, samples)) - sum(map(len, prefixes))
+    lesson = distil_lesson(data, samples, load_model(target), seed=seed)
+    model = load_model(workshop.folder("draft"))
+    figures = train(workshop, "draft", model, DISTIL_RECIPE, lesson)
+    figures |= {"sampled_texts": len(samples), "sampled_tokens": written} | watch.figures()
+    record(workshop, "draft", {"stage": "distil"} | figures)
 
 
-@torch.no_grad()
-def evaluate(model: LlamaForCausalLM, windows: torch.Tensor) -> float:
-    """Mean loss in nats per token over windows [windows, length + 1]."""
-    batches = torch.split(windows, 4)
-    losses = [next_token_loss(model, batch) * len(batch) for batch in batches]
-    return float(torch.stack(losses).sum()) / len(windows)
+def train(
+    workshop: Workshop,
+    kind: str,
+    model: Any,
+    recipe: Recipe,
+    lesson: Lesson,
+    *,
+    average: bool = False,
+) -> Figures:
+    """Train a model, save its bfloat16 checkpoint and return the figures of the run.
 
-
-def build_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for embeddings and norms.
-
-    After 150 steps of the target the held-out loss was 4.38 with both and 5.19 with AdamW alone.
+    Args:
+        average: save the mean of the weights before and after the training.
     """
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
-
-
-def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a half cosine down to nothing."""
-    if step < WARM_UP_STEPS:
-        return (step + 1) / WARM_UP_STEPS
-    return 0.5 + 0.5 * math.cos(math.pi * (step - WARM_UP_STEPS) / (steps - WARM_UP_STEPS))
-
-
-def train_model(kind: str, shape: Shape, data: Data, *, seed: int) -> dict[str, Any]:
-    """Train one model, save its bfloat16 checkpoint, and return the figures of the run.
-
-    The held-out loss at the end is that of the checkpoint as loaded from disk.
-    """
-    started, started_cpu = time.monotonic(), cpu_seconds()
-    recipe = RECIPES[kind]
-    torch.manual_seed(seed)
-    model = build_model(shape)
-    loss_of: LossFunction = torch.compile(next_token_loss, dynamic=False)
-    history = run_schedule(model, recipe, data, loss_of, seed=seed)
-    folder = CHECKPOINTS / shape.name
-    save_tokenizer(data.tokenizer, folder, model_max_length=CONTEXT)
+    folder = workshop.folder(kind)
+    rescue = folder / "unfinished.pt"
+    before = copy.deepcopy(model)
+    history = run_schedule(model.train(), recipe, lesson, rescue=rescue)
+    if average:
+        take_mean(model, before)
     save_model(model, folder)
-    windows = held_out_windows(data.held_out, CONTEXT)
-    loss = evaluate(load_model(folder), windows)
-    tokens = sum(len(document) for document in data.held_out)
+    rescue.unlink()
     return {
-        "model": shape.name,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "seed": seed,
-        "steps": recipe.steps,
+        "seed": workshop.seed,
+        "steps": recipe.last_step,
+        "phases": [[phase.length, round(recipe.steps * phase.until)] for phase in recipe.phases],
         "learning_rate": recipe.learning_rate,
-        "trained_tokens": recipe.steps * TOKENS_PER_BATCH,
-        "corpus_files": data.corpus.num_files,
-        "corpus_bytes": data.corpus.num_bytes,
-        "corpus_tokens": sum(len(document) for document in data.train),
-        "held_out_files": len(data.corpus.held_out),
-        "held_out_tokens": tokens,
-        "held_out_nats_per_token": round(loss, 4),
-        "held_out_bits_per_byte": round(
-            loss / math.log(2) * tokens / count_bytes(data.corpus.held_out), 4
-        ),
-        "cpu_minutes": round((cpu_seconds() - started_cpu) / 60, 1),
-        "wall_minutes": round((time.monotonic() - started) / 60, 1),
+        "trained_tokens": recipe.last_step * TOKENS_PER_BATCH,
+        **describe_data(workshop.data),
+        **measure_loss(folder, workshop.data),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -169,69 +165,64 @@ def train_model(kind: str, shape: Shape, data: Data, *, seed: int) -> dict[str, 
     }
 
 
-def run_schedule(
-    model: LlamaForCausalLM, recipe: Recipe, data: Data, loss_of: LossFunction, *, seed: int
-) -> list[dict[str, float]]:
-    """Take all steps of the recipe.
-
-    Args:
-        loss_of: `next_token_loss`, compiled or not.
-
-    Returns:
-        Train and held-out loss at every EVALUATE_EVERY steps and at the end.
-    """
-    optimizers = build_optimizers(model, recipe.learning_rate)
-    history: list[dict[str, float]] = []
-    recent: list[torch.Tensor] = []
-    progress = tqdm(total=recipe.steps, unit="step", desc=f"{model.num_parameters():,} parameters")
-    step = 0
-    for phase in PHASES:
-        batch_size = TOKENS_PER_BATCH // phase.length
-        batches = training_batches(
-            data.train, batch_size=batch_size, length=phase.length, seed=seed + phase.length
-        )
-        # An eighth of the held-out windows is enough to see where the training is going.
-        windows = held_out_windows(data.held_out, phase.length)[::8]
-        while step < round(recipe.steps * phase.until):
-            rate = recipe.learning_rate * learning_rate_factor(step, recipe.steps)
-            recent.append(train_step(model, loss_of, optimizers, next(batches), rate))
-            step += 1
-            progress.update()
-            if step % EVALUATE_EVERY == 0 or step == recipe.steps:
-                trained = float(torch.stack(recent).mean())
-                held_out = evaluate(model, windows)
-                recent.clear()
-                progress.set_postfix(train=f"{trained:.3f}", held_out=f"{held_out:.3f}")
-                history.append(
-                    {"step": step, "train": round(trained, 4), "held_out": round(held_out, 4)}
-                )
-    progress.close()
-    return history
+@torch.no_grad()
+def take_mean(model: LlamaForCausalLM, other: LlamaForCausalLM) -> None:
+    """Set the model's weights to the mean of both models'."""
+    for weight, before in zip(model.parameters(), other.parameters(), strict=True):
+        weight.lerp_(before, 0.5)
 
 
-def train_step(
-    model: LlamaForCausalLM,
-    loss_of: LossFunction,
-    optimizers: list[torch.optim.Optimizer],
-    batch: torch.Tensor,
-    rate: float,
-) -> torch.Tensor:
-    """One update from one batch; returns its loss."""
-    loss = loss_of(model, batch)
-    torch.autograd.backward(loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.detach()
+def describe_data(data: Data) -> Figures:
+    """The size of the corpus and of what is held out of it."""
+    return {
+        "corpus_files": data.corpus.num_files,
+        "corpus_bytes": data.corpus.num_bytes,
+        "corpus_tokens": sum(map(len, data.train)),
+        "held_out_files": len(data.held_out),
+        "held_out_tokens": sum(map(len, data.held_out)),
+    }
 
 
-def cpu_seconds() -> float:
-    """CPU time of this process and of the compilers it ran."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+def measure_loss(folder: Path, data: Data) -> Figures:
+    """The held-out loss of the checkpoint as loaded from disk."""
+    loss = evaluate(load_model(folder), held_out_windows(data.held_out, CONTEXT))
+    bits = loss / math.log(2) * sum(map(len, data.held_out))
+    return {
+        "held_out_nats_per_token": round(loss, 4),
+        "held_out_bits_per_byte": round(bits / count_bytes(data.corpus.held_out), 4),
+    }
+
+
+def record(workshop: Workshop, kind: str, stage: Figures) -> None:
+    """Add a stage to a model's training.json, measure what it now can do, write the card."""
+    data, path = workshop.data, workshop.folder(kind) / "training.json"
+    from_scratch = stage["stage"] == "library"
+    earlier = [] if from_scratch else json.loads(path.read_text(encoding="utf-8"))["stages"]
+    target, draft = workshop.folder("target"), workshop.folder("draft")
+    measured: Figures = {}
+    if stage["stage"] == "edits":
+        measured = {"edits": measure_edits(target, data.tokenizer, data.corpus.held_out)}
+    if stage["stage"] == "distil":
+        measured = {
+            "agreement": measure_draft(
+                target, draft, data.tokenizer, data.corpus.held_out, data.held_out
+            )
+        }
+    figures = {
+        "model": SHAPES[kind].name,
+        "parameters": load_model(path.parent).num_parameters(),
+        **measured,
+        "stages": [*earlier, stage],
+    }
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_card(path.parent, figures, kind=kind)
+    print(
+        f"{SHAPES[kind].name}, stage {stage['stage']}: "
+        f"held-out loss {stage['held_out_nats_per_token']} nats/token, "
+        f"{stage['held_out_bits_per_byte']} bits/byte, {stage['cpu_minutes']} CPU minutes"
+    )
+    for name, figure in measured.items():
+        print(f"{name}: {figure}")
 
 
 def main() -> None:
@@ -239,28 +230,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m charonia.demo.train",
         description="Train the demo models on the running interpreter's standard library and "
-        "write their checkpoints, figures and model cards beside this module.",
+        "write their checkpoints, figures and model cards.",
     )
     parser.add_argument(
-        "--model", choices=[*SHAPES, "both"], default="both", help="what to train (both)"
+        "--stage",
+        choices=["library", "edits", "distil", "all"],
+        default="all",
+        help="library: both models from scratch; edits: the target goes on, learning to edit "
+        "files; distil: the draft goes on, learning from the target (all, in this order)",
+    )
+    parser.add_argument(
+        "--model", choices=[*SHAPES, "both"], default="both", help="of stage library (both)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument(
+        "--folder", type=Path, default=CHECKPOINTS, help="of the checkpoints (beside this module)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    data = load_data()
-    for kind, shape in SHAPES.items():
-        if args.model not in (kind, "both"):
-            continue
-        figures = train_model(kind, shape, data, seed=args.seed)
-        folder = CHECKPOINTS / shape.name
-        text = json.dumps(figures, indent=1) + "\n"
-        (folder / "training.json").write_text(text, encoding="utf-8")
-        write_card(folder, figures, kind=kind)
-        print(
-            f"{shape.name}: held-out loss {figures['held_out_nats_per_token']} nats/token, "
-            f"{figures['held_out_bits_per_byte']} bits/byte, {figures['cpu_minutes']} CPU minutes"
-        )
+    workshop = Workshop(load_data(), args.folder, args.seed)
+    if args.stage in ("library", "all"):
+        for kind in SHAPES:
+            if args.model in (kind, "both"):
+                train_library(workshop, kind)
+    if args.stage in ("edits", "all"):
+        before = load_model(workshop.folder("target"))
+        for run in EDITS_RUNS:
+            train_edits(workshop, run, before)
+    if args.stage in ("distil", "all"):
+        train_distil(workshop)
 
 
 if __name__ == "__main__":
