@@ -14,7 +14,7 @@ PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
 
-.PHONY: help setup demo serve test check bench bench-peers clean
+.PHONY: help setup demo serve test check bench bench-peers bench-speculation clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -23,6 +23,7 @@ help:
 	@echo "make test    all default tests, with the coverage gate; arguments for pytest in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
+	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
 	@echo "make clean   remove caches and build output; $(VENV) stays"
 
 setup: $(KERNELS)
@@ -71,6 +72,9 @@ bench: $(STAMP)
 
 bench-peers: $(STAMP)
 	@$(BIN)/python loadtests/setup_peers.py $(ARGS)
+
+bench-speculation: $(STAMP)
+	@$(BIN)/python loadtests/speculation_bench.py $(ARGS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

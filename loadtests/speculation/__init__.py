@@ -1,0 +1,1 @@
+"""The parts of loadtests/speculation_bench.py."""

@@ -1,0 +1,76 @@
+"""The picture of a run: every ratio beside its bar, and the sweep over depths."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from speculation.report import Report, RoundResult
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+_COLORS = {"met": "#1f5fa8", "missed": "#c0392b", "does not count": "#b8b8b8"}
+
+
+def write_plot(report: Report, path: Path) -> None:
+    """One panel of ratios, and one for each model of the sweep."""
+    sweep = report.of_case("sweep")
+    models = list(dict.fromkeys(result.round.what for result in sweep))
+    height = max(4.2, 0.32 * len(report.rounds) + 1.4)
+    figure, axes = pyplot.subplots(
+        1,
+        1 + len(models),
+        figsize=(7.0 + 4.6 * len(models), height),
+        width_ratios=[1.5, *[1.0] * len(models)],
+        layout="constrained",
+        squeeze=False,
+    )
+    _draw_ratios(axes[0][0], report.rounds)
+    for axis, model in zip(axes[0][1:], models, strict=True):
+        _draw_sweep(axis, model, [result for result in sweep if result.round.what == model])
+    cores = report.about["machine"].get("CPU(s)", "?")
+    figure.suptitle(f"speculation, {cores} cores, {report.about['date'][:10]}", fontsize=11)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_ratios(axis: Any, results: Sequence[RoundResult]) -> None:
+    """A dot is the median of the pairs, its line the interval of the median; "|" is the bar."""
+    names = []
+    for place, result in enumerate(results):
+        found, round_ = result.judgement(), result.round
+        color = _COLORS[found.verdict]
+        axis.hlines(place, found.interval.low, found.interval.high, color, lw=2)
+        axis.plot(found.ratio.median, place, "o", color=color, ms=5)
+        axis.plot(round_.bar.least, place, "|", color="black", ms=12)
+        names.append(
+            f"{round_.case}: {round_.what}, {round_.concurrency} at once,"
+            f" {found.contender} / {found.rival}"
+        )
+    axis.axvline(1.0, color="black", lw=0.6, ls="dashed")
+    axis.set_yticks(range(len(names)), names, fontsize=7)
+    axis.invert_yaxis()
+    axis.set_title("ratio of output tokens/s; | is the bar", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_sweep(axis: Any, model: str, results: Sequence[RoundResult]) -> None:
+    """Rates over depth 0's; the adaptive one has no depth and is a dashed line."""
+    for index, result in enumerate(results):
+        medians = {label: statistics.median(rates) for label, rates in result.rates.items()}
+        base = medians["depth 0"]
+        adaptive = medians.pop(result.round.contender) / base
+        depths = [int(label.removeprefix("depth ")) for label in medians]
+        color = f"C{index}"
+        label = f"{result.round.concurrency} at once"
+        axis.plot(
+            depths, [rate / base for rate in medians.values()], "o-", color=color, label=label
+        )
+        axis.axhline(adaptive, color=color, ls="dashed", lw=1)
+    axis.set_title(f"{model}: rate over depth 0's (dashed: adaptive)", fontsize=10)
+    axis.set_xlabel("drafts per step")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,159 @@
+"""The results of a run, and the tables that are made of them.
+
+Owns what the JSON file holds. Must not know sides or processes.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from report import markdown_table
+from speculation.trials import Round
+from speculation.verdicts import Judgement, distinct_share, judge, sum_at_positions
+
+
+@dataclass
+class EntryResult:
+    """What one entry of a round did.
+
+    Attributes:
+        rates: output tokens per second, repetition by repetition.
+        outputs: tokens of every request. num_chunks: in which they came; in-process and at
+            concurrency 1 a chunk is what one step committed.
+        timings: what a server said of each request; empty in-process.
+    """
+
+    rates: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    num_chunks: int = 0
+    timings: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def tokens_per_chunk(self) -> float:
+        """On average."""
+        return sum(map(len, self.outputs)) / self.num_chunks
+
+    def acceptance(self) -> list[float]:
+        """By position, of the drafts that were made there the share that was accepted."""
+        timings = [timing for timing in self.timings if "drafted_at_position" in timing]
+        drafted = sum_at_positions([timing["drafted_at_position"] for timing in timings])
+        accepted = sum_at_positions([timing["accepted_at_position"] for timing in timings])
+        return [a / d for a, d in zip(accepted, drafted, strict=True)]
+
+
+@dataclass
+class RoundResult:
+    """One round, and what its entries did."""
+
+    round: Round
+    entries: dict[str, EntryResult]
+
+    @property
+    def contender(self) -> EntryResult:
+        """What is judged."""
+        return self.entries[self.round.contender]
+
+    @property
+    def rates(self) -> dict[str, list[float]]:
+        """By label."""
+        return {label: entry.rates for label, entry in self.entries.items()}
+
+    def distinct(self) -> float:
+        """Share of the contender's 4-grams that are distinct."""
+        return distinct_share(self.contender.outputs)
+
+    def judgement(self) -> Judgement:
+        """The contender against the best of the others."""
+        return judge(self.rates, self.round.contender, self.round.bar, self.distinct())
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file."""
+        names = ("case", "what", "concurrency", "new_tokens", "sampling", "num_warm_ups")
+        return {
+            **{name: getattr(self.round, name) for name in names},
+            "tokens_per_second": self.rates,
+            "tokens_per_chunk": {
+                label: entry.tokens_per_chunk for label, entry in self.entries.items()
+            },
+            "acceptance_by_position": self.contender.acceptance(),
+            "distinct_4_grams": self.distinct(),
+            "bar": asdict(self.round.bar),
+            "judgement": asdict(self.judgement()),
+        }
+
+
+@dataclass
+class Report:
+    """All of a run; `about` has date, command, machine and versions."""
+
+    about: dict[str, Any]
+    rounds: list[RoundResult] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file."""
+        return {"about": self.about, "rounds": [result.as_json() for result in self.rounds]}
+
+    def of_case(self, case: str) -> list[RoundResult]:
+        """The rounds of one case."""
+        return [result for result in self.rounds if result.round.case == case]
+
+
+def as_markdown(report: Report) -> str:
+    """All tables: the verdicts, then the rates of each case, then how drafts fared."""
+    parts = ["Output tokens/s, medians, and ratios of pairs:", _verdict_table(report.rounds)]
+    if sweep := report.of_case("sweep"):
+        parts += ["Sweep, output tokens/s, medians:", _rate_table(sweep)]
+    if any(result.contender.timings for result in report.rounds):
+        parts += ["Accepted of the drafts made at each position:", _acceptance_table(report.rounds)]
+    return "\n\n".join(parts)
+
+
+def _verdict_table(results: Sequence[RoundResult]) -> str:
+    head = ["case", "what", "at once", "contender", "tok/s", "against", "tok/s"]
+    head += ["ratio: median (lowest to highest)", "interval of the median", "bar", "verdict"]
+    head += ["tokens per chunk", "distinct 4-grams"]
+    return markdown_table(head, [_verdict_line(result) for result in results])
+
+
+def _verdict_line(result: RoundResult) -> list[str]:
+    found, bar = result.judgement(), result.round.bar
+    interval = found.interval
+    return [
+        result.round.case,
+        result.round.what,
+        str(result.round.concurrency),
+        found.contender,
+        f"{statistics.median(result.rates[found.contender]):.1f}",
+        found.rival,
+        f"{statistics.median(result.rates[found.rival]):.1f}",
+        str(found.ratio),
+        f"{interval.low:.2f} to {interval.high:.2f} ({100 * interval.confidence:.0f} %)",
+        f"{bar.least:.2f}" + (" within noise" if bar.forgives_noise else ""),
+        found.verdict,
+        f"{result.contender.tokens_per_chunk:.2f}",
+        f"{result.distinct():.2f}",
+    ]
+
+
+def _rate_table(results: Sequence[RoundResult]) -> str:
+    labels = list(dict.fromkeys(label for result in results for label in result.entries))
+    lines = []
+    for result in results:
+        medians = {label: statistics.median(rates) for label, rates in result.rates.items()}
+        best = max(medians.values())
+        cells = [
+            f"**{medians[label]:.1f}**" if medians[label] == best else f"{medians[label]:.1f}"
+            for label in labels
+        ]
+        lines.append([result.round.what, str(result.round.concurrency), *cells])
+    return markdown_table(["model", "at once", *labels], lines)
+
+
+def _acceptance_table(results: Sequence[RoundResult]) -> str:
+    lines = []
+    for result in results:
+        if result.contender.timings:
+            shares = " ".join(f"{share:.2f}" for share in result.contender.acceptance())
+            lines.append([result.round.case, result.round.what, result.round.contender, shares])
+    return markdown_table(["case", "what", "contender", "share at position 1, 2, ..."], lines)

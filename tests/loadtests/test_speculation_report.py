@@ -1,0 +1,128 @@
+"""What is measured of speculation, and the tables and the picture of it, without any engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cases import Entry
+from speculation.plot import write_plot
+from speculation.report import EntryResult, Report, RoundResult, as_markdown
+from speculation.trials import ADAPTIVE, CASES, Pair, Round, make_groups
+from speculation.verdicts import Bar
+
+
+def no_prompts(count):
+    return [[1, 2]] * count
+
+
+def pair(name):
+    turns = {1: (96, 96), 4: (96,), 16: (64,), 64: (32,)}
+    folder = Path(name)
+    return Pair(name, folder, folder / "draft", no_prompts, no_prompts, turns, no_prompts)
+
+
+def groups(cases=CASES, concurrency=None):
+    return make_groups(cases, pair("shape"), pair("demo"), concurrency)
+
+
+def result_of(round_, *, timing=None):
+    """Every entry is twice as fast as the one before it."""
+    timings = [timing] if timing else []
+    entries = {
+        entry.label: EntryResult([2.0**place] * 3, [[1, 2, 3, 4, 5, 6]], 2, timings)
+        for place, entry in enumerate(round_.entries)
+    }
+    return RoundResult(round_, entries)
+
+
+def test_every_entry_has_an_engine():
+    for group in groups():
+        for round_ in group.rounds:
+            assert {entry.side for entry in round_.entries} <= set(group.engines)
+
+
+def test_a_server_is_its_own_baseline_and_its_two_entries_are_two_tenants():
+    for group in groups(["synthetic", "demo", "copy"]):
+        for round_ in group.rounds:
+            off, on = round_.entries
+            assert off.side == on.side
+            assert off.sampling == {"speculation": False, "tenant": "off"}
+            assert on.sampling == {"tenant": "on"}
+
+
+def test_the_adaptive_side_of_the_sweep_may_go_as_deep_as_any_other():
+    for group in groups(["sweep"]):
+        depths = {
+            name: engine["speculative_config"]["num_speculative_tokens"]
+            for name, engine in group.engines.items()
+            if engine["speculative_config"]
+        }
+        assert depths.pop(ADAPTIVE) == max(depths.values())
+        assert group.engines["depth 0"]["speculative_config"] is None
+        assert all(round_.contender == ADAPTIVE for round_ in group.rounds)
+
+
+def test_the_sweep_can_be_cut_to_some_concurrencies():
+    found = groups(["sweep"], [4])
+    assert [[round_.concurrency for round_ in group.rounds] for group in found] == [[4], [4]]
+
+
+def test_short_turns_warm_up_more_often():
+    in_sweep = {round_.concurrency: round_ for round_ in groups(["sweep"])[0].rounds}
+    assert in_sweep[1].num_warm_ups == 2  # 192 tokens each
+    assert in_sweep[16].num_warm_ups == 1
+
+
+def test_every_repetition_begins_with_another_entry():
+    (group, _) = groups(["copy"])
+    first = [group.rounds[0].in_turn(repetition)[0].label for repetition in (-1, 0, 1)]
+    assert first == ["ngram", "off", "ngram"]
+
+
+def test_a_missing_method_is_that_of_the_draft_model():
+    assert pair("demo").engine({})["speculative_config"] == {"model": "demo/draft"}
+    assert pair("demo").engine({"method": "ngram"})["speculative_config"] == {"method": "ngram"}
+
+
+def test_acceptance_is_the_share_of_the_drafts_made_at_each_position():
+    timings = [
+        {"drafted_at_position": [4, 2], "accepted_at_position": [3, 1]},
+        {"drafted_at_position": [4], "accepted_at_position": [1]},
+        {"drafted_tokens": 0},
+    ]
+    assert EntryResult(timings=timings).acceptance() == [0.5, 0.5]
+
+
+def test_the_tables_show_rates_ratio_bar_and_verdict():
+    round_ = Round(
+        "demo", "pair", 1, (Entry("off", "x"), Entry("on", "x")), no_prompts, (6,), Bar(1.6)
+    )
+    timing = {"drafted_at_position": [4], "accepted_at_position": [3]}
+    text = as_markdown(Report({}, [result_of(round_, timing=timing)]))
+    assert (
+        "| on | 2.0 | off | 1.0 | 2.00 (2.00 to 2.00) | 2.00 to 2.00 (75 %) | 1.60 | met |" in text
+    )
+    assert "| met | 3.00 | 1.00 |" in text
+    assert "| demo | pair | on | 0.75 |" in text
+
+
+@pytest.fixture(scope="module")
+def report():
+    rounds = [result_of(round_) for group in groups() for round_ in group.rounds]
+    about = {"date": "2026-11-21T00:00:00", "machine": {"CPU(s)": "2"}}
+    return Report(about, rounds)
+
+
+def test_the_sweep_has_a_table_with_its_best_side_marked(report):
+    text = as_markdown(report)
+    assert "| model | at once | depth 0 | depth 1 | depth 2 | depth 3 | depth 5 | depth 8 |" in text
+    assert "| demo | 64 | 1.0 | 2.0 | 4.0 | 8.0 | 16.0 | 32.0 | **64.0** |" in text
+
+
+def test_all_of_a_run_can_be_written(report, tmp_path):
+    judged = json.loads(json.dumps(report.as_json()))["rounds"][0]
+    assert judged["judgement"]["ratio"]["median"] == 2.0
+    assert judged["bar"]["least"] == 2.0
+    write_plot(report, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 0
