@@ -140,7 +140,7 @@ def run_schedule(
         rescue: where the weights are kept at every evaluation, in case the run is cut short.
 
     Raises:
-        FloatingPointError: the loss is not a number any more.
+        RuntimeError: a gradient is not a number.
 
     Returns:
         The train loss and what `lesson.evaluate` finds, every EVALUATE_EVERY steps and at the end.
@@ -163,8 +163,6 @@ def run_schedule(
             if step % EVALUATE_EVERY == 0 or step == recipe.last_step:
                 figures = {"train": float(torch.stack(recent).mean())}
                 figures |= lesson.evaluate(model, phase.length)
-                if not math.isfinite(figures["train"]):
-                    raise FloatingPointError(f"the loss was {figures['train']} before step {step}")
                 recent.clear()
                 progress.set_postfix({name: f"{value:.3f}" for name, value in figures.items()})
                 history.append(
@@ -186,7 +184,7 @@ def train_step(
     """One update from one batch; returns its loss."""
     loss = loss_of(model, batch)
     torch.autograd.backward(loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
