@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+import support.requests
 from charonia.control import Request
 from charonia.control.depth import AdaptiveDepth, Candidate, DepthPolicy, FixedDepth
 from charonia.control.step_cost import StepShape
-from charonia.protocol import RowSampling
 
 DEEPEST = 8
 VERIFY: dict[str, Callable[[int], float]] = {
@@ -27,15 +27,7 @@ VERIFY: dict[str, Callable[[int], float]] = {
 
 
 def make_request(key: str) -> Request:
-    return Request(
-        key=key,
-        token_ids=[1],
-        num_prompt=1,
-        sampling=RowSampling(seed=1),
-        max_tokens=1,
-        stop_ids=frozenset(),
-        arrived_at=0.0,
-    )
+    return support.requests.make_request([1], key)
 
 
 def choose(policy: DepthPolicy, candidates: list[Candidate], num_tokens: int) -> list[int]:

@@ -1,25 +1,19 @@
 """Prompt lookup: the latest earlier n-gram is found, and continued as the text went on there."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import support.requests
 from charonia.control import ngram
 from charonia.control.ngram import NgramDrafter
 from charonia.control.request import Request
-from charonia.protocol import RowSampling
 
 
-def make_request(token_ids: list[int], key: str = "a") -> Request:
-    return Request(
-        key=key,
-        token_ids=list(token_ids),
-        num_prompt=len(token_ids),
-        sampling=RowSampling(seed=1),
-        max_tokens=100,
-        stop_ids=frozenset(),
-        arrived_at=0.0,
-    )
+def make_request(token_ids: Sequence[int], key: str = "a") -> Request:
+    return support.requests.make_request(token_ids, key)
 
 
 def propose_by_scanning(

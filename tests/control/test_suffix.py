@@ -1,30 +1,22 @@
 """Suffix decoding: the longest match is found, in the right texts, and memory is bounded."""
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import support.requests
 from charonia.control import suffix
 from charonia.control.request import Request
 from charonia.control.suffix import SuffixAutomaton, SuffixDrafter
-from charonia.protocol import RowSampling
 
 SHARED = b"tenant"
 
 
-def make_request(token_ids: list[int], key: str = "live", scope: bytes = SHARED) -> Request:
-    return Request(
-        key=key,
-        token_ids=list(token_ids),
-        num_prompt=len(token_ids),
-        sampling=RowSampling(seed=1),
-        max_tokens=100,
-        stop_ids=frozenset(),
-        arrived_at=0.0,
-        cache_scope=scope,
-    )
+def make_request(token_ids: Sequence[int], key: str = "live", scope: bytes = SHARED) -> Request:
+    return support.requests.make_request(token_ids, key, cache_scope=scope)
 
 
 def respond(drafter: SuffixDrafter, response: list[int], scope: bytes = SHARED) -> None:
