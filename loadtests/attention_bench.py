@@ -69,7 +69,7 @@ def measure(
     while time.perf_counter() < until or len(seconds) < 8 * NUM_LAYERS:
         pages = store.pages[len(seconds) % NUM_LAYERS]
         started = time.perf_counter()
-        kernels.paged_attention(query, step, pages.keys, pages.values)
+        kernels.paged_attention(query, step, pages)
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds)
     num_bytes = 2 * 2 * rows * context * layout.num_kv_heads * layout.head_dim

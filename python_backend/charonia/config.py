@@ -34,7 +34,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             `model` is named.
         model: directory of the draft model's checkpoint.
         quantization: of the draft model, whose guesses are verified anyway: "auto" is int8 where
-            our CPU kernels compute, else as None; None leaves its weights as the model's are.
+            our CPU kernels compute and the weights are too many for the processor's cache (above
+            four million), else as None; None leaves its weights as the model's are.
         num_speculative_tokens: drafts per request and step at most, 1 to 64; None is 5 for
             "draft_model", 10 for "ngram" and 16 for "suffix".
         prompt_lookup_max, prompt_lookup_min: tokens that must be the same for "ngram", 1 to 32;
@@ -139,7 +140,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     scheduling_policy: Literal["fcfs"] = "fcfs"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    cpu_kernels: Literal["auto", "avx512_bf16", "avx2", "portable", "torch"] = "auto"
+    cpu_kernels: Literal["auto", "amx_bf16", "avx512_bf16", "avx2", "portable", "torch"] = "auto"
     cpu_threads: PositiveInt | None = None
     cpu_binding: str = "auto"
 

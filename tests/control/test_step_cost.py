@@ -95,6 +95,8 @@ def test_a_clock_that_stands_still_is_not_believed():
 
 def test_draft_time_is_learned_per_pass_and_apart_from_the_rest():
     cost = StepCost()
+    for _ in range(8):  # the first steps say nothing
+        cost.observe(StepShape(4), seconds=100.0, draft_seconds=0.0)
     for _ in range(3):
         cost.observe(StepShape(4), seconds=1.0, draft_seconds=0.0)
         cost.observe(StepShape(12, 2, 8), seconds=2.0, draft_seconds=0.5)

@@ -78,7 +78,7 @@ def test_attention_over_random_block_tables_equals_the_reference(
     query = torch.randn(len(batch.positions), num_heads, dim, generator=generator).to(dtype)
     expected = ReferenceOps().paged_attention(batch, dtype)(query, pages)
     step = native_ops(isa, num_threads).begin(batch, rotation_of(dim, dtype))
-    assert_close(kernels_for(isa).paged_attention(query, step, *packed(pages)), expected)
+    assert_close(kernels_for(isa).paged_attention(query, step, packed(pages)), expected)
 
 
 @both_dtypes
@@ -111,7 +111,7 @@ def test_a_product_of_any_size_equals_torch(
         whole, steps = quantize_int8(weight)
         wide = whole.double() * steps.double()[:, None]
     expected = x.double() @ wide.T + (0 if bias is None else bias.double())
-    actual = kernels_for(isa).Linear(weight, bias, is_int8)(x, as_float32)
+    actual = kernels_for(isa).Matrix(weight, bias, False, is_int8)(x, as_float32)
     assert actual.dtype == (torch.float32 if as_float32 else dtype)
     # In float32 nothing is rounded but the sum itself, whatever the inputs are.
     tolerance = 2e-5 if as_float32 else TOLERANCE[dtype]
@@ -120,7 +120,7 @@ def test_a_product_of_any_size_equals_torch(
 
 def test_the_largest_weight_of_an_output_and_its_opposite_are_exact_in_int8(isa: str) -> None:
     weight = torch.tensor([[0.5, -0.5, 0.0, 0.25], [0.0, 0.0, 0.0, 0.0], [-3e-5, 0, 3e-5, 0]])
-    product = kernels_for(isa).Linear(weight, None, True)(torch.eye(4), False)
+    product = kernels_for(isa).Matrix(weight, None, False, True)(torch.eye(4), False)
     assert product[:, 1].tolist() == [0.0] * 4
     assert product[:3, 0].tolist() == pytest.approx([0.5, -0.5, 0.0], rel=1e-6)
     assert product[3, 0].item() == pytest.approx(64 / 127 / 2, rel=1e-6)  # 63.5 is rounded to even
@@ -339,17 +339,17 @@ def test_what_lies_outside_of_a_context_never_spoils_a_sum(
                 part[block, offset] = whole[block, offset]
     step = native_ops(isa).begin(batch, rotation_of(dim, dtype))
     attend = kernels_for(isa).paged_attention
-    assert torch.equal(attend(query, step, *packed(spoiled)), attend(query, step, *packed(pages)))
+    assert torch.equal(attend(query, step, packed(spoiled)), attend(query, step, packed(pages)))
 
 
 def test_a_matrix_with_an_odd_number_of_inputs_is_refused(isa: str) -> None:
     with pytest.raises(ValueError, match="odd number of inputs"):
-        kernels_for(isa).Linear(torch.zeros(4, 3), None, False)
+        kernels_for(isa).Matrix(torch.zeros(4, 3), None, False, False)
 
 
 def test_another_dtype_is_refused(isa: str) -> None:
     with pytest.raises(ValueError, match=r"float32 and bfloat16, not .*Half"):
-        kernels_for(isa).Linear(torch.zeros(4, 2, dtype=torch.float16), None, False)
+        kernels_for(isa).Matrix(torch.zeros(4, 2, dtype=torch.float16), None, False, False)
 
 
 def test_the_library_is_of_the_instruction_set_it_was_built_for(isa: str) -> None:

@@ -21,8 +21,8 @@ from charonia import LLM, SamplingParams
 from support.kernels import ISAS, kernels_for
 
 Checkpoint = Callable[..., Path]
-Job = tuple[Callable[[Tensor, bool], Tensor], Tensor, Tensor]
-"""A product, its input, and what it must give."""
+Job = tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]
+"""A head, its two inputs, which are the same, and what it must give."""
 
 # Rows on both sides of 64, where Python's lock is let go.
 ROWS = (1, 2, 5, 33, 63, 64, 100, 400)
@@ -36,10 +36,11 @@ def jobs(kernels: ModuleType, seed: int) -> list[Job]:
     for rows in ROWS:
         weight = torch.randn(40 + 24 * seed, 32, generator=generator)
         x = torch.randn(rows, 32, generator=generator)
-        linear = kernels.Linear(weight, None, False)
-        expected = linear(x, False)
-        torch.testing.assert_close(expected, x @ weight.T, atol=2e-5, rtol=2e-5)
-        many.append((linear, x, expected))
+        head = kernels.Head(kernels.Norm(torch.ones(32), 0.0), weight, None, False)
+        expected = head(x, x)
+        normed = x / x.square().mean(1, keepdim=True).sqrt()
+        torch.testing.assert_close(expected, normed @ weight.T, atol=5e-5, rtol=5e-5)
+        many.append((head, x, expected))
     return many
 
 
@@ -48,8 +49,8 @@ def repeat(many: list[Job], seconds: float) -> None:
     until = time.monotonic() + seconds
     rounds = 0
     while rounds < 5 or time.monotonic() < until:
-        for linear, x, expected in many:
-            assert torch.equal(linear(x, False), expected)
+        for head, x, expected in many:
+            assert torch.equal(head(x, x), expected)
         rounds += 1
 
 
@@ -87,8 +88,8 @@ def test_threads_that_fell_asleep_wake_up(isa: str) -> None:
     kernels.set_threads(3, [])
     for pause in [0.0001, 0.00019, 0.0002, 0.00021, 0.0005, 0.005] * 10:
         time.sleep(pause)
-        for linear, x, expected in many[-2:]:
-            assert torch.equal(linear(x, False), expected)
+        for head, x, expected in many[-2:]:
+            assert torch.equal(head(x, x), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -114,16 +115,17 @@ from charonia.data.ops.native.build import load_kernels
 kernels = load_kernels(sys.argv[1], print)
 kernels.set_threads(2, [])
 weight, x = torch.randn(512, 512), torch.randn(128, 512)
-linear = kernels.Linear(weight, None, False)
-expected = linear(x, False)
+norm = kernels.Norm(torch.ones(512), 1e-6)
+head = kernels.Head(norm, weight, None, False)
+expected = head(x, x)
 until = time.monotonic() + 2
 def compute():
     while time.monotonic() < until:
-        assert torch.equal(linear(x, False), expected)
+        assert torch.equal(head(x, x), expected)
 thread = threading.Thread(target=compute)
 thread.start()
 while time.monotonic() < until:
-    assert torch.equal(kernels.Linear(weight, None, False)(x[:1], False), expected[:1])
+    assert torch.equal(kernels.Head(norm, weight, None, False)(x[:1], x[:1]), expected[:1])
 thread.join()
 print("done")
 """

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from charonia.config import EngineArgs
-from charonia.data.ops import select
 from charonia.data.ops.base import Ops
 from charonia.data.ops.composed import ComposedOps
 from charonia.data.ops.native import build
@@ -114,7 +113,7 @@ def test_kernels_that_the_processor_does_not_have_are_an_error(
     with pytest.raises(ConfigError) as caught:
         choose(cpu_kernels="avx512_bf16")
     assert "this processor has no avx512_bf16; it has avx2, portable" in str(caught.value)
-    assert select.best_isa() == "avx2"
+    assert build.best_isa() == "avx2"
 
 
 def test_a_binding_that_makes_no_sense_is_refused_on_a_cpu_alone() -> None:

@@ -12,6 +12,9 @@ sorted by worth, every prefix of the list is a candidate, from no drafts at all 
 is room for, and the prefix with the highest predicted goodput wins. Passes of a draft model cost
 something however few rows take part, so there the same is done for several limits of depth.
 
+A choice is kept for a few steps while rows and tokens stay about the same, as what a level of
+acceptance deserves: choosing takes as long as a small model's layer.
+
 What other rows prefill in the step is spent anyway, and must not make drafts look cheap: a step
 is charged what its drafts add to it, on top of what these rows alone would take without drafts.
 
@@ -46,13 +49,13 @@ _START_RATE, _START_TRIALS = 0.8, 2.0  # before the first draft
 _LEAST_WORTH = 0.02  # tokens, of a draft that is considered
 _MARGIN = 1.02  # by which drafts must win: the best of many noisy predictions is flattered
 _SHORT_LAG = 16  # tokens that a draft model catches up on in about the time of one
-_REST = 8  # steps without drafts that follow one for which none were chosen
+_KEEP = 4  # steps that a choice is kept for while rows and tokens stay about the same
+_REST = 8  # the same of a choice without drafts
 _PROBE_SHARE = 0.01  # of the time
 _MAX_PROBES = 2.0  # in a row that can be saved for
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A row that could verify drafts in this step.
 
     Attributes:
@@ -173,6 +176,38 @@ class _Choice:
     goodput: float
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A choice that holds for some steps more.
+
+    Attributes:
+        worth: of the drafts that it takes, at least.
+        levels, most, depths: what came of it in the last step.
+        num_rows, num_tokens: of the step that it was made for.
+        num_steps: that it was kept for already.
+    """
+
+    choice: _Choice
+    worth: float
+    levels: list[int]
+    most: list[int]
+    depths: list[int]
+    num_rows: int
+    num_tokens: int
+    num_steps: int = 0
+
+    def holds(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether a step is like the one that the choice was made for.
+
+        What else the step computes matters where there are drafts alone: it makes them dearer.
+        """
+        return (
+            self.num_steps < (_KEEP if self.choice.num_drafts else _REST)
+            and 8 * abs(num_rows - self.num_rows) <= num_rows
+            and (not self.choice.num_drafts or 8 * abs(num_tokens - self.num_tokens) <= num_tokens)
+        )
+
+
 class AdaptiveDepth:
     """The depths with the highest predicted goodput. The module's docstring has the theory.
 
@@ -190,21 +225,26 @@ class AdaptiveDepth:
         self._probed: set[Request] = set()
         self._unprobed_seconds = inf  # of a step that probes, had it not
         self._goodput = 1.0
-        self._resting_rows = 0  # of a step without drafts; 0 while there are some
-        self._num_rested = 0  # steps since
+        self._kept: _Kept | None = None
 
     def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
         """See `DepthPolicy`."""
         self.lose_step()
-        if self._num_rested < _REST and 8 * abs(num_rows - self._resting_rows) <= num_rows:
-            self._num_rested += 1
+        kept = self._kept
+        if kept is None or not kept.holds(num_rows, num_tokens):
+            return self._evaluate(candidates(), num_tokens)
+        kept.num_steps += 1
+        if not kept.choice.num_drafts:
             return []
         asked = candidates()
-        depths = self._evaluate(asked, num_tokens)
-        has_chosen_none = not any(depths) and any(candidate.most for candidate in asked)
-        self._resting_rows = num_rows if has_chosen_none else 0
-        self._num_rested = 0
-        return depths
+        if any(candidate.lag > _SHORT_LAG for candidate in asked):
+            return self._evaluate(asked, num_tokens)
+        levels, most = self._levels(asked), [candidate.most for candidate in asked]
+        if levels != kept.levels or most != kept.most:
+            drafts = [each for each in _by_worth(levels, most) if each.worth >= kept.worth]
+            kept.depths = _give_out(drafts, kept.choice, levels, most)
+            kept.levels, kept.most = levels, most
+        return kept.depths
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`."""
@@ -217,8 +257,9 @@ class AdaptiveDepth:
 
     def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
         """See `DepthPolicy`."""
-        self._savings -= max(0.0, self._cost.predict(shape) - self._unprobed_seconds)
-        self._unprobed_seconds = inf
+        if self._unprobed_seconds < inf:
+            self._savings -= max(0.0, self._cost.predict(shape) - self._unprobed_seconds)
+            self._unprobed_seconds = inf
         self._cost.observe(shape, seconds, draft_seconds)
 
     def lose_step(self) -> None:
@@ -232,15 +273,12 @@ class AdaptiveDepth:
 
     def _evaluate(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
         """Depths by what is known now."""
+        num_kept, self._kept = self._kept.num_steps if self._kept else 0, None
         most = [candidate.most for candidate in candidates]
         if not self._cost.target.is_known:
             return most
-        known = self._by_request
         self._prior = self._all.rate(_START_RATE, _START_TRIALS)
-        default = round(_LEVELS * self._prior)
-        levels = [
-            known[each.request].level if each.request in known else default for each in candidates
-        ]
+        levels = self._levels(candidates)
         num_rows = len(candidates)
         drafts = _by_worth(levels, most)
         best = self._best(drafts, num_tokens, num_rows)
@@ -249,8 +287,26 @@ class AdaptiveDepth:
             best = self._best(drafts, num_tokens, num_rows)
         self._goodput = best.goodput
         depths = _give_out(drafts, best, levels, worthwhile or most)
-        self._probe(candidates, depths, num_tokens)
+        if self._probe(candidates, depths, num_tokens, 1 + num_kept):
+            return depths
+        if any(most) and not worthwhile and self._cost.is_measured(self._shape(depths, num_tokens)):
+            worth = _least_worth(drafts, best)
+            self._kept = _Kept(best, worth, levels, most, depths, num_rows, num_tokens)
         return depths
+
+    def _levels(self, candidates: Sequence[Candidate]) -> list[int]:
+        """Acceptance of each candidate's request."""
+        default = round(_LEVELS * self._prior)
+        known = self._by_request
+        return [
+            known[request].level if (request := each.request) in known else default
+            for each in candidates
+        ]
+
+    def _shape(self, depths: Sequence[int], num_tokens: int) -> StepShape:
+        num_drafts = sum(depths)
+        num_passes = max(depths, default=0) if self._has_draft_model else 0
+        return StepShape(num_tokens + num_drafts, num_passes, num_drafts if num_passes else 0)
 
     def _best(self, drafts: list[_Drafts], num_tokens: int, num_rows: int) -> _Choice:
         """The prefix of the drafts, up to the best limit of depth, with the highest goodput."""
@@ -298,19 +354,24 @@ class AdaptiveDepth:
             return []
         return [each.most * stays for each, stays in zip(candidates, is_worthwhile, strict=True)]
 
-    def _probe(self, candidates: Sequence[Candidate], depths: list[int], num_tokens: int) -> None:
-        """Let rows at depth 0 draft one token, if the savings allow for it.
+    def _probe(
+        self, candidates: Sequence[Candidate], depths: list[int], num_tokens: int, num_steps: int
+    ) -> bool:
+        """Let rows at depth 0 draft one token, if the savings allow for it; return whether any did.
 
         All of them at once, as passes cost by the pass; but of those whose draft model has to
         catch up no more than the savings pay for.
+
+        Args:
+            num_steps: since the last time; each may save.
         """
         resting = [row for row, depth in enumerate(depths) if not depth and candidates[row].most]
         if not resting:
-            return
+            return False
         num_drafts = sum(depths)
-        num_passes = max(depths) if self._has_draft_model else 0
-        without = self._cost.predict(StepShape(num_tokens + num_drafts, num_passes, num_drafts))
-        num_passes = max(num_passes, 1) if self._has_draft_model else 0
+        shape = self._shape(depths, num_tokens)
+        without = self._cost.predict(shape)
+        num_passes = max(shape.num_passes, 1) if self._has_draft_model else 0
 
         def added(num_probes: int, lag: int) -> float:
             size = num_tokens + num_drafts + num_probes
@@ -321,10 +382,10 @@ class AdaptiveDepth:
         resting.sort(key=lambda row: candidates[row].lag)
         lags = [*accumulate(candidates[row].lag for row in resting)]
         cheapest = added(1, lags[0])
-        saved = _PROBE_SHARE * without * (1 + self._num_rested)
+        saved = _PROBE_SHARE * without * num_steps
         self._savings = min(self._savings + saved, _MAX_PROBES * cheapest)
         if self._savings < cheapest:
-            return
+            return False
         num_probes = 1
         while num_probes < len(resting) and (
             lags[num_probes] <= _SHORT_LAG * (num_probes + 1)
@@ -335,32 +396,34 @@ class AdaptiveDepth:
         for row in resting[:num_probes]:
             depths[row] = 1
             self._probed.add(candidates[row].request)
+        return True
 
 
 @cache
-def _all_by_worth(deepest: int) -> list[tuple[float, int, int]]:
-    """(worth, position, level) of all drafts that are worth anything, the best first."""
-    drafts = [
-        (worth, position, level)
-        for level in range(_LEVELS + 1)
-        for position in range(1, deepest + 1)
-        if (worth := (level / _LEVELS) ** position) >= _LEAST_WORTH
-    ]
-    return sorted(drafts, key=lambda draft: (-draft[0], draft[1]))
+def _worths(level: int, room: int) -> list[float]:
+    """Of the drafts at positions 1, 2, ... up to the last one that is worth anything."""
+    rate = level / _LEVELS
+    return [worth for position in range(room) if (worth := rate ** (position + 1)) >= _LEAST_WORTH]
 
 
 def _by_worth(levels: list[int], most: Sequence[int]) -> list[_Drafts]:
     """The drafts that there is room for, the best first."""
-    deepest = max(most, default=0)
-    num_rows = [[0] * (deepest + 1) for _ in range(_LEVELS + 1)]
+    num_rows: Counter[tuple[float, int, int]] = Counter()
     for (level, room), count in Counter(zip(levels, most, strict=True)).items():
-        for position in range(1, room + 1):
-            num_rows[level][position] += count
-    return [
-        _Drafts(worth, num_rows[level][position], position, level)
-        for worth, position, level in _all_by_worth(deepest)
-        if num_rows[level][position]
-    ]
+        for position, worth in enumerate(_worths(level, room), 1):
+            num_rows[worth, position, level] += count
+    drafts = [_Drafts(worth, count, *place) for (worth, *place), count in num_rows.items()]
+    return sorted(drafts, key=lambda each: (-each.worth, each.position))
+
+
+def _least_worth(drafts: list[_Drafts], choice: _Choice) -> float:
+    """Worth of the last drafts that the choice takes; infinite where it takes none."""
+    left, worth = choice.num_drafts, inf
+    for each in drafts:
+        if left > 0 and each.position <= choice.limit:
+            left -= each.num_rows
+            worth = each.worth
+    return worth
 
 
 def _limits(deepest: int) -> Iterable[int]:

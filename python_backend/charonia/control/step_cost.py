@@ -27,8 +27,11 @@ _KNOTS: tuple[int, ...] = (
 )
 _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(_KNOTS))
 _MEMORY = 1000  # observations after which one that was not renewed is forgotten
+_WARM_UP = 8  # steps that say nothing: memory is touched for the first time
 _FORGET_EVERY = 32  # observations, as it takes a while
 _MIN_COUNT = 2  # one observation may be a page fault or a preempted thread
+_FEW = 4
+_BOUND_EVERY = 8  # observations, once there are a few
 _SLOWEST_RATE = 0.02  # at which a knot follows its observations
 _SCALE_RATE = 0.05  # at which all knots together do
 _MAX_SURPRISE = 0.25  # what one observation may deviate before the rest of it is ignored
@@ -111,6 +114,10 @@ class CostCurve:
         largest = known[-1] if known else size
         return self.at(size) * max(1.0, size / largest)
 
+    def is_measured(self, size: int) -> bool:
+        """Whether sizes like this one were observed a few times."""
+        return self._counts[bisect_right(_MIDDLES, size)] >= _FEW
+
     def observe(self, size: int, seconds: float) -> None:
         """Learn what `size` tokens took. A duration of 0 says nothing and is ignored."""
         if seconds <= 0.0:
@@ -128,7 +135,8 @@ class CostCurve:
             self._seconds[knot] *= 1.0 + max(_SLOWEST_RATE, 1 / self._counts[knot]) * surprise
         if self._now % _FORGET_EVERY == 0:
             self._forget()
-        self._bound()
+        if self._counts[knot] <= _FEW or self._now % _BOUND_EVERY == 0:
+            self._bound()
 
     def _forget(self) -> None:
         for knot, seen in enumerate(self._seen):
@@ -159,6 +167,7 @@ class StepCost:
     """Seconds of a step: one curve for the target and all around it, one for a draft pass."""
 
     def __init__(self) -> None:
+        self._num_ignored = 0
         self.target = CostCurve()
         self.draft_pass = CostCurve()
 
@@ -168,10 +177,20 @@ class StepCost:
         Args:
             seconds: of its whole cycle. draft_seconds: of these, in the draft model's passes.
         """
+        if self._num_ignored < _WARM_UP:
+            self._num_ignored += 1
+            return
         self.target.observe(shape.num_tokens, seconds - draft_seconds)
         if shape.num_passes:
             size = -(-shape.num_draft_tokens // shape.num_passes)
             self.draft_pass.observe(size, draft_seconds / shape.num_passes)
+
+    def is_measured(self, shape: StepShape) -> bool:
+        """Whether steps of about this shape were observed a few times."""
+        size = -(-shape.num_draft_tokens // shape.num_passes) if shape.num_passes else 0
+        return self.target.is_measured(shape.num_tokens) and (
+            not size or self.draft_pass.is_measured(size)
+        )
 
     def predict(self, shape: StepShape) -> float:
         """Seconds that a step of this shape takes."""

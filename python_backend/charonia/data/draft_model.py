@@ -18,6 +18,8 @@ import torch
 
 from charonia.data.kv_store import KVStore
 from charonia.data.model.decoder import Decoder
+from charonia.data.ops.native.ops import Guesser, GuessOfRow
+from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import SampledRow, Sampler
 from charonia.data.step_tensors import Span, StepTensors
 from charonia.protocol import RowStep
@@ -74,3 +76,38 @@ class DraftModel:
     def _sampled_row(self, row: int, place: int) -> SampledRow:
         state = self._tensors.state(row)
         return SampledRow(state.sampling, self._tensors.token_ids(row, place), state.num_prompt)
+
+
+class NativeDraftModel:
+    """The same on a CPU, in one native call for all passes.
+
+    Args:
+        guesser: all of the model. kv: as many blocks as the target's, of `block_size` tokens.
+        tensors: the rows, shared with the target. draw: the target's.
+    """
+
+    def __init__(
+        self,
+        guesser: Guesser,
+        kv: KVStore,
+        block_size: int,
+        tensors: StepTensors,
+        draw: NativeDraw,
+    ) -> None:
+        self._guesser = guesser
+        self._kv = kv
+        self._block_size = block_size
+        self._tensors = tensors
+        self._draw = draw
+
+    def guess(self, steps: Sequence[RowStep]) -> None:
+        """See `DraftModel`."""
+        steps = [step for step in steps if step.num_draft_tokens]
+        guesses = []
+        for span, step in zip(self._tensors.advance_draft(steps), steps, strict=True):
+            state = self._tensors.state(span.row)
+            sampling = self._draw.parameters(state.sampling)
+            guesses.append(
+                GuessOfRow(*span, state.num_tokens, step.num_drafts, state.num_prompt, sampling)
+            )
+        self._guesser(guesses, *self._tensors.tables(), self._block_size, self._kv.pages)

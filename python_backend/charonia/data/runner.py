@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from charonia.config import EngineArgs, SpeculativeConfig
-from charonia.data.draft_model import DraftModel
+from charonia.data.draft_model import DraftModel, NativeDraftModel
 from charonia.data.kv_store import KVStore, kv_layout, num_blocks_that_fit
 from charonia.data.model.decoder import Decoder, Hidden
 from charonia.data.model.loader import load_weights
@@ -42,6 +42,8 @@ from charonia.protocol import (
 
 _PROMPT_LOGPROBS_SLICE = 256
 """Prompt positions whose logits are held at once."""
+_NUM_CACHED_WEIGHTS = 4_000_000
+"""A draft model with as many at most stays in the processor's cache, where bfloat16 is faster."""
 
 
 class Runner:
@@ -72,7 +74,7 @@ class Runner:
         model = load(args.model, spec, max_model_len, ops)
         draft = None
         if draft_spec is not None:
-            draft_ops = _draft_ops(args.speculative_config, ops)
+            draft_ops = _draft_ops(args.speculative_config, draft_spec, ops)
             draft = load(draft_path, draft_spec, max_draft_len, draft_ops)
         num_blocks = _num_blocks(args, spec, [model, draft], max_model_len, dtype, device)
         self._model = model.decoder
@@ -86,10 +88,16 @@ class Runner:
         )
         native = NativeDraw(ops.kernels) if isinstance(ops, NativeOps) else None
         self._sampler = Sampler(spec.vocab_size, device, native)
-        self._draft_model: DraftModel | None = None
+        self._draft_model: DraftModel | NativeDraftModel | None = None
         if draft is not None:
             kv = draft.kv_store(ops, num_blocks, device)
-            self._draft_model = DraftModel(draft.decoder, kv, self._tensors, self._sampler)
+            if native is not None and isinstance(ops, NativeOps):
+                guesser = draft.decoder.guesser(ops)
+                self._draft_model = NativeDraftModel(
+                    guesser, kv, args.block_size, self._tensors, native
+                )
+            else:
+                self._draft_model = DraftModel(draft.decoder, kv, self._tensors, self._sampler)
         self._synthetic_rate = _synthetic_rate(args.speculative_config, log)
         self._progress = Progress(epoch=0, step_id=-1, needs_reset=True)
         self._info = EngineInfo(
@@ -286,11 +294,12 @@ def _synthetic_rate(config: SpeculativeConfig | None, log: Callable[[str], None]
     return rate
 
 
-def _draft_ops(config: SpeculativeConfig | None, ops: Ops[Any]) -> Ops[Any]:
+def _draft_ops(config: SpeculativeConfig | None, spec: ModelSpec, ops: Ops[Any]) -> Ops[Any]:
     """The draft model's operations: the target's, or the same with int8 weights."""
     quantization = config.quantization if config else None
-    is_wanted = quantization == "int8" or (quantization == "auto" and isinstance(ops, NativeOps))
-    return ops.as_int8() if is_wanted else ops
+    if quantization == "auto" and isinstance(ops, NativeOps):
+        quantization = "int8" if spec.num_weights > _NUM_CACHED_WEIGHTS else None
+    return ops.as_int8() if quantization == "int8" else ops
 
 
 def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:

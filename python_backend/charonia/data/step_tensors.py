@@ -100,6 +100,10 @@ class StepTensors:
         assert state is not None, f"row {row} is free"
         return state
 
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """All rows' tokens and block ids, int64 [rows, ...]; views, on the host."""
+        return torch.from_numpy(self._row_tokens), torch.from_numpy(self._row_blocks)
+
     def token_ids(self, row: int, num_drafts: int = 0) -> Tensor:
         """All known tokens of an occupied row and the first drafts; a view, on the host.
 

@@ -86,7 +86,7 @@ EDITS_RUNS = (
     ),
 )
 # In windows of 1024 tokens torch 2.13 compiles gradients of this loss that are no numbers.
-DISTIL_RECIPE = Recipe(steps=900, learning_rate=4e-3, phases=(Phase(512, until=1.0),))
+DISTIL_RECIPE = Recipe(steps=1800, learning_rate=4e-3, phases=(Phase(512, until=1.0),))
 
 
 @dataclass(frozen=True)

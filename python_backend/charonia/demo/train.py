@@ -50,7 +50,7 @@ from charonia.demo.vocabulary import save_tokenizer
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 # Texts that the target writes for the draft: going on with files, and edits.
-NUM_CONTINUATIONS, NUM_EDITS, NEW_TOKENS = 1200, 400, 256
+NUM_CONTINUATIONS, NUM_EDITS, NEW_TOKENS = 2400, 800, 256
 
 Figures = dict[str, Any]
 

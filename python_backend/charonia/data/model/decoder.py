@@ -6,13 +6,13 @@ Owns how the layers are joined. Must not know plans, files or devices.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from charonia.data.model.parameters import LayerParameters, Parameters
+from charonia.data.model.parameters import Parameters
 from charonia.data.model.rotary import rotation_table
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import MatrixWeights, Ops, Pages, StepBatch
+from charonia.data.ops.native.ops import Guesser, NativeOps
 
 
 class Hidden(NamedTuple):
@@ -24,21 +24,6 @@ class Hidden(NamedTuple):
     def rows(self, index: Tensor | slice) -> "Hidden":
         """Pick some tokens."""
         return Hidden(self.x[index], self.residual[index])
-
-
-class DecoderLayer:
-    """Attention and feed-forward, each behind a norm, around a residual stream."""
-
-    def __init__(self, ops: Ops[Any], parameters: LayerParameters) -> None:
-        self._attention = ops.attention(parameters.attention)
-        self._mlp = ops.mlp(parameters.mlp)
-
-    def __call__(self, x: Tensor | None, residual: Tensor, step: Any, pages: Pages) -> Tensor:
-        """Return the layer's last contribution; `residual`, changed in place, lacks it still.
-
-        The addition is left to the next norm, which does both in one pass; all [tokens, hidden].
-        """
-        return self._mlp(self._attention(x, residual, step, pages), residual)
 
 
 class Decoder:
@@ -62,20 +47,23 @@ class Decoder:
             self._embedding.dtype,
             self._embedding.device,
         )
-        self._layers = []
+        blocks = []
         while parameters.layers:
-            self._layers.append(DecoderLayer(ops, parameters.layers.pop(0)))
+            layer = parameters.layers.pop(0)
+            blocks.append((ops.attention(layer.attention), ops.mlp(layer.mlp)))
+        self._layers = ops.layers(blocks)
         self._head = ops.head(parameters.norm, MatrixWeights(parameters.head, None))
 
     def hidden_states(self, batch: StepBatch, pages: Sequence[Pages]) -> Hidden:
         """Compute a step's tokens, storing their K and V in `pages` (one entry per layer)."""
         step = self._ops.begin(batch, self._rotation)
-        x, residual = None, self._embedding.index_select(0, batch.token_ids)
-        for layer, layer_pages in zip(self._layers, pages, strict=True):
-            x = layer(x, residual, step, layer_pages)
-        assert isinstance(x, torch.Tensor), "a model has layers"
-        return Hidden(x, residual)
+        residual = self._embedding.index_select(0, batch.token_ids)
+        return Hidden(self._layers(residual, step, pages), residual)
 
     def logits(self, hidden: Hidden) -> Tensor:
         """Map the tokens of `hidden` to [tokens, vocab_size] float32."""
         return self._head(hidden.x, hidden.residual)
+
+    def guesser(self, ops: NativeOps) -> Guesser:
+        """All of the model as one native call; `ops` are those that it was made with."""
+        return ops.guesser(self._embedding, self._layers, self._head, self._rotation)

@@ -4,7 +4,7 @@ Owns the protocol that every implementation follows and the types that they exch
 weights' names, plans or sampling.
 
 The halves are cut where tensor parallelism joins its partial sums (Shoeybi et al. 2019, arXiv
-1909.08053, section 3), so that everything between two cuts may be one native call::
+1909.08053, section 3); a process that joins none may compute all `layers` in one native call::
 
     residual ──┬───────────────────────► + ──┬───────────────────► + ──► …
        x ──► + │                         ▲ x  │                     ▲ x
@@ -20,7 +20,7 @@ Tokens of a step are flat: row after row, each row's tokens in order of position
                    └ decode
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -126,6 +126,10 @@ MlpBlock = Callable[[Tensor, Tensor], Tensor]
 """(x, residual): add x to the residual stream, in place; return what the SwiGLU layer (Shazeer
 2020, arXiv 2002.05202) makes of its norm. All [tokens, hidden]."""
 
+Layers = Callable[[Tensor, StepT, Sequence[Pages]], Tensor]
+"""(residual, step, pages of each layer): all layers, one after the other. The residual stream, in
+place, lacks the last contribution still, which is returned; both [tokens, hidden]."""
+
 Head = Callable[[Tensor, Tensor], Tensor]
 """(x, residual): the logits of the norm of their sum, [tokens, hidden] to [tokens, vocab_size]
 float32."""
@@ -148,6 +152,10 @@ class Ops(Protocol[StepT]):
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
         """Prepare the second half of a decoder layer."""
+        ...
+
+    def layers(self, blocks: Sequence[tuple[AttentionBlock[StepT], MlpBlock]]) -> Layers[StepT]:
+        """Join the two halves of each layer, and the layers."""
         ...
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:

@@ -4,7 +4,7 @@ Owns how a block is composed, and int8 weights in plain torch. Must not know wei
 plans.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from charonia.data.ops.base import (
     AttentionBlock,
     AttentionWeights,
     Head,
+    Layers,
     MatrixWeights,
     MlpBlock,
     MlpWeights,
@@ -156,6 +157,18 @@ class ComposedOps:
             return down(ops.silu_mul(gate_up(_add_and_normalize(ops, norm, x, residual))))
 
         return block
+
+    def layers(
+        self, blocks: Sequence[tuple[AttentionBlock[ComposedStep], MlpBlock]]
+    ) -> Layers[ComposedStep]:
+        def layers(residual: Tensor, step: ComposedStep, pages: Sequence[Pages]) -> Tensor:
+            x: Tensor | None = None
+            for (attention, mlp), layer_pages in zip(blocks, pages, strict=True):
+                x = mlp(attention(x, residual, step, layer_pages), residual)
+            assert x is not None, "a model has layers"
+            return x
+
+        return layers
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
         ops, linear = self._primitives, self._linear(weights)

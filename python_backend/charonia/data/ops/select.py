@@ -13,7 +13,6 @@ from charonia.data.ops.base import Ops
 from charonia.data.ops.composed import ComposedOps
 from charonia.data.ops.native.build import (
     KernelsUnavailableError,
-    best_isa,
     load_kernels,
     supported_isas,
 )
@@ -43,16 +42,20 @@ def select_ops(
         torch.set_num_threads(threads.num_threads)
         log(f"computing with torch's operations, {threads.num_threads} threads")
         return composed
-    isa = best_isa() if args.cpu_kernels == "auto" else args.cpu_kernels
     problem = NativeOps.obstacle(dtype, args.block_size)
-    if isa not in supported_isas():
-        problem = f"this processor has no {isa}; it has {', '.join(supported_isas())}"
-    if problem is None:
+    isas = supported_isas()
+    if args.cpu_kernels != "auto":
+        if args.cpu_kernels not in isas:
+            problem = f"this processor has no {args.cpu_kernels}; it has {', '.join(isas)}"
+        isas = [args.cpu_kernels]
+    for isa in isas if problem is None else []:
         try:
             kernels = load_kernels(isa, log)
         except KernelsUnavailableError as error:
-            problem = str(error)
+            problem = problem or str(error)
         else:
+            if problem:
+                log(f"the CPU kernels for {isas[0]} cannot be used: {problem}")
             log(f"computing with the CPU kernels for {isa}, {threads}")
             return NativeOps(kernels, threads, is_int8=is_int8)
     if args.cpu_kernels != "auto":

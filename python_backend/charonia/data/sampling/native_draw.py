@@ -38,13 +38,14 @@ class NativeDraw:
         """
         token_ids: list[int] = self._kernels.draw(
             logits.contiguous(),
-            [self._parameters(row.sampling) for row in rows],
+            [self.parameters(row.sampling) for row in rows],
             [row.token_ids.long() for row in rows],
             [row.num_prompt for row in rows],
         )
         return token_ids
 
-    def _parameters(self, sampling: RowSampling) -> Any:
+    def parameters(self, sampling: RowSampling) -> Any:
+        """A request's parameters as the kernels know them."""
         known = self._known.get(id(sampling))
         if known is None:
             if len(self._known) >= _MAX_KNOWN:

@@ -1,5 +1,5 @@
-"""The native implementation for CPUs: one C++ source, how it is built, and what it plugs into.
+"""The native implementation for CPUs: its C++ sources, how they are built, and what they plug into.
 
-`kernels.cpp` computes, `build` compiles it for this processor and caches the result, `ops` puts it
-behind the seam of `ops.base`, `threads` says which cores it runs on.
+`kernels.cpp` names the sources and binds them, `build` compiles them for this processor and caches
+the result, `ops` puts it behind the seam of `ops.base`, `threads` says which cores it runs on.
 """

@@ -6,6 +6,7 @@ Owns the choice of instruction set and the cache on disk. Must not know what the
 """
 
 import argparse
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -24,23 +25,27 @@ import torch
 
 SOURCE_DIR = Path(__file__).parent
 _MODULE = "charonia_kernels"  # as kernels.cpp says
+_AVX512_FLAGS = [
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mavx512bf16",
+    "-mavx2",
+    "-mfma",
+]
 FLAGS = {
-    "avx512_bf16": [
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512dq",
-        "-mavx512vl",
-        "-mavx512bf16",
-        "-mavx2",
-        "-mfma",
-    ],
+    "amx_bf16": [*_AVX512_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": _AVX512_FLAGS,
     "avx2": ["-mavx2", "-mfma"],
     "portable": [],
 }
 """Compiler flags of each instruction set, best first."""
 
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma"}
 _NEEDED = {
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma"},
+    "amx_bf16": {*_AVX512, "avx512vbmi", "amx_tile", "amx_bf16"},
+    "avx512_bf16": _AVX512,
     "avx2": {"avx2", "fma"},
     "portable": set(),
 }
@@ -80,6 +85,8 @@ def load_kernels(isa: str, log: Callable[[str], None]) -> ModuleType:
         KernelsUnavailableError: there is no compiler, or it fails, or the library cannot be loaded.
     """
     path = build_kernels(isa, log)
+    if isa == "amx_bf16" and not _may_use_tiles():
+        raise KernelsUnavailableError("Linux does not let this process use AMX")
     try:
         return _load(path)
     except ImportError as error:
@@ -183,7 +190,19 @@ def _processor_flags() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    flags = frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    return flags - {"amx_tile"} if "amx_tile" in flags and not _may_use_tiles() else flags
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask Linux for the tile registers of AMX, which a process has none of before it asks.
+
+    See "Using XSTATE features in user space applications" in Linux's documentation of x86.
+    """
+    arch_prctl, request, tile_data = 158, 0x1023, 18
+    refused: int = ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
+    return refused == 0
 
 
 def main() -> None:

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "pool.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace charonia {
@@ -151,34 +152,111 @@ class Matrix {
  private:
   static constexpr int64_t kRowsAtOnce = 192;  // of x, so that they stay in the cache
 
+  // Some rows of x, and a panel of weights.
+  template <class T, class Stored>
+  struct Part {
+    const T* x;
+    int64_t first_row, num_rows, panel;
+    const Stored* weights;
+  };
+
   template <class F, class T, class Out>
   void multiply_rows(const typename F::Stored* panels, const T* x, int64_t rows,
                      const Out& out) const {
     const int64_t parts = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
-    Pool::get().run(parts * num_panels, [&](int64_t task) {
-      const int64_t part = task / num_panels, panel = task % num_panels;
-      const int64_t begin = part * rows / parts, end = (part + 1) * rows / parts;
-      const auto* w = panels + panel * kColumns * inputs;
-      const auto* next = w + kColumns * inputs;
-      int half = 0;
-      constexpr int kUnit = kLanes * F::kStep;
-      in_tiles<kVectors>(end - begin, [&](int64_t first, auto rows_here) {
-        constexpr int height = decltype(rows_here)::value;
-        Floats sums[height][kVectors] = {};
-        const typename F::Stored* units[kVectors];
-        // The first tile fetches its own panel ahead, the second and third the next one, half each.
-        const typename F::Stored* ahead[kVectors];
-        const bool is_first = first == 0;
-        for (int v = 0; v < kVectors; ++v) {
-          units[v] = w + v * kUnit;
-          ahead[v] = is_first ? units[v] + kAheadBytes / sizeof *w : next + half * kUnit;
-        }
-        half += !is_first;
-        const T* from = x + (begin + first) * inputs;
-        multiply<F>(sums, from, inputs, units, kVectors * kUnit, inputs, ahead);
-        for (int r = 0; r < height; ++r) out(begin + first + r, panel, sums[r]);
-      });
+    Pool::get().run_ranges(parts * num_panels, [&](int64_t first_task, int64_t last_task) {
+      [[maybe_unused]] Tiles tiles;
+      for (int64_t task = first_task; task < last_task; ++task) {
+        const int64_t index = task / num_panels, panel = task % num_panels;
+        const int64_t begin = index * rows / parts, end = (index + 1) * rows / parts;
+        const Part<T, typename F::Stored> part = {x + begin * inputs, begin, end - begin, panel,
+                                                  panels + panel * kColumns * inputs};
+        if constexpr (kHasTiles && std::is_same_v<T, bf16>)
+          multiply_by_tiles<F>(tiles, part, out);
+        else
+          multiply_by_vectors<F>(part, out);
+      }
     });
+  }
+
+  template <class F, class T, class Out>
+  void multiply_by_vectors(const Part<T, typename F::Stored>& part, const Out& out) const {
+    const auto* w = part.weights;
+    const auto* next = w + kColumns * inputs;
+    int half = 0;
+    constexpr int kUnit = kLanes * F::kStep;
+    in_tiles<kVectors>(part.num_rows, [&](int64_t first, auto rows_here) {
+      constexpr int height = decltype(rows_here)::value;
+      Floats sums[height][kVectors] = {};
+      const typename F::Stored* units[kVectors];
+      // The first tile fetches its own panel ahead, the second and third the next one, half each.
+      const typename F::Stored* ahead[kVectors];
+      const bool is_first = first == 0;
+      for (int v = 0; v < kVectors; ++v) {
+        units[v] = w + v * kUnit;
+        ahead[v] = is_first ? units[v] + kAheadBytes / sizeof *w : next + half * kUnit;
+      }
+      half += !is_first;
+      multiply<F>(sums, part.x + first * inputs, inputs, units, kVectors * kUnit, inputs, ahead);
+      for (int r = 0; r < height; ++r) out(part.first_row + first + r, part.panel, sums[r]);
+    });
+  }
+
+  // The same with AMX. Meanwhile the first tile of rows fetches its own panel ahead, the second one
+  // the next panel. Int8 weights are widened by the first tile on its way.
+  template <class F, class T, class Registers, class Out>
+  void multiply_by_tiles(Registers& tiles, const Part<T, typename F::Stored>& part,
+                         const Out& out) const {
+    constexpr bool is_wide = std::is_same_v<typename F::Stored, T>;
+    constexpr int64_t kStep = kColumns * Registers::kDepth;  // weights
+    const auto* const stored = part.weights;
+    const int64_t size = kColumns * inputs;
+    T* wide = nullptr;
+    const T* w;
+    if constexpr (is_wide) {
+      w = stored;
+    } else {
+      thread_local Scratch memory;
+      w = wide = memory.get<T>(size);
+    }
+    const int64_t num_tiles = (part.num_rows + Registers::kRows - 1) / Registers::kRows;
+    const int64_t rest = inputs % Registers::kDepth, whole = inputs - rest;
+    for (int64_t tile = 0, first = 0; tile < num_tiles; ++tile) {
+      const int64_t height = (part.num_rows - first) / (num_tiles - tile);
+      const T* x = part.x + first * inputs;
+      Floats sums[Registers::kRows][kVectors];
+      tiles.multiply(sums, x, inputs, static_cast<int>(height), w, inputs, [&](int64_t step) {
+        if (tile > is_wide) return;
+        const int64_t begin = step * kStep, end = std::min(begin + kStep, size);
+        const auto* ahead = stored + (tile ? size : kAheadBytes / sizeof *stored);
+        for (int64_t i = begin; i < end; i += 64) {
+          __builtin_prefetch(ahead + i);
+          if constexpr (is_wide)
+            __builtin_prefetch(ahead + i + 32);
+          else
+            widen_64(stored + i, wide + i);
+        }
+      });
+      for (int64_t r = 0; r < height; ++r) {
+        if (rest) add_rest(sums[r], x + r * inputs + whole, w + kColumns * whole, rest);
+        out(part.first_row + first + r, part.panel, sums[r]);
+      }
+      first += height;
+    }
+  }
+
+  // sums[v] += x W[v] over the last k.
+  template <class T>
+  static void add_rest(Floats (&sums)[kVectors], const T* x, const T* w, int64_t k) {
+    constexpr int kUnit = kLanes * Format<T>::kStep;
+    Floats row[1][kVectors];
+    const T* units[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      row[0][v] = sums[v];
+      units[v] = w + v * kUnit;
+    }
+    multiply<Format<T>>(row, x, 0, units, kVectors * kUnit, k, units);
+    for (int v = 0; v < kVectors; ++v) sums[v] = row[0][v];
   }
 
   template <class T>

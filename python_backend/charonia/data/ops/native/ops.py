@@ -1,11 +1,12 @@
-"""`Ops` in C++: what a decoder layer does on a CPU, in two native calls.
+"""`Ops` in C++: all layers of a model on a CPU in one native call.
 
 Owns the wiring between the seam and `kernels.cpp`. Must not know plans or weights' names.
 """
 
 import copy
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from charonia.data.ops.base import (
     AttentionBlock,
     AttentionWeights,
     Head,
+    Layers,
     MatrixWeights,
     MlpBlock,
     MlpWeights,
@@ -25,6 +27,31 @@ from charonia.data.ops.base import (
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
+
+
+class GuessOfRow(NamedTuple):
+    """What a draft model is asked for in a row.
+
+    Attributes:
+        start, num_tokens: of the tokens to compute; where there is to be a guess, they end with
+            the last one known.
+        num_known, num_prompt: tokens that the row has, and had at first.
+        num_guesses: tokens to guess, one after the other.
+        sampling: of `NativeDraw.parameters`.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    num_known: int
+    num_guesses: int
+    num_prompt: int
+    sampling: Any
+
+
+Guesser = Callable[[list[GuessOfRow], Tensor, Tensor, int, Sequence[Pages]], None]
+"""(guesses, tokens, block ids, block size, pages of each layer): all passes of a draft model. What
+it guesses is written behind the rows' known tokens; both tables are int64, [rows, ...]."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
@@ -95,7 +122,7 @@ class NativeOps:
 
     def attention(self, weights: AttentionWeights) -> AttentionBlock[Any]:
         query_norm, key_norm = weights.head_norms or (None, None)
-        call = self._kernels.Attention(
+        block: AttentionBlock[Any] = self._kernels.Attention(
             self._norm(weights.norm),
             weights.qkv.weight,
             weights.qkv.bias,
@@ -106,11 +133,6 @@ class NativeOps:
             weights.head_dim,
             self._is_int8,
         )
-
-        def block(x: Tensor | None, residual: Tensor, step: Any, pages: Pages) -> Tensor:
-            contribution: Tensor = call(x, residual, step, pages.keys, pages.values)
-            return contribution
-
         return block
 
     def mlp(self, weights: MlpWeights) -> MlpBlock:
@@ -129,15 +151,22 @@ class NativeOps:
         )
         return block
 
+    def layers(self, blocks: Sequence[tuple[AttentionBlock[Any], MlpBlock]]) -> Layers[Any]:
+        layers: Layers[Any] = self._kernels.Layers(list(blocks))
+        return layers
+
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
-        linear = self._kernels.Linear(weights.weight, weights.bias, self._is_int8)
-        rms_norm = self._kernels.rms_norm
-
-        def head(x: Tensor, residual: Tensor) -> Tensor:
-            logits: Tensor = linear(rms_norm(x, residual.clone(), norm.weight, norm.eps), True)
-            return logits
-
+        head: Head = self._kernels.Head(
+            self._norm(norm), weights.weight, weights.bias, self._is_int8
+        )
         return head
+
+    def guesser(
+        self, embedding: Tensor, layers: Layers[Any], head: Head, rotation: Rotation
+    ) -> Guesser:
+        """Join the parts of a draft model; `layers` and `head` are of these operations."""
+        guesser: Guesser = self._kernels.Guesser(embedding, layers, head, *rotation)
+        return guesser
 
     def _norm(self, weights: NormWeights) -> Any:
         return self._kernels.Norm(weights.weight, weights.eps)

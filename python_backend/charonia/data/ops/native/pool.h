@@ -50,13 +50,19 @@ class Pool {
   // Call f(i) for i in [0, n), on all threads; return when all is done.
   template <class F>
   void run(int64_t n, F&& f) {
+    run_ranges(n, [&f](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) f(i);
+    });
+  }
+
+  // Call f(first, last) for ranges that make up [0, n), on all threads; return when all is done.
+  template <class F>
+  void run_ranges(int64_t n, F&& f) {
     if (helpers_.empty() || n < 2) {
-      for (int64_t i = 0; i < n; ++i) f(i);
+      if (n) f(int64_t{0}, n);
       return;
     }
-    job_ = [&f](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) f(i);
-    };
+    job_ = std::ref(f);
     end_ = n;
     next_.store(0, std::memory_order_relaxed);
     const uint64_t number = (gate_.load(std::memory_order_relaxed) >> 32) + 1;
@@ -161,10 +167,10 @@ class Pool {
   std::atomic<bool> is_stopping_{false};
 };
 
-// Few rows are not worth another thread.
+// Few rows are not worth another thread: their lines would have to come from the other core's cache.
 template <class F>
 void for_rows(int64_t rows, F&& f) {
-  if (rows < 4)
+  if (rows < 16)
     for (int64_t row = 0; row < rows; ++row) f(row);
   else
     Pool::get().run(rows, f);

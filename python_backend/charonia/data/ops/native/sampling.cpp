@@ -11,43 +11,11 @@
 #include <utility>
 #include <vector>
 
-#include "line.h"
 #include "pool.h"
+#include "sampling.h"
 
 namespace charonia {
 namespace {
-
-// --------------------------------------------------------------------------------- sampling
-
-// A request's parameters, as in protocol.RowSampling.
-struct Sampling {
-  uint64_t seed;
-  Cut cut;
-  double repetition_penalty, frequency_penalty, presence_penalty;
-  std::map<int64_t, double> logit_bias;
-  std::vector<std::vector<int64_t>> bad_words;
-  int64_t min_tokens;
-  std::vector<int64_t> stop_ids;
-
-  bool has_penalty() const {
-    return repetition_penalty != 1 || frequency_penalty != 0 || presence_penalty != 0;
-  }
-  bool has_edits() const {
-    return has_penalty() || !logit_bias.empty() || !bad_words.empty() || min_tokens > 0;
-  }
-};
-
-// All tokens of a sequence so far; the new one's position is their number.
-struct History {
-  const int64_t* token_ids;
-  int64_t size, num_prompt;
-
-  int64_t num_output() const { return size - num_prompt; }
-
-  bool output_ends_with(const int64_t* ids, int64_t count) const {
-    return count <= num_output() && std::equal(ids, ids + count, token_ids + size - count);
-  }
-};
 
 // The product rounded to float32, never fused with an addition: the same on every processor.
 inline float times(float a, float b) { return static_cast<float>(static_cast<double>(a) * b); }
@@ -88,9 +56,11 @@ void repair(float* logits, int64_t vocab) {
     logits[i] = logits[i] >= -FLT_MAX ? std::min(logits[i], FLT_MAX) : -FLT_MAX;
 }
 
+}  // namespace
+
 // ------------------------------------------------------------------------------------- draw
 
-// Draw from one line. Only a line that is not sound is repaired, before the edits and after.
+// Only a line that is not sound is repaired, before the edits and after.
 int64_t draw_line(const float* logits, int64_t vocab, const Sampling& sampling,
                   const History& history) {
   thread_local Scratch scratch;
@@ -109,6 +79,8 @@ int64_t draw_line(const float* logits, int64_t vocab, const Sampling& sampling,
   repair(copy, vocab);
   return Line(copy, vocab).draw(sampling.cut, {sampling.seed, history.size});
 }
+
+namespace {
 
 // Draw a token for each line: logits [n, vocab] float32, histories n of [tokens] int64.
 std::vector<int64_t> draw(const at::Tensor& logits, const std::vector<const Sampling*>& samplings,

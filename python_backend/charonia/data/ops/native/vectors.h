@@ -18,6 +18,7 @@ using std::int64_t;
 using std::int8_t;
 using std::uint16_t;
 using std::uint32_t;
+using std::uint8_t;
 
 // ---------------------------------------------------------------------------------- vectors
 
@@ -28,7 +29,9 @@ constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
 #endif
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+constexpr const char* kIsa = "amx_bf16";
+#elif defined(__AVX512BF16__)
 constexpr const char* kIsa = "avx512_bf16";
 #elif defined(__AVX512F__)
 constexpr const char* kIsa = "avx512";

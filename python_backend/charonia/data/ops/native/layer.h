@@ -1,0 +1,235 @@
+// A decoder layer's two halves, the layers one after the other, and the head. Must not know Python,
+// where tokens come from or what becomes of logits.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+#include "matrix.h"
+#include "pool.h"
+#include "vectors.h"
+
+namespace charonia {
+
+// ------------------------------------------------------------------------------- row by row
+
+// to = x / rms(x) * weight (Zhang, Sennrich 2019, arXiv 1910.07467) over `size` numbers.
+template <class T>
+void normalize(const T* x, const T* weight, float eps, int64_t size, T* to) {
+  Floats squares = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Floats v = widen(x + i);
+    squares += v * v;
+  }
+  float total = sum(squares);
+  for (int64_t j = i; j < size; ++j) total += to_float(x[j]) * to_float(x[j]);
+  const float factor = 1.0f / std::sqrt(total / static_cast<float>(size) + eps);
+  for (i = 0; i + kLanes <= size; i += kLanes)
+    narrow(to + i, widen(x + i) * factor * widen(weight + i));
+  for (; i < size; ++i) to[i] = rounded<T>(to_float(x[i]) * factor * to_float(weight[i]));
+}
+
+template <class T>
+void add(T* to, const T* x, int64_t size) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) narrow(to + i, widen(to + i) + widen(x + i));
+  for (; i < size; ++i) to[i] = rounded<T>(to_float(to[i]) + to_float(x[i]));
+}
+
+// residual += x (where there is one), to = norm(residual); all [rows, size].
+template <class T>
+void add_and_normalize(T* residual, const T* x, const T* weight, float eps, int64_t rows,
+                       int64_t size, T* to) {
+  const Timed timed(Phase::kNorm);
+  for_rows(rows, [&](int64_t row) {
+    if (x) add(residual + row * size, x + row * size, size);
+    normalize(residual + row * size, weight, eps, size, to + row * size);
+  });
+}
+
+// Rotate a head in place, its first half against its second (Su et al. 2021, arXiv 2104.09864).
+template <class T>
+void rotate(T* head, const T* cos, const T* sin, int64_t half) {
+  int64_t i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const Floats a = widen(head + i), b = widen(head + half + i);
+    const Floats c = widen(cos + i), s = widen(sin + i);
+    narrow(head + i, a * c - b * s);
+    narrow(head + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = to_float(head[i]), b = to_float(head[half + i]);
+    const float c = to_float(cos[i]), s = to_float(sin[i]);
+    head[i] = rounded<T>(a * c - b * s);
+    head[half + i] = rounded<T>(b * c + a * s);
+  }
+}
+
+// ----------------------------------------------------------------------------------- blocks
+
+template <class F>
+void timed(Phase phase, F&& f) {
+  const Timed timer(phase);
+  f();
+}
+
+// RMSNorm: its weight [size] and epsilon.
+struct Norm {
+  at::Tensor weight;
+  float eps;
+};
+
+class Mlp {
+ public:
+  Mlp(Norm norm, const at::Tensor& gate_up, const std::optional<at::Tensor>& bias,
+      const at::Tensor& down, const std::optional<at::Tensor>& down_bias, bool is_int8)
+      : norm_(std::move(norm)), gate_up_(gate_up, bias, true, is_int8),
+        down_(down, down_bias, false, is_int8) {}
+
+  // residual += x; out = down(silu(gate) * up) of its norm; all [rows, hidden].
+  template <class T>
+  void operator()(const T* x, T* residual, int64_t rows, T* out) const {
+    T* normed = scratch.normed.get<T>(rows * gate_up_.inputs);
+    T* inner = scratch.inner.get<T>(rows * down_.inputs);
+    add_and_normalize<T>(residual, x, data<T>(norm_.weight), norm_.eps, rows, gate_up_.inputs,
+                         normed);
+    timed(Phase::kGateUp, [&] { gate_and_multiply(normed, rows, inner); });
+    timed(Phase::kDown, [&] { down_.apply(inner, rows, out); });
+  }
+
+  at::ScalarType type() const { return gate_up_.type; }
+
+ private:
+  // to [rows, inner size] = silu(gate) * up of x [rows, hidden].
+  template <class T>
+  void gate_and_multiply(const T* x, int64_t rows, T* to) const {
+    const int64_t size = down_.inputs;
+    gate_up_.multiply_rows(x, rows, [&](int64_t row, int64_t panel, const Floats* sums) {
+      const Floats gate = gate_up_.finish(sums[0], panel, 0);
+      const Floats up = gate_up_.finish(sums[1], panel, 1);
+      const int64_t column = panel * kLanes;
+      narrow_some(to + row * size + column, gate / (exp(-gate) + 1.0f) * up, size - column);
+    });
+  }
+
+  Norm norm_;
+  Matrix gate_up_, down_;
+};
+
+class Attention {
+ public:
+  Attention(Norm norm, const at::Tensor& qkv, const std::optional<at::Tensor>& qkv_bias,
+            const at::Tensor& output, const std::optional<at::Tensor>& output_bias,
+            std::optional<Norm> query_norm, std::optional<Norm> key_norm, int64_t head_dim,
+            bool is_int8)
+      : norm_(std::move(norm)), qkv_(qkv, qkv_bias, false, is_int8),
+        output_(output, output_bias, false, is_int8), query_norm_(std::move(query_norm)),
+        key_norm_(std::move(key_norm)), head_dim_(head_dim) {}
+
+  // residual += x; store K and V of its norm; out = what is attended to; all [rows, hidden].
+  template <class T>
+  void operator()(const T* x, T* residual, int64_t rows, const Step& step, const Pages<T>& pages,
+                  T* out) const {
+    T* normed = scratch.normed.get<T>(rows * std::max(qkv_.inputs, output_.inputs));
+    T* qkv = scratch.wide.get<T>(rows * qkv_.outputs);
+    add_and_normalize<T>(residual, x, data<T>(norm_.weight), norm_.eps, rows, qkv_.inputs, normed);
+    timed(Phase::kQkv, [&] { qkv_.apply(normed, rows, qkv); });
+    timed(Phase::kRope, [&] { rotate_and_write<T>(qkv, rows, step, pages); });
+    const int64_t heads = output_.inputs / head_dim_;
+    timed(Phase::kAttention, [&] {
+      AttentionOverPages<T>(step, pages, qkv, qkv_.outputs, heads, head_dim_, normed).run();
+    });
+    timed(Phase::kOutput, [&] { output_.apply(normed, rows, out); });
+  }
+
+  at::ScalarType type() const { return qkv_.type; }
+
+ private:
+  template <class T>
+  void rotate_and_write(T* qkv, int64_t rows, const Step& step, const Pages<T>& pages) const {
+    const int64_t half = head_dim_ / 2, heads = output_.inputs / head_dim_;
+    for_rows(rows, [&](int64_t row) {
+      const int64_t position = data<int64_t>(step.positions)[row];
+      const T* cos = data<T>(step.cos) + position * half;
+      const T* sin = data<T>(step.sin) + position * half;
+      T* const first = qkv + row * qkv_.outputs;
+      for (int64_t head = 0; head < heads + pages.kv_heads; ++head) {
+        T* const at = first + head * head_dim_;
+        const auto& norm = head < heads ? query_norm_ : key_norm_;
+        if (norm) normalize(at, data<T>(norm->weight), norm->eps, head_dim_, at);
+        rotate(at, cos, sin, half);
+      }
+      const int64_t slot = data<int64_t>(step.slots)[row];
+      for (int64_t head = 0; head < pages.kv_heads; ++head) {
+        const T* key = first + (heads + head) * head_dim_;
+        pages.write(slot, head, key, key + pages.kv_heads * head_dim_, head_dim_);
+      }
+    });
+  }
+
+  Norm norm_;
+  Matrix qkv_, output_;
+  std::optional<Norm> query_norm_, key_norm_;
+  int64_t head_dim_;
+};
+
+using PagesOfLayer = std::pair<at::Tensor, at::Tensor>;  // keys, values; see Pages
+
+// All decoder layers.
+class Layers {
+ public:
+  using Layer = std::pair<std::shared_ptr<Attention>, std::shared_ptr<Mlp>>;
+
+  explicit Layers(std::vector<Layer> layers) : layers_(std::move(layers)) {}
+
+  // residual += all contributions but the last, which is `out`; both [rows, hidden].
+  template <class T>
+  void operator()(T* residual, int64_t rows, const Step& step,
+                  const std::vector<PagesOfLayer>& pages, T* out) const {
+    const T* x = nullptr;
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      const auto& [attention, mlp] = layers_[i];
+      (*attention)(x, residual, rows, step, Pages<T>(pages[i].first, pages[i].second), out);
+      (*mlp)(static_cast<const T*>(out), residual, rows, out);
+      x = out;
+    }
+  }
+
+ private:
+  std::vector<Layer> layers_;
+};
+
+// The last norm and the language model's head.
+class Head {
+ public:
+  Head(Norm norm, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_int8)
+      : norm_(std::move(norm)), matrix_(weight, bias, false, is_int8) {}
+
+  // logits [rows, vocabulary] of x + residual [rows, hidden].
+  template <class T>
+  void operator()(const T* x, const T* residual, int64_t rows, float* logits) const {
+    const int64_t size = matrix_.inputs;
+    T* total = scratch.wide.get<T>(rows * size);
+    std::copy(residual, residual + rows * size, total);
+    T* normed = scratch.normed.get<T>(rows * size);
+    add_and_normalize<T>(total, x, data<T>(norm_.weight), norm_.eps, rows, size, normed);
+    timed(Phase::kHead, [&] { matrix_.apply(static_cast<const T*>(normed), rows, logits); });
+  }
+
+  at::ScalarType type() const { return matrix_.type; }
+  int64_t vocabulary() const { return matrix_.outputs; }
+
+ private:
+  Norm norm_;
+  Matrix matrix_;
+};
+
+}  // namespace charonia
