@@ -6,8 +6,8 @@
 
 Timed are output tokens per second of a whole turn, a second or two of work. In each repetition all
 entries of a round have their turn with the same new prompts, each repetition beginning with
-another one; a ratio is that of two turns of one repetition. Before what counts, entries complete
-some hundred tokens. EOS is ignored and nothing is cached across requests.
+another one; a ratio is that of two turns of one repetition. Before what counts, each row completes
+500 tokens. EOS is ignored and nothing is cached across requests.
 
   synthetic    llama-135m's shape and a small random draft model over Triton, drafts accepted with
                probability 0.8, against the same server asked not to speculate

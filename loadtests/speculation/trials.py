@@ -24,7 +24,8 @@ DEPTHS = (1, 2, 3, 5, 8)
 DEMO_CONCURRENCY = (1, 4, 16, 64)
 SHAPE_CONCURRENCY = (1, 4, 16)
 TEMPERATURES = (0.0, 0.5)
-WARM_UP_TOKENS = 300
+WARM_UP_TOKENS = 500
+"""Of each row; some two hundred steps, in which adaptive entries learn what steps cost."""
 
 DRAFT_SHAPE = SHAPES["llama-135m"] | {
     "hidden_size": 288,
@@ -96,8 +97,8 @@ class Round:
 
     @property
     def num_warm_ups(self) -> int:
-        """Repetitions that do not count: in them, adaptive entries learn costs and acceptance."""
-        return math.ceil(WARM_UP_TOKENS / (self.concurrency * sum(self.new_tokens)))
+        """Repetitions that do not count."""
+        return math.ceil(WARM_UP_TOKENS / sum(self.new_tokens))
 
     def in_turn(self, repetition: int) -> list[Entry]:
         """The entries, each repetition beginning with another one."""

@@ -25,11 +25,11 @@ def test_nothing_is_known_until_a_size_was_seen_twice():
 
 def test_sizes_not_seen_are_as_fast_as_the_ones_seen_allow():
     curve = CostCurve()
-    learn(curve, lambda size: max(1.0, size / 4), [2, 9])
+    learn(curve, lambda size: max(1.0, size / 4), [2, 11])
     assert curve.at(1) == pytest.approx(0.5)  # throughput is not better than at 2
     assert curve.at(3) == pytest.approx(1.0)  # not faster than 2
-    assert curve.at(8) == pytest.approx(2.0)  # throughput is not better than at 9
-    assert curve.at(50) == curve.at(10**9) == pytest.approx(2.25)  # not faster than 9
+    assert curve.at(8) == pytest.approx(2.0)  # throughput is not better than at 11
+    assert curve.at(50) == curve.at(10**9) == pytest.approx(2.75)  # not faster than 11
 
 
 def test_a_smaller_size_does_not_take_longer_than_a_larger_one():
@@ -45,7 +45,7 @@ def test_large_sizes_share_knots_and_still_fit():
         size = rng.randint(1, 600)
         curve.observe(size, (1.0 + size / 100) * rng.gauss(1.0, 0.05))
     for size in (77, 150, 333, 512):
-        assert curve.at(size) == pytest.approx(1.0 + size / 100, rel=0.05)
+        assert curve.at(size) == pytest.approx(1.0 + size / 100, rel=0.06)
 
 
 def test_segments_and_table_say_the_same_as_single_questions():
@@ -95,7 +95,7 @@ def test_a_clock_that_stands_still_is_not_believed():
 
 def test_draft_time_is_learned_per_pass_and_apart_from_the_rest():
     cost = StepCost()
-    for _ in range(8):  # the first steps say nothing
+    for _ in range(4):  # the first steps say nothing
         cost.observe(StepShape(4), seconds=100.0, draft_seconds=0.0)
     for _ in range(3):
         cost.observe(StepShape(4), seconds=1.0, draft_seconds=0.0)

@@ -49,8 +49,7 @@ _START_RATE, _START_TRIALS = 0.8, 2.0  # before the first draft
 _LEAST_WORTH = 0.02  # tokens, of a draft that is considered
 _MARGIN = 1.02  # by which drafts must win: the best of many noisy predictions is flattered
 _SHORT_LAG = 16  # tokens that a draft model catches up on in about the time of one
-_KEEP = 4  # steps that a choice is kept for while rows and tokens stay about the same
-_REST = 8  # the same of a choice without drafts
+_KEEP = 8  # steps that a choice is kept for while rows and tokens stay about the same
 _PROBE_SHARE = 0.01  # of the time
 _MAX_PROBES = 2.0  # in a row that can be saved for
 
@@ -181,17 +180,14 @@ class _Kept:
     """A choice that holds for some steps more.
 
     Attributes:
-        worth: of the drafts that it takes, at least.
-        levels, most, depths: what came of it in the last step.
+        depth_of: each level of acceptance.
+        num_drafts: that there may be of all rows together.
         num_rows, num_tokens: of the step that it was made for.
         num_steps: that it was kept for already.
     """
 
-    choice: _Choice
-    worth: float
-    levels: list[int]
-    most: list[int]
-    depths: list[int]
+    depth_of: list[int]
+    num_drafts: int
     num_rows: int
     num_tokens: int
     num_steps: int = 0
@@ -202,9 +198,9 @@ class _Kept:
         What else the step computes matters where there are drafts alone: it makes them dearer.
         """
         return (
-            self.num_steps < (_KEEP if self.choice.num_drafts else _REST)
+            self.num_steps < _KEEP
             and 8 * abs(num_rows - self.num_rows) <= num_rows
-            and (not self.choice.num_drafts or 8 * abs(num_tokens - self.num_tokens) <= num_tokens)
+            and (not self.num_drafts or 8 * abs(num_tokens - self.num_tokens) <= num_tokens)
         )
 
 
@@ -234,17 +230,17 @@ class AdaptiveDepth:
         if kept is None or not kept.holds(num_rows, num_tokens):
             return self._evaluate(candidates(), num_tokens)
         kept.num_steps += 1
-        if not kept.choice.num_drafts:
+        if not kept.num_drafts:
             return []
         asked = candidates()
         if any(candidate.lag > _SHORT_LAG for candidate in asked):
             return self._evaluate(asked, num_tokens)
-        levels, most = self._levels(asked), [candidate.most for candidate in asked]
-        if levels != kept.levels or most != kept.most:
-            drafts = [each for each in _by_worth(levels, most) if each.worth >= kept.worth]
-            kept.depths = _give_out(drafts, kept.choice, levels, most)
-            kept.levels, kept.most = levels, most
-        return kept.depths
+        depths = [
+            depth if (depth := kept.depth_of[level]) < candidate.most else candidate.most
+            for level, candidate in zip(self._levels(asked), asked, strict=True)
+        ]
+        _shorten(depths, sum(depths) - kept.num_drafts)
+        return depths
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`."""
@@ -276,22 +272,24 @@ class AdaptiveDepth:
         num_kept, self._kept = self._kept.num_steps if self._kept else 0, None
         most = [candidate.most for candidate in candidates]
         if not self._cost.target.is_known:
-            return most
+            return [min(room, 1) for room in most]
         self._prior = self._all.rate(_START_RATE, _START_TRIALS)
         levels = self._levels(candidates)
         num_rows = len(candidates)
+        lag = self._short_lag(candidates)
         drafts = _by_worth(levels, most)
-        best = self._best(drafts, num_tokens, num_rows)
+        best = self._best(drafts, num_tokens, num_rows, lag)
         if worthwhile := self._without_laggards(candidates, best):
             drafts = _by_worth(levels, worthwhile)
-            best = self._best(drafts, num_tokens, num_rows)
+            best = self._best(drafts, num_tokens, num_rows, lag)
         self._goodput = best.goodput
         depths = _give_out(drafts, best, levels, worthwhile or most)
         if self._probe(candidates, depths, num_tokens, 1 + num_kept):
             return depths
-        if any(most) and not worthwhile and self._cost.is_measured(self._shape(depths, num_tokens)):
-            worth = _least_worth(drafts, best)
-            self._kept = _Kept(best, worth, levels, most, depths, num_rows, num_tokens)
+        shape = self._shape(candidates, depths, num_tokens)
+        if any(most) and not worthwhile and self._cost.is_measured(shape):
+            depth_of = _depths_within(best.limit, _least_worth(drafts, best))
+            self._kept = _Kept(depth_of, best.num_drafts, num_rows, num_tokens)
         return depths
 
     def _levels(self, candidates: Sequence[Candidate]) -> list[int]:
@@ -303,22 +301,37 @@ class AdaptiveDepth:
             for each in candidates
         ]
 
-    def _shape(self, depths: Sequence[int], num_tokens: int) -> StepShape:
-        num_drafts = sum(depths)
-        num_passes = max(depths, default=0) if self._has_draft_model else 0
-        return StepShape(num_tokens + num_drafts, num_passes, num_drafts if num_passes else 0)
+    def _short_lag(self, candidates: Sequence[Candidate]) -> float:
+        """Mean of the lags, but for those that are no part of a normal step."""
+        lags = [each.lag for each in candidates if each.lag <= _SHORT_LAG]
+        return sum(lags) / len(lags) if lags else 0.0
 
-    def _best(self, drafts: list[_Drafts], num_tokens: int, num_rows: int) -> _Choice:
-        """The prefix of the drafts, up to the best limit of depth, with the highest goodput."""
+    def _shape(
+        self, candidates: Sequence[Candidate], depths: Sequence[int], num_tokens: int
+    ) -> StepShape:
+        num_tokens += sum(depths)
+        if not self._has_draft_model or not any(depths):
+            return StepShape(num_tokens)
+        pairs = zip(candidates, depths, strict=True)
+        num_draft_tokens = sum(each.lag + depth - 1 for each, depth in pairs if depth)
+        return StepShape(num_tokens, max(depths), num_draft_tokens)
+
+    def _best(self, drafts: list[_Drafts], num_tokens: int, num_rows: int, lag: float) -> _Choice:
+        """The prefix of the drafts, up to the best limit of depth, with the highest goodput.
+
+        Args:
+            lag: of a row on average.
+        """
         alone = self._cost.target.at(max(1, num_rows))
         best = _Choice(0, 0, _MARGIN * num_rows / alone)
         deepest = max((each.position for each in drafts), default=0)
         num_drafts = sum(each.num_rows for each in drafts)
         spent = self._cost.target.at(num_tokens) - alone
         limits: Iterable[int] = (deepest,)
-        per_pass = [0.0] * (num_rows + 1)
+        first_tokens = max(lag, 1.0)
+        per_pass = [0.0] * (num_rows + 2)
         if self._has_draft_model:
-            per_pass = self._cost.draft_pass.table(num_rows)
+            per_pass = self._cost.draft_pass.table(int(num_rows * first_tokens) + 1)
             limits = _limits(deepest)
         lines = [
             (end, intercept - spent, slope)
@@ -327,7 +340,9 @@ class AdaptiveDepth:
             )
         ]
         for limit in limits:
-            best = _best_prefix(drafts, limit, num_tokens, num_rows, lines, per_pass, best)
+            best = _best_prefix(
+                drafts, limit, num_tokens, num_rows, first_tokens, lines, per_pass, best
+            )
         return best
 
     def _without_laggards(self, candidates: Sequence[Candidate], best: _Choice) -> list[int]:
@@ -368,16 +383,16 @@ class AdaptiveDepth:
         resting = [row for row, depth in enumerate(depths) if not depth and candidates[row].most]
         if not resting:
             return False
-        num_drafts = sum(depths)
-        shape = self._shape(depths, num_tokens)
+        shape = self._shape(candidates, depths, num_tokens)
         without = self._cost.predict(shape)
         num_passes = max(shape.num_passes, 1) if self._has_draft_model else 0
 
         def added(num_probes: int, lag: int) -> float:
-            size = num_tokens + num_drafts + num_probes
-            shape = StepShape(size, num_passes, num_drafts + num_probes)
-            catching_up = self._cost.draft_pass.at(lag) if lag > num_probes else 0.0
-            return max(0.0, self._cost.predict(shape) - without) + catching_up
+            short_lag = min(lag, num_probes * _SHORT_LAG)
+            num_draft_tokens = shape.num_draft_tokens + short_lag
+            probing = StepShape(shape.num_tokens + num_probes, num_passes, num_draft_tokens)
+            catching_up = self._cost.draft_pass.at(lag) if lag > short_lag else 0.0
+            return max(0.0, self._cost.predict(probing) - without) + catching_up
 
         resting.sort(key=lambda row: candidates[row].lag)
         lags = [*accumulate(candidates[row].lag for row in resting)]
@@ -426,6 +441,23 @@ def _least_worth(drafts: list[_Drafts], choice: _Choice) -> float:
     return worth
 
 
+@cache
+def _depths_within(limit: int, worth: float) -> list[int]:
+    """For each level, how many drafts up to the limit are worth that much."""
+    return [sum(each >= worth for each in _worths(level, limit)) for level in range(_LEVELS + 1)]
+
+
+def _shorten(depths: list[int], num_drafts: int) -> None:
+    """Take so many drafts from the deepest rows, in place; among equal rows, from the last ones."""
+    deepest = max(depths, default=0)
+    while num_drafts > 0:
+        for row in reversed(range(len(depths))):
+            if depths[row] == deepest and num_drafts > 0:
+                depths[row] -= 1
+                num_drafts -= 1
+        deepest -= 1
+
+
 def _limits(deepest: int) -> Iterable[int]:
     """Limits of depth to try, wider apart where one pass more matters less."""
     limit, following = 1, 2
@@ -440,18 +472,21 @@ def _best_prefix(
     limit: int,
     num_tokens: int,
     num_rows: int,
+    first_tokens: float,
     lines: list[tuple[int, float, float]],
     per_pass: list[float],
     best: _Choice,
 ) -> _Choice:
     """The prefix of the drafts by worth with the most goodput, or `best` if that has more.
 
+    For a row's first draft its draft model computes `first_tokens`, for each further one a token.
+
     Between two bends of the cost, seconds and tokens grow linearly and goodput is monotone:
     to look at the bends, and at the ends of drafts worth the same, is to look at all.
     """
     goodput, best_size = best.goodput, 0
     size, committed = num_tokens, float(num_rows)
-    num_passes = 0
+    num_passes, num_draft_tokens = 0, 0.0
     pending = iter(lines)
     end, intercept, slope = next(pending)
     for worth, left, position, _ in drafts:
@@ -464,11 +499,9 @@ def _best_prefix(
             left -= num_new
             size += num_new
             committed += worth * num_new
-            seconds = (
-                intercept
-                + slope * size
-                + num_passes * per_pass[-((num_tokens - size) // num_passes)]
-            )
+            num_draft_tokens += num_new * (first_tokens if position == 1 else 1.0)
+            per_pass_now = per_pass[int(num_draft_tokens / num_passes + 0.5)]
+            seconds = intercept + slope * size + num_passes * per_pass_now
             if committed > goodput * seconds:
                 goodput, best_size = committed / seconds, size
             if size == end:

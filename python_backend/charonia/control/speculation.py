@@ -114,10 +114,11 @@ class Speculation:
         num_left = min(
             request.max_tokens - request.num_generated, limits.max_model_len - num_tokens
         )
-        room = min(num_left - 1, self._max_drafts)
+        room, lag = min(num_left - 1, self._max_drafts), 0
         if self._drafter is None:
             room = min(room, limits.max_draft_len - num_tokens)
-        return Candidate(request, max(room, 0), self._lag(request), num_left)
+            lag = num_tokens - request.num_draft_computed
+        return Candidate(request, room if room > 0 else 0, lag, num_left)
 
     def _draft_one(self, request: Request, depth: int, budget: int) -> Draft:
         if depth < 1 or budget < 1:

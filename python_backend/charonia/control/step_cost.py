@@ -20,20 +20,18 @@ from itertools import pairwise
 from math import inf
 from sys import maxsize
 
-_SMALL = 16  # sizes up to this one have a knot each, larger ones four per octave
-_KNOTS: tuple[int, ...] = (
-    *range(1, _SMALL),
-    *(round(_SMALL * 2 ** (quarter / 4)) for quarter in range(4 * 12 + 1)),
-)
+# Above 8 two per octave: with more, each would be learned from fewer steps.
+_KNOTS: tuple[int, ...] = (*range(1, 8), *(round(8 * 2 ** (half / 2)) for half in range(27)))
 _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(_KNOTS))
 _MEMORY = 1000  # observations after which one that was not renewed is forgotten
-_WARM_UP = 8  # steps that say nothing: memory is touched for the first time
+_SMALL_CHANGE = 8  # tokens; behind a larger one a step takes a fifth longer than the next one
+_WARM_UP = 4  # steps that say nothing: memory is touched for the first time
 _FORGET_EVERY = 32  # observations, as it takes a while
 _MIN_COUNT = 2  # one observation may be a page fault or a preempted thread
 _FEW = 4
 _BOUND_EVERY = 8  # observations, once there are a few
-_SLOWEST_RATE = 0.02  # at which a knot follows its observations
-_SCALE_RATE = 0.05  # at which all knots together do
+_SLOWEST_RATE = 0.01  # at which a knot follows its observations
+_SCALE_RATE = 0.1  # at which all knots together do
 _MAX_SURPRISE = 0.25  # what one observation may deviate before the rest of it is ignored
 
 
@@ -167,7 +165,9 @@ class StepCost:
     """Seconds of a step: one curve for the target and all around it, one for a draft pass."""
 
     def __init__(self) -> None:
-        self._num_ignored = 0
+        self._num_steps = 0
+        self._last_size = 0
+        self._was_cold = False
         self.target = CostCurve()
         self.draft_pass = CostCurve()
 
@@ -177,13 +177,24 @@ class StepCost:
         Args:
             seconds: of its whole cycle. draft_seconds: of these, in the draft model's passes.
         """
-        if self._num_ignored < _WARM_UP:
-            self._num_ignored += 1
+        if self._is_cold(shape.num_tokens):
             return
         self.target.observe(shape.num_tokens, seconds - draft_seconds)
         if shape.num_passes:
             size = -(-shape.num_draft_tokens // shape.num_passes)
             self.draft_pass.observe(size, draft_seconds / shape.num_passes)
+
+    def _is_cold(self, size: int) -> bool:
+        """Whether a step says nothing, as memory and caches were not prepared for its size.
+
+        Of two in a row the second one counts, lest nothing be learned where sizes alternate.
+        """
+        self._num_steps += 1
+        change = abs(size - self._last_size)
+        has_changed = change > _SMALL_CHANGE and 3 * change > self._last_size
+        self._last_size = size
+        self._was_cold = has_changed and not self._was_cold
+        return self._was_cold or self._num_steps <= _WARM_UP
 
     def is_measured(self, shape: StepShape) -> bool:
         """Whether steps of about this shape were observed a few times."""

@@ -170,7 +170,7 @@ class Pool {
 // Few rows are not worth another thread: their lines would have to come from the other core's cache.
 template <class F>
 void for_rows(int64_t rows, F&& f) {
-  if (rows < 16)
+  if (rows < 64)
     for (int64_t row = 0; row < rows; ++row) f(row);
   else
     Pool::get().run(rows, f);
