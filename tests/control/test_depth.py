@@ -131,6 +131,7 @@ def settled(world: World, num_steps: int = 300) -> float:
         policy = AdaptiveDepth(has_draft_model=trial.draft > 0)
         trial.run(policy, 300)
         ratios.append(trial.run(policy, num_steps) / trial.best_fixed())
+    assert min(ratios) > 0.85
     return sum(ratios) / len(ratios)
 
 
@@ -367,3 +368,41 @@ def test_while_drafts_do_not_pay_the_rows_are_looked_at_now_and_then():
     step(1, room=0)
     step(1, room=0)
     assert num_asked == before + 3  # without room nothing was chosen
+
+
+class Evaluations(AdaptiveDepth):
+    """Counts how often depths were not just kept."""
+
+    def __init__(self, has_draft_model):
+        super().__init__(has_draft_model)
+        self.count = 0
+
+    def _evaluate(self, candidates, num_tokens):
+        self.count += 1
+        return super()._evaluate(candidates, num_tokens)
+
+
+def test_a_choice_is_kept_until_the_step_is_another_one_or_a_row_lags():
+    world = World(VERIFY["knee at 96"], [0.9] * 4, 0.02, life=10**9)
+    policy = Evaluations(has_draft_model=True)
+    world.run(policy, 300)
+    before = policy.count
+    world.run(policy, 90)
+    assert policy.count - before == pytest.approx(10, abs=2)
+
+    def evaluated(candidates, num_tokens):
+        before = policy.count
+        assert any(choose(policy, candidates, num_tokens))
+        return policy.count > before
+
+    rows = [Candidate(request, DEEPEST, 1, 1000) for request in world.requests]
+    while not evaluated(rows, 4):
+        pass
+    assert not evaluated(rows, 4)
+    assert evaluated(rows, 40)
+    assert evaluated(rows, 4)
+    assert not evaluated(rows, 4)
+    assert evaluated([*rows[:3], rows[3]._replace(lag=100)], 4)
+    while not evaluated(rows, 4):
+        pass
+    assert evaluated(rows[:3], 3)

@@ -104,3 +104,26 @@ def test_draft_time_is_learned_per_pass_and_apart_from_the_rest():
     assert cost.predict(StepShape(12)) == pytest.approx(1.5)
     assert cost.predict(StepShape(12, 2, 8)) == pytest.approx(2.0)
     assert cost.predict(StepShape(12, 3, 12)) == pytest.approx(2.25)
+
+
+def learned(sizes):
+    """What is known after steps of these sizes; the first of each is slow."""
+    cost = StepCost()
+    last = 0
+    for size in [1] * 4 + sizes:
+        slowness = 1.0 if size == last else 3.0
+        cost.observe(StepShape(size), seconds=size * slowness, draft_seconds=0.0)
+        last = size
+    return cost
+
+
+def test_a_step_of_a_new_size_says_nothing():
+    cost = learned([64, 64, 64, 64, 16, 16, 16, 16])
+    assert cost.predict(StepShape(64)) == pytest.approx(64.0)
+    assert cost.predict(StepShape(16)) == pytest.approx(16.0)
+
+
+def test_where_sizes_alternate_both_are_learned():
+    cost = learned([64, 512] * 8)
+    assert cost.is_measured(StepShape(64))
+    assert cost.is_measured(StepShape(512))

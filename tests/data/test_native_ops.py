@@ -118,6 +118,18 @@ def test_a_product_of_any_size_equals_torch(
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@both_dtypes
+@pytest.mark.parametrize("inputs", [2, 30, 32, 34, 64, 96])
+def test_all_whole_numbers_of_int8_are_exact(isa: str, dtype: torch.dtype, inputs: int) -> None:
+    """Every output holds the largest one, so that a step is 1, at another place."""
+    generator = torch.Generator().manual_seed(inputs)
+    weight = torch.randint(-127, 128, (300, inputs), generator=generator).to(dtype)
+    weight[torch.arange(300), torch.arange(300) % inputs] = 127.0
+    assert inputs < 30 or weight.unique().numel() == 255
+    product = kernels_for(isa).Matrix(weight, None, False, True)(torch.eye(inputs).to(dtype), True)
+    assert torch.equal(product.T, weight.float())
+
+
 def test_the_largest_weight_of_an_output_and_its_opposite_are_exact_in_int8(isa: str) -> None:
     weight = torch.tensor([[0.5, -0.5, 0.0, 0.25], [0.0, 0.0, 0.0, 0.0], [-3e-5, 0, 3e-5, 0]])
     product = kernels_for(isa).Matrix(weight, None, False, True)(torch.eye(4), False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from charonia.config import EngineArgs
+from charonia.data.ops import select
 from charonia.data.ops.base import Ops
 from charonia.data.ops.composed import ComposedOps
 from charonia.data.ops.native import build
@@ -98,6 +99,22 @@ def test_without_a_compiler_torch_computes_and_it_is_said_once() -> None:
     assert len(fallbacks) == 1
     assert "no-such-compiler" in fallbacks[0]
     assert torch.get_num_threads() == 2
+
+
+def test_where_the_best_kernels_cannot_be_had_the_next_ones_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(isa: str, log: Any) -> Any:
+        if isa == ISAS[0]:
+            raise build.KernelsUnavailableError("an assembler from another age")
+        return build.load_kernels(isa, log)
+
+    monkeypatch.setattr(select, "load_kernels", load)
+    ops, lines = choose(cpu_threads=2)
+    assert isinstance(ops, NativeOps)
+    assert ISAS[1] == ops.kernels.ISA
+    assert f"the CPU kernels for {ISAS[0]} cannot be used: an assembler from another age" in lines
+    assert any(f"computing with the CPU kernels for {ISAS[1]}" in line for line in lines)
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -180,7 +180,7 @@ class _Kept:
     """A choice that holds for some steps more.
 
     Attributes:
-        depth_of: each level of acceptance.
+        depth_of: drafts of a row by the level of its acceptance.
         num_drafts: that there may be of all rows together.
         num_rows, num_tokens: of the step that it was made for.
         num_steps: that it was kept for already.
@@ -229,12 +229,13 @@ class AdaptiveDepth:
         kept = self._kept
         if kept is None or not kept.holds(num_rows, num_tokens):
             return self._evaluate(candidates(), num_tokens)
-        kept.num_steps += 1
         if not kept.num_drafts:
+            kept.num_steps += 1
             return []
         asked = candidates()
         if any(candidate.lag > _SHORT_LAG for candidate in asked):
             return self._evaluate(asked, num_tokens)
+        kept.num_steps += 1
         depths = [
             depth if (depth := kept.depth_of[level]) < candidate.most else candidate.most
             for level, candidate in zip(self._levels(asked), asked, strict=True)

@@ -117,7 +117,7 @@ class Speculation:
         room, lag = min(num_left - 1, self._max_drafts), 0
         if self._drafter is None:
             room = min(room, limits.max_draft_len - num_tokens)
-            lag = num_tokens - request.num_draft_computed
+            lag = self._lag(request)
         return Candidate(request, room if room > 0 else 0, lag, num_left)
 
     def _draft_one(self, request: Request, depth: int, budget: int) -> Draft:

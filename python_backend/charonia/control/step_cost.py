@@ -54,8 +54,8 @@ class CostCurve:
     """Seconds as a function of a number of tokens, from noisy observations that age.
 
     Linear between knots. An observation changes the knot next to it, by a share of the ratio of
-    what was observed to what was predicted; a smaller share of it goes to a factor that all knots
-    have in common, so that those not in use follow when the whole machine slows down.
+    what was observed to what was predicted; a larger share of it goes to a factor that all knots
+    have in common, because what changes is mostly the machine, and those not in use must follow.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class CostCurve:
             self._seconds[knot] *= 1.0 + max(_SLOWEST_RATE, 1 / self._counts[knot]) * surprise
         if self._now % _FORGET_EVERY == 0:
             self._forget()
-        if self._counts[knot] <= _FEW or self._now % _BOUND_EVERY == 0:
+        if self._counts[knot] <= 2 * _BOUND_EVERY or self._now % _BOUND_EVERY == 0:
             self._bound()
 
     def _forget(self) -> None:
@@ -166,8 +166,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._last_size = 0
-        self._was_cold = False
+        self._last_sizes = (0, 0)
         self.target = CostCurve()
         self.draft_pass = CostCurve()
 
@@ -178,23 +177,19 @@ class StepCost:
             seconds: of its whole cycle. draft_seconds: of these, in the draft model's passes.
         """
         if self._is_cold(shape.num_tokens):
-            return
+            return  # it says nothing; where sizes alternate, neither is cold
         self.target.observe(shape.num_tokens, seconds - draft_seconds)
         if shape.num_passes:
             size = -(-shape.num_draft_tokens // shape.num_passes)
             self.draft_pass.observe(size, draft_seconds / shape.num_passes)
 
     def _is_cold(self, size: int) -> bool:
-        """Whether a step says nothing, as memory and caches were not prepared for its size.
-
-        Of two in a row the second one counts, lest nothing be learned where sizes alternate.
-        """
+        """Whether memory and caches were not prepared for a step of this size."""
         self._num_steps += 1
-        change = abs(size - self._last_size)
-        has_changed = change > _SMALL_CHANGE and 3 * change > self._last_size
-        self._last_size = size
-        self._was_cold = has_changed and not self._was_cold
-        return self._was_cold or self._num_steps <= _WARM_UP
+        sizes, self._last_sizes = self._last_sizes, (size, self._last_sizes[0])
+        return self._num_steps <= _WARM_UP or all(
+            3 * abs(size - last) > max(3 * _SMALL_CHANGE, last) for last in sizes
+        )
 
     def is_measured(self, shape: StepShape) -> bool:
         """Whether steps of about this shape were observed a few times."""

@@ -1,6 +1,6 @@
 """The decoder of the llama family: token ids in, hidden states and logits out.
 
-Owns how the layers are joined. Must not know plans, files or devices.
+Owns what a model is made of, from the embedding to the head. Must not know plans or files.
 """
 
 from collections.abc import Sequence

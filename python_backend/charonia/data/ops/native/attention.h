@@ -143,7 +143,7 @@ class AttentionOverPages {
       const auto [tile, chunk] = parts[i];
       attend_chunk(tiles_[tile], chunk, at(tiles_[tile], chunk));
     });
-    for_rows(tiles_.size(), [&](int64_t i) {
+    pool.run(tiles_.size(), [&](int64_t i) {
       const Tile& tile = tiles_[i];
       for (int64_t chunk = 1; chunk < num_chunks(tile); ++chunk)
         merge(tile.tokens * group_, at(tile, 0), at(tile, chunk));

@@ -105,6 +105,11 @@ def build_kernels(isa: str, log: Callable[[str], None]) -> Path:
     path = _library(isa)
     if path.exists():
         return path
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        raise KernelsUnavailableError(
+            f"there is no C++ compiler {compiler!r} (the variable CXX names another)"
+        )
     log(f"building the CPU kernels for {isa} (once, about half a minute)")
     started = time.monotonic()
     try:
@@ -133,9 +138,6 @@ def _load(path: Path) -> ModuleType:
 
 
 def _build(isa: str, path: Path) -> None:
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        raise OSError(f"there is no C++ compiler {compiler!r} (the variable CXX names another)")
     # Imported here: it takes a second, and a start with the kernels in the cache needs none of it.
     from torch.utils import cpp_extension
 
@@ -211,16 +213,22 @@ def main() -> None:
     parser.add_argument(
         "isas", nargs="*", metavar="ISA", help=f"of {', '.join(FLAGS)}; default: this processor's"
     )
-    isas = parser.parse_args().isas or [best_isa()]
-    for isa in isas:
+    named = parser.parse_args().isas
+    for isa in named:
         if isa not in FLAGS:
             parser.error(f"unknown instruction set {isa!r}; accepted are {', '.join(FLAGS)}")
-    for isa in isas:
+    problems = []
+    for isa in named or supported_isas():
         try:
             path = build_kernels(isa, lambda line: print(f"charonia: {line}", flush=True))
         except KernelsUnavailableError as error:
-            sys.exit(f"charonia: the CPU kernels for {isa} cannot be built: {error}")
-        print(f"charonia: the CPU kernels for {isa} are at {path}")
+            problems.append(f"charonia: the CPU kernels for {isa} cannot be built: {error}")
+        else:
+            print(f"charonia: the CPU kernels for {isa} are at {path}")
+            if not named:
+                return
+    if problems:
+        sys.exit("\n".join(problems))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,9 @@ class Guesser {
   template <class T>
   void run(std::vector<GuessOfRow> asked, const RowTables& tables,
            const std::vector<PagesOfLayer>& pages) const {
+    for (const at::Tensor& table : {tables.tokens, tables.blocks})
+      TORCH_CHECK(table.is_contiguous() && table.scalar_type() == at::kLong,
+                  "the rows' tables must be int64 and in a row");
     for (int64_t place = 0; !asked.empty(); ++place) {
       pass<T>(asked, tables, pages, place);
       std::erase_if(asked, [&](const GuessOfRow& one) { return one.num_guesses <= place + 1; });
@@ -55,6 +58,7 @@ class Guesser {
   }
 
   at::ScalarType type() const { return head_->type(); }
+  int64_t num_weights() const { return layers_->num_weights() + head_->num_weights(); }
 
  private:
   // Compute what is asked; rows that still guess draw the token `place` behind the known ones.

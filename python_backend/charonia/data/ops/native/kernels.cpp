@@ -7,7 +7,7 @@
 //   attention.h  pages and attention over them
 //   layer.h      the two halves of a decoder layer, all layers, the head
 //   line.h       a line of logits and how a token is drawn from it
-//   sampling.cpp drawing tokens from many lines
+//   sampling.h   what a token is drawn with; sampling.cpp draws from many lines
 //   guess.h      a draft model's passes
 //
 // Rule of all of these files: what is computed for one token depends on nothing but that token and
@@ -20,6 +20,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,20 +40,20 @@
 
 namespace charonia {
 
-// Python's lock is let go for long operations alone: taking it back from a busy thread can cost
-// more than a whole step of few tokens.
+// Python's lock is let go for long operations alone, of many tokens or many weights: taking it back
+// from a busy thread can cost more than a whole step of a small model.
 template <class F>
-void exclusively(int64_t tokens, F&& f) {
+void exclusively(int64_t tokens, int64_t weights, F&& f) {
   std::optional<pybind11::gil_scoped_release> released;
-  if (tokens >= 64) released.emplace();
+  if (tokens >= 64 || weights >= int64_t{1} << 26) released.emplace();
   const std::lock_guard guard(one_at_a_time);
   f();
 }
 
 // The same with T{} of the element type.
 template <class F>
-void compute(at::ScalarType type, int64_t tokens, F&& f) {
-  exclusively(tokens, [&] { with_type(type, f); });
+void compute(at::ScalarType type, int64_t tokens, int64_t weights, F&& f) {
+  exclusively(tokens, weights, [&] { with_type(type, f); });
 }
 
 using MaybeTensor = std::optional<at::Tensor>;
@@ -67,7 +68,7 @@ const T* added(const MaybeTensor& x) {
 at::Tensor attend(const Attention& attention, const MaybeTensor& x, const at::Tensor& residual,
                   const Step& step, const PagesOfLayer& pages) {
   auto out = x ? *x : at::empty_like(residual);
-  compute(attention.type(), residual.size(0), [&](auto zero) {
+  compute(attention.type(), residual.size(0), attention.num_weights(), [&](auto zero) {
     using T = decltype(zero);
     attention(added<T>(x), data<T>(residual), residual.size(0), step,
               Pages<T>(pages.first, pages.second), data<T>(out));
@@ -78,7 +79,7 @@ at::Tensor attend(const Attention& attention, const MaybeTensor& x, const at::Te
 // residual += x; return what the MLP contributes, in x's memory; all [tokens, hidden].
 at::Tensor feed_forward(const Mlp& mlp, const MaybeTensor& x, const at::Tensor& residual) {
   auto out = x ? *x : at::empty_like(residual);
-  compute(mlp.type(), residual.size(0), [&](auto zero) {
+  compute(mlp.type(), residual.size(0), mlp.num_weights(), [&](auto zero) {
     using T = decltype(zero);
     mlp(added<T>(x), data<T>(residual), residual.size(0), data<T>(out));
   });
@@ -89,7 +90,7 @@ at::Tensor feed_forward(const Mlp& mlp, const MaybeTensor& x, const at::Tensor& 
 at::Tensor run_layers(const Layers& layers, const at::Tensor& residual, const Step& step,
                       const std::vector<PagesOfLayer>& pages) {
   auto out = at::empty_like(residual);
-  compute(residual.scalar_type(), residual.size(0), [&](auto zero) {
+  compute(residual.scalar_type(), residual.size(0), layers.num_weights(), [&](auto zero) {
     using T = decltype(zero);
     layers(data<T>(residual), residual.size(0), step, pages, data<T>(out));
   });
@@ -100,7 +101,7 @@ at::Tensor run_layers(const Layers& layers, const at::Tensor& residual, const St
 at::Tensor logits_of(const Head& head, const at::Tensor& x, const at::Tensor& residual) {
   const at::Tensor last = x.contiguous(), stream = residual.contiguous();
   auto logits = at::empty({x.size(0), head.vocabulary()}, x.options().dtype(at::kFloat));
-  compute(head.type(), x.size(0), [&](auto zero) {
+  compute(head.type(), x.size(0), head.num_weights(), [&](auto zero) {
     using T = decltype(zero);
     head(static_cast<const T*>(data<T>(last)), static_cast<const T*>(data<T>(stream)), x.size(0),
          data<float>(logits));
@@ -114,12 +115,13 @@ using Guess = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, c
 void guess(const Guesser& guesser, const std::vector<Guess>& guesses, const at::Tensor& tokens,
            const at::Tensor& blocks, int64_t block_size, const std::vector<PagesOfLayer>& pages) {
   std::vector<GuessOfRow> asked;
-  int64_t count = 0;
+  int64_t count = 0, num_passes = 1;
   for (const Guess& one : guesses) {
     asked.push_back(std::make_from_tuple<GuessOfRow>(one));
     count += asked.back().count;
+    num_passes = std::max(num_passes, asked.back().num_guesses);
   }
-  compute(guesser.type(), count, [&](auto zero) {
+  compute(guesser.type(), count, num_passes * guesser.num_weights(), [&](auto zero) {
     guesser.run<decltype(zero)>(asked, {tokens, blocks, block_size}, pages);
   });
 }
@@ -129,7 +131,7 @@ at::Tensor multiply_by(const Matrix& matrix, const at::Tensor& x, bool as_float3
   const at::Tensor from = x.contiguous();
   const auto type = as_float32 ? at::kFloat : matrix.type;
   auto y = at::empty({x.size(0), matrix.outputs}, x.options().dtype(type));
-  compute(matrix.type, x.size(0), [&](auto zero) {
+  compute(matrix.type, x.size(0), matrix.num_weights(), [&](auto zero) {
     using T = decltype(zero);
     if (as_float32)
       matrix.apply(data<T>(from), x.size(0), data<float>(y));
@@ -143,7 +145,7 @@ at::Tensor multiply_by(const Matrix& matrix, const at::Tensor& x, bool as_float3
 at::Tensor rms_norm(const MaybeTensor& x, const at::Tensor& residual, const at::Tensor& weight,
                     float eps) {
   auto out = at::empty_like(residual);
-  compute(residual.scalar_type(), residual.size(0), [&](auto zero) {
+  compute(residual.scalar_type(), residual.size(0), 0, [&](auto zero) {
     using T = decltype(zero);
     add_and_normalize<T>(data<T>(residual), added<T>(x), data<T>(weight), eps, residual.size(0),
                          residual.size(1), data<T>(out));
@@ -155,7 +157,7 @@ at::Tensor rms_norm(const MaybeTensor& x, const at::Tensor& residual, const at::
 at::Tensor paged_attention(const at::Tensor& query, const Step& step, const PagesOfLayer& pages) {
   const at::Tensor from = query.contiguous();
   auto out = at::empty_like(from);
-  compute(query.scalar_type(), query.size(0), [&](auto zero) {
+  compute(query.scalar_type(), query.size(0), 0, [&](auto zero) {
     using T = decltype(zero);
     AttentionOverPages<T>(step, Pages<T>(pages.first, pages.second), data<T>(from),
                           query.size(1) * query.size(2), query.size(1), query.size(2),

@@ -106,6 +106,7 @@ class Mlp {
   }
 
   at::ScalarType type() const { return gate_up_.type; }
+  int64_t num_weights() const { return gate_up_.num_weights() + down_.num_weights(); }
 
  private:
   // to [rows, inner size] = silu(gate) * up of x [rows, hidden].
@@ -151,6 +152,7 @@ class Attention {
   }
 
   at::ScalarType type() const { return qkv_.type; }
+  int64_t num_weights() const { return qkv_.num_weights() + output_.num_weights(); }
 
  private:
   template <class T>
@@ -188,12 +190,22 @@ class Layers {
  public:
   using Layer = std::pair<std::shared_ptr<Attention>, std::shared_ptr<Mlp>>;
 
-  explicit Layers(std::vector<Layer> layers) : layers_(std::move(layers)) {}
+  explicit Layers(std::vector<Layer> layers) : layers_(std::move(layers)) {
+    TORCH_CHECK(!layers_.empty(), "a model has layers");
+  }
+
+  int64_t num_weights() const {
+    int64_t count = 0;
+    for (const auto& [attention, mlp] : layers_) count += attention->num_weights() + mlp->num_weights();
+    return count;
+  }
 
   // residual += all contributions but the last, which is `out`; both [rows, hidden].
   template <class T>
   void operator()(T* residual, int64_t rows, const Step& step,
                   const std::vector<PagesOfLayer>& pages, T* out) const {
+    TORCH_CHECK(pages.size() == layers_.size(), pages.size(), " layers' pages for ",
+                layers_.size(), " layers");
     const T* x = nullptr;
     for (size_t i = 0; i < layers_.size(); ++i) {
       const auto& [attention, mlp] = layers_[i];
@@ -225,6 +237,7 @@ class Head {
   }
 
   at::ScalarType type() const { return matrix_.type; }
+  int64_t num_weights() const { return matrix_.num_weights(); }
   int64_t vocabulary() const { return matrix_.outputs; }
 
  private:

@@ -115,6 +115,8 @@ class Matrix {
     });
   }
 
+  int64_t num_weights() const { return outputs * inputs; }
+
   // Call out(row, panel, sums) for every row of x [rows, inputs] and panel of outputs, with sums
   // an array of kVectors vectors that lacks scale and bias; see `finish`.
   template <class T, class Out>
@@ -208,6 +210,7 @@ class Matrix {
   void multiply_by_tiles(Registers& tiles, const Part<T, typename F::Stored>& part,
                          const Out& out) const {
     constexpr bool is_wide = std::is_same_v<typename F::Stored, T>;
+    constexpr int64_t kFetchingTiles = is_wide ? 2 : 1;
     constexpr int64_t kStep = kColumns * Registers::kDepth;  // weights
     const auto* const stored = part.weights;
     const int64_t size = kColumns * inputs;
@@ -226,7 +229,7 @@ class Matrix {
       const T* x = part.x + first * inputs;
       Floats sums[Registers::kRows][kVectors];
       tiles.multiply(sums, x, inputs, static_cast<int>(height), w, inputs, [&](int64_t step) {
-        if (tile > is_wide) return;
+        if (tile >= kFetchingTiles) return;
         const int64_t begin = step * kStep, end = std::min(begin + kStep, size);
         const auto* ahead = stored + (tile ? size : kAheadBytes / sizeof *stored);
         for (int64_t i = begin; i < end; i += 64) {

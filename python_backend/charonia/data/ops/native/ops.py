@@ -103,7 +103,7 @@ class NativeOps:
 
     @staticmethod
     def page_shapes(layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """As products want their right-hand side: see `Pages` in kernels.cpp."""
+        """As products want their right-hand side: see `Pages` in attention.h."""
         dim = -(-layout.head_dim // _LANES) * _LANES
         pair = 2 if layout.dtype == "bfloat16" else 1
         heads, tokens = layout.num_kv_heads, layout.block_size

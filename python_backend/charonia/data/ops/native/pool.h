@@ -167,7 +167,8 @@ class Pool {
   std::atomic<bool> is_stopping_{false};
 };
 
-// Few rows are not worth another thread: their lines would have to come from the other core's cache.
+// Norms and rotations of few rows are not worth another thread: what it writes would have to come
+// from the other core's cache.
 template <class F>
 void for_rows(int64_t rows, F&& f) {
   if (rows < 64)

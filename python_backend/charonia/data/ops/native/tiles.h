@@ -39,6 +39,7 @@ class Tiles {
     bring(0);
     for (int64_t step = 0; step < k / kDepth; ++step) {
       bring(step + 1);
+      asm volatile("" ::: "memory");  // what was brought is written before it is loaded
       const bf16* units = w + step * kLanes * kStride;
       _tile_loadd(2, x + step * kDepth, x_stride * sizeof(bf16));
       _tile_loadd(3, units, kStride * sizeof(bf16));
@@ -66,7 +67,8 @@ class Tiles {
       shape.row_bytes[tile] = 64;
       shape.rows[tile] = static_cast<uint8_t>(tile < 3 ? rows : kLanes);
     }
-    _tile_loadconfig(&shape);
+    // Not _tile_loadconfig, of which GCC 12 believes that it reads eight bytes.
+    asm volatile("ldtilecfg %0" ::"m"(shape));
     rows_ = rows;
   }
 

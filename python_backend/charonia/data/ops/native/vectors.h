@@ -1,5 +1,5 @@
 // The processor's vectors, written once for AVX-512, AVX2 and anything else; how numbers lie in
-// memory; and the one inner loop of matrix products and of attention. Must not know tensors.
+// memory; and the inner loop of matrix products and of attention. Must not know tensors.
 #pragma once
 
 #include <cstdint>
