@@ -361,7 +361,7 @@ def test_while_drafts_do_not_pay_the_rows_are_looked_at_now_and_then():
 
     for _ in range(90):
         step(16)
-    assert 10 <= num_asked < 25
+    assert 3 <= num_asked < 25
     before = num_asked
     step(8)
     assert num_asked == before + 1  # fewer rows: at once

@@ -50,6 +50,8 @@ _LEAST_WORTH = 0.02  # tokens, of a draft that is considered
 _MARGIN = 1.02  # by which drafts must win: the best of many noisy predictions is flattered
 _SHORT_LAG = 16  # tokens that a draft model catches up on in about the time of one
 _KEEP = 8  # steps that a choice is kept for while rows and tokens stay about the same
+_REST = 24  # the same of the choice of no drafts, about which only probes tell anything new
+_OBSERVED_AT_REST = 4  # of so many steps one is looked at
 _PROBE_SHARE = 0.01  # of the time
 _MAX_PROBES = 2.0  # in a row that can be saved for
 
@@ -198,7 +200,7 @@ class _Kept:
         What else the step computes matters where there are drafts alone: it makes them dearer.
         """
         return (
-            self.num_steps < _KEEP
+            self.num_steps < (_KEEP if self.num_drafts else _REST)
             and 8 * abs(num_rows - self.num_rows) <= num_rows
             and (not self.num_drafts or 8 * abs(num_tokens - self.num_tokens) <= num_tokens)
         )
@@ -254,6 +256,9 @@ class AdaptiveDepth:
 
     def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
         """See `DepthPolicy`."""
+        kept = self._kept
+        if kept is not None and not kept.num_drafts and kept.num_steps % _OBSERVED_AT_REST:
+            return
         if self._unprobed_seconds < inf:
             self._savings -= max(0.0, self._cost.predict(shape) - self._unprobed_seconds)
             self._unprobed_seconds = inf

@@ -24,7 +24,7 @@ from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
 from charonia.control.queues import WaitingQueue
 from charonia.control.request import Request, Update
-from charonia.control.scheduled import Scheduled
+from charonia.control.scheduled import NO_DRAFT, Scheduled
 from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
 from charonia.errors import QueueFullError
@@ -407,6 +407,8 @@ class Scheduler:
             return
         draft_seconds = result.draft_seconds
         self._speculation.observe_step(self._in_flight, now - self._planned_at, draft_seconds)
+        if all(one.draft is NO_DRAFT for one in self._in_flight):
+            return
         drafting = [one for one in self._in_flight if one.draft.is_by_engine]
         verifying = [one for one in self._in_flight if one.draft.num_drafts]
         for counts in [self.stats.drafts, *(one.request.drafts for one in drafting)]:

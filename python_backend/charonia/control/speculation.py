@@ -79,14 +79,15 @@ class Speculation:
         Args:
             seconds: from its planning to its end. draft_seconds: the draft model's part.
         """
-        by_engine = [row.draft for row in rows if row.draft.is_by_engine]
-        shape = StepShape(
-            num_tokens=sum(row.num_tokens + row.draft.num_drafts for row in rows),
-            num_passes=max((draft.num_passes for draft in by_engine), default=0),
-            num_draft_tokens=sum(
-                draft.num_draft_tokens + draft.num_passes - 1 for draft in by_engine
-            ),
-        )
+        num_tokens = num_passes = num_draft_tokens = 0
+        for row in rows:
+            num_tokens += row.num_tokens
+            if (draft := row.draft) is not NO_DRAFT:
+                num_tokens += draft.num_drafts
+                if draft.is_by_engine:
+                    num_passes = max(num_passes, draft.num_passes)
+                    num_draft_tokens += draft.num_draft_tokens + draft.num_passes - 1
+        shape = StepShape(num_tokens, num_passes, num_draft_tokens)
         self._policy.observe_step(shape, seconds, draft_seconds)
 
     def lose_step(self) -> None:

@@ -15,10 +15,10 @@ as the measured ones allow, so whoever looks for the fastest step tries them. Tw
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from sys import maxsize
+from typing import NamedTuple
 
 # Above 8 two per octave: with more, each would be learned from fewer steps.
 _KNOTS: tuple[int, ...] = (*range(1, 8), *(round(8 * 2 ** (half / 2)) for half in range(27)))
@@ -35,8 +35,7 @@ _SCALE_RATE = 0.1  # at which all knots together do
 _MAX_SURPRISE = 0.25  # what one observation may deviate before the rest of it is ignored
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """The size of a step.
 
     Attributes:

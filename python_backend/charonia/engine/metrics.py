@@ -126,6 +126,12 @@ class Metrics:
     def show_drafts(self, drafts: DraftCounts) -> None:
         """Take over what the control plane counted of drafts."""
         counters = self.counters
+        draft_seconds = "charonia_step_phase_seconds_total", "draft"
+        if (drafts.num_rounds, drafts.draft_seconds) == (
+            counters["charonia_draft_rounds_total", ""],
+            counters[draft_seconds],
+        ):
+            return  # most steps have no drafts
         counters["charonia_draft_rounds_total", ""] = drafts.num_rounds
         counters["charonia_draft_tokens_total", ""] = drafts.num_drafted
         counters["charonia_accepted_tokens_total", ""] = drafts.num_accepted
@@ -134,7 +140,7 @@ class Metrics:
         ):
             counters["charonia_drafted_at_position_total", str(place)] = drafted
             counters["charonia_accepted_at_position_total", str(place)] = accepted
-        counters["charonia_step_phase_seconds_total", "draft"] = drafts.draft_seconds
+        counters[draft_seconds] = drafts.draft_seconds
         counters["charonia_step_phase_seconds_total", "verify"] = drafts.verify_seconds
 
     def observe_request(self, name: str, value: float) -> None:
