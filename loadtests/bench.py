@@ -12,18 +12,14 @@ machine can do at most is measured in the same run. Tables go to stdout, everyth
 
 import argparse
 import contextlib
-import datetime
 import json
-import platform
 import random
-import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +29,7 @@ from cases import BASE, CASES, Entry, Round, make_rounds
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
 from limits import Machine, ModelCost
 from plot import write_plot
+from record import circumstances, new_stem, positive
 from report import Report, RoundResult, as_markdown
 from sides import NAMES, Side, SideError, WaveTrace, Worker
 from sideset import SideSet, start_sides
@@ -206,22 +203,8 @@ def _cost(model: Path) -> ModelCost | None:
 def _about(
     options: argparse.Namespace, model: Path, found: SideSet, limits: Worker
 ) -> dict[str, Any]:
-    cpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-    fields = dict(line.split(":", 1) for line in cpu.splitlines() if ":" in line)
-    names = ("Model name", "CPU(s)", "CPU family", "Model", "L2 cache", "L3 cache")
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "loadtests/bench.py", *sys.argv[1:]]),
-        "commit": commit or version("charonia"),
-        "machine": {name: fields[name].strip() for name in names if name in fields},
-        "python": platform.python_version(),
+        **circumstances("bench.py"),
         "versions": {name: side.versions for name, side in found.sides.items()},
         "notes": {name: side.notes for name, side in found.sides.items()}
         | {"limits": limits.notes},
@@ -236,28 +219,15 @@ def _about(
 
 
 def _default_output(options: argparse.Namespace) -> Path:
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     what = options.model.name if options.model else options.shape
-    ending = "" if what == SHAPES[0] else f"-{what}"
-    stem, count = HERE / "results" / f"{today}-bench{ending}", 1
-    while stem.with_name(f"{stem.name}.json").exists():  # a recorded result stays as it is
-        count += 1
-        stem = HERE / "results" / f"{today}-bench{ending}-{count}"
-    return stem
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+    return new_stem("bench" if what == SHAPES[0] else f"bench-{what}")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    number = {"type": _positive, "metavar": "N"}
+    number = {"type": positive, "metavar": "N"}
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, metavar="DIR", help="measure this checkpoint")
     model.add_argument(

@@ -19,18 +19,12 @@ another one; a ratio is that of two turns of one repetition. Before what counts,
 
 import argparse
 import contextlib
-import datetime
 import json
-import platform
 import random
-import shlex
 import signal
-import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -38,6 +32,7 @@ from cases import Entry
 from charonia.launch.repository import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
 from figures import WrongOutputError
+from record import circumstances, new_stem, positive
 from sides import Side, SideError, WaveTrace, WorkerSide
 from sideset import SideSet
 from speculation.plot import write_plot
@@ -46,7 +41,6 @@ from speculation.report import EntryResult, Report, RoundResult, as_markdown
 from speculation.served import ServedSide, ServedTrace
 from speculation.trials import CASES, DEMO_CONCURRENCY, DRAFT_SHAPE, Group, Pair, Round, make_groups
 
-HERE = Path(__file__).resolve().parent
 CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 WAKE_TOKENS = 4
 PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 128, 64
@@ -59,7 +53,10 @@ def main() -> None:
     options = _parser().parse_args()
     # Closes the sides.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("speculation_bench: ended by SIGTERM"))
-    report = Report(_about(options))
+    about = circumstances("speculation_bench.py")
+    report = Report(
+        {**about, "versions": {}, "repetitions": options.repetitions, "seed": options.seed}
+    )
     groups = make_groups(options.cases, *_pairs(options.seed), options.concurrency)
     num_turns = sum(
         _num_turns(each, options.repetitions) for group in groups for each in group.rounds
@@ -71,7 +68,7 @@ def main() -> None:
     except (SideError, WrongOutputError) as error:
         raise SystemExit(f"speculation_bench: {error}") from None
     print(as_markdown(report))
-    stem = options.output or _default_output()
+    stem = options.output or new_stem("speculation")
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
     files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
@@ -179,43 +176,6 @@ def _pairs(seed: int) -> tuple[Pair, Pair]:
     return shape, demo
 
 
-def _about(options: argparse.Namespace) -> dict[str, Any]:
-    cpu = _output("lscpu")
-    fields = dict(line.split(":", 1) for line in cpu.splitlines() if ":" in line)
-    names = ("Model name", "CPU(s)", "CPU family", "Model", "L2 cache", "L3 cache")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "loadtests/speculation_bench.py", *sys.argv[1:]]),
-        "commit": _output("git", "describe", "--always", "--dirty") or version("charonia"),
-        "machine": {name: fields[name].strip() for name in names if name in fields},
-        "python": platform.python_version(),
-        "versions": {},
-        "repetitions": options.repetitions,
-        "seed": options.seed,
-    }
-
-
-def _output(*command: str) -> str:
-    run = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
-    return run.stdout.strip()
-
-
-def _default_output() -> Path:
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    stem, count = HERE / "results" / f"{today}-speculation", 1
-    while stem.with_name(f"{stem.name}.json").exists():  # a recorded result stays as it is
-        count += 1
-        stem = HERE / "results" / f"{today}-speculation-{count}"
-    return stem
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -224,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cases", nargs="+", choices=CASES, default=CASES, help="what to measure (default: all)"
     )
     parser.add_argument(
-        "--repetitions", type=_positive, metavar="N", default=7, help="counted ones (default: 7)"
+        "--repetitions", type=positive, metavar="N", default=7, help="counted ones (default: 7)"
     )
     parser.add_argument(
         "--concurrency",
@@ -235,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         default=200,
         help="of any completion, to see quickly whether all works (default: 200, which cuts none)",
