@@ -100,12 +100,6 @@ class Speculation:
         if self._drafter is not None:
             self._drafter.forget(request)
 
-    def _lag(self, request: Request) -> int:
-        """Tokens that the draft model has to compute before it can guess."""
-        if self._drafter is not None:
-            return 0
-        return len(request.token_ids) - request.num_draft_computed
-
     def _candidate(self, request: Request, limits: Limits) -> Candidate:
         """What drafts could do for a request: a run has one token more, and must not pass the end.
 
@@ -118,7 +112,7 @@ class Speculation:
         room, lag = min(num_left - 1, self._max_drafts), 0
         if self._drafter is None:
             room = min(room, limits.max_draft_len - num_tokens)
-            lag = self._lag(request)
+            lag = _lag(request)
         return Candidate(request, room if room > 0 else 0, lag, num_left)
 
     def _draft_one(self, request: Request, depth: int, budget: int) -> Draft:
@@ -127,7 +121,12 @@ class Speculation:
         if self._drafter is not None:
             draft_ids = self._drafter.propose(request, min(depth, budget))
             return Draft(len(draft_ids), draft_ids)
-        lag = self._lag(request)
+        lag = _lag(request)
         if budget <= lag <= self._max_drafts + 1:
             return NO_DRAFT  # a little later there is budget for drafts as well
         return Draft(max(0, min(depth, budget - lag)), [], min(lag, budget))
+
+
+def _lag(request: Request) -> int:
+    """Tokens that the engine's draft model has to compute before it can guess."""
+    return len(request.token_ids) - request.num_draft_computed
