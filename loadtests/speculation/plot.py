@@ -70,7 +70,7 @@ def _draw_sweep(axis: Any, model: str, results: Sequence[RoundResult]) -> None:
             depths, [rate / base for rate in medians.values()], "o-", color=color, label=label
         )
         axis.axhline(adaptive, color=color, ls="dashed", lw=1)
-    axis.set_title(f"{model}: rate over depth 0's (dashed: adaptive)", fontsize=10)
+    axis.set_title(f"{model}: rate over depth 0's\n(dashed: adaptive)", fontsize=10)
     axis.set_xlabel("drafts per step")
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
