@@ -30,23 +30,31 @@ Nothing is configured; all of it is learned while serving:
   always wrong cost one per cent, and where they have become right, probe follows probe.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple, Protocol
 
+from charonia.control.goodput import (
+    LEVELS,
+    Choice,
+    Drafts,
+    best_prefix,
+    by_worth,
+    depths_within,
+    give_out,
+    least_worth,
+    limits_of_depth,
+    shorten,
+)
 from charonia.control.request import Request
 from charonia.control.step_cost import StepCost, StepShape
 
-_LEVELS = 20  # acceptance is rounded to multiples of 1 / _LEVELS
 _REQUEST_WINDOW = 60  # drafts that a request's acceptance is estimated from
 _GLOBAL_WINDOW = 200  # drafts that all requests' is estimated from
 _PRIOR_TRIALS = 8.0  # drafts of its own that weigh as much as what others' say
 _START_RATE, _START_TRIALS = 0.8, 2.0  # before the first draft
-_LEAST_WORTH = 0.02  # tokens, of a draft that is considered
 _MARGIN = 1.02  # by which drafts must win: the best of many noisy predictions is flattered
 _SHORT_LAG = 16  # tokens that a draft model catches up on in about the time of one
 _KEEP = 8  # steps that a choice is kept for while rows and tokens stay about the same
@@ -148,33 +156,10 @@ class _Acceptance:
         self.trials = self.trials * keep + num_decided
 
     def set_level(self, prior: float) -> None:
-        self.level = round(_LEVELS * self.rate(prior, _PRIOR_TRIALS))
+        self.level = round(LEVELS * self.rate(prior, _PRIOR_TRIALS))
 
     def rate(self, prior: float, prior_trials: float) -> float:
         return (self.accepted + prior * prior_trials) / (self.trials + prior_trials)
-
-
-class _Drafts(NamedTuple):
-    """Drafts that are equal: one more token for some rows.
-
-    Attributes:
-        worth: tokens that each of them commits on average.
-        num_rows: that have the acceptance `level` and room for a draft at `position`, from 1.
-    """
-
-    worth: float
-    num_rows: int
-    position: int
-    level: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A prefix of the drafts by worth, and what is predicted of it."""
-
-    limit: int
-    num_drafts: int
-    goodput: float
 
 
 @dataclass(slots=True)
@@ -242,7 +227,7 @@ class AdaptiveDepth:
             depth if (depth := kept.depth_of[level]) < candidate.most else candidate.most
             for level, candidate in zip(self._levels(asked), asked, strict=True)
         ]
-        _shorten(depths, sum(depths) - kept.num_drafts)
+        shorten(depths, sum(depths) - kept.num_drafts)
         return depths
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
@@ -283,24 +268,24 @@ class AdaptiveDepth:
         levels = self._levels(candidates)
         num_rows = len(candidates)
         lag = self._short_lag(candidates)
-        drafts = _by_worth(levels, most)
+        drafts = by_worth(levels, most)
         best = self._best(drafts, num_tokens, num_rows, lag)
         if worthwhile := self._without_laggards(candidates, best):
-            drafts = _by_worth(levels, worthwhile)
+            drafts = by_worth(levels, worthwhile)
             best = self._best(drafts, num_tokens, num_rows, lag)
         self._goodput = best.goodput
-        depths = _give_out(drafts, best, levels, worthwhile or most)
+        depths = give_out(drafts, best, levels, worthwhile or most)
         if self._probe(candidates, depths, num_tokens, 1 + num_kept):
             return depths
         shape = self._shape(candidates, depths, num_tokens)
         if any(most) and not worthwhile and self._cost.is_measured(shape):
-            depth_of = _depths_within(best.limit, _least_worth(drafts, best))
+            depth_of = depths_within(best.limit, least_worth(drafts, best))
             self._kept = _Kept(depth_of, best.num_drafts, num_rows, num_tokens)
         return depths
 
     def _levels(self, candidates: Sequence[Candidate]) -> list[int]:
         """Acceptance of each candidate's request."""
-        default = round(_LEVELS * self._prior)
+        default = round(LEVELS * self._prior)
         known = self._by_request
         return [
             known[request].level if (request := each.request) in known else default
@@ -322,14 +307,14 @@ class AdaptiveDepth:
         num_draft_tokens = sum(each.lag + depth - 1 for each, depth in pairs if depth)
         return StepShape(num_tokens, max(depths), num_draft_tokens)
 
-    def _best(self, drafts: list[_Drafts], num_tokens: int, num_rows: int, lag: float) -> _Choice:
+    def _best(self, drafts: list[Drafts], num_tokens: int, num_rows: int, lag: float) -> Choice:
         """The prefix of the drafts, up to the best limit of depth, with the highest goodput.
 
         Args:
             lag: of a row on average.
         """
         alone = self._cost.target.at(max(1, num_rows))
-        best = _Choice(0, 0, _MARGIN * num_rows / alone)
+        best = Choice(0, 0, _MARGIN * num_rows / alone)
         deepest = max((each.position for each in drafts), default=0)
         num_drafts = sum(each.num_rows for each in drafts)
         spent = self._cost.target.at(num_tokens) - alone
@@ -338,7 +323,7 @@ class AdaptiveDepth:
         per_pass = [0.0] * (num_rows + 2)
         if self._has_draft_model:
             per_pass = self._cost.draft_pass.table(int(num_rows * first_tokens) + 1)
-            limits = _limits(deepest)
+            limits = limits_of_depth(deepest)
         lines = [
             (end, intercept - spent, slope)
             for end, intercept, slope in self._cost.target.segments(
@@ -346,12 +331,12 @@ class AdaptiveDepth:
             )
         ]
         for limit in limits:
-            best = _best_prefix(
+            best = best_prefix(
                 drafts, limit, num_tokens, num_rows, first_tokens, lines, per_pass, best
             )
         return best
 
-    def _without_laggards(self, candidates: Sequence[Candidate], best: _Choice) -> list[int]:
+    def _without_laggards(self, candidates: Sequence[Candidate], best: Choice) -> list[int]:
         """Room of the candidates, none for those whose catching up costs more than drafts save.
 
         Drafts save a share of what its tokens to come take without any; a row's part in that is
@@ -418,121 +403,3 @@ class AdaptiveDepth:
             depths[row] = 1
             self._probed.add(candidates[row].request)
         return True
-
-
-@cache
-def _worths(level: int, room: int) -> list[float]:
-    """Of the drafts at positions 1, 2, ... up to the last one that is worth anything."""
-    rate = level / _LEVELS
-    return [worth for position in range(room) if (worth := rate ** (position + 1)) >= _LEAST_WORTH]
-
-
-def _by_worth(levels: list[int], most: Sequence[int]) -> list[_Drafts]:
-    """The drafts that there is room for, the best first."""
-    num_rows: Counter[tuple[float, int, int]] = Counter()
-    for (level, room), count in Counter(zip(levels, most, strict=True)).items():
-        for position, worth in enumerate(_worths(level, room), 1):
-            num_rows[worth, position, level] += count
-    drafts = [_Drafts(worth, count, *place) for (worth, *place), count in num_rows.items()]
-    return sorted(drafts, key=lambda each: (-each.worth, each.position))
-
-
-def _least_worth(drafts: list[_Drafts], choice: _Choice) -> float:
-    """Worth of the last drafts that the choice takes; infinite where it takes none."""
-    left, worth = choice.num_drafts, inf
-    for each in drafts:
-        if left > 0 and each.position <= choice.limit:
-            left -= each.num_rows
-            worth = each.worth
-    return worth
-
-
-@cache
-def _depths_within(limit: int, worth: float) -> list[int]:
-    """For each level, how many drafts up to the limit are worth that much."""
-    return [sum(each >= worth for each in _worths(level, limit)) for level in range(_LEVELS + 1)]
-
-
-def _shorten(depths: list[int], num_drafts: int) -> None:
-    """Take so many drafts from the deepest rows, in place; among equal rows, from the last ones."""
-    deepest = max(depths, default=0)
-    while num_drafts > 0:
-        for row in reversed(range(len(depths))):
-            if depths[row] == deepest and num_drafts > 0:
-                depths[row] -= 1
-                num_drafts -= 1
-        deepest -= 1
-
-
-def _limits(deepest: int) -> Iterable[int]:
-    """Limits of depth to try, wider apart where one pass more matters less."""
-    limit, following = 1, 2
-    while limit < deepest:
-        yield limit
-        limit, following = following, limit + following
-    yield deepest
-
-
-def _best_prefix(
-    drafts: list[_Drafts],
-    limit: int,
-    num_tokens: int,
-    num_rows: int,
-    first_tokens: float,
-    lines: list[tuple[int, float, float]],
-    per_pass: list[float],
-    best: _Choice,
-) -> _Choice:
-    """The prefix of the drafts by worth with the most goodput, or `best` if that has more.
-
-    For a row's first draft its draft model computes `first_tokens`, for each further one a token.
-
-    Between two bends of the cost, seconds and tokens grow linearly and goodput is monotone:
-    to look at the bends, and at the ends of drafts worth the same, is to look at all.
-    """
-    goodput, best_size = best.goodput, 0
-    size, committed = num_tokens, float(num_rows)
-    num_passes, num_draft_tokens = 0, 0.0
-    pending = iter(lines)
-    end, intercept, slope = next(pending)
-    for worth, left, position, _ in drafts:
-        if position > limit:
-            continue
-        if position > num_passes:
-            num_passes = position
-        while left:
-            num_new = left if left < end - size else end - size
-            left -= num_new
-            size += num_new
-            committed += worth * num_new
-            num_draft_tokens += num_new * (first_tokens if position == 1 else 1.0)
-            per_pass_now = per_pass[int(num_draft_tokens / num_passes + 0.5)]
-            seconds = intercept + slope * size + num_passes * per_pass_now
-            if committed > goodput * seconds:
-                goodput, best_size = committed / seconds, size
-            if size == end:
-                end, intercept, slope = next(pending)
-    return _Choice(limit, best_size - num_tokens, goodput) if best_size else best
-
-
-def _give_out(
-    drafts: list[_Drafts], choice: _Choice, levels: list[int], most: Sequence[int]
-) -> list[int]:
-    """Depths of the rows; among equal rows, the first get what does not suffice for all."""
-    left = choice.num_drafts
-    depth_of = dict.fromkeys(levels, 0)
-    some = None
-    for each in drafts:
-        if left and each.position <= choice.limit:
-            if each.num_rows > left:
-                some = each
-                break
-            depth_of[each.level] = each.position
-            left -= each.num_rows
-    depths = [min(depth_of[level], room) for level, room in zip(levels, most, strict=True)]
-    if some is not None:
-        for row, room in enumerate(most):
-            if left and levels[row] == some.level and room >= some.position:
-                depths[row] = some.position
-                left -= 1
-    return depths
