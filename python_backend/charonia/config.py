@@ -34,8 +34,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             `model` is named.
         model: directory of the draft model's checkpoint.
         quantization: of the draft model, whose guesses are verified anyway: "auto" is int8 where
-            our CPU kernels compute and the weights are too many for the processor's cache (above
-            four million), else as None; None leaves its weights as the model's are.
+            our CPU kernels compute, else as None; None leaves its weights as the model's are.
         num_speculative_tokens: drafts per request and step at most, 1 to 64; None is 5 for
             "draft_model", 10 for "ngram" and 16 for "suffix".
         prompt_lookup_max, prompt_lookup_min: tokens that must be the same for "ngram", 1 to 32;

@@ -42,8 +42,6 @@ from charonia.protocol import (
 
 _PROMPT_LOGPROBS_SLICE = 256
 """Prompt positions whose logits are held at once."""
-_NUM_CACHED_WEIGHTS = 4_000_000
-"""A draft model with as many at most stays in the processor's cache, where bfloat16 is faster."""
 
 
 class Runner:
@@ -74,7 +72,7 @@ class Runner:
         model = load(args.model, spec, max_model_len, ops)
         draft = None
         if draft_spec is not None:
-            draft_ops = _draft_ops(args.speculative_config, draft_spec, ops)
+            draft_ops = _draft_ops(args.speculative_config, ops)
             draft = load(draft_path, draft_spec, max_draft_len, draft_ops)
         num_blocks = _num_blocks(args, spec, [model, draft], max_model_len, dtype, device)
         self._model = model.decoder
@@ -294,12 +292,11 @@ def _synthetic_rate(config: SpeculativeConfig | None, log: Callable[[str], None]
     return rate
 
 
-def _draft_ops(config: SpeculativeConfig | None, spec: ModelSpec, ops: Ops[Any]) -> Ops[Any]:
+def _draft_ops(config: SpeculativeConfig | None, ops: Ops[Any]) -> Ops[Any]:
     """The draft model's operations: the target's, or the same with int8 weights."""
     quantization = config.quantization if config else None
-    if quantization == "auto" and isinstance(ops, NativeOps):
-        quantization = "int8" if spec.num_weights > _NUM_CACHED_WEIGHTS else None
-    return ops.as_int8() if quantization == "int8" else ops
+    is_wanted = quantization == "int8" or (quantization == "auto" and isinstance(ops, NativeOps))
+    return ops.as_int8() if is_wanted else ops
 
 
 def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:

@@ -75,13 +75,6 @@ class ModelSpec:
     dtype: str
     eos_token_ids: tuple[int, ...]
 
-    @property
-    def num_weights(self) -> int:
-        """Numbers in the matrices that every step multiplies with."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        per_layer = self.hidden_size * (attention + 3 * self.intermediate_size)
-        return self.num_layers * per_layer + self.vocab_size * self.hidden_size
-
     @classmethod
     def from_dir(cls, path: Path) -> "ModelSpec":
         """Read the checkpoint in directory `path`.
