@@ -39,6 +39,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 49152,
         "rope_theta": 10000.0,
     },
+    # 125.3 M parameters, 251 MB: as llama-135m, but with heads that two and four ranks can share
+    "llama-125m": _COMMON
+    | {
+        "hidden_size": 768,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2048,
+        "vocab_size": 32000,
+        "rope_theta": 10000.0,
+    },
     # 1.24 G parameters, 2.5 GB: Llama-3.2-1B but for the scaling of its rotations
     "llama-1b": _COMMON
     | {

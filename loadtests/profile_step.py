@@ -69,7 +69,7 @@ class Engine:
     def __init__(self, args: EngineArgs) -> None:
         self._runner = Runner(args, log=print)
         self._core = EngineCore(
-            InlineExecutor(self._runner),
+            InlineExecutor(lambda: self._runner),
             args,
             SchedulerArgs(),
             Tokenizer.from_dir(args.tokenizer_dir),

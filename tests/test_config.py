@@ -43,7 +43,24 @@ def test_a_wrong_parameter_of_the_scheduler_is_named(parameters, message):
         ("[1]", "not a JSON object"),
         ('{"model": "m", "max_num_seq": 1}', "unknown engine argument 'max_num_seq'"),
         ('{"model": "m", "max_num_seqs": 0}', "max_num_seqs"),
-        ('{"model": "m", "tensor_parallel_size": 2}', "tensor_parallel_size = 2 is not supported"),
+        ('{"model": "m", "tensor_parallel_size": 0}', "tensor_parallel_size"),
+        (
+            '{"model": "m", "speculative_config": {"model": "d", "draft_tensor_parallel_size": 2}}',
+            "draft_tensor_parallel_size = 2 must be at most tensor_parallel_size",
+        ),
+        (
+            '{"model": "m", "tensor_parallel_size": 2, "num_local_ranks": 3}',
+            "num_local_ranks = 3, but .* makes 2 ranks",
+        ),
+        (
+            '{"model": "m", "tensor_parallel_size": 2, "num_local_ranks": 1}',
+            "num_local_ranks = 1 leaves 1 to other machines",
+        ),
+        (
+            '{"model": "m", "tensor_parallel_size": 2, "rendezvous": "here"}',
+            "rendezvous = 'here' is not HOST:PORT",
+        ),
+        ('{"model": "m", "rank_timeout_s": 1.9}', ">= 2.*rank_timeout_s"),
         ("{}", "model"),
     ],
 )

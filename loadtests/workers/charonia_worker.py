@@ -9,23 +9,28 @@ from worker import Wave, serve_engine
 
 from charonia import SamplingParams
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.data.runner import Runner
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
 from charonia.engine.outputs import Chunk
+from charonia.parallel.engine import load_engine
 from charonia.text.tokenizer import Tokenizer
 
 
 class Charonia:
-    """The engine core, stepped by whoever asks for completions."""
+    """The engine core, stepped by whoever asks for completions.
+
+    Attributes:
+        runner: the engine's first rank.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.versions = {name: version(name) for name in ("charonia", "torch", "numpy")}
         self.notes: list[str] = []
         args = EngineArgs.from_dict({"device": "cpu", **settings})
+        self.runner = load_engine(args, log=self._note)
         self._core = EngineCore(
-            InlineExecutor(Runner(args, log=self._note)),
+            InlineExecutor(lambda: self.runner),
             args,
             SchedulerArgs(),
             Tokenizer.from_dir(Path(args.model)),

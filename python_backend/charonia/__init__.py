@@ -3,12 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from charonia.protocol import SamplingParams
+from charonia.version import VERSION
 
 if TYPE_CHECKING:
     from charonia.llm import LLM
 
 __all__ = ["LLM", "SamplingParams"]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:

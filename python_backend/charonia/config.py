@@ -15,6 +15,7 @@ from charonia.errors import ConfigError
 SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters in a config.pbtxt that are meant for the inference server, not for us."""
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T")
 
 
@@ -41,6 +42,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             None is 5 and 2, or what makes room for the other.
         adaptive: choose from measured acceptance and step times how many drafts pay, none
             included; False always drafts as many as it can.
+        draft_tensor_parallel_size: ranks that the draft model is split among, at most as many as
+            the model's `tensor_parallel_size`; None is 1.
         synthetic_acceptance_rate: accept each draft with this probability, whatever it is. For
             benchmarks of the machinery alone: the text is NOT the model's.
     """
@@ -54,6 +57,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_max: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     prompt_lookup_min: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     adaptive: bool = True
+    draft_tensor_parallel_size: PositiveInt | None = None
     synthetic_acceptance_rate: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +110,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         block_size: tokens per KV block.
         gpu_memory_utilization: share of a GPU's memory that weights and KV cache may take.
         num_gpu_blocks_override: KV blocks, whatever the memory; None sizes the cache by memory.
+        tensor_parallel_size: ranks that each layer is split among; it must divide the number of
+            attention heads. A rank is a process: on a GPU machine one per GPU.
+        pipeline_parallel_size: groups of ranks that the layers are split among, for models that
+            do not fit otherwise; the engine has the product of both as ranks.
+        num_local_ranks: ranks on this machine; None is all of them. The others are started by
+            `python -m charonia.parallel.worker` on theirs.
+        rendezvous: "HOST:PORT", an address of this machine, or a name of one, at which ranks of
+            other machines join; needed where there are any. Not one that stands for all addresses.
+        rendezvous_timeout_s: how long to wait for them.
+        rank_timeout_s: a rank that nothing was heard of for so many seconds is given up; at least
+            2, because it says every half second that it lives, and may be late with that.
         enable_prefix_caching: reuse KV blocks of earlier requests with the same prefix.
         enable_chunked_prefill: let a prompt be computed over several steps.
         speculative_config: how to guess tokens ahead, see `SpeculativeConfig`; None does not.
@@ -115,7 +130,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         seed: of what the engine itself draws. device: "auto" takes a GPU where there is one.
         cpu_kernels: what computes on a CPU: our kernels for an instruction set, or torch's
             operations; "auto" is the best that the processor has.
-        cpu_threads: threads that compute on a CPU; None is one per core that the process may use.
+        cpu_threads: threads of each rank that compute on a CPU; None is one per core that the
+            process may use, shared out among the ranks.
         cpu_binding: their cores: "auto" binds them where there is a core for each, "none" does
             not, and a list such as "0-3,8" names them.
     """
@@ -131,6 +147,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_gpu_blocks_override: Annotated[int, msgspec.Meta(ge=2)] | None = None
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
+    num_local_ranks: PositiveInt | None = None
+    rendezvous: str | None = None
+    rendezvous_timeout_s: PositiveFloat = 600.0
+    rank_timeout_s: Annotated[float, msgspec.Meta(ge=2)] = 5.0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     kv_cache_dtype: Literal["auto"] = "auto"
@@ -144,9 +164,43 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cpu_binding: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            if getattr(self, name) != 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} is not supported yet; use 1")
+        draft_ranks = self.draft_ranks
+        if draft_ranks > self.tensor_parallel_size:
+            raise ConfigError(
+                f"draft_tensor_parallel_size = {draft_ranks} must be at most tensor_parallel_size"
+                f" ({self.tensor_parallel_size})"
+            )
+        if self.local_ranks > self.num_ranks:
+            raise ConfigError(
+                f"num_local_ranks = {self.num_local_ranks}, but tensor_parallel_size times"
+                f" pipeline_parallel_size makes {self.num_ranks} ranks in all"
+            )
+        if self.rendezvous is None and self.local_ranks < self.num_ranks:
+            raise ConfigError(
+                f"num_local_ranks = {self.num_local_ranks} leaves"
+                f" {self.num_ranks - self.local_ranks} to other machines: rendezvous must say at"
+                " which address of this one they join, as HOST:PORT"
+            )
+        if self.rendezvous is not None:
+            host, _, port = self.rendezvous.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise ConfigError(f"rendezvous = {self.rendezvous!r} is not HOST:PORT")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that the model is split among, on all machines."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def local_ranks(self) -> int:
+        """Those of them on this machine."""
+        return self.num_ranks if self.num_local_ranks is None else self.num_local_ranks
+
+    @property
+    def draft_ranks(self) -> int:
+        """Ranks that the draft model is split among."""
+        config = self.speculative_config
+        return (config.draft_tensor_parallel_size if config else None) or 1
 
     @property
     def tokenizer_dir(self) -> Path:
@@ -201,7 +255,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     engine_model: str = "engine"
     max_queue_size: PositiveInt = 1024
-    min_step_deadline_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
+    min_step_deadline_s: PositiveFloat = 30.0
     num_sender_threads: PositiveInt = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")
 

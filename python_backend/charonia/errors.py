@@ -72,3 +72,15 @@ class EngineDiedError(CharoniaError):
     """The engine's process died, hangs, or stopped answering. It must be restarted."""
 
     code = "UNAVAILABLE"
+
+
+class EngineUnloadedError(EngineDiedError):
+    """The engine was unloaded on purpose; another one may follow."""
+
+
+class EngineHungError(EngineDiedError):
+    """The engine's process lives, but does not answer."""
+
+
+class RankLostError(EngineDiedError):
+    """A rank of the engine has ended or does not answer; the others cannot go on without it."""

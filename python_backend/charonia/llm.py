@@ -8,19 +8,20 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.data.runner import Runner
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk, Logprob, Timing, name_logprobs
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
+from charonia.parallel.engine import load_engine
 from charonia.protocol import FinishReason, SamplingParams
 from charonia.text.tokenizer import Tokenizer
 
@@ -72,7 +73,7 @@ class LLM:
         self._chunks: dict[str, deque[Chunk]] = {}
         self._keys = itertools.count()
         self._core = EngineCore(
-            InlineExecutor(Runner(args, log=log)),
+            InlineExecutor(partial(load_engine, args, log=log)),
             args,
             SchedulerArgs(max_queue_size=2**31),
             self._tokenizer,

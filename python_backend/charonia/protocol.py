@@ -300,11 +300,16 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
+Collectives = dict[str, tuple[int, int, float]]
+"""Collective operations of one rank by name: how many, of how many bytes, in how many seconds."""
+
+
 class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What a step committed.
 
     Attributes:
         seconds: what it took inside the engine. draft_seconds: the draft model's part of that.
+        collectives: what its ranks exchanged since the step before; None where there is one.
     """
 
     epoch: int
@@ -312,6 +317,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     rows: list[RowResult]
     seconds: float
     draft_seconds: float = 0.0
+    collectives: Collectives | None = None
 
 
 class StepFailure(msgspec.Struct, frozen=True, tag=True):
@@ -320,8 +326,15 @@ class StepFailure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Farewell(msgspec.Struct, frozen=True, tag=True):
+    """The engine is being unloaded; nothing follows. Said unasked, or instead of an answer."""
+
+
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of the KV cache; `bytes_per_block` counts K and V of all layers."""
+    """The shape of a rank's KV cache; `bytes_per_block` counts K and V of all its layers.
+
+    Where an engine has several ranks, what it tells of is rank 0's part: its layers and heads.
+    """
 
     num_layers: int
     num_kv_heads: int
@@ -340,6 +353,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         max_model_len: tokens of prompt and output together.
         eos_token_ids: as the checkpoint's configuration says.
         max_draft_len: tokens that the draft model can look back on; 0 where there is none.
+        max_steps_in_flight: plans that may be submitted before the first one's result is there:
+            its pipeline stages, each of which can compute another step.
     """
 
     epoch: int
@@ -356,10 +371,11 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     device: str
     num_parameters: int
     max_draft_len: int = 0
+    max_steps_in_flight: int = 1
 
 
 EngineRequest = Hello | StepPlan
-EngineReply = EngineInfo | StepResult | StepFailure
+EngineReply = EngineInfo | StepResult | StepFailure | Farewell
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)
@@ -413,7 +429,19 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Pending:
-        """Start a step; one at a time."""
+        """Start a step, behind those under way: at most `max_steps_in_flight` at a time.
+
+        Steps run in this order, and their results are asked for in it. When one fails, those
+        behind it are given up: nobody asks for their results.
+        """
+        ...
+
+    def check(self) -> None:
+        """Look after an engine that has nothing to do; cheap enough for ten times a second.
+
+        Raises:
+            EngineDiedError: it has gone, or does not answer; EngineUnloadedError: on purpose.
+        """
         ...
 
     def restart(self) -> None:

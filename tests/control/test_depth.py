@@ -105,7 +105,8 @@ class World:
             seconds, draft_seconds = self.seconds(shape)
             elapsed += seconds
             factor = 6.0 if self.rng.random() < self.outliers else self.rng.gauss(1.0, self.noise)
-            policy.observe_step(shape, seconds * factor, draft_seconds * factor)
+            requests = [candidate.request for candidate in candidates]
+            policy.observe_step(shape, seconds * factor, draft_seconds * factor, requests)
         return committed / elapsed
 
     def run_row(self, policy: DepthPolicy, row: int, depth: int) -> int:
@@ -139,8 +140,8 @@ def test_a_fixed_depth_uses_all_room_and_learns_nothing():
     policy = FixedDepth()
     request = make_request("a")
     policy.observe_drafts(request, 4, 0)
-    policy.observe_step(StepShape(5), 100.0, 0.0)
-    policy.lose_step()
+    policy.observe_step(StepShape(5), 100.0, 0.0, [request])
+    policy.lose_steps()
     policy.forget(request)
     assert choose(policy, rooms([request, make_request("b")], [4, 0]), 2) == [4, 0]
 
@@ -177,7 +178,7 @@ def test_equal_rows_share_what_is_free():
         for request in requests:
             policy.observe_drafts(request, 10, 7)
         for num_tokens in (4, 5, 6, 7, 8):
-            policy.observe_step(StepShape(num_tokens), max(1.0, num_tokens / 6), 0.0)
+            policy.observe_step(StepShape(num_tokens), max(1.0, num_tokens / 6), 0.0, requests)
     assert choose(policy, rooms(requests, [1] * 4), 4) == [1, 1, 0, 0]
 
 
@@ -269,9 +270,10 @@ def test_a_long_prefill_does_not_make_drafts_look_cheap():
 
 def test_costs_known_before_the_first_draft_do_not_turn_speculation_off():
     policy = AdaptiveDepth(has_draft_model=False)
+    request = make_request("a")
     for num_tokens in (1, 1, 1, 1, 1, 1, 5, 5):
-        policy.observe_step(StepShape(num_tokens), 1.0, 0.0)
-    assert choose(policy, rooms([make_request("a")], [4]), 1) == [4]
+        policy.observe_step(StepShape(num_tokens), 1.0, 0.0, [request])
+    assert choose(policy, rooms([request], [4]), 1) == [4]
 
 
 def test_an_ngram_drafter_that_finds_nothing_is_asked_again():
@@ -281,11 +283,12 @@ def test_an_ngram_drafter_that_finds_nothing_is_asked_again():
     for _ in range(100):
         policy.observe_drafts(request, 1, 0)
     for num_tokens in (1, 1, 2, 2, 5, 5):
-        policy.observe_step(StepShape(num_tokens), 1.0 + num_tokens, 0.0)
+        policy.observe_step(StepShape(num_tokens), 1.0 + num_tokens, 0.0, [request])
     num_asked = 0
     for _ in range(300):
         num_asked += choose(policy, rooms([request], [4]), 1) != [0]
-        policy.observe_step(StepShape(1), 2.0, 0.0)  # it found nothing, which costs nothing
+        # It found nothing, which costs nothing.
+        policy.observe_step(StepShape(1), 2.0, 0.0, [request])
     assert num_asked > 200
 
 
@@ -324,19 +327,41 @@ def test_a_probe_whose_step_failed_is_not_charged_to_the_next_one():
     for _ in range(100):
         policy.observe_drafts(request, 1, 0)
     for num_tokens in (1, 1, 2, 2, 600, 600):
-        policy.observe_step(StepShape(num_tokens), 1.0 + num_tokens, 0.0)
+        policy.observe_step(StepShape(num_tokens), 1.0 + num_tokens, 0.0, [request])
 
     def steps_until_a_probe() -> int:
         for count in range(1000):
             if choose(policy, rooms([request], [4]), 1) != [0]:
                 return count
-            policy.observe_step(StepShape(1), 2.0, 0.0)
+            policy.observe_step(StepShape(1), 2.0, 0.0, [request])
         raise AssertionError
 
     steps_until_a_probe()
-    policy.lose_step()
-    policy.observe_step(StepShape(600), 601.0, 0.0)  # its tokens are computed anew
+    policy.lose_steps()
+    # Its tokens are computed anew.
+    policy.observe_step(StepShape(600), 601.0, 0.0, [request])
     assert steps_until_a_probe() < 200
+
+
+def test_a_probe_is_charged_to_its_own_step_whatever_was_chosen_meanwhile():
+    """Two steps in flight, of a row each: every choice is made before the step before is seen."""
+    policy = AdaptiveDepth(has_draft_model=False)
+    requests = [make_request(key) for key in "ab"]
+    for _ in range(100):
+        policy.observe_drafts(requests[0], 1, 0)
+    for num_tokens in (1, 1, 2, 2, 600, 600):
+        policy.observe_step(StepShape(num_tokens), 1.0 + num_tokens, 0.0, requests)
+    num_probes = 0
+    depths = [0, 0]
+    for step in range(1000):
+        row = step % 2
+        if step > 1:
+            policy.observe_step(StepShape(1 + depths[row]), 2.0 + depths[row], 0.0, [requests[row]])
+            if depths[row]:
+                policy.observe_drafts(requests[row], 1, 0)
+        (depths[row],) = choose(policy, rooms([requests[row]], [4]), 1)
+        num_probes += depths[row]
+    assert 5 < num_probes < 40
 
 
 def test_while_drafts_do_not_pay_the_rows_are_looked_at_now_and_then():
@@ -345,7 +370,7 @@ def test_while_drafts_do_not_pay_the_rows_are_looked_at_now_and_then():
     for _ in range(200):
         policy.observe_drafts(requests[0], 1, 0)
     for num_tokens in (1, 1, 16, 16, 17, 17, 32, 32):
-        policy.observe_step(StepShape(num_tokens), 1.0 * num_tokens, 0.0)
+        policy.observe_step(StepShape(num_tokens), 1.0 * num_tokens, 0.0, requests)
     num_asked = 0
 
     def step(num_rows: int, room: int = 4) -> list[int]:
@@ -356,7 +381,7 @@ def test_while_drafts_do_not_pay_the_rows_are_looked_at_now_and_then():
 
         depths = policy.choose(num_rows, num_rows, candidates)
         num_tokens = num_rows + sum(depths)
-        policy.observe_step(StepShape(num_tokens), float(num_tokens), 0.0)
+        policy.observe_step(StepShape(num_tokens), float(num_tokens), 0.0, requests[:num_rows])
         return depths
 
     for _ in range(90):

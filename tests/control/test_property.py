@@ -1,10 +1,12 @@
 """Random scenarios against an engine that hashes what it reads through its block tables.
 
-Whatever is cached, chunked, preempted, cancelled or lost: each request's output equals its run
-alone without any of that, the invariants hold after every step, and the pool is empty at the end.
+Whatever is cached, chunked, preempted, cancelled or lost, and however many steps are in flight:
+each request's output equals its run alone without any of that, the invariants hold after every
+plan and every step, and the pool is empty at the end.
 """
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +21,7 @@ from charonia.control import (
     Speculation,
 )
 from charonia.errors import EngineDiedError, StepFailedError
-from charonia.protocol import RowSampling
+from charonia.protocol import Pending, RowSampling
 from support.echo import EchoDrafter, EchoExecutor, echo_run
 from support.invariants import check_invariants, check_parents_outlive_children
 
@@ -50,7 +52,11 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Sizes of an engine, requests that come and go, and steps at which things break."""
+    """Sizes of an engine, requests that come and go, and steps at which things break.
+
+    Attributes:
+        is_early: which steps the engine executes at once, see `EchoExecutor`.
+    """
 
     arrivals: list[Arrival]
     num_blocks: int
@@ -64,6 +70,8 @@ class Scenario:
     drafts: str = "none"
     max_drafts: int = 4
     adaptive: bool = False
+    max_steps_in_flight: int = 1
+    is_early: tuple[bool, ...] = (False,)
 
 
 arrivals = st.builds(
@@ -94,6 +102,8 @@ scenarios = st.builds(
     drafts=st.sampled_from(["none", "text", "model", "model", "model of few tokens"]),
     max_drafts=st.sampled_from([1, 2, 5, 16]),
     adaptive=st.booleans(),
+    max_steps_in_flight=st.integers(1, 4),
+    is_early=st.lists(st.booleans(), min_size=1, max_size=5).map(tuple),
 )
 
 
@@ -110,6 +120,8 @@ class Driver:
             max_num_batched_tokens=max(scenario.budget, 1 if scenario.chunked else 60),
             vocab_size=VOCAB,
             max_draft_len={"model": 60, "model of few tokens": 20}.get(scenario.drafts, 0),
+            max_steps_in_flight=scenario.max_steps_in_flight,
+            is_early=scenario.is_early,
         )
         self.limits = Limits.of_engine(
             self.executor.info(),
@@ -120,6 +132,8 @@ class Driver:
         self.scheduler = Scheduler(
             self.limits, hash_secret=b"s" * 16, speculation=self._speculation()
         )
+        self.in_flight: deque[Pending] = deque()
+        self.most_in_flight = 0
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.cancelled: set[str] = set()
@@ -142,17 +156,20 @@ class Driver:
         while self.now <= last or self.scheduler.has_requests:
             self._arrive()
             self._step()
-            check_invariants(self.scheduler)
-            for request in self.scheduler.requests:
-                keys = request.block_keys
-                self.parent_of.update(zip(keys[1:], keys, strict=False))
-            check_parents_outlive_children(self.scheduler, self.parent_of)
+            self._check()
             self.now += 1
             assert self.now < 5000, "a request hangs"
         assert self.scheduler.kv.num_used == 0
         assert self.scheduler.kv.num_free == self.limits.num_blocks - 1
         if self.drafter is not None:
             assert sorted(self.drafter.forgotten) == sorted(self.outputs)
+
+    def _check(self) -> None:
+        check_invariants(self.scheduler)
+        for request in self.scheduler.requests:
+            keys = request.block_keys
+            self.parent_of.update(zip(keys[1:], keys, strict=False))
+        check_parents_outlive_children(self.scheduler, self.parent_of)
 
     def _arrive(self) -> None:
         for index, arrival in enumerate(self.scenario.arrivals):
@@ -178,20 +195,20 @@ class Driver:
         )
 
     def _step(self) -> None:
-        plan = self.scheduler.plan(self.now)
-        self._cancel()  # while the step is in flight
-        if plan is None:
+        self.executor.fail_next = int(self.now in self.scenario.failures)
+        self.executor.die_next = int(self.now in self.scenario.deaths)
+        self._submit()
+        self._cancel()  # while steps are in flight
+        if not self.in_flight:
             assert not self.scheduler.has_requests, "live requests, but nothing is planned"
             return
-        if self.now in self.scenario.failures:
-            self.executor.fail_next = 1
-        if self.now in self.scenario.deaths:
-            self.executor.die_next = 1
         try:
-            result = self.executor.submit(plan).result(None)
+            result = self.in_flight.popleft().result(None)
         except StepFailedError:
+            self.in_flight.clear()
             self.scheduler.reset()
         except EngineDiedError:
+            self.in_flight.clear()
             guilty = self.scheduler.blame()
             if guilty is not None:
                 self.guilty.add(guilty.key)
@@ -202,6 +219,15 @@ class Driver:
                 self.outputs[update.request.key] += update.token_ids
                 if update.finish_reason is not None:
                     self.reasons[update.request.key] = update.finish_reason
+
+    def _submit(self) -> None:
+        while len(self.in_flight) < self.scenario.max_steps_in_flight:
+            plan = self.scheduler.plan(self.now)
+            self._check()
+            if plan is None:
+                break
+            self.in_flight.append(self.executor.submit(plan))
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
 
     def _cancel(self) -> None:
         for index, arrival in enumerate(self.scenario.arrivals):
@@ -245,22 +271,27 @@ def test_every_request_gets_the_tokens_of_its_run_alone(scenario):
             assert driver.reasons[key] == ("stop" if is_stop else "length")
 
 
-def test_the_scenarios_can_preempt_hit_and_evict():
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2, 4])
+def test_the_scenarios_can_preempt_hit_and_evict(max_steps_in_flight):
     """The property test would prove little if its scenarios never came to these states."""
     arrival = Arrival(0, 0, 8, 2, 14, 0, 0, False, True, None)
     others = [Arrival(i, 0, 8, 2, 14, i % 4, 0, False, True, None) for i in range(1, 6)]
-    driver = Driver(Scenario([arrival, *others], 14, 4, 6, 32, True, True, {9}, {12}))
+    scenario = Scenario([arrival, *others], 14, 4, 6, 32, True, True, {9}, {12})
+    driver = Driver(replace(scenario, max_steps_in_flight=max_steps_in_flight))
     driver.run()
+    assert driver.most_in_flight == max_steps_in_flight
     assert driver.scheduler.stats.preemptions > 0
     assert driver.scheduler.stats.prefix_hit_tokens > 0
     assert driver.executor.num_restarts == 1
     assert all(output == driver.expected(key) for key, output in driver.outputs.items())
 
 
+@pytest.mark.parametrize("max_steps_in_flight", [1, 3])
 @pytest.mark.parametrize("drafts", ["text", "model"])
-def test_the_scenarios_can_accept_reject_and_catch_up(drafts):
+def test_the_scenarios_can_accept_reject_and_catch_up(drafts, max_steps_in_flight):
     arrivals = [Arrival(i % 3, 0, 8, 2, 14, i % 4, 0, False, True, None) for i in range(6)]
-    driver = Driver(Scenario(arrivals, 16, 4, 6, 64, True, True, set(), set(), drafts))
+    scenario = Scenario(arrivals, 16, 4, 6, 64, True, True, set(), set(), drafts)
+    driver = Driver(replace(scenario, max_steps_in_flight=max_steps_in_flight))
     driver.run()
     counts = driver.scheduler.stats.drafts
     assert driver.scheduler.stats.preemptions > 0

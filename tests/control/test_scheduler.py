@@ -1,15 +1,18 @@
-"""The scheduler's rules one by one: admission, preemption, caching, expiry, blame."""
+"""The scheduler's rules one by one: admission, preemption, caching, expiry, blame, overlap."""
+
+from collections import deque
+from dataclasses import replace
 
 import pytest
 
-from charonia.control import Limits, Request, Scheduler
+from charonia.control import FixedDepth, Limits, Request, Scheduler, Speculation
 from charonia.errors import (
     ConfigError,
     EngineDiedError,
     InvalidRequestError,
     QueueFullError,
 )
-from charonia.protocol import RowSampling
+from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
 
@@ -88,7 +91,6 @@ def test_the_first_plan_opens_an_epoch_and_the_next_ones_count_steps():
     scheduler = make_scheduler()
     engine = make_engine(scheduler)
     scheduler.add(make_request("a"))
-    assert scheduler.num_tokens_in_flight == 0
     first, _ = run_step(scheduler, engine)
     second, _ = run_step(scheduler, engine)
     assert (first.reset, first.step_id, second.reset, second.step_id) == (True, 0, False, 1)
@@ -212,7 +214,7 @@ def test_blocks_of_a_request_that_ends_during_a_step_are_free_after_it_and_not_b
     scheduler.add(make_request("a"))
     scheduler.add(make_request("b", token_ids=[9] * 8))
     plan = scheduler.plan(0.0)
-    assert scheduler.num_tokens_in_flight == 16
+    assert [row.num_tokens for row in plan.rows] == [8, 8]
     assert scheduler.finish("a") is not None
     assert scheduler.finish("a") is None
     assert scheduler.kv.num_used == 4
@@ -328,3 +330,167 @@ def test_a_suspect_that_is_cancelled_frees_the_others():
     scheduler.finish("b")
     scheduler.reset()
     assert not scheduler.has_requests
+
+
+# ---------------------------------------------------------------------- several steps in flight
+
+
+def add_requests(scheduler: Scheduler, keys: str, num_prompt: int = 8, **changes) -> None:
+    for key in keys:
+        scheduler.add(make_request(key, num_prompt, token_ids=[ord(key)] * num_prompt, **changes))
+
+
+def plan_all(scheduler: Scheduler) -> list[StepPlan]:
+    """Plan until nothing more can be in flight, from nothing in flight."""
+    plans = []
+    while len(plans) < scheduler.limits.max_steps_in_flight:
+        plan = scheduler.plan(0.0)
+        check_invariants(scheduler)
+        if plan is None:
+            break
+        plans.append(plan)
+    return plans
+
+
+def test_rows_are_shared_out_evenly_among_the_steps_in_flight():
+    scheduler = make_scheduler(max_steps_in_flight=2, max_num_seqs=8, num_blocks=65)
+    engine = make_engine(scheduler)
+    add_requests(scheduler, "abcdefg")
+    in_flight = deque(plan_all(scheduler))
+    sizes = []
+    for _ in range(8):
+        plan = in_flight.popleft()
+        sizes.append(len(plan.rows))
+        scheduler.apply(engine.submit(plan).result(None), 0.0)
+        in_flight.append(scheduler.plan(0.0))
+    assert sizes == [4, 3] * 4
+
+
+def test_a_row_that_is_alone_leaves_the_other_step_to_those_that_join():
+    scheduler = make_scheduler(max_steps_in_flight=2)
+    add_requests(scheduler, "a")
+    assert len(plan_all(scheduler)) == 1
+    add_requests(scheduler, "b")
+    plan = scheduler.plan(0.0)
+    assert [join.token_ids[0] for join in plan.joins] == [ord("b")]
+
+
+def test_those_that_find_no_blocks_do_not_make_the_steps_of_others_larger():
+    scheduler = make_scheduler(max_steps_in_flight=2, num_blocks=9)
+    engine = make_engine(scheduler)
+    add_requests(scheduler, "abcdef", 12)
+    (plan,) = plan_all(scheduler)
+    assert (len(plan.rows), scheduler.num_waiting) == (2, 4)
+    scheduler.apply(engine.submit(plan).result(None), 0.0)
+    assert [len(plan.rows) for plan in plan_all(scheduler)] == [1, 1]
+
+
+def test_who_needs_blocks_of_a_request_in_flight_waits_for_its_step():
+    scheduler = make_scheduler(max_steps_in_flight=2, num_blocks=9)
+    engine = make_engine(scheduler)
+    add_requests(scheduler, "ab", 11)
+    in_flight = deque(plan_all(scheduler))
+    while True:
+        scheduler.apply(engine.submit(in_flight.popleft()).result(None), 0.0)
+        check_invariants(scheduler)
+        plan = scheduler.plan(0.0)
+        if plan is None:
+            break
+        in_flight.append(plan)
+    first, last = scheduler.requests
+    assert (first.is_in_flight, last.is_in_flight) == (False, True)
+    assert scheduler.stats.preemptions == 0
+    scheduler.apply(engine.submit(in_flight.popleft()).result(None), 0.0)
+    plan = scheduler.plan(0.0)
+    assert [row.row for row in plan.rows] == [first.row]
+    assert (first.num_preemptions, last.num_preemptions) == (0, 1)
+
+
+def test_a_request_that_ends_in_flight_leaves_with_its_own_step():
+    scheduler = make_scheduler(max_steps_in_flight=2)
+    engine = make_engine(scheduler)
+    add_requests(scheduler, "ab")
+    first, second = plan_all(scheduler)
+    for key in "ab":
+        scheduler.finish(key)
+    assert scheduler.kv.num_used == 4
+    for plan, num_used in ((first, 2), (second, 0)):
+        assert scheduler.apply(engine.submit(plan).result(None), 0.0) == []
+        check_invariants(scheduler)
+        assert scheduler.kv.num_used == num_used
+
+
+def test_a_request_that_ends_beside_the_steps_in_flight_is_not_planned_again():
+    scheduler = make_scheduler(max_steps_in_flight=2)
+    engine = make_engine(scheduler)
+    add_requests(scheduler, "abc")
+    first, _ = plan_all(scheduler)
+    scheduler.apply(engine.submit(first).result(None), 0.0)
+    a_row, b_row = (row.row for row in first.rows)
+    scheduler.finish("a")
+    plan = scheduler.plan(0.0)
+    check_invariants(scheduler)
+    assert (plan.leaves, [row.row for row in plan.rows]) == ([a_row], [b_row])
+
+
+def test_results_are_applied_in_the_order_of_their_plans():
+    scheduler = make_scheduler(max_steps_in_flight=2)
+    engine = make_engine(scheduler)
+    add_requests(scheduler, "ab")
+    results = [engine.submit(plan).result(None) for plan in plan_all(scheduler)]
+    with pytest.raises(AssertionError, match="wrong result"):
+        scheduler.apply(results[1], 0.0)
+
+
+def test_no_more_steps_are_in_flight_than_the_engine_takes():
+    scheduler = make_scheduler(max_steps_in_flight=2)
+    add_requests(scheduler, "abc")
+    plan_all(scheduler)
+    with pytest.raises(AssertionError, match="too many steps"):
+        scheduler.plan(0.0)
+
+
+def test_a_reset_gives_all_steps_in_flight_up():
+    scheduler = make_scheduler(max_steps_in_flight=2)
+    add_requests(scheduler, "abc")
+    plan_all(scheduler)
+    scheduler.finish("b")
+    scheduler.reset()
+    check_invariants(scheduler)
+    first, second = plan_all(scheduler)
+    assert (first.reset, second.reset) == (True, False)
+    assert [join.token_ids for plan in (first, second) for join in plan.joins] == [
+        [ord(key)] * 8 for key in "ac"
+    ]
+
+
+def test_all_requests_in_flight_at_two_deaths_are_suspects_and_run_alone():
+    scheduler = make_scheduler(max_steps_in_flight=2)
+    engine = make_engine(scheduler)
+    add_requests(scheduler, "abc", max_tokens=1)
+    for _ in range(2):
+        plan_all(scheduler)
+        assert scheduler.blame() is None
+        scheduler.reset()
+    for key in "abc":
+        (plan,) = plan_all(scheduler)
+        (update,) = scheduler.apply(engine.submit(plan).result(None), 0.0)
+        assert update.request.key == key
+
+
+@pytest.mark.parametrize(("max_steps_in_flight", "seconds"), [(1, 7.0), (2, 0.001)])
+def test_the_time_of_a_step_is_its_cycle_unless_it_waited_behind_others(
+    max_steps_in_flight, seconds
+):
+    class Observed(FixedDepth):
+        def observe_step(self, shape, seconds, draft_seconds, requests):
+            observed.append((seconds, [request.key for request in requests]))
+
+    observed: list[tuple[float, list[str]]] = []
+    limits = replace(LIMITS, max_steps_in_flight=max_steps_in_flight)
+    speculation = Speculation(max_drafts=2, policy=Observed())
+    scheduler = Scheduler(limits, hash_secret=b"test", speculation=speculation)
+    add_requests(scheduler, "a")
+    plan = scheduler.plan(3.0)
+    scheduler.apply(make_engine(scheduler).submit(plan).result(None), 10.0)
+    assert observed == [(seconds, ["a"])]

@@ -2,14 +2,20 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from charonia.data.comm import Place
+from charonia.data.model import loader
 from charonia.data.model.loader import load_weights
 from charonia.data.model.parameters import Parameters
 from charonia.data.model.spec import ModelSpec
@@ -17,18 +23,33 @@ from charonia.errors import CheckpointError
 
 Checkpoint = Callable[..., Path]
 WEIGHTS = "model.safetensors"
+WHOLE = Place()
 
 
 def load(
-    model_dir: Path, dtype: torch.dtype = torch.float32
-) -> tuple[dict[str, Tensor], int, list[str]]:
+    model_dir: Path, dtype: torch.dtype = torch.float32, place: Place = WHOLE
+) -> tuple[dict[str, list[Tensor]], int, list[str]]:
+    """Load a place's part.
+
+    Returns:
+        The pieces of each tensor, the number of parameters, and what was logged.
+    """
     spec = ModelSpec.from_dir(model_dir)
-    parameters = Parameters(spec, dtype, torch.device("cpu"))
+    parameters = Parameters(spec, dtype, torch.device("cpu"), place)
     lines: list[str] = []
     count = load_weights(
         model_dir, parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=lines.append
     )
-    return dict(parameters.checkpoint_tensors()), count, lines
+    pieces = {
+        tensor.name: [piece.memory for piece in tensor.pieces]
+        for tensor in parameters.checkpoint_tensors()
+    }
+    return pieces, count, lines
+
+
+def assert_is(pieces: list[Tensor], tensor: Tensor, name: str) -> None:
+    (piece,) = pieces
+    assert torch.equal(piece, tensor), name
 
 
 @pytest.fixture
@@ -55,7 +76,7 @@ def test_every_tensor_of_the_file_is_where_it_belongs(
     loaded, count, _ = load(model_dir)
     assert loaded.keys() == stored.keys()
     for name, tensor in stored.items():
-        assert torch.equal(loaded[name], tensor), name
+        assert_is(loaded[name], tensor, name)
     assert count == sum(tensor.numel() for tensor in stored.values())
 
 
@@ -64,7 +85,8 @@ def test_shards_load_as_the_single_file_does(checkpoint: Checkpoint) -> None:
     assert len(list(sharded.glob("*.safetensors"))) > 2
     whole, _, _ = load(checkpoint("LlamaForCausalLM"))
     parts, _, _ = load(sharded)
-    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    for name, (tensor,) in whole.items():
+        assert_is(parts[name], tensor, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -74,7 +96,7 @@ def test_weights_are_converted_to_the_dtype_asked_for(
     model_dir = checkpoint("LlamaForCausalLM", dtype="bfloat16")
     loaded, _, _ = load(model_dir, dtype)
     for name, tensor in load_file(model_dir / WEIGHTS).items():
-        assert torch.equal(loaded[name], tensor.to(dtype)), name
+        assert_is(loaded[name], tensor.to(dtype), name)
 
 
 def test_progress_is_logged_in_tenths(checkpoint: Checkpoint) -> None:
@@ -155,3 +177,105 @@ def test_missing_and_damaged_files_are_named_without_their_path(
     with pytest.raises(CheckpointError, match=message) as caught:
         load(tmp_path)
     assert str(tmp_path) not in str(caught.value)
+
+
+class Recorder:
+    """A safetensors file that counts the elements which are taken from each of its tensors."""
+
+    def __init__(self, taken: Counter[str], *args: Any, **settings: Any) -> None:
+        self._taken = taken
+        self._file = safe_open(*args, **settings)
+
+    def __enter__(self) -> Self:
+        self._file.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.__exit__(kind, error, traceback)
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_slice(self, name: str) -> "RecorderSlice":
+        return RecorderSlice(self._taken, name, self._file.get_slice(name))
+
+
+class RecorderSlice:
+    def __init__(self, taken: Counter[str], name: str, stored: Any) -> None:
+        self._taken, self._name, self._stored = taken, name, stored
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        tensor: Tensor = self._stored[index]
+        self._taken[self._name] += tensor.numel()
+        return tensor
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many elements of each tensor the loader has taken from files."""
+    counts: Counter[str] = Counter()
+
+    def opened(*args: Any, **settings: Any) -> Recorder:
+        return Recorder(counts, *args, **settings)
+
+    monkeypatch.setattr(loader, "safe_open", opened)
+    return counts
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_rank_reads_its_own_part_alone(
+    checkpoint: Checkpoint, taken: Counter[str], part: int, stage: int
+) -> None:
+    model_dir = checkpoint("LlamaForCausalLM")
+    _, count, _ = load(model_dir, place=Place(part, 2, stage, 2))
+    wanted = {
+        name: tensor.numel() // (2 if tensor.dim() == 2 else 1)  # norms are on every rank
+        for name, tensor in load_file(model_dir / WEIGHTS).items()
+        if name.startswith(
+            ("model.embed_tokens.", "model.layers.0.")
+            if stage == 0
+            else ("model.layers.1.", "model.norm.", "lm_head.")
+        )
+    }
+    assert taken == wanted
+    assert count == sum(wanted.values())
+
+
+def test_one_rank_alone_reads_everything_once(checkpoint: Checkpoint, taken: Counter[str]) -> None:
+    model_dir = checkpoint("Qwen2ForCausalLM")
+    load(model_dir)
+    stored = load_file(model_dir / WEIGHTS)
+    assert taken == {name: tensor.numel() for name, tensor in stored.items()}
+
+
+def test_progress_is_that_of_the_ranks_own_bytes(checkpoint: Checkpoint) -> None:
+    model_dir = checkpoint("LlamaForCausalLM", intermediate_size=1024)
+    _, count, lines = load(model_dir, place=Place(part=1, num_parts=4))
+    assert lines[-1] == f"loading weights: 100 % of {count * 4 / 2**20:.1f} MiB"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_every_rank_refuses_what_is_wrong_with_any_part(
+    altered: Callable[..., Path], taken: Counter[str], stage: int
+) -> None:
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.k_proj.bias"] = torch.zeros(32)
+        tensors["model.norm.weight"] = torch.zeros(65)
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(64, 64)
+
+    with pytest.raises(CheckpointError) as caught:
+        load(altered(spoil), place=Place(0, 2, stage, 2))
+    text = str(caught.value)
+    assert "missing tensors: model.layers.1.mlp.up_proj.weight;" in text
+    assert "unknown tensors: model.layers.0.self_attn.k_proj.bias;" in text
+    assert "model.norm.weight (is [65], should be [64])" in text
+    assert "model.layers.0.mlp.up_proj.weight (is [64, 64], should be [128, 64])" in text
+    assert not taken

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from charonia.data.comm import Place
 from charonia.data.kv_store import KVStore, kv_layout
 from charonia.data.model.decoder import Decoder
 from charonia.data.model.parameters import Parameters
@@ -90,14 +91,16 @@ class Model:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         parameters = Parameters(self.spec, self.dtype, CPU)
-        for _, tensor in parameters.checkpoint_tensors():
+        for tensor in (
+            piece.memory for wanted in parameters.checkpoint_tensors() for piece in wanted.pieces
+        ):
             scale = 2.0 / tensor.shape[-1] ** 0.5 if tensor.dim() == 2 else 1.0
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * scale)
         self.tokens = [
             torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in self.lengths
         ]
         self.decoder = Decoder(self.spec, parameters, self.ops, num_positions=MAX_LEN)
-        layout = kv_layout(self.spec, self.ops, self.block_size, self.dtype)
+        layout = kv_layout(self.spec, self.ops, self.block_size, self.dtype, Place())
         blocks = [-(-length // self.block_size) for length in self.lengths]
         shapes = self.ops.page_shapes(layout)
         self.pages = KVStore(layout, shapes, sum(blocks) + 5, CPU).pages

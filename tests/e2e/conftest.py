@@ -8,6 +8,7 @@ import pytest
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import one_torch_thread
+from support.faults import make_faulty_repository
 
 MAX_MODEL_LEN = 4096
 ROOMY = ("num_gpu_blocks_override=2049", "max_num_seqs=64")
@@ -23,6 +24,12 @@ NARROW = (
 def small_checkpoint(checkpoint: Callable[..., Path]) -> Path:
     """A random float32 Llama with a byte-level tokenizer; long contexts, for long streams."""
     return checkpoint("LlamaForCausalLM", max_position_embeddings=MAX_MODEL_LEN)
+
+
+@pytest.fixture(scope="session")
+def faulty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model repository whose engine fails on order (see faulty_engine.py) and takes its time."""
+    return make_faulty_repository(tmp_path_factory.mktemp("faulty") / "model_repository")
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,12 @@
 
 import contextlib
 import os
-import random
 import re
-import shutil
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -18,18 +15,18 @@ import pytest
 
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.processes import find_by_argument
-from charonia.launch.repository import RepositoryOptions, default_repository, prepare_repository
+from charonia.launch.repository import RepositoryOptions, prepare_repository
 from charonia.launch.run import running_server
 from charonia.launch.runtime_dir import RuntimeDir
 from charonia.launch.server import TritonServer
 from support.e2e import error_of, infer_grpc, scrape, wait_for, wait_idle
+from support.events import events
+from support.faults import order_fault
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
+from support.many_streams import NUM_TOKENS, POISON, check_complete, start_streams
 from support.serving import Serving
 
-NUM_TOKENS = 1500
-VOCAB_SIZE = 384
-POISON = VOCAB_SIZE - 1
 STEP_DEADLINE_S = 8
 SETTINGS = (
     "max_num_seqs=16",
@@ -37,47 +34,8 @@ SETTINGS = (
     "num_gpu_blocks_override=900",
     f"scheduler.min_step_deadline_s={STEP_DEADLINE_S}",
 )
-_draw = random.Random(2)
-PROMPTS = [
-    [_draw.randrange(1, POISON) for _ in range(length)] for length in (1, 2, 5, 15, 16, 33, 60, 100)
-]
-WAYS_IN = [*[("grpc", "scheduler")] * 4, *[("grpc", "llm")] * 2, *[("http", "scheduler")] * 2]
-FAULTY_ENGINE = Path(__file__).parent / "faulty_engine.py"
 SERVES_AGAIN_S = 15.0
-
-
-def start_streams(urls: dict[str, str], **options: Any) -> list[LiveStream]:
-    """One stream per prompt, all under way: tokens came of each, and many are to come.
-
-    Half of them are greedy and half sample with a seed; `options` change their sampling.
-    """
-    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True} | options
-    streams = [
-        LiveStream(
-            urls[protocol],
-            prompt,
-            protocol=protocol,
-            model=model,
-            temperature=0.8 * (index % 2),
-            seed=index,
-            **sampling,
-        )
-        for index, (prompt, (protocol, model)) in enumerate(zip(PROMPTS, WAYS_IN, strict=True))
-    ]
-    for stream in streams:
-        stream.wait_tokens(3)
-    ended = [stream.error or stream.finish_reason for stream in streams if stream.is_over]
-    assert not ended, ended
-    return streams
-
-
-def check_complete(stream: LiveStream, token_ids: list[int]) -> None:
-    """Assert that a stream ended as it should, with these tokens."""
-    stream.wait_over()
-    assert stream.error is None
-    assert stream.finish_reason == "length"
-    assert stream.token_ids == token_ids
-    assert stream.num_empty == 0
+KINDS = ("step_failed", "died", "hung", "load_failed")
 
 
 def check_failed(server: TritonServer, streams: list[LiveStream], reason: str) -> None:
@@ -94,10 +52,19 @@ def check_failed(server: TritonServer, streams: list[LiveStream], reason: str) -
 
 @dataclass(frozen=True)
 class EngineState:
-    """What the metrics page and the process list say of the engine."""
+    """What the metrics page, the process list and the log say of the engine.
+
+    Attributes:
+        failures: by kind. num_lines: of the log, so far.
+    """
 
     num_restarts: int
     pids: list[int]
+    failures: dict[str, int]
+    num_quarantined: int
+    num_recomputed: int
+    num_recoveries: int
+    num_lines: int
 
 
 class Target:
@@ -110,10 +77,8 @@ class Target:
         self.urls = {"grpc": server.grpc_url, "http": server.http_url}
 
     def order(self, fault: str, value: int) -> None:
-        """Order a fault of `faulty_engine`, in one piece: the engine looks at any moment."""
-        draft = self.repository / f"{fault}.draft"
-        draft.write_text(str(value), encoding="utf-8")
-        draft.replace(self.repository / fault)
+        """Order a fault of `faulty_steps`."""
+        order_fault(self.repository, fault, value)
 
     def settle(self) -> EngineState:
         """The state of the engine once nothing is live any more and no block is used."""
@@ -121,7 +86,20 @@ class Target:
         assert samples["charonia_engine_up"] == 1
         pids = self.server.pids("engine")
         assert len(pids) == 1, "an engine beside the engine"
-        return EngineState(int(samples["charonia_engine_restarts_total"]), pids)
+        name = 'charonia_engine_failures_total{{kind="{}"}}'
+        return EngineState(
+            num_restarts=int(samples["charonia_engine_restarts_total"]),
+            pids=pids,
+            failures={kind: int(samples[name.format(kind)]) for kind in KINDS},
+            num_quarantined=int(samples["charonia_requests_quarantined_total"]),
+            num_recomputed=int(samples["charonia_requests_recomputed_total"]),
+            num_recoveries=int(samples["charonia_recovery_seconds_count"]),
+            num_lines=len(self.log),
+        )
+
+    def events_since(self, before: EngineState, name: str) -> list[dict[str, str]]:
+        """The events of this name that were logged since then."""
+        return events(self.log[before.num_lines :], name)
 
     def is_engine_ready(self) -> bool:
         url = f"http://{self.server.http_url}/v2/models/engine/ready"
@@ -133,16 +111,11 @@ class Target:
 
 
 @pytest.fixture(scope="module")
-def target(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def target(small_checkpoint: Path, faulty_repository: Path) -> Iterator[Target]:
     """A server whose engine fails on order; all tests share it, and each leaves it healthy."""
-    source = tmp_path_factory.mktemp("faulty") / "model_repository"
-    shutil.copytree(default_repository(), source)
-    engine = source / "engine" / "1"
-    shutil.move(engine / "model.py", engine / "product_model.py")
-    shutil.copyfile(FAULTY_ENGINE, engine / "model.py")
     log: list[str] = []
     with running_server(
-        model=small_checkpoint, settings=SETTINGS, source=source, on_log=log.append
+        model=small_checkpoint, settings=SETTINGS, source=faulty_repository, on_log=log.append
     ) as server:
         yield Target(server, log)
     assert leftovers(server.runtime_dir) == []
@@ -159,10 +132,24 @@ def undisturbed(target: Target) -> list[list[int]]:
     return [stream.token_ids for stream in streams]
 
 
+def rises(before: EngineState, after: EngineState) -> dict[str, int]:
+    """By how much the failures of each kind rose; kinds that did not are left out."""
+    risen = {kind: after.failures[kind] - before.failures[kind] for kind in KINDS}
+    return {kind: rise for kind, rise in risen.items() if rise}
+
+
 def check_recovered(
-    target: Target, streams: list[LiveStream], undisturbed: list[list[int]], before: EngineState
+    target: Target,
+    streams: list[LiveStream],
+    undisturbed: list[list[int]],
+    before: EngineState,
+    failures: dict[str, int],
 ) -> None:
-    """Assert that all streams survived one death of the engine, which was replaced by one."""
+    """Assert that all streams survived one death of the engine, which was replaced by one.
+
+    Args:
+        failures: that are counted for it; the last kind is the one that is logged.
+    """
     for stream, token_ids in zip(streams, undisturbed, strict=True):
         check_complete(stream, token_ids)
         assert stream.timing["restarts"] == 1
@@ -170,16 +157,28 @@ def check_recovered(
     assert after.num_restarts == before.num_restarts + 1
     assert after.pids != before.pids
     assert not is_alive(before.pids[0]), "the old engine lives on beside the new one"
+    assert rises(before, after) == failures
+    num_live = len(streams)
+    assert after.num_recomputed == before.num_recomputed + num_live
+    assert after.num_recoveries == before.num_recoveries + 1
+    assert after.num_quarantined == before.num_quarantined
+    (died,) = target.events_since(before, "engine_died")
+    assert (died["kind"], died["live"]) == (list(failures)[-1], str(num_live))
+    (back,) = target.events_since(before, "engine_back")
+    assert back["recomputed"] == str(num_live)
+    assert 0 < float(back["seconds"]) < 60
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "hung")], ids=["kill", "stop"]
+)
 def test_every_stream_survives_a_dead_or_stopped_engine(
-    target: Target, undisturbed: list[list[int]], fault: signal.Signals
+    target: Target, undisturbed: list[list[int]], fault: signal.Signals, kind: str
 ) -> None:
     before = target.settle()
     streams = start_streams(target.urls)
     os.kill(before.pids[0], fault)
-    check_recovered(target, streams, undisturbed, before)
+    check_recovered(target, streams, undisturbed, before, {kind: 1})
     pause = max(stream.longest_pause_s for stream in streams)
     print(f"{fault.name}: at most {pause:.1f} s without a token")
 
@@ -190,7 +189,7 @@ def test_every_stream_survives_a_step_that_never_ends(
     before = target.settle()
     streams = start_streams(target.urls)
     target.order("hang-in-step", 1)
-    check_recovered(target, streams, undisturbed, before)
+    check_recovered(target, streams, undisturbed, before, {"hung": 1})
     assert max(stream.longest_pause_s for stream in streams) >= STEP_DEADLINE_S
 
 
@@ -200,7 +199,7 @@ def test_every_stream_survives_two_steps_in_a_row_that_raise(
     before = target.settle()
     streams = start_streams(target.urls)
     target.order("raise-in-step", 2)
-    check_recovered(target, streams, undisturbed, before)
+    check_recovered(target, streams, undisturbed, before, {"step_failed": 2})
 
 
 def test_a_step_that_raises_once_costs_no_engine(
@@ -211,8 +210,50 @@ def test_a_step_that_raises_once_costs_no_engine(
     target.order("raise-in-step", 1)
     for stream, token_ids in zip(streams, undisturbed, strict=True):
         check_complete(stream, token_ids)
-    assert target.settle() == before
-    assert any("a step failed: RuntimeError in a step" in line for line in target.log)
+    after = target.settle()
+    assert (after.num_restarts, after.pids) == (before.num_restarts, before.pids)
+    assert rises(before, after) == {"step_failed": 1}
+    by_engine, by_scheduler = target.events_since(before, "step_failed")
+    assert by_engine == {"reason": "RuntimeError: a test ordered this step to raise"}
+    assert by_scheduler == {"reason": "RuntimeError in a step of the engine", "live": "8"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "hung")], ids=["kill", "stop"]
+)
+def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_before_anybody_asks_for_it(
+    target: Target, fault: signal.Signals, kind: str
+) -> None:
+    right = target.generate()
+    before = target.settle()
+    os.kill(before.pids[0], fault)
+    assert wait_for(lambda: target.events_since(before, "engine_back"), bool)
+    after = target.settle()
+    assert after.num_restarts == before.num_restarts + 1
+    assert rises(before, after) == {kind: 1}
+    assert (after.num_recomputed, after.num_recoveries) == (
+        before.num_recomputed,
+        before.num_recoveries + 1,
+    )
+    assert not is_alive(before.pids[0])
+    stream = target.generate()
+    check_complete(stream, right.token_ids)
+    assert stream.timing["restarts"] == 0
+
+
+def test_a_client_that_goes_away_leaves_a_line_and_no_blocks(target: Target) -> None:
+    before = target.settle()
+    stream = LiveStream(
+        target.server.grpc_url, [4, 5, 6], request_id='a "name"', max_tokens=3000, ignore_eos=True
+    )
+    stream.wait_tokens(3)
+    stream.leave()
+    stream.wait_over()
+    after = target.settle()
+    (cancelled,) = target.events_since(before, "request_cancelled")
+    assert cancelled["request_id"] == 'a "name"'
+    assert int(cancelled["tokens"]) >= 3
+    assert rises(before, after) == {}
 
 
 def test_a_request_that_finds_a_dead_engine_waits_for_the_next_one(target: Target) -> None:
@@ -238,6 +279,10 @@ def test_a_request_that_kills_the_engine_each_time_fails_alone(
         check_complete(stream, token_ids)
     after = target.settle()
     assert after.num_restarts == before.num_restarts + 3  # twice with the others, once alone
+    assert rises(before, after) == {"died": 3}
+    assert after.num_quarantined == before.num_quarantined + 1
+    assert after.num_recomputed == before.num_recomputed + 9 + 9 + 8
+    assert len(target.events_since(before, "request_quarantined")) == 1
     (target.repository / "poison").unlink()
 
 
@@ -263,7 +308,14 @@ def test_an_engine_that_cannot_be_loaded_fails_requests_with_the_reason_until_it
     again = start_streams(target.urls)
     for stream, token_ids in zip(again, undisturbed, strict=True):
         check_complete(stream, token_ids)
-    assert target.settle().num_restarts == before.num_restarts + 1
+    after = target.settle()
+    assert after.num_restarts == before.num_restarts + 1
+    tries = target.events_since(before, "engine_load_failed")
+    assert rises(before, after) == {"died": 1, "load_failed": len(tries)}
+    assert tries[0]["failed_requests"] == "8"
+    assert all("unknown engine argument 'max_sequences'" in one["reason"] for one in tries)
+    assert after.num_recomputed == before.num_recomputed
+    assert after.num_recoveries == before.num_recoveries + 1
 
 
 class WithoutModelControl(TritonServer):
@@ -284,7 +336,7 @@ def test_without_explicit_model_control_recovery_is_off_and_says_so(small_checkp
     with server, contextlib.closing(Probe(server.http_url, "scheduler")) as probe:
         wait_serving(server, probe, 60)
         reason = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
-        assert any(f"WARNING: {reason}" in line for line in log)
+        assert events(log, "recovery_off") == [{"reason": reason}]
         urls = {"grpc": server.grpc_url, "http": server.http_url}
         streams = start_streams(urls)
         (pid,) = server.pids("engine")

@@ -26,7 +26,8 @@ from support.e2e import (
     wait_idle,
 )
 
-HISTOGRAMS = ("queue_seconds", "time_to_first_token_seconds", "request_seconds")
+REQUEST_HISTOGRAMS = ("queue_seconds", "time_to_first_token_seconds", "request_seconds")
+HISTOGRAMS = (*REQUEST_HISTOGRAMS, "recovery_seconds")
 HISTOGRAMS_AS_COUNTERS = ("inter_token_seconds", "step_seconds", "plan_seconds")
 COUNTERS = {
     "prompt_tokens_total": ("source", {"computed", "cached"}),
@@ -42,6 +43,10 @@ COUNTERS = {
     "draft_tokens_total": None,
     "accepted_tokens_total": None,
     "engine_restarts_total": None,
+    "engine_reloads_total": None,
+    "engine_failures_total": ("kind", {"step_failed", "died", "hung", "load_failed"}),
+    "requests_quarantined_total": None,
+    "requests_recomputed_total": None,
 }
 GAUGES = {
     "requests_running": None,
@@ -142,7 +147,7 @@ def test_no_series_is_there_twice(server: TritonServer) -> None:
         assert len({tuple(sorted(one.items())) for one in all_labels}) == len(all_labels), name
 
 
-@pytest.mark.parametrize("name", [*HISTOGRAMS, *HISTOGRAMS_AS_COUNTERS])
+@pytest.mark.parametrize("name", [*REQUEST_HISTOGRAMS, *HISTOGRAMS_AS_COUNTERS])
 def test_a_histogram_is_consistent(samples: dict[str, float], name: str) -> None:
     check_histogram(samples, f"charonia_{name}")
 
@@ -192,7 +197,7 @@ def test_tokens_requests_and_times_add_up(server: TritonServer) -> None:
     assert rise('charonia_finished_total{reason="length"}') == num_requests
     assert rise('charonia_finished_total{reason="stop"}') == 0
     assert rise("charonia_inter_token_seconds_count") == num_requests * (num_tokens - 1)
-    for name in HISTOGRAMS:
+    for name in REQUEST_HISTOGRAMS:
         assert rise(f"charonia_{name}_count") == num_requests, name
     # Some requests shared steps.
     num_steps = rise("charonia_step_seconds_count")

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
-from charonia.engine.metrics import MAX_UNDRAINED, PHASES, Metrics
+from charonia.engine.metrics import FAILURES, MAX_UNDRAINED, PHASES, Metrics
 from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
 from charonia.protocol import SamplingParams
@@ -148,6 +148,61 @@ def test_no_fault_changes_a_token(fault):
     assert bench.executor.num_restarts == int(fault != "fail")
 
 
+@pytest.mark.parametrize(
+    ("fault", "failures", "lines"),
+    [
+        ("fail", {"step_failed": 1}, ["step_failed"]),
+        ("fail twice", {"step_failed": 2}, ["step_failed"] * 2 + ["engine_died", "engine_back"]),
+        ("die", {"died": 1}, ["engine_died", "engine_back"]),
+        ("hang", {"hung": 1}, ["engine_died", "engine_back"]),
+        (
+            "die and not come back at once",
+            {"died": 1, "load_failed": 2},
+            ["engine_died", "engine_load_failed", "engine_load_failed", "engine_back"],
+        ),
+    ],
+)
+def test_every_failure_is_counted_once_and_has_its_line(fault, failures, lines):
+    bench = Bench()
+    for key in "abc":
+        bench.add(key)
+    bench.run(5)
+    bench.executor.fail_next = {"fail": 1, "fail twice": 2}.get(fault, 0)
+    bench.executor.die_next = int("die" in fault)
+    bench.executor.hang_next = int(fault == "hang")
+    bench.executor.refuse_restarts = 2 if "not come back" in fault else 0
+    bench.lines.clear()
+    bench.run()
+    while not bench.core.is_up:
+        bench.now += 1
+        bench.core.connect()
+    counters = bench.core.metrics.counters
+    name = "charonia_engine_failures_total"
+    assert {kind: counters[name, kind] for kind in FAILURES if counters[name, kind]} == failures
+    names = [line.split()[0] for line in bench.lines]
+    assert [name for name in names if name != "warning:"] == lines
+    num_recoveries = int("engine_back" in lines)
+    recoveries = bench.core.metrics.drain().get("charonia_recovery_seconds", [])
+    assert len(recoveries) == num_recoveries
+    num_recomputed = 0 if "load_failed" in failures else 3 * num_recoveries
+    assert counters["charonia_requests_recomputed_total", ""] == num_recomputed
+    if "load_failed" in failures:
+        assert recoveries[0] >= 3, "the time without an engine counts, not the last try alone"
+
+
+def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_at_once():
+    bench = Bench()
+    bench.core.watch()
+    assert bench.executor.num_restarts == 0
+    bench.executor.is_alive = False
+    bench.core.watch()
+    assert bench.executor.num_restarts == 1
+    bench.add("a")
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    assert bench.chunks["a"][-1].timing["restarts"] == 0
+
+
 def test_a_request_that_kills_every_engine_fails_alone():
     bench = Bench(EchoExecutor(poison=255))
     bench.add("a")
@@ -158,7 +213,10 @@ def test_a_request_that_kills_every_engine_fails_alone():
     for key in "ab":
         whole = expected(key)
         assert bench.tokens(key) == whole or 255 in whole
-    assert bench.core.metrics.counters["charonia_engine_restarts_total", ""] >= 3
+    counters = bench.core.metrics.counters
+    assert counters["charonia_engine_restarts_total", ""] >= 3
+    assert counters["charonia_requests_quarantined_total", ""] == 1
+    assert "request_quarantined key=x request_id=id-x" in bench.lines
 
 
 def test_while_the_engine_cannot_be_loaded_requests_fail_with_the_reason():

@@ -9,6 +9,7 @@ import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
+from charonia.engine.reload import Reload
 from charonia.engine.service import EngineService
 from charonia.errors import (
     EngineDiedError,
@@ -208,6 +209,56 @@ def test_a_bug_on_the_way_in_loses_nobody(service, monkeypatch):
     assert client.wait("next")[-1].finish_reason == "length"
 
 
+def order(*, drain: bool = False) -> Reload:
+    return Reload(lambda: None, lambda: None, lambda: None, drain=drain)
+
+
+def wait_over(reload: Reload) -> None:
+    for _ in range(400):
+        if reload.is_over:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the reload is {reload.phase} for ever")
+
+
+def test_an_order_that_a_bug_hinders_fails_and_the_next_is_carried_out(service, monkeypatch):
+    client = Client(service)
+    add = service._core.add
+    is_in_bug, may_go_on = threading.Event(), threading.Event()
+
+    def add_and_raise(request):
+        is_in_bug.set()
+        assert may_go_on.wait(20)
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(service._core, "add", add_and_raise)
+    client.submit("a")
+    assert is_in_bug.wait(20)
+    lost, refused = order(), order()
+    service.reload(lost)
+    service.reload(refused)
+    assert (refused.phase, refused.reason) == ("failed", "another reload is under way")
+    monkeypatch.setattr(service._core, "add", add)
+    may_go_on.set()
+    wait_over(lost)
+    assert (lost.phase, lost.reason) == ("failed", "internal error: KeyError")
+    wait_until_up(service)
+    after = order()
+    service.reload(after)
+    wait_over(after)
+    assert after.phase == "done"
+
+
+def test_an_order_that_waits_when_the_service_closes_fails(service):
+    client = Client(service)
+    client.submit("a", max_tokens=10**5)
+    waiting, late = order(drain=True), order()
+    service.reload(waiting)
+    service.close()
+    service.reload(late)
+    assert [waiting.reason, late.reason] == ["the server is shutting down"] * 2
+
+
 def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_one():
     is_restarting, may_go_on = threading.Event(), threading.Event()
 
@@ -230,3 +281,14 @@ def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_on
     for key in "ab":
         assert client.wait(key)[-1].finish_reason == "length"
     service.close()
+
+
+def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_before_a_request_comes(service):
+    executor = service._core._executor
+    executor.is_alive = False
+    for _ in range(200):
+        if executor.num_restarts:
+            break
+        time.sleep(0.02)
+    assert executor.num_restarts == 1
+    wait_until_up(service)

@@ -43,7 +43,13 @@ def test_the_first_core_is_the_first_that_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"cpu_binding": "none"}, {"cpu_threads": 1}, {"cpu_kernels": "torch"}, {"device": "cuda"}],
+    [
+        {"cpu_binding": "none"},
+        {"cpu_threads": 1},
+        {"cpu_kernels": "torch"},
+        {"device": "cuda"},
+        {"tensor_parallel_size": 2},
+    ],
 )
 def test_an_engine_that_binds_no_threads_gets_no_core_for_itself(
     tmp_path: Path, changes: dict[str, object]

@@ -15,7 +15,12 @@ EXIT_TIMEOUT = 'E1121 02:39:39.339419 6769 main.cc:535] "failed to stop server: 
 NO_GPU = 'E1121 02:39:00.046573 6344 server.cc:241] "CudaDriverHelper has not been initialized."'
 
 
-@pytest.mark.parametrize("line", [OURS, EXIT_TIMEOUT, "Traceback (most recent call last):"])
+EVENT = """[scheduler] engine_load_failed retry_in=1 reason="failed to load 'engine' version 1" """
+
+
+@pytest.mark.parametrize(
+    "line", [OURS, EXIT_TIMEOUT, "Traceback (most recent call last):", EVENT.strip()]
+)
 def test_errors_and_what_python_says_are_interesting(line: str) -> None:
     assert is_interesting(line)
 

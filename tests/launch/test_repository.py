@@ -15,6 +15,7 @@ from charonia.launch.repository import (
     LINK_FROM_BYTES,
     PreparedRepository,
     RepositoryOptions,
+    change_engine,
     prepare_repository,
 )
 
@@ -265,3 +266,23 @@ def test_a_repository_without_model_json_is_refused(source: Path, target: Path) 
     (source / "engine/1/model.json").unlink()
     with pytest.raises(LaunchError, match=r"model\.json cannot be read"):
         prepare(source, target)
+
+
+def test_the_ranks_are_options_of_their_own(source: Path, target: Path) -> None:
+    prepared = prepare(source, target, tensor_parallel_size=2, pipeline_parallel_size=2)
+    assert prepared.engine_args.num_ranks == 4
+    assert model_json(target)["tensor_parallel_size"] == 2
+
+
+def test_a_change_of_the_engine_is_checked_and_told_and_writes_nothing(
+    source: Path, target: Path, checkpoint_dir: Path
+) -> None:
+    prepare(source, target, "max_num_seqs=8")
+    before = model_json(target)
+    change = change_engine(target, RepositoryOptions(settings=("max_num_seqs=4",), dtype="float32"))
+    assert change.differences() == {"max_num_seqs": (8, 4), "dtype": ("auto", "float32")}
+    assert change.values == before | {"max_num_seqs": 4, "dtype": "float32"}
+    assert change.scheduler == "scheduler"
+    assert model_json(target) == before
+    with pytest.raises(ConfigError, match=r"scheduler\.max_queue_size cannot change"):
+        change_engine(target, RepositoryOptions(settings=("scheduler.max_queue_size=1",)))

@@ -16,6 +16,7 @@ import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
+import charonia
 from charonia.launch.errors import LaunchError
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import TritonServer
@@ -117,6 +118,19 @@ def test_a_model_that_cannot_be_loaded_is_the_reason(
     server.start()
     with pytest.raises(LaunchError, match=r"'scheduler'.* the stand-in refuses to load"):
         server.wait_ready()
+
+
+def test_the_models_import_the_launchers_own_copy_of_charonia_wherever_it_is_started(
+    make_server: MakeServer, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = repository / "engine" / "1" / "model.py"
+    tell = f"import charonia\nopen({str(tmp_path / 'told')!r}, 'w').write(charonia.__file__)\n"
+    model.write_text(tell + model.read_text("utf-8"), encoding="utf-8")
+    (tmp_path / "charonia").mkdir()
+    (tmp_path / "charonia" / "__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with make_server():
+        assert (tmp_path / "told").read_text("utf-8") == charonia.__file__
 
 
 LAUNCHER = """

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,8 @@ import pytest
 
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import TritonServer
-from charonia.launch.supervisor import SupervisionLimits, Supervisor
+from charonia.launch.supervisor import Silence, SupervisionLimits, Supervisor
+from support.e2e import wait_for
 from support.leftovers import leftovers
 
 QUICK = SupervisionLimits(probe_interval_s=0.5, probe_timeout_s=1.0, hang_s=2.0, backoff_s=0.1)
@@ -124,7 +126,11 @@ def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Supervised]) 
     os.kill(supervised.server.pid, signal.SIGKILL)
     supervised.wait_serving()
     assert supervised.generate().status_code == 200
-    assert supervised.lines == ["restarting tritonserver: tritonserver was ended by SIGKILL"]
+    wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines == 2)
+    restarting, back = supervised.lines
+    reason = '"tritonserver was ended by SIGKILL"'
+    assert restarting == f"server_restarting restarts=0 reason={reason}"
+    assert re.fullmatch(r"server_back seconds=\d[\d.]*", back)
 
 
 def test_a_scheduler_that_hangs_is_restarted(supervise: Callable[..., Supervised]) -> None:
@@ -168,6 +174,7 @@ def test_a_server_that_keeps_failing_is_given_up(
     supervised.thread.join(timeout=60)
     assert str(supervised.error).startswith("gave up after 2 failures in a row; last: ")
     assert "the stand-in refuses to load" in str(supervised.error)
+    assert supervised.lines[-1].startswith("server_given_up failures=2 reason=")
     assert supervised.server.pid is None
 
 
@@ -192,3 +199,16 @@ def test_a_stop_while_a_probe_waits_for_an_answer_is_quick(
     supervised.server.close()
     assert time.monotonic() - started < 10
     assert leftovers(supervised.server.runtime_dir) == []
+
+
+def test_the_time_in_which_the_engine_was_not_loaded_is_no_silence_of_the_scheduler() -> None:
+    silence = Silence(SupervisionLimits(hang_s=45, reload_s=900), now=0.0)
+    silence.note_answer(10.0)
+    for now in range(20, 900, 10):
+        assert silence.note_silence(float(now), is_loaded=False) is None
+    assert silence.note_silence(930.0, is_loaded=True) is None
+    assert silence.note_silence(936.0, is_loaded=True) == "has not answered for 46 s"
+    silence.note_answer(937.0)
+    assert silence.note_silence(980.0, is_loaded=True) is None
+    assert silence.note_silence(983.0, is_loaded=True) == "has not answered for 46 s"
+    assert silence.note_silence(1840.0, is_loaded=False) == "has not answered for 903 s"

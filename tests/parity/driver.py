@@ -5,7 +5,7 @@ from typing import Any
 
 from charonia.config import EngineArgs
 from charonia.data.runner import Runner
-from charonia.protocol import NewRow, RowResult, RowSampling, RowStep, StepPlan
+from charonia.protocol import NewRow, RowResult, RowSampling, RowStep, StepPlan, StepResult
 
 GREEDY = RowSampling(seed=0, temperature=0.0, num_logprobs=0)
 BLOCK_SIZE = 16
@@ -33,6 +33,22 @@ class Driver:
         joins: tuple[NewRow, ...] = (),
         leaves: tuple[int, ...] = (),
     ) -> list[RowResult]:
+        results = self.execute(*rows, joins=joins, leaves=leaves).rows
+        assert [result.row for result in results] == [step.row for step in rows]
+        for result in results:
+            self.tokens.setdefault(result.row, []).extend(result.token_ids)
+            for entry in result.logprobs or []:
+                self.logprobs.setdefault(result.row, []).append(entry.logprobs[0])
+            for entry in result.prompt_logprobs or []:
+                self.prompt_logprobs.setdefault(result.row, []).append(entry.logprobs[0])
+        return results
+
+    def execute(
+        self,
+        *rows: RowStep,
+        joins: tuple[NewRow, ...] = (),
+        leaves: tuple[int, ...] = (),
+    ) -> StepResult:
         plan = StepPlan(
             epoch=self._epoch,
             step_id=self._step_id,
@@ -42,15 +58,7 @@ class Driver:
             rows=list(rows),
         )
         self._step_id += 1
-        results = self._runner.execute(plan).rows
-        assert [result.row for result in results] == [step.row for step in rows]
-        for result in results:
-            self.tokens.setdefault(result.row, []).extend(result.token_ids)
-            for entry in result.logprobs or []:
-                self.logprobs.setdefault(result.row, []).append(entry.logprobs[0])
-            for entry in result.prompt_logprobs or []:
-                self.prompt_logprobs.setdefault(result.row, []).append(entry.logprobs[0])
-        return results
+        return self._runner.execute(plan)
 
     def decode(self, row: int, num_tokens: int) -> None:
         for _ in range(num_tokens):

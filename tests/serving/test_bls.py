@@ -1,12 +1,22 @@
 """Around BLS: processes, messages, Triton's command line. The calls need the real server."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from charonia.serving.bls import clean, has_explicit_control, kill_processes, start_time
+from charonia.connection import Channel
+from charonia.protocol import Farewell, StepFailure, StepResult, encode
+from charonia.serving.bls import (
+    _last_words,
+    clean,
+    has_explicit_control,
+    kill_processes,
+    start_time,
+)
 from charonia.serving.secret import read_or_create
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -61,6 +71,27 @@ def test_the_control_mode_is_read_from_the_command_line(
     command_line: list[str], is_explicit: bool
 ) -> None:
     assert has_explicit_control(command_line) == is_explicit
+
+
+@pytest.mark.parametrize(
+    ("messages", "is_unloaded"),
+    [
+        ([Farewell()], True),
+        ([StepResult(epoch=1, step_id=0, rows=[], seconds=0.1), Farewell()], True),
+        ([StepFailure("x")], False),
+        ([], False),
+    ],
+)
+def test_an_engine_that_takes_nothing_any_more_may_have_said_farewell(
+    messages: list[Any], is_unloaded: bool
+) -> None:
+    near, far = socket.socketpair()
+    engine, channel = Channel(far), Channel(near)
+    for message in messages:
+        engine.send(encode(message))
+    engine.close()
+    assert (_last_words(channel) is not None) == is_unloaded
+    channel.close()
 
 
 def test_the_secret_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import select
 import socket
 import stat
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from charonia.serving.channel import Channel, ChannelServer, connect
+from charonia.connection import Channel
+from charonia.serving.channel import Answer, ChannelServer, connect
 
 START = Callable[..., ChannelServer]
 NAME = "steps.socket"
@@ -25,7 +27,11 @@ def start(tmp_path: Path) -> Iterator[START]:
     def make(
         answer: Callable[[bytes], bytes | None] = bytes.upper, directory: Path = tmp_path
     ) -> ChannelServer:
-        servers.append(ChannelServer(directory / NAME, answer))
+        def begin(message: bytes) -> Answer | None:
+            reply = answer(message)
+            return None if reply is None else lambda: reply
+
+        servers.append(ChannelServer(directory / NAME, begin))
         return servers[-1]
 
     yield make
@@ -41,6 +47,101 @@ def test_a_message_is_answered_whole(tmp_path: Path, start: START, message: byte
         channel.send(message)
         assert channel.receive(10) == message.upper()
     channel.close()
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+def test_a_server_that_closes_says_farewell_at_once_and_answers_what_has_come(
+    tmp_path: Path, is_pipelined: bool
+) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def answer(message: bytes) -> bytes:
+        is_asked.set()
+        assert may_answer.wait(10)
+        return message.upper()
+
+    server = ChannelServer(
+        tmp_path / NAME,
+        lambda message: lambda: answer(message),
+        is_pipelined=is_pipelined,
+        farewell=b"bye",
+    )
+    channel, idle = connect(tmp_path / NAME), connect(tmp_path / NAME)
+    channel.send(b"step")
+    assert is_asked.wait(10)
+    closing = threading.Thread(target=server.close)
+    closing.start()
+    assert [idle.receive(10), channel.receive(10)] == [b"bye", b"bye"]
+    may_answer.set()
+    assert [channel.receive(10), channel.receive(10)] == [b"STEP", None]
+    closing.join()
+    for one in (channel, idle):
+        one.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("fails_in", ["begin", "end"])
+def test_an_exception_ends_the_connection_and_nobody_waits_for_an_answer(
+    tmp_path: Path, is_pipelined: bool, fails_in: str
+) -> None:
+    def fail() -> bytes:
+        raise KeyError("a bug")
+
+    def begin(message: bytes) -> Answer:
+        if fails_in == "begin":
+            fail()
+        return fail
+
+    server = ChannelServer(tmp_path / NAME, begin, is_pipelined=is_pipelined)
+    channel = connect(tmp_path / NAME)
+    channel.send(b"step")
+    assert channel.receive(10) is None
+    channel.close()
+    server.close()
+    assert not server._connections
+
+
+def test_an_idle_end_sees_that_the_other_has_gone_and_loses_no_message(
+    tmp_path: Path, start: START
+) -> None:
+    server = start()
+    channel = connect(tmp_path / NAME)
+    assert channel.is_quiet()
+    channel.send(b"step")
+    assert select.select([channel._connection], [], [], 10)[0]
+    assert not channel.is_quiet()
+    assert channel.receive(10) == b"STEP"
+    assert channel.is_quiet()
+    server.close()
+    assert not channel.is_quiet()
+    assert channel.receive(10) is None
+    channel.close()
+
+
+def test_messages_begin_before_earlier_ones_are_answered_in_their_order(tmp_path: Path) -> None:
+    begun: list[bytes] = []
+    both_begun = threading.Event()
+
+    def begin(message: bytes) -> Answer:
+        begun.append(message)
+        if len(begun) == 2:
+            both_begun.set()
+
+        def end() -> bytes:
+            assert both_begun.wait(10), "the second message does not begin"
+            return message.upper()
+
+        return end
+
+    server = ChannelServer(tmp_path / NAME, begin, is_pipelined=True)
+    channel = connect(tmp_path / NAME)
+    channel.send(b"one")
+    channel.send(b"two")
+    assert [channel.receive(10), channel.receive(10)] == [b"ONE", b"TWO"]
+    assert begun == [b"one", b"two"]
+    channel.close()
+    server.close()
 
 
 class Watched:
@@ -85,7 +186,7 @@ def test_a_message_that_is_too_long_is_neither_sent_nor_taken(
 ) -> None:
     near, far = socket.socketpair()
     channel = Channel(near)
-    monkeypatch.setattr("charonia.serving.channel.MAX_BYTES", 5)
+    monkeypatch.setattr("charonia.connection.MAX_BYTES", 5)
     channel.send(b"12345")
     with pytest.raises(OSError, match="6 bytes is too long"):
         channel.send(b"123456")

@@ -2,10 +2,12 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,9 +22,10 @@ from charonia.protocol import (
     StepResult,
     encode,
 )
+from charonia.serving import engine_host
 from charonia.serving.bls import RELOAD_MARK, STEPS_SOCKET, start_time
 from charonia.serving.channel import connect
-from charonia.serving.engine_host import NOT_THE_SCHEDULER, EngineHost
+from charonia.serving.engine_host import NOT_ENDED, NOT_THE_SCHEDULER, EngineHost
 from charonia.serving.secret import FILE_NAME
 from support.sockets import StepsClient
 
@@ -54,13 +57,17 @@ class Runner:
     def info(self) -> EngineInfo:
         return INFO
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         self.num_plans += 1
         if plan.epoch == 13:
             raise PlanRefusedError("epoch is 13, expected 1")
         if plan.epoch == 14:
             raise RuntimeError("out of memory in /usr/lib/secret/path.py")
-        return StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=[], seconds=0.1)
+        result = StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=[], seconds=0.1)
+        return lambda: result
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -178,6 +185,73 @@ def test_a_request_without_a_plan_is_refused(
     assert response.error().message() == NOT_THE_SCHEDULER
 
 
+class Pipeline(Runner):
+    """Has two steps in flight; those of epoch 1 end when the test says."""
+
+    def __init__(self, args: EngineArgs) -> None:
+        super().__init__(args)
+        self.begun = threading.Semaphore(0)
+        self.may_end = threading.Event()
+        self.done: list[str] = []
+
+    def info(self) -> EngineInfo:
+        return msgspec.structs.replace(INFO, max_steps_in_flight=2)
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        end = super().begin(plan)
+        self.done.append(f"begin {plan.epoch}")
+        self.begun.release()
+
+        def wait_and_end() -> StepResult:
+            assert plan.epoch > 1 or self.may_end.wait(20)
+            self.done.append(f"end {plan.epoch}")
+            return end()
+
+        return wait_and_end
+
+
+@pytest.fixture
+def pipeline(
+    tmp_path: Path, make_host: Callable[..., EngineHost]
+) -> Iterator[tuple[Pipeline, StepsClient]]:
+    """A runner with a step under way whose connection has ended, and another connection."""
+    runner = Pipeline(EngineArgs(model="m"))
+    host = make_host(make_runner=lambda _: runner)
+    host.serve_steps()
+    first = StepsClient(tmp_path)
+    first.send(StepPlan(epoch=1, step_id=0, reset=True))
+    assert runner.begun.acquire(timeout=20)
+    first.close()
+    second = StepsClient(tmp_path)
+    yield runner, second
+    runner.may_end.set()
+    second.close()
+    host.finalize()
+
+
+def test_a_new_epoch_begins_when_the_steps_that_were_given_up_have_ended(
+    pipeline: tuple[Pipeline, StepsClient],
+) -> None:
+    runner, client = pipeline
+    client.send(StepPlan(epoch=2, step_id=0, reset=True))
+    assert not runner.begun.acquire(timeout=0.2)
+    runner.may_end.set()
+    assert isinstance(client.receive(), StepResult)
+    assert runner.done == ["begin 1", "end 1", "begin 2", "end 2"]
+
+
+def test_steps_that_do_not_end_fail_the_plan_that_waits_for_them(
+    pipeline: tuple[Pipeline, StepsClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, client = pipeline
+    monkeypatch.setattr(engine_host, "_ENDING_TIMEOUT_S", 0.05)
+    plan = StepPlan(epoch=2, step_id=0, reset=True)
+    assert client.ask(plan) == StepFailure(NOT_ENDED)
+    runner.may_end.set()
+    monkeypatch.setattr(engine_host, "_ENDING_TIMEOUT_S", 20)
+    assert isinstance(client.ask(plan), StepResult)
+
+
 def test_a_plan_out_of_range_is_refused_in_the_runners_words(
     ask: Callable[..., Any], log: list[str]
 ) -> None:
@@ -195,12 +269,13 @@ def test_a_step_that_raises_tells_the_scheduler_no_paths(
     assert "out of memory in /usr/lib/secret/path.py" in log[-1]
 
 
-def test_one_instance_per_gpu_is_refused_with_tensor_parallelism(
-    make_host: Callable[..., EngineHost],
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_one_instance_per_gpu_is_refused_with_several_ranks(
+    make_host: Callable[..., EngineHost], name: str
 ) -> None:
-    with pytest.raises(ConfigError, match="please specify KIND_MODEL"):
-        make_host(kind="GPU", tensor_parallel_size=2)
-    make_host(kind="GPU", tensor_parallel_size=1)
+    with pytest.raises(ConfigError, match=f"{name} is 2, .* please specify KIND_MODEL"):
+        make_host(kind="GPU", **{name: 2})
+    make_host(kind="GPU", **{name: 1})
 
 
 def test_an_unknown_key_is_named(make_host: Callable[..., EngineHost]) -> None:

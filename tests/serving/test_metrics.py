@@ -61,7 +61,7 @@ def make(metrics: Metrics, *, with_vllm_names: bool = False) -> tuple[Registry, 
         registry,
         metrics,
         labels={"model": "scheduler", "version": "1"},
-        block_size=16,
+        block_size=lambda: 16,
         with_vllm_names=with_vllm_names,
         log=pytest.fail,
     )

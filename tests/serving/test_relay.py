@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from charonia.connection import Channel
 from charonia.errors import UnavailableError
 from charonia.serving import relay
-from charonia.serving.channel import Channel, connect
+from charonia.serving.channel import connect
 from charonia.serving.relay import (
     REQUESTS_SOCKET,
     Cancellation,
@@ -151,7 +152,7 @@ def test_the_end_of_a_connection_cancels_what_came_through_it_and_is_not_answere
 def test_an_answer_that_is_too_long_ends_its_connection_and_nothing_else(
     server: SchedulerEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("charonia.serving.channel.MAX_BYTES", 1000)
+    monkeypatch.setattr("charonia.connection.MAX_BYTES", 1000)
     other = connect(server.path)
     other.send(encode(PLAIN))
     _, _, outlet = server.next()

@@ -4,13 +4,18 @@ To produce a token it gathers the prefix *through the block table it was given* 
 Whatever goes wrong in paging, caching, preemption, chunking, speculation or recovery changes the
 output. Its draft model has a cache of the same kind, guesses right three times out of four, and
 refuses to guess from a cache that does not hold the row's tokens.
+
+Steps are executed in the order of their submission, each of them as early or as late as an engine
+could: when it is submitted, or when a result is asked for that needs it.
 """
 
 import os
+from collections import deque
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from charonia.control import Request
-from charonia.errors import EngineDiedError, PlanRefusedError, StepFailedError
+from charonia.errors import CharoniaError, EngineDiedError, PlanRefusedError, StepFailedError
 from charonia.protocol import (
     EngineInfo,
     KVLayout,
@@ -91,10 +96,12 @@ class _Row:
 
 
 class EchoExecutor:
-    """An engine of the given size; `fail_next` and `die_next` make the next step fail.
+    """An engine of the given size; `fail_next`, `die_next` and `hang_next` make steps fail.
 
     Args:
         num_blocks: with the null block. poison: a token whose row kills the engine when computed.
+        is_early: whether a step is executed when it is submitted, of one step after the other, and
+            then from the start again.
     """
 
     def __init__(
@@ -109,6 +116,8 @@ class EchoExecutor:
         eos_token_ids: tuple[int, ...] = (),
         poison: int | None = None,
         max_draft_len: int = 0,
+        max_steps_in_flight: int = 1,
+        is_early: Sequence[bool] = (False,),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -119,9 +128,13 @@ class EchoExecutor:
         self.eos_token_ids = list(eos_token_ids)
         self.poison = poison
         self.max_draft_len = max_draft_len
+        self.max_steps_in_flight = max_steps_in_flight
+        self.is_early = is_early
         self.fail_next = 0
         self.die_next = 0
+        self.hang_next = 0
         self.refuse_restarts = 0
+        self.num_submitted = 0
         self.num_steps = 0
         self.num_restarts = 0
         self._boot()
@@ -131,6 +144,7 @@ class EchoExecutor:
         self.epoch = 0
         self.step_id = -1
         self.needs_reset = True
+        self._submitted: deque[_Step] = deque()  # and not executed yet
         self._clear()
 
     def _clear(self) -> None:
@@ -165,10 +179,21 @@ class EchoExecutor:
             device="cpu",
             num_parameters=0,
             max_draft_len=self.max_draft_len,
+            max_steps_in_flight=self.max_steps_in_flight,
         )
 
-    def submit(self, plan: StepPlan) -> "_Done":
-        return _Done(self, plan)
+    def submit(self, plan: StepPlan) -> "_Step":
+        step = _Step(self, plan)
+        self._submitted.append(step)
+        is_early = self.is_early[self.num_submitted % len(self.is_early)]
+        self.num_submitted += 1
+        if is_early:
+            self.execute_until(step)
+        return step
+
+    def check(self) -> None:
+        if not self.is_alive:
+            raise EngineDiedError("the echo engine is dead")
 
     def restart(self) -> None:
         self.num_restarts += 1
@@ -180,7 +205,18 @@ class EchoExecutor:
     def close(self) -> None:
         self.is_alive = False
 
-    # ------------------------------------------------------------------ one step
+    # ------------------------------------------------------------------ steps
+
+    def execute_until(self, step: "_Step") -> None:
+        """Execute what was submitted before a step, and the step itself."""
+        while step.outcome is None:
+            following = self._submitted.popleft()
+            try:
+                following.outcome = self.execute(following.plan)
+            except PlanRefusedError as error:
+                following.outcome = StepFailedError(str(error))
+            except CharoniaError as error:
+                following.outcome = error
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.die_next:
@@ -188,6 +224,9 @@ class EchoExecutor:
             self.is_alive = False
         if not self.is_alive:
             raise EngineDiedError("the echo engine is dead")
+        if self.hang_next:
+            self.hang_next -= 1
+            raise TimeoutError
         self._check_order(plan)
         if self.fail_next:
             self.fail_next -= 1
@@ -275,15 +314,16 @@ class EchoExecutor:
         return block_id * self.block_size + position % self.block_size
 
 
-class _Done:
-    """A step that is executed when its result is asked for, as late as an engine could."""
+class _Step:
+    """A step that was submitted; given up, it is executed all the same, or refused."""
 
     def __init__(self, executor: EchoExecutor, plan: StepPlan) -> None:
         self._executor = executor
-        self._plan = plan
+        self.plan = plan
+        self.outcome: StepResult | CharoniaError | None = None
 
     def result(self, timeout: float | None) -> StepResult:
-        try:
-            return self._executor.execute(self._plan)
-        except PlanRefusedError as error:
-            raise StepFailedError(str(error)) from error
+        self._executor.execute_until(self)
+        if isinstance(self.outcome, CharoniaError):
+            raise self.outcome
+        return self.outcome

@@ -1,4 +1,4 @@
-"""What must hold of a scheduler after every step, whatever happened."""
+"""What must hold of a scheduler after every plan and every step, whatever happened."""
 
 from collections import Counter
 
@@ -40,11 +40,31 @@ def check_invariants(scheduler: Scheduler) -> None:
             assert len(r.block_ids) >= limits.blocks_for(r.num_computed)
             assert r.num_published <= r.num_computed // limits.block_size
             _check_written_blocks_are_private(scheduler, r, references)
+    _check_steps_in_flight(scheduler, live)
 
 
 def _check_written_blocks_are_private(scheduler, request, references) -> None:
     for index in range(request.num_computed // scheduler.limits.block_size, len(request.block_ids)):
         assert references[request.block_ids[index]] == 1, "a block that is written is shared"
+
+
+def _check_steps_in_flight(scheduler, live) -> None:
+    steps = list(scheduler._in_flight)
+    assert len(steps) <= scheduler.limits.max_steps_in_flight
+    last = scheduler._step_id
+    assert [step.step_id for step in steps] == list(range(last - len(steps), last))
+    in_flight = [row.request for step in steps for row in step.rows]
+    assert len(set(in_flight)) == len(in_flight), "two steps in flight compute the same request"
+    assert set(in_flight) == {r for r in live if r.is_in_flight}
+    for step in steps:
+        assert step.num_tokens <= scheduler.limits.max_num_batched_tokens
+        for row in step.rows:
+            request = row.request
+            assert request.row is not None, "a request lost its row in mid-step"
+            assert request.row not in scheduler._leaves
+            end = request.num_computed + row.num_tokens + row.draft.num_drafts
+            assert end <= len(request.block_ids) * scheduler.limits.block_size
+    assert not any(r.is_ended for r in live if not r.is_in_flight), "an ended request stays"
 
 
 def check_parents_outlive_children(scheduler: Scheduler, parent_of: dict[bytes, bytes]) -> None:

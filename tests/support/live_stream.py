@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, Literal
 
 import grpc
@@ -22,6 +23,9 @@ Outputs = dict[str, Any]
 _OUTPUT_FLAGS = ("stream", "return_token_ids", "return_finish_reason", "return_timing")
 _CLIENT_TIMEOUT_S = 90.0  # so that a test fails rather than hangs
 _WAIT_TURN_S = 0.002
+_IS_FINAL = "triton_final_response"  # over gRPC alone
+_ERROR = "error"
+WRONG_ANSWER = "wrong answer: "
 
 
 class LiveStream:
@@ -29,12 +33,19 @@ class LiveStream:
 
     Args:
         url: `host:port` of the protocol.
+        timeout: seconds after which the client gives up (over HTTP, without a response).
         sampling: sampling parameters.
 
     Attributes:
-        token_ids: so far. error: why it ended, unless by its last token or by `leave`.
+        token_ids: so far.
+        error: why it ended, unless by its last token or by `leave`. It begins with `WRONG_ANSWER`
+            where a response came after the last one or after an error, or without the FINAL flag
+            that it should have.
+        num_after_error: responses that came after the error, but for an empty last one.
         finish_reason, timing: of the last response.
-        num_empty: responses without a token. longest_pause_s: between two responses.
+        num_empty: responses without a token.
+        arrivals: when each response came (`time.monotonic`), and the tokens so far.
+        ended_at: when nothing came any more, or None.
     """
 
     def __init__(
@@ -45,26 +56,36 @@ class LiveStream:
         protocol: Literal["grpc", "http"] = "grpc",
         model: str = "scheduler",
         request_id: str = "",
+        timeout: float = _CLIENT_TIMEOUT_S,
         **sampling: Any,
     ) -> None:
         self.request_id = request_id
         self.token_ids: list[int] = []
         self.num_empty = 0
-        self.longest_pause_s = 0.0
-        self._came_at: float | None = None
+        self.num_after_error = 0
+        self.arrivals: list[tuple[float, int]] = []
+        self.ended_at: float | None = None
         self.error: str | None = None
         self.finish_reason: str | None = None
         self.timing: dict[str, float] = {}
         self._has_left = False
         connect = _GrpcConnection if protocol == "grpc" else _HttpConnection
-        self._connection = connect(url, model, request_id, list(prompt_ids), json.dumps(sampling))
+        self._connection = connect(
+            url, model, request_id, list(prompt_ids), json.dumps(sampling), timeout
+        )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing comes any more."""
-        return not self._thread.is_alive()
+        return self.ended_at is not None
+
+    @property
+    def longest_pause_s(self) -> float:
+        """Between two responses."""
+        times = [came_at for came_at, _ in self.arrivals]
+        return max((after - before for before, after in pairwise(times)), default=0.0)
 
     def wait_tokens(self, num_tokens: int, timeout: float = 30.0) -> None:
         """Wait until so many tokens came, or the stream ended."""
@@ -88,38 +109,61 @@ class LiveStream:
         try:
             for outputs in self._connection.responses():
                 self._take(outputs)
-            if self.finish_reason is None:
+            if self.finish_reason is None and self.error is None:
                 self.error = "the stream ended before its last response"
         except _ServerError as error:
+            self.error = self.error or str(error)
+        except _WrongAnswerError as error:
             self.error = str(error)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            self.error = f"the connection broke: {error!r}"
+            self.error = self.error or f"the connection broke: {error!r}"
         finally:
             self._connection.close()
+            if self.num_after_error:
+                num = self.num_after_error
+                self.error = f"{WRONG_ANSWER}{num} responses after the error: {self.error}"
             if self._has_left:
                 self.error = None
+            self.ended_at = time.monotonic()
 
     def _take(self, outputs: Outputs) -> None:
-        now = time.monotonic()
-        if self._came_at is not None:
-            self.longest_pause_s = max(self.longest_pause_s, now - self._came_at)
-        self._came_at = now
-        ids = outputs["output_ids"]
+        if self.finish_reason is not None:
+            raise _WrongAnswerError(f"{WRONG_ANSWER}a response after the last one: {outputs}")
+        ids = outputs.get("output_ids", [])
+        is_last = outputs.get("finish_reason", "None") != "None"
+        if self.error is not None:
+            self.num_after_error += bool(ids or is_last or _ERROR in outputs)
+            return
+        if _ERROR in outputs:
+            self.error = outputs[_ERROR]
+            return
         self.num_empty += not ids
         self.token_ids += ids
-        if outputs["finish_reason"] != "None":
-            assert self.finish_reason is None, "a response after the last one"
+        self.arrivals.append((time.monotonic(), len(self.token_ids)))
+        if outputs.get(_IS_FINAL, is_last) != is_last:
+            raise _WrongAnswerError(f"{WRONG_ANSWER}the FINAL flag is wrong: {outputs}")
+        if is_last:
             self.finish_reason = outputs["finish_reason"]
             self.timing = json.loads(outputs["timing"])
 
 
+class _WrongAnswerError(Exception):
+    """What is wrong with the sequence of responses."""
+
+
 class _ServerError(Exception):
-    """What the server said."""
+    """What the server said in the stream's place, or at its end."""
 
 
 class _GrpcConnection:
     def __init__(
-        self, url: str, model: str, request_id: str, prompt_ids: list[int], sampling: str
+        self,
+        url: str,
+        model: str,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: str,
+        timeout: float,
     ) -> None:
         self._channel = grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)])
         request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
@@ -129,18 +173,22 @@ class _GrpcConnection:
         request.raw_input_contents.append(text.item())
         for name in _OUTPUT_FLAGS:
             _add_input(request, name, "BOOL", np.array([True]))
+        # Triton would keep an empty last response to itself.
+        request.parameters["triton_enable_empty_final_response"].bool_param = True
         # Without the header `triton_grpc_error`, which would tell an error's code: server 2.51.0
         # can crash when such a stream ends.
         self._call = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelStreamInfer(
-            iter([request]), timeout=_CLIENT_TIMEOUT_S
+            iter([request]), timeout=timeout
         )
 
     def responses(self) -> Iterator[Outputs]:
         try:
             for response in self._call:
                 if response.error_message:
-                    raise _ServerError(response.error_message)
-                yield _values(InferResult(response.infer_response))
+                    yield {_ERROR: response.error_message}
+                    continue
+                is_final = response.infer_response.parameters[_IS_FINAL].bool_param
+                yield _values(InferResult(response.infer_response)) | {_IS_FINAL: is_final}
         except grpc.RpcError as error:
             raise _ServerError(error.details() or str(error.code())) from None
 
@@ -153,11 +201,17 @@ class _GrpcConnection:
 
 class _HttpConnection:
     def __init__(
-        self, url: str, model: str, request_id: str, prompt_ids: list[int], sampling: str
+        self,
+        url: str,
+        model: str,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: str,
+        timeout: float,
     ) -> None:
         body: dict[str, Any] = {"id": request_id, "input_ids": prompt_ids}
         body |= {"sampling_parameters": sampling} | dict.fromkeys(_OUTPUT_FLAGS, True)
-        self._connection = http.client.HTTPConnection(url, timeout=_CLIENT_TIMEOUT_S)
+        self._connection = http.client.HTTPConnection(url, timeout=timeout)
         self._connection.connect()
         self._socket = self._connection.sock  # http.client lets go of it too early for `cut`
         path = f"/v2/models/{model}/generate_stream"
@@ -172,8 +226,6 @@ class _HttpConnection:
             if not is_data:
                 continue
             outputs: Outputs = json.loads(event)
-            if "error" in outputs:
-                raise _ServerError(outputs["error"])
             ids = outputs.get("output_ids", [])  # one element is not written as a list
             yield outputs | {"output_ids": ids if isinstance(ids, list) else [ids]}
 

@@ -1,6 +1,7 @@
 """What the engine says, held against transformers' `generate`, and its counters."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,15 +12,23 @@ LOGPROB_TOLERANCE = 1e-4
 
 
 def assert_equal_to(
-    references: Sequence[Reference], llm: LLM, prompts: list[list[int]], *, at_once: bool = True
+    references: Sequence[Reference],
+    llm: LLM,
+    prompts: list[list[int]],
+    *,
+    at_once: bool = True,
+    **sampling: Any,
 ) -> None:
     """Complete the prompts greedily; tokens must be the references', log-probabilities close.
 
     Args:
         at_once: hand all prompts over together, not one after the other.
+        sampling: more of `SamplingParams`, which must not change a token.
     """
     num_new = len(references[0].token_ids)
-    params = SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, logprobs=0)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=num_new, ignore_eos=True, logprobs=0, **sampling
+    )
     batches = [prompts] if at_once else [[prompt] for prompt in prompts]
     outputs = [one for batch in batches for one in llm.generate(batch, params, use_tqdm=False)]
     for output, reference in zip(outputs, references, strict=True):

@@ -59,7 +59,15 @@ class StepsClient:
 
     def ask(self, message: Hello | StepPlan) -> Any:
         """Send a message and return the reply."""
+        self.send(message)
+        return self.receive()
+
+    def send(self, message: Hello | StepPlan) -> None:
+        """Send a message; its reply can be received later."""
         self._channel.send(encode(msgspec.structs.replace(message, secret=self._secret)))
+
+    def receive(self) -> Any:
+        """Wait for a reply."""
         return decode_reply(self._channel.receive(3 * WAIT_S) or b"")
 
     def close(self) -> None:

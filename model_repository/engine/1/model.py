@@ -7,7 +7,7 @@ import triton_python_backend_utils as pb_utils
 
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError
-from charonia.serving.engine_host import EngineHost, PlanRunner
+from charonia.serving.engine_host import EngineHost, PlanRunner, end_process
 from charonia.serving.logs import logger
 
 
@@ -19,9 +19,9 @@ class TritonPythonModel:
         log = logger(args["model_name"])
 
         def make_runner(engine_args: EngineArgs) -> PlanRunner:
-            from charonia.data.runner import Runner  # late: it brings torch
+            from charonia.parallel.engine import load_engine  # late: it brings torch
 
-            return Runner(engine_args, log=log)
+            return load_engine(engine_args, log=log, on_lost=end_process)
 
         version_dir = Path(args["model_repository"]) / args["model_version"]
         kind = args["model_instance_kind"]

@@ -33,7 +33,6 @@ Nothing is configured; all of it is learned while serving:
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
 from typing import NamedTuple, Protocol
 
 from charonia.control.goodput import (
@@ -102,16 +101,20 @@ class DepthPolicy(Protocol):
         They may be fewer than the depth chosen: an n-gram drafter may find less.
         """
 
-    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
-        """Learn what a step took.
+    def observe_step(
+        self, shape: StepShape, seconds: float, draft_seconds: float, requests: Iterable[Request]
+    ) -> None:
+        """Learn what a step took. Steps are observed in the order in which they were chosen for.
 
         Args:
-            seconds: its whole cycle: engine, transit, planning; wall time.
+            seconds: its whole cycle: engine, transit, planning; wall time. Where steps overlap,
+                what it took in the engine.
             draft_seconds: of these, in the draft model's passes; 0 for other drafters.
+            requests: all of the step.
         """
 
-    def lose_step(self) -> None:
-        """The step that was chosen for last failed; nothing will be observed of it."""
+    def lose_steps(self) -> None:
+        """The steps in flight failed; nothing will be observed of them."""
 
     def forget(self, request: Request) -> None:
         """A request is gone; nothing is observed of it any more."""
@@ -127,10 +130,12 @@ class FixedDepth:
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`; nothing depends on it."""
 
-    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
+    def observe_step(
+        self, shape: StepShape, seconds: float, draft_seconds: float, requests: Iterable[Request]
+    ) -> None:
         """See `DepthPolicy`; nothing depends on it."""
 
-    def lose_step(self) -> None:
+    def lose_steps(self) -> None:
         """See `DepthPolicy`; nothing is kept."""
 
     def forget(self, request: Request) -> None:
@@ -191,6 +196,19 @@ class _Kept:
         )
 
 
+@dataclass(slots=True)
+class _Probe:
+    """Requests at depth 0 that draft a token in a step, until the step is applied.
+
+    Attributes:
+        unprobed_seconds: of the step, had it not probed. is_charged: whether it was observed.
+    """
+
+    requests: set[Request]
+    unprobed_seconds: float
+    is_charged: bool = False
+
+
 class AdaptiveDepth:
     """The depths with the highest predicted goodput. The module's docstring has the theory.
 
@@ -205,14 +223,14 @@ class AdaptiveDepth:
         self._prior = _START_RATE  # acceptance of a request that is not known
         self._by_request: dict[Request, _Acceptance] = {}
         self._savings = 0.0  # seconds that probes may take
-        self._probed: set[Request] = set()
-        self._unprobed_seconds = inf  # of a step that probes, had it not
+        self._probes: list[_Probe] = []  # of steps in flight, and of the one that is applied
         self._goodput = 1.0
         self._kept: _Kept | None = None
 
     def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
         """See `DepthPolicy`."""
-        self.lose_step()
+        if self._probes:
+            self._probes = [probe for probe in self._probes if not probe.is_charged]
         kept = self._kept
         if kept is None or not kept.holds(num_rows, num_tokens):
             return self._evaluate(candidates(), num_tokens)
@@ -236,23 +254,23 @@ class AdaptiveDepth:
         acceptance = self._by_request.setdefault(request, _Acceptance())
         acceptance.add(num_drafted, num_accepted, _REQUEST_WINDOW)
         acceptance.set_level(self._prior)
-        if request in self._probed:
+        if any(request in probe.requests for probe in self._probes):
             self._savings += num_accepted / self._goodput
 
-    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
+    def observe_step(
+        self, shape: StepShape, seconds: float, draft_seconds: float, requests: Iterable[Request]
+    ) -> None:
         """See `DepthPolicy`."""
+        if self._probes:
+            self._charge_probe(shape, requests)
         kept = self._kept
         if kept is not None and not kept.num_drafts and kept.num_steps % _OBSERVED_AT_REST:
             return
-        if self._unprobed_seconds < inf:
-            self._savings -= max(0.0, self._cost.predict(shape) - self._unprobed_seconds)
-            self._unprobed_seconds = inf
         self._cost.observe(shape, seconds, draft_seconds)
 
-    def lose_step(self) -> None:
+    def lose_steps(self) -> None:
         """See `DepthPolicy`."""
-        self._probed.clear()
-        self._unprobed_seconds = inf
+        self._probes = []
 
     def forget(self, request: Request) -> None:
         """See `DepthPolicy`."""
@@ -398,8 +416,15 @@ class AdaptiveDepth:
             or added(num_probes + 1, lags[num_probes]) <= self._savings
         ):
             num_probes += 1
-        self._unprobed_seconds = without
         for row in resting[:num_probes]:
             depths[row] = 1
-            self._probed.add(candidates[row].request)
+        probed = {candidates[row].request for row in resting[:num_probes]}
+        self._probes.append(_Probe(probed, without))
         return True
+
+    def _charge_probe(self, shape: StepShape, requests: Iterable[Request]) -> None:
+        """Pay for what probing added to a step, if it is the one that the oldest probe is in."""
+        probe = next((probe for probe in self._probes if not probe.is_charged), None)
+        if probe is not None and any(request in probe.requests for request in requests):
+            self._savings -= max(0.0, self._cost.predict(shape) - probe.unprobed_seconds)
+            probe.is_charged = True

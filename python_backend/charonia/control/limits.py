@@ -20,6 +20,7 @@ class Limits:
         max_model_len: tokens of a request, prompt and output together.
         max_num_seqs: rows. max_num_batched_tokens: token budget of a step.
         max_draft_len: tokens that the engine's draft model can look back on, 0 without one.
+        max_steps_in_flight: plans that may be made before the first of them is applied.
         max_queue_size: waiting requests, None for any number.
     """
 
@@ -29,6 +30,7 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_draft_len: int = 0
+    max_steps_in_flight: int = 1
     max_queue_size: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -65,6 +67,7 @@ class Limits:
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_draft_len=info.max_draft_len,
+            max_steps_in_flight=info.max_steps_in_flight,
             max_queue_size=max_queue_size,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,

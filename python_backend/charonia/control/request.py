@@ -27,6 +27,7 @@ class Request:
             guessed ahead for it.
         num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
             the target's.
+        is_in_flight: whether a step that is planned and not applied computes tokens of it.
         queue_expires_at: when it is given up unless it has run; deadline_at: in any case.
     """
 
@@ -50,6 +51,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    is_in_flight: bool = False
     is_ended: bool = False
     started_at: float | None = None
     num_cached: int = 0

@@ -1,4 +1,4 @@
-"""One row of a step, from its planning to its end.
+"""One step and its rows, from planning to application.
 
 Owns what a plan says of a row. Must not know why a row computes what it computes.
 """
@@ -74,3 +74,21 @@ class Scheduled:
             draft.draft_ids,
             draft.num_draft_tokens,
         )
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that is being planned, or in flight.
+
+    Attributes:
+        planned_at: the time given to `plan()`.
+    """
+
+    step_id: int
+    planned_at: float
+    rows: list[Scheduled] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the target computes, drafts included."""
+        return sum(row.num_tokens + row.draft.num_drafts for row in self.rows)

@@ -10,13 +10,21 @@ no new block while anybody waits.
 
     add() ──► waiting ──admit──► running ──apply(): stop, length──► gone
                  ▲                  │  │
-                 └──── preempt ─────┘  └── finish() (text stop, cancel): at the next apply()
+                 └──── preempt ─────┘  └── finish() (text stop, cancel): at its step's apply()
                        reset: all of them, in a new epoch
 
-A step in flight writes into blocks, so nothing that happens between plan() and apply() frees one.
+An engine of several stages has as many steps in flight, over disjoint rows, each row coming back
+when its step is applied:
+
+    plan 1 (a b) ─► plan 2 (c d) ─► apply 1 ─► plan 3 (a b) ─► apply 2 ─► plan 4 (c d) ─► ...
+
+A step in flight writes into its requests' blocks. So between its plan() and its apply() these
+requests are neither planned again nor preempted, and nothing of theirs is freed. The engine
+executes plans in order, so what others free may be used in the next plan, whatever is in flight.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Iterable
 
 from charonia.control.blocks import BlockHasher
@@ -24,7 +32,7 @@ from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
 from charonia.control.queues import WaitingQueue
 from charonia.control.request import Request, Update
-from charonia.control.scheduled import NO_DRAFT, Scheduled
+from charonia.control.scheduled import NO_DRAFT, Scheduled, Step
 from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
 from charonia.errors import QueueFullError
@@ -62,7 +70,7 @@ class Scheduler:
         self._suspects: list[Request] = []  # by rank
         self._ended: list[Request] = []  # by finish(), not dropped yet
         self._epoch = epoch
-        self._in_flight: list[Scheduled]
+        self._in_flight: deque[Step]  # in the order of their plans
         self._leaves: list[int]
         self._start_epoch(limits)
 
@@ -88,22 +96,21 @@ class Scheduler:
         """All live requests."""
         return self._requests.values()
 
-    @property
-    def num_tokens_in_flight(self) -> int:
-        """Tokens of the step that is planned and not applied, drafts included."""
-        return sum(one.num_tokens + one.draft.num_drafts for one in self._in_flight)
-
     # ------------------------------------------------------------------ requests come and go
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, was_accepted: bool = False) -> None:
         """Take a request in.
+
+        Args:
+            was_accepted: by another engine's limits; a full queue is no reason any more.
 
         Raises:
             InvalidRequestError: its prompt is empty or too long.
             QueueFullError: too many wait already.
         """
         self.limits.check_prompt(request.num_prompt)
-        self.check_queue(0)
+        if not was_accepted:
+            self.check_queue(0)
         request.rank = self._next_rank
         self._next_rank += 1
         self._requests[request.key] = request
@@ -134,7 +141,8 @@ class Scheduler:
     def finish(self, key: str) -> Request | None:
         """End a request from outside: its text met a stop string, or its client is gone.
 
-        Its blocks are free at once, or at the next apply() while a step is in flight.
+        Its blocks are free at once, or at the apply() of its step when it is in flight. (One that
+        is not, while others are, gives them back at the next plan() or apply().)
 
         Returns:
             The request, or None when no such request is live.
@@ -165,58 +173,67 @@ class Scheduler:
     # ------------------------------------------------------------------ one step
 
     def plan(self, now: float) -> StepPlan | None:
-        """Choose what the next step computes; None when there is nothing to do.
+        """Choose what the next step computes; None when there is nothing to do before an apply().
 
-        The plan must be applied, or given up with `reset`, before the next one is made.
+        At most `max_steps_in_flight` plans may be neither applied nor given up with `reset`. A
+        request in one of them takes no part in the next: what will become of it is not known.
         """
-        assert not self._in_flight, "plan() while a step is in flight"
+        assert len(self._in_flight) < self.limits.max_steps_in_flight, "too many steps in flight"
+        self._drop_ended()
         self._isolate_suspect()
         self.stats.draft_depth = 0.0
+        step = Step(self._step_id, now)
         budget = self.limits.max_num_batched_tokens
         num_preempted = self.stats.preemptions
         joins: list[NewRow] = []
         index = 0
-        while index < len(self._running) and budget > 0:
+        max_rows = self._share(0)
+        while index < len(self._running) and budget > 0 and len(step.rows) < max_rows:
             request = self._running[index]
             index += 1
-            budget -= self._plan_running(request, budget)
+            if not request.is_in_flight:
+                budget -= self._plan_running(step, request, budget)
         if self.stats.preemptions == num_preempted:
             owed = sum(self._num_owed(running) for running in self._running)
-            while budget > 0 and (found := self._next_admissible(budget, owed)) is not None:
+            max_rows = self._share(min(len(self._waiting), len(self._free_rows)))
+            while budget > 0 and len(step.rows) < max_rows:
+                found = self._next_admissible(budget, owed)
+                if found is None:
+                    break
                 admitted, hits = found
                 joins.append(self._admit(admitted, hits, now))
-                budget -= self._plan_running(admitted, budget)
+                budget -= self._plan_running(step, admitted, budget)
                 owed += self._num_owed(admitted)
-            self._add_drafts(budget)
-        if not self._in_flight:
+            self._add_drafts(step, budget)
+        if not step.rows:
             return None
-        self._planned_at = now
+        self._in_flight.append(step)
+        self._step_id += 1
         leaves, self._leaves = self._leaves, []
-        plan = StepPlan(
+        return StepPlan(
             epoch=self._epoch,
-            step_id=self._step_id,
-            reset=self._step_id == 0,
+            step_id=step.step_id,
+            reset=step.step_id == 0,
             leaves=leaves,
             joins=joins,
-            rows=[scheduled.row_step() for scheduled in self._in_flight],
+            rows=[scheduled.row_step() for scheduled in step.rows],
         )
-        self._step_id += 1
-        return plan
 
     def apply(self, result: StepResult, now: float) -> list[Update]:
-        """Commit what the step in flight did, and end what ended meanwhile.
+        """Commit what the oldest step in flight did, and end those of its requests that ended.
 
         Returns:
             One update per request that committed tokens or prompt log-probabilities.
         """
-        assert (result.epoch, result.step_id) == (self._epoch, self._step_id - 1), "wrong result"
+        step = self._in_flight.popleft()
+        assert (result.epoch, result.step_id) == (self._epoch, step.step_id), "wrong result"
         by_row = {row_result.row: row_result for row_result in result.rows}
-        self._observe_time(result, now)
-        in_flight, self._in_flight = self._in_flight, []
+        self._observe_time(step, result, now)
         updates = []
-        for scheduled in in_flight:
+        for scheduled in step.rows:
             request = scheduled.request
             assert request.row is not None
+            request.is_in_flight = False
             row_result = by_row.get(request.row)
             if row_result is None or request.is_ended:
                 self._commit(scheduled, num_accepted=0)
@@ -230,25 +247,27 @@ class Scheduler:
     def reset(self, limits: Limits | None = None, *, epoch: int = 0) -> None:
         """Open a new epoch: all KV is lost, every request is recomputed from its tokens.
 
+        Steps in flight are given up; there will be no apply() of them.
+
         Args:
             limits: of the engine that is there now; None leaves them.
             epoch: of that engine so far.
         """
-        self._in_flight = []
         if self._speculation is not None:
-            self._speculation.lose_step()
+            self._speculation.lose_steps()
         for request in self._running:
             self._forget_kv(request)
             self._waiting.push(request)
         self._running = []
         for request in self._requests.values():
             request.block_keys = []  # the new engine's blocks may be of another size
+            request.is_in_flight = False
         self._epoch = max(self._epoch, epoch)
         self._start_epoch(limits or self.limits)
         self._drop_ended()
 
     def blame(self) -> Request | None:
-        """Note that the engine died with the step in flight; call before `reset`.
+        """Note that the engine died with the steps in flight; call before `reset`.
 
         Requests in flight at two deaths in a row become suspects, which run one at a time until
         each has generated a token more. One that kills the engine alone is guilty.
@@ -256,11 +275,10 @@ class Scheduler:
         Returns:
             The guilty request, which is ended, or None.
         """
-        in_flight = {scheduled.request for scheduled in self._in_flight}
         for request in self._requests.values():
             request.num_restarts += 1
             request.num_deaths_in_a_row += 1
-            if request not in in_flight:
+            if not request.is_in_flight:
                 request.num_deaths_in_a_row = 0
         if self._suspects:  # it ran alone
             guilty = self._suspects[0]
@@ -277,30 +295,46 @@ class Scheduler:
         self.limits = limits
         self._epoch += 1
         self._step_id = 0
-        self._in_flight = []
-        self._planned_at = 0.0
+        self._in_flight = deque()
         self._leaves = []
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self.kv = KVCache(limits.num_blocks)
         self._hasher = BlockHasher(self._hash_secret, limits.block_size)
 
     def _isolate_suspect(self) -> None:
-        """While there are suspects, only the first of them may run."""
+        """While there are suspects, only the first of them may run.
+
+        None of the others is in flight: suspicion comes with a new epoch.
+        """
         if self._suspects:
             for request in [other for other in self._running if other is not self._suspects[0]]:
                 self._preempt(request)
 
-    def _plan_running(self, request: Request, budget: int) -> int:
+    def _share(self, num_joining: int) -> int:
+        """Rows that a step takes at most, so that each step that may be in flight has as many.
+
+        All rows count alike. What prompts compute is not shared out: a chunk fills the budget of
+        its step, which keeps every stage busy for long, however few rows come with it.
+
+        Args:
+            num_joining: requests that may get a row beside those that have one.
+        """
+        return -(-(len(self._running) + num_joining) // self.limits.max_steps_in_flight)
+
+    def _plan_running(self, step: Step, request: Request, budget: int) -> int:
         """Plan the next tokens of a request that has a row; return how many."""
         num_tokens = min(len(request.token_ids) - request.num_computed, budget)
         num_new = self._num_missing(request, request.num_computed + num_tokens)
         while num_new > self.kv.num_free:
             victim = self._running[-1]
+            if victim.is_in_flight:
+                return 0  # its blocks are to be had when its step is applied
             self._preempt(victim)
             if victim is request:
                 return 0
         scheduled = Scheduled(request, num_tokens)
-        self._in_flight.append(scheduled)
+        request.is_in_flight = True
+        step.rows.append(scheduled)
         self._grow(scheduled, num_new)
         return num_tokens
 
@@ -317,12 +351,12 @@ class Scheduler:
         """Blocks that a running request's known tokens need and that it does not have yet."""
         return self._num_missing(request, len(request.token_ids))
 
-    def _add_drafts(self, budget: int) -> None:
+    def _add_drafts(self, step: Step, budget: int) -> None:
         """Have rows that decode verify drafts, with what the step leaves of budget and blocks."""
         if self._speculation is None:
             return
-        num_tokens = self.num_tokens_in_flight
-        drafted = self._speculation.draft(self._in_flight, self.limits, num_tokens, budget)
+        num_tokens = step.num_tokens
+        drafted = self._speculation.draft(step.rows, self.limits, num_tokens, budget)
         for scheduled, draft in drafted:
             request = scheduled.request
             # A draft that is rejected leaves its block with the row.
@@ -331,7 +365,7 @@ class Scheduler:
             scheduled.draft = draft.capped(num_held - len(request.token_ids))
             num_known = len(request.token_ids) + scheduled.draft.num_drafts
             self._grow(scheduled, self._num_missing(request, num_known))
-        num_drafts = self.num_tokens_in_flight - num_tokens
+        num_drafts = step.num_tokens - num_tokens
         self.stats.draft_depth = num_drafts / max(1, len(drafted))
 
     def _next_admissible(self, budget: int, owed: int) -> tuple[Request, list[int]] | None:
@@ -393,7 +427,7 @@ class Scheduler:
             self.stats.prefix_hit_tokens += request.num_computed
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from a running request that is not planned in this step."""
+        """Take everything from a running request that is in no step."""
         self.stats.preemptions += 1
         request.num_preemptions += 1
         self._release(request)
@@ -401,16 +435,23 @@ class Scheduler:
 
     # ------------------------------------------------------------------ parts of apply()
 
-    def _observe_time(self, result: StepResult, now: float) -> None:
-        """Take note of how long the step in flight took."""
+    def _observe_time(self, step: Step, result: StepResult, now: float) -> None:
+        """Take note of how long a step took: its whole cycle, if there is one step at a time.
+
+        The cycle of one of several includes waiting behind those ahead, which no choice of its
+        drafts changes. What the engine says is then the same for each, and of the same measure as
+        the draft model's part.
+        """
         if self._speculation is None:
             return
         draft_seconds = result.draft_seconds
-        self._speculation.observe_step(self._in_flight, now - self._planned_at, draft_seconds)
-        if all(one.draft is NO_DRAFT for one in self._in_flight):
+        is_alone = self.limits.max_steps_in_flight == 1
+        seconds = now - step.planned_at if is_alone else result.seconds
+        self._speculation.observe_step(step.rows, seconds, draft_seconds)
+        if all(one.draft is NO_DRAFT for one in step.rows):
             return
-        drafting = [one for one in self._in_flight if one.draft.is_by_engine]
-        verifying = [one for one in self._in_flight if one.draft.num_drafts]
+        drafting = [one for one in step.rows if one.draft.is_by_engine]
+        verifying = [one for one in step.rows if one.draft.num_drafts]
         for counts in [self.stats.drafts, *(one.request.drafts for one in drafting)]:
             counts.draft_seconds += draft_seconds
         if verifying:
@@ -486,10 +527,13 @@ class Scheduler:
         self._hasher.extend(request.block_keys, request.token_ids, request.cache_scope)
 
     def _drop_ended(self) -> None:
-        """Forget what was ended from outside while a step was in flight."""
+        """Forget what was ended from outside, but for what a step in flight computes."""
         ended, self._ended = self._ended, []
         for request in ended:
-            self._drop(request)
+            if request.is_in_flight:
+                self._ended.append(request)
+            else:
+                self._drop(request)
 
     def _drop(self, request: Request) -> None:
         """Forget a request for good."""
@@ -507,6 +551,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Take the row and the blocks of a running request. Blocks keep their content."""
         assert request.row is not None
+        assert not request.is_in_flight, "a step in flight writes into these blocks"
         self._leaves.append(request.row)
         self._free_rows.append(request.row)
         self._running.remove(request)

@@ -77,7 +77,7 @@ class Speculation:
         """Take note of how long a step took.
 
         Args:
-            seconds: from its planning to its end. draft_seconds: the draft model's part.
+            seconds: see `DepthPolicy`. draft_seconds: the draft model's part.
         """
         num_tokens = num_passes = num_draft_tokens = 0
         for row in rows:
@@ -88,11 +88,11 @@ class Speculation:
                     num_passes = max(num_passes, draft.num_passes)
                     num_draft_tokens += draft.num_draft_tokens + draft.num_passes - 1
         shape = StepShape(num_tokens, num_passes, num_draft_tokens)
-        self._policy.observe_step(shape, seconds, draft_seconds)
+        self._policy.observe_step(shape, seconds, draft_seconds, (row.request for row in rows))
 
-    def lose_step(self) -> None:
-        """The step that was planned last will never be observed."""
-        self._policy.lose_step()
+    def lose_steps(self) -> None:
+        """The steps in flight will never be observed."""
+        self._policy.lose_steps()
 
     def forget(self, request: Request) -> None:
         """A request has ended."""

@@ -14,10 +14,8 @@ It samples as the target will, with the same parameters and the same noise (see 
 
 from collections.abc import Sequence
 
-import torch
-
 from charonia.data.kv_store import KVStore
-from charonia.data.model.decoder import Decoder
+from charonia.data.model.paged import Model
 from charonia.data.ops.native.ops import Guesser, GuessOfRow
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import SampledRow, Sampler
@@ -29,14 +27,13 @@ class DraftModel:
     """Guesses tokens.
 
     Args:
-        model: of the target's vocabulary. kv: as many blocks as the target's.
+        model: of the target's vocabulary, with as many blocks as the target.
         tensors: the rows, shared with the target.
         sampler: the target's.
     """
 
-    def __init__(self, model: Decoder, kv: KVStore, tensors: StepTensors, sampler: Sampler) -> None:
+    def __init__(self, model: Model, tensors: StepTensors, sampler: Sampler) -> None:
         self._model = model
-        self._kv = kv
         self._tensors = tensors
         self._sampler = sampler
 
@@ -58,20 +55,15 @@ class DraftModel:
     def _pass(self, spans: Sequence[Span], guessing: set[int], place: int) -> None:
         """Compute `spans`, and let the rows among them that are `guessing` draft one token."""
         batch = self._tensors.batch(spans)
-        hidden = self._model.hidden_states(batch, self._kv.pages)
         rows, last_tokens = [], []
         for span, end in zip(spans, batch.query_starts[1:], strict=True):
             if span.row in guessing:
                 rows.append(span.row)
                 last_tokens.append(end - 1)
-        if not rows:
-            return
-        if len(rows) < len(batch.positions):
-            hidden = hidden.rows(torch.tensor(last_tokens).to(batch.positions.device))
-        token_ids = self._sampler.draw(
-            self._model.logits(hidden), [self._sampled_row(row, place) for row in rows]
-        )
-        self._tensors.put_drafts(rows, place, token_ids)
+        logits = self._model.forward(batch, last_tokens)
+        if rows:
+            sampled = [self._sampled_row(row, place) for row in rows]
+            self._tensors.put_drafts(rows, place, self._sampler.draw(logits(), sampled))
 
     def _sampled_row(self, row: int, place: int) -> SampledRow:
         state = self._tensors.state(row)

@@ -15,6 +15,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from charonia.data.comm import Place
+from charonia.data.model.shard import num_local_kv_heads, stage_layers
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import Ops, Pages
 from charonia.errors import ConfigError
@@ -62,20 +64,21 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(memory, dtype=dtype, count=numbers).view(shape)
 
 
-def kv_layout(spec: ModelSpec, ops: Ops[Any], block_size: int, dtype: torch.dtype) -> KVLayout:
-    """Describe the KV cache of a model, as large as `ops` lay it out."""
+def kv_layout(
+    spec: ModelSpec, ops: Ops[Any], block_size: int, dtype: torch.dtype, place: Place
+) -> KVLayout:
+    """Describe the KV cache of a rank's part of a model, as large as `ops` lay it out."""
+    num_layers = len(stage_layers(spec, place))
     layout = KVLayout(
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
+        num_layers=num_layers,
+        num_kv_heads=num_local_kv_heads(spec, place),
         head_dim=spec.head_dim,
         block_size=block_size,
         dtype=str(dtype).removeprefix("torch."),
         bytes_per_block=0,
     )
     numbers = sum(math.prod(shape) for shape in ops.page_shapes(layout))
-    return msgspec.structs.replace(
-        layout, bytes_per_block=numbers * spec.num_layers * dtype.itemsize
-    )
+    return msgspec.structs.replace(layout, bytes_per_block=numbers * num_layers * dtype.itemsize)
 
 
 def num_blocks_that_fit(
@@ -85,13 +88,15 @@ def num_blocks_that_fit(
     max_useful_blocks: int,
     gpu_memory_utilization: float,
     reserved_bytes: int,
+    num_local_ranks: int = 1,
 ) -> int:
     """Size the cache by memory; call it when the weights are loaded.
 
     On a GPU: what `gpu_memory_utilization` of its memory leaves beside all that is in use and
     `reserved_bytes` for a step's intermediates. On a CPU, where memory is shared with everything
-    else: a quarter of the memory available, but no more blocks than `max_useful_blocks`, which is
-    what all rows at their longest would fill. A block has `bytes_per_block` in all models together.
+    else: a quarter of the memory available, shared out among the ranks of this machine, but no more
+    blocks than `max_useful_blocks`, which is what all rows at their longest would fill. A block has
+    `bytes_per_block` in all models together.
 
     Returns:
         Number of blocks, with the null block.
@@ -103,7 +108,7 @@ def num_blocks_that_fit(
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * gpu_memory_utilization) - (total - free) - reserved_bytes
     else:
-        budget = int(_available_memory() * _CPU_SHARE)
+        budget = int(_available_memory() * _CPU_SHARE) // num_local_ranks
     num_blocks = budget // bytes_per_block
     if device.type != "cuda":
         num_blocks = min(num_blocks, max_useful_blocks + 1)

@@ -1,4 +1,4 @@
-"""The engine of one process: executes plans, one step at a time.
+"""The engine's own process: executes plans, in their order.
 
 Owns the order of a step (check, apply the diffs, compute, sample, append) and the engine's place
 in the sequence of plans. Must not know who sends plans, or why a row computes what it computes.
@@ -6,33 +6,29 @@ in the sequence of plans. Must not know who sends plans, or why a row computes w
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
+from torch import Tensor
 
 from charonia.config import EngineArgs, SpeculativeConfig
+from charonia.data.comm import Seat
 from charonia.data.draft_model import DraftModel, NativeDraftModel
-from charonia.data.kv_store import KVStore, kv_layout, num_blocks_that_fit
-from charonia.data.model.decoder import Decoder, Hidden
-from charonia.data.model.loader import load_weights
-from charonia.data.model.parameters import Parameters
-from charonia.data.model.spec import ModelSpec, check_draft
-from charonia.data.ops.base import Ops, StepBatch
+from charonia.data.model.paged import Model, PagedModel, PendingLogits
+from charonia.data.models import PROMPT_LOGPROBS_SLICE, Basis, LoadedModel, LocalRank, Models
 from charonia.data.ops.native.ops import NativeOps
-from charonia.data.ops.select import select_ops
 from charonia.data.plan_check import Progress, check_plan
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import Sampled, SampledRow, Sampler
 from charonia.data.sampling.verify import num_accepted, num_accepted_synthetically
 from charonia.data.step_tensors import StepTensors
-from charonia.errors import CheckpointError, ConfigError
 from charonia.protocol import (
+    Collectives,
     EngineInfo,
-    KVLayout,
     RowResult,
     RowStep,
     StepPlan,
@@ -40,8 +36,46 @@ from charonia.protocol import (
     TokenLogprobs,
 )
 
-_PROMPT_LOGPROBS_SLICE = 256
-"""Prompt positions whose logits are held at once."""
+
+class Team(Protocol):
+    """The ranks of an engine, as the one that runs the steps sees them."""
+
+    @property
+    def local_rank(self) -> LocalRank:
+        """This process among those on its machine."""
+        ...
+
+    def join(self, basis: Basis) -> tuple[Seat, Seat | None]:
+        """Meet the others; return this rank's seats in the target and in the draft model."""
+        ...
+
+    def agree(self, num_blocks: int) -> int:
+        """Return the least of what the ranks have memory for, and have all take that."""
+        ...
+
+    def lead(self, name: str, model: PagedModel) -> Model:
+        """Have the other ranks that are in model `name` follow what is computed with it."""
+        ...
+
+    def describe(self, info: EngineInfo) -> EngineInfo:
+        """Add what there is to know of the ranks."""
+        ...
+
+    def collectives(self) -> Collectives:
+        """What was exchanged since the last call."""
+        ...
+
+    def lose(self, reason: str) -> None:
+        """The ranks no longer do the same: there is no going on."""
+        ...
+
+    def check(self) -> None:
+        """Raises RankLostError, with the first reason, when there is no going on."""
+        ...
+
+    def close(self) -> None:
+        """End the other ranks."""
+        ...
 
 
 class Runner:
@@ -50,69 +84,72 @@ class Runner:
     Args:
         args: which model, on which device, how large.
         log: takes one line of progress at a time.
+        team: the other ranks; None where there are none.
 
     Attributes:
         ops: what computes.
 
     Raises:
         CheckpointError: the checkpoint cannot be loaded.
-        ConfigError: the device is not there, or its memory does not suffice.
+        ConfigError: the device is not there, its memory does not suffice, or the model cannot be
+            split among the ranks.
+        RankLostError: a rank was lost while they were loading.
     """
 
-    def __init__(self, args: EngineArgs, *, log: Callable[[str], None]) -> None:
-        spec = ModelSpec.from_dir(Path(args.model))
-        draft_path = (args.speculative_config and args.speculative_config.model) or ""
-        draft_spec = _draft_spec(draft_path, spec) if draft_path else None
-        device = _device(args.device)
-        dtype = getattr(torch, spec.dtype if args.dtype == "auto" else args.dtype)
-        max_model_len = _max_model_len(args, spec, log)
-        max_draft_len = min(max_model_len, draft_spec.max_position_embeddings) if draft_spec else 0
-        self.ops = ops = select_ops(args, dtype, device, log)
-        load = partial(_Model.load, args=args, dtype=dtype, device=device, log=log)
-        model = load(args.model, spec, max_model_len, ops)
-        draft = None
-        if draft_spec is not None:
-            draft_ops = _draft_ops(args.speculative_config, ops)
-            draft = load(draft_path, draft_spec, max_draft_len, draft_ops)
-        num_blocks = _num_blocks(args, spec, [model, draft], max_model_len, dtype, device)
-        self._model = model.decoder
-        self._kv = model.kv_store(ops, num_blocks, device)
+    def __init__(
+        self, args: EngineArgs, *, log: Callable[[str], None], team: Team | None = None
+    ) -> None:
+        basis = Basis.of(args, log=log, local_rank=team.local_rank if team else None)
+        self.ops = ops = basis.ops
+        self._team = team
+        seat, draft_seat = team.join(basis) if team else (Seat(), Seat())
+        models = Models.load(basis, seat, draft_seat, log=log)
+        num_blocks = models.num_blocks_that_fit(basis)
+        if team:
+            num_blocks = team.agree(num_blocks)
+        self._model = self._lead("target", models.target, num_blocks, basis)
         self._tensors = StepTensors(
             num_rows=args.max_num_seqs,
-            max_model_len=max_model_len,
+            max_model_len=basis.max_model_len,
             block_size=args.block_size,
             max_num_batched_tokens=args.max_num_batched_tokens,
-            device=device,
+            device=basis.device,
         )
         native = NativeDraw(ops.kernels) if isinstance(ops, NativeOps) else None
-        self._sampler = Sampler(spec.vocab_size, device, native)
+        self._sampler = Sampler(basis.spec.vocab_size, basis.device, native)
         self._draft_model: DraftModel | NativeDraftModel | None = None
-        if draft is not None:
-            kv = draft.kv_store(ops, num_blocks, device)
-            if native is not None and isinstance(ops, NativeOps):
-                guesser = draft.decoder.guesser(ops)
-                self._draft_model = NativeDraftModel(
-                    guesser, kv, args.block_size, self._tensors, native
-                )
-            else:
-                self._draft_model = DraftModel(draft.decoder, kv, self._tensors, self._sampler)
+        if models.draft is not None:
+            self._draft_model = self._make_draft_model(
+                models.draft, num_blocks, basis, native, is_whole=args.draft_ranks == 1
+            )
         self._synthetic_rate = _synthetic_rate(args.speculative_config, log)
         self._progress = Progress(epoch=0, step_id=-1, needs_reset=True)
-        self._info = EngineInfo(
-            epoch=0,
-            pids=[os.getpid()],
-            num_blocks=num_blocks,
-            kv=model.layout,
-            max_model_len=max_model_len,
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            vocab_size=spec.vocab_size,
-            eos_token_ids=list(spec.eos_token_ids),
-            architecture=spec.architecture,
-            dtype=model.layout.dtype,
-            device=str(device),
-            num_parameters=model.num_parameters,
-            max_draft_len=max_draft_len,
+        self._info = _describe(basis, models.target, num_blocks)
+        if team:
+            self._info = team.describe(self._info)
+
+    def _lead(self, name: str, model: LoadedModel, num_blocks: int, basis: Basis) -> Model:
+        paged = PagedModel(model.decoder, model.kv_store(num_blocks, basis.device))
+        return self._team.lead(name, paged) if self._team else paged
+
+    def _make_draft_model(
+        self,
+        model: LoadedModel,
+        num_blocks: int,
+        basis: Basis,
+        native: NativeDraw | None,
+        *,
+        is_whole: bool,
+    ) -> DraftModel | NativeDraftModel:
+        if native is None or not isinstance(basis.ops, NativeOps) or not is_whole:
+            led = self._lead("draft", model, num_blocks, basis)
+            return DraftModel(led, self._tensors, self._sampler)
+        return NativeDraftModel(
+            model.decoder.guesser(basis.ops),
+            model.kv_store(num_blocks, basis.device),
+            basis.args.block_size,
+            self._tensors,
+            native,
         )
 
     def info(self) -> EngineInfo:
@@ -120,28 +157,67 @@ class Runner:
         return msgspec.structs.replace(self._info, epoch=self._progress.epoch)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Execute the next plan.
+        """Execute the next plan; see `begin`."""
+        return self.begin(plan)()
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin the next plan, and return what ends it.
+
+        Where the model is a pipeline, the plans that follow may begin before: they have other rows.
+        Plans end in the order in which they began.
 
         Raises:
             PlanRefusedError: the plan is not the next one, or something in it is out of range.
                 Nothing has changed.
-            Exception: whatever the step raised. The next plan must have `reset`.
+            RankLostError: there are other ranks, and they are lost, also by whatever the step
+                raised here or at its end.
+            Exception: whatever it raised, where there are none. The next plan must have `reset`.
         """
         started = time.perf_counter()
         check_plan(plan, self._progress, self._tensors.rows, self._info)
-        self._progress = Progress(plan.epoch, plan.step_id, needs_reset=True)
-        with torch.inference_mode():
+        self._progress = Progress(plan.epoch, plan.step_id, needs_reset=False)
+        with self._whole_or_not_at_all():
             self._apply_diffs(plan)
             draft_seconds = self._guess(plan.rows)
-            rows = self._compute(plan.rows) if plan.rows else []
-        self._progress = Progress(plan.epoch, plan.step_id, needs_reset=False)
-        return StepResult(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
-            rows=rows,
-            seconds=time.perf_counter() - started,
-            draft_seconds=draft_seconds,
-        )
+            step = self._compute(plan.rows) if plan.rows else None
+
+        def end() -> StepResult:
+            rows: list[RowResult] = []
+            if step is not None:
+                with self._whole_or_not_at_all():
+                    rows = self._end(step)
+            return StepResult(
+                epoch=plan.epoch,
+                step_id=plan.step_id,
+                rows=rows,
+                seconds=time.perf_counter() - started,
+                draft_seconds=draft_seconds,
+                collectives=self._team.collectives() if self._team else None,
+            )
+
+        return end
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._team:
+            self._team.close()
+
+    @contextmanager
+    def _whole_or_not_at_all(self) -> Iterator[None]:
+        """A part of a step: where it is left early, the next plan must have `reset`.
+
+        Where there are other ranks, they are in the middle of it then, and wait for this one.
+        """
+        try:
+            with torch.inference_mode():
+                yield
+        except BaseException as error:
+            self._progress = replace(self._progress, needs_reset=True)
+            if self._team:
+                self._team.lose(f"rank 0: {type(error).__name__}: {error}")
+                if isinstance(error, Exception):
+                    self._team.check()
+            raise
 
     def _apply_diffs(self, plan: StepPlan) -> None:
         if plan.reset:
@@ -160,49 +236,47 @@ class Runner:
         self._draft_model.guess(steps)
         return time.perf_counter() - started
 
-    def _compute(self, steps: list[RowStep]) -> list[RowResult]:
-        batch = self._tensors.batch(self._tensors.advance(steps))
-        hidden = self._model.hidden_states(batch, self._kv.pages)
-        prompt_logprobs = [
-            self._prompt_logprobs(step, hidden, start)
-            for step, start in zip(steps, batch.query_starts, strict=False)
-        ]
-        runs = self._sample(steps, batch, hidden)
-        results = []
-        for step, prompt in zip(steps, prompt_logprobs, strict=True):
-            token_ids, logprobs = runs.get(step.row, ([], None))
-            results.append(RowResult(step.row, token_ids, logprobs, prompt))
-        return results
+    def _compute(self, steps: list[RowStep]) -> "_Step":
+        """Have the model compute the steps, up to the logits to sample from.
 
-    def _sample(
-        self, steps: list[RowStep], batch: StepBatch, hidden: Hidden
-    ) -> dict[int, tuple[list[int], list[TokenLogprobs] | None]]:
-        """Sample for the rows whose cursor reached their last known token, and append.
-
-        Every draft's place is a line of its own, with the tokens before it as its history.
+        Rows whose cursor reached their last known token sample. Every draft's place is a line of
+        its own, with the tokens before it as its history.
         """
+        batch = self._tensors.batch(self._tensors.advance(steps))
         sampling: list[RowStep] = []
         rows: list[SampledRow] = []
-        places: list[int] = []
+        lines: list[int] = []
         for step, end in zip(steps, batch.query_starts[1:], strict=True):
             state = self._tensors.state(step.row)
             if state.num_computed < state.num_tokens:
                 continue
             sampling.append(step)
-            places += range(end - step.num_drafts - 1, end)
+            lines += range(end - step.num_drafts - 1, end)
             for num_drafts in range(step.num_drafts + 1):
                 token_ids = self._tensors.token_ids(step.row, num_drafts)
                 rows.append(SampledRow(state.sampling, token_ids, state.num_prompt))
-        if not sampling:
-            return {}
-        if len(rows) < len(batch.positions):
-            hidden = hidden.rows(torch.tensor(places).to(batch.positions.device))
-        sampled = self._sampler.sample(self._model.logits(hidden), rows)
-        runs, first = {}, 0
-        for step in sampling:
-            runs[step.row] = self._verify(step, sampled[first : first + step.num_drafts + 1])
-            first += step.num_drafts + 1
-        return runs
+        logits = self._model.forward(batch, lines)
+        prompts = [
+            self._prompt_logits(step, start)
+            for step, start in zip(steps, batch.query_starts, strict=False)
+        ]
+        return _Step(steps, prompts, sampling, rows, logits)
+
+    def _end(self, step: "_Step") -> list[RowResult]:
+        """Sample, and append what was sampled to the rows."""
+        runs: dict[int, tuple[list[int], list[TokenLogprobs] | None]] = {}
+        if step.sampling:
+            sampled, first = self._sampler.sample(step.logits(), step.lines), 0
+            for row_step in step.sampling:
+                last = first + row_step.num_drafts + 1
+                runs[row_step.row] = self._verify(row_step, sampled[first:last])
+                first = last
+        results = []
+        for row_step, prompt in zip(step.rows, step.prompts, strict=True):
+            token_ids, logprobs = runs.get(row_step.row, ([], None))
+            prompt_logprobs = self._prompt_logprobs(row_step, prompt)
+            results.append(RowResult(row_step.row, token_ids, logprobs, prompt_logprobs))
+        return results
 
     def _verify(
         self, step: RowStep, sampled: list[Sampled]
@@ -227,59 +301,74 @@ class Runner:
             one.logprobs for one in sampled if one.logprobs
         ] if has_logprobs else None
 
-    def _prompt_logprobs(
-        self, step: RowStep, hidden: Hidden, start: int
-    ) -> list[TokenLogprobs] | None:
-        """Log-probabilities of the prompt tokens that this step's tokens predict.
+    def _prompt_logits(self, step: RowStep, start: int) -> "list[_PromptPart] | None":
+        """Ask for what is needed to score the prompt tokens that this step's tokens predict.
 
         Args:
-            hidden: of all rows' tokens in this step. start: the first of this row's.
+            start: the first of this row's tokens in the pass.
         """
         state = self._tensors.state(step.row)
-        k = state.sampling.num_prompt_logprobs
-        if k < 0:
+        if state.sampling.num_prompt_logprobs < 0:
             return None
         first = state.num_computed - step.num_tokens + 1
         targets = self._tensors.token_ids(step.row)[first : state.num_computed + 1]
         targets = targets[: max(state.num_prompt - first, 0)]
-        entries: list[TokenLogprobs] = []
-        for part in range(0, len(targets), _PROMPT_LOGPROBS_SLICE):
-            some = targets[part : part + _PROMPT_LOGPROBS_SLICE]
-            first_line = start + part
-            logits = self._model.logits(hidden.rows(slice(first_line, first_line + len(some))))
-            entries += self._sampler.prompt_logprobs(logits, some, k)
-        return entries
+        parts = []
+        for part in range(0, len(targets), PROMPT_LOGPROBS_SLICE):
+            some = targets[part : part + PROMPT_LOGPROBS_SLICE]
+            lines = slice(start + part, start + part + len(some))
+            parts.append(_PromptPart(some, self._model.logits(lines)))
+        return parts
+
+    def _prompt_logprobs(
+        self, step: RowStep, parts: "list[_PromptPart] | None"
+    ) -> list[TokenLogprobs] | None:
+        """Log-probabilities of prompt tokens, some at a time."""
+        if parts is None:
+            return None
+        k = self._tensors.state(step.row).sampling.num_prompt_logprobs
+        return [
+            entry
+            for part in parts
+            for entry in self._sampler.prompt_logprobs(part.logits(), part.targets, k)
+        ]
 
 
-class _Model(NamedTuple):
-    """A loaded checkpoint, and the shape of its KV cache."""
+class _PromptPart(NamedTuple):
+    """Some tokens of a prompt, and the logits that predict them."""
 
-    decoder: Decoder
-    layout: KVLayout
-    num_parameters: int
+    targets: Tensor  # [lines]
+    logits: PendingLogits
 
-    @classmethod
-    def load(
-        cls,
-        path: str,
-        spec: ModelSpec,
-        num_positions: int,
-        ops: Ops[Any],
-        *,
-        args: EngineArgs,
-        dtype: torch.dtype,
-        device: torch.device,
-        log: Callable[[str], None],
-    ) -> "_Model":
-        parameters = Parameters(spec, dtype, device)
-        num_parameters = load_weights(
-            Path(path), parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=log
-        )
-        decoder = Decoder(spec, parameters, ops, num_positions=num_positions)
-        return cls(decoder, kv_layout(spec, ops, args.block_size, dtype), num_parameters)
 
-    def kv_store(self, ops: Ops[Any], num_blocks: int, device: torch.device) -> KVStore:
-        return KVStore(self.layout, ops.page_shapes(self.layout), num_blocks, device)
+class _Step(NamedTuple):
+    """A step whose tokens are computed, or will be as soon as the pipeline's end has them."""
+
+    rows: list[RowStep]
+    prompts: list[list[_PromptPart] | None]  # of each row
+    sampling: list[RowStep]  # the rows that sample
+    lines: list[SampledRow]  # one for each line of logits
+    logits: PendingLogits
+
+
+def _describe(basis: Basis, model: LoadedModel, num_blocks: int) -> EngineInfo:
+    args, spec = basis.args, basis.spec
+    return EngineInfo(
+        epoch=0,
+        pids=[os.getpid()],
+        num_blocks=num_blocks,
+        kv=model.layout,
+        max_model_len=basis.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=list(spec.eos_token_ids),
+        architecture=spec.architecture,
+        dtype=model.layout.dtype,
+        device=str(basis.device),
+        num_parameters=spec.num_parameters,
+        max_draft_len=basis.max_draft_len,
+    )
 
 
 def _synthetic_rate(config: SpeculativeConfig | None, log: Callable[[str], None]) -> float | None:
@@ -290,71 +379,3 @@ def _synthetic_rate(config: SpeculativeConfig | None, log: Callable[[str], None]
             " and the text is not the model's"
         )
     return rate
-
-
-def _draft_ops(config: SpeculativeConfig | None, ops: Ops[Any]) -> Ops[Any]:
-    """The draft model's operations: the target's, or the same with int8 weights."""
-    quantization = config.quantization if config else None
-    is_wanted = quantization == "int8" or (quantization == "auto" and isinstance(ops, NativeOps))
-    return ops.as_int8() if is_wanted else ops
-
-
-def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:
-    """The draft model's shape, which fits the target."""
-    try:
-        spec = ModelSpec.from_dir(Path(path))
-    except CheckpointError as error:
-        raise CheckpointError(f"the draft model: {error}") from None
-    check_draft(spec, target)
-    return spec
-
-
-def _device(name: str) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ConfigError("device = 'cuda', but torch finds no CUDA device; accepted is 'cpu'")
-    if name == "auto":
-        name = "cuda" if has_cuda else "cpu"
-    return torch.device(name)
-
-
-def _max_model_len(args: EngineArgs, spec: ModelSpec, log: Callable[[str], None]) -> int:
-    limit = spec.max_position_embeddings
-    if spec.sliding_window is not None:
-        log(
-            f"max_model_len is limited to the model's sliding window ({limit}):"
-            " beyond it, sliding-window attention is not supported"
-        )
-    if args.max_model_len is not None and args.max_model_len > limit:
-        log(f"max_model_len {args.max_model_len} is lowered to {limit}, what the model supports")
-    return min(args.max_model_len or limit, limit)
-
-
-def _num_blocks(
-    args: EngineArgs,
-    spec: ModelSpec,
-    models: Sequence[_Model | None],
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
-    """Size the KV cache, which all `models` have over the same block ids."""
-    if args.num_gpu_blocks_override is not None:
-        return args.num_gpu_blocks_override
-    # Intermediates of a layer at full budget, and the logits (model's dtype and float32) with
-    # as much again for sampling.
-    widths = 4 * spec.hidden_size + 3 * spec.intermediate_size + 4 * spec.num_heads * spec.head_dim
-    num_lines = args.max_num_seqs
-    if args.speculative_config:
-        num_lines *= 1 + args.speculative_config.max_drafts
-    rows = max(min(num_lines, args.max_num_batched_tokens), _PROMPT_LOGPROBS_SLICE)
-    reserved_bytes = (
-        args.max_num_batched_tokens * widths * dtype.itemsize + rows * spec.vocab_size * 16
-    )
-    return num_blocks_that_fit(
-        sum(model.layout.bytes_per_block for model in models if model),
-        device,
-        max_useful_blocks=args.max_num_seqs * -(-max_model_len // args.block_size),
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        reserved_bytes=reserved_bytes,
-    )

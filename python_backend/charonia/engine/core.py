@@ -5,10 +5,16 @@ caller adds requests, calls `step` and gets chunks through `deliver`. Must not k
 
     step N    plan ─► submit ─► text of step N-1 ─► wait ─► apply
                                  (while N computes)
+
+An engine of two stages also has the next step in flight, of other rows:
+
+    plan N+1 ─► submit ─► text of step N-1 ─► wait for N ─► apply N ─► plan N+2 ─► ...
+                           (while N and N+1 compute)
 """
 
-import os
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits, Scheduler, SchedulerStats, Update
@@ -16,21 +22,32 @@ from charonia.engine.admission import GenerationRequest, admit
 from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk, OutputStream
+from charonia.engine.recovery import NOT_READY, Recovery
+from charonia.engine.reload import HeldRequests, Reload, misfit, take_over
 from charonia.engine.step_times import StepTimes
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
+    EngineUnloadedError,
     RequestCancelledError,
     RequestTimeoutError,
     StepFailedError,
     UnavailableError,
 )
-from charonia.protocol import EngineInfo, Executor, StepResult
+from charonia.events import event
+from charonia.protocol import EngineInfo, Executor, Pending
 from charonia.text.tokenizer import Tokenizer
 
-CONNECT_RETRY_S = 0.1
-BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 DEADLINE_FACTOR = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A step that the engine computes: how many tokens, drafts included, and since when."""
+
+    pending: Pending
+    num_tokens: int
+    at: float
 
 
 class EngineCore:
@@ -39,6 +56,7 @@ class EngineCore:
     Args:
         deliver: called with every chunk, in this caller's thread; must return quickly.
         clock: seconds, monotonic. log: takes one line.
+        read_args: what the engine of this moment was loaded with; None is always `engine_args`.
     """
 
     def __init__(
@@ -51,10 +69,12 @@ class EngineCore:
         deliver: Callable[[Chunk], None],
         clock: Callable[[], float],
         log: Callable[[str], None],
+        read_args: Callable[[], EngineArgs] | None = None,
     ) -> None:
         self.metrics = Metrics()
         self._executor = executor
-        self._engine_args = engine_args
+        self.engine_args = engine_args
+        self._read_args = read_args or (lambda: engine_args)
         self._scheduler_args = scheduler_args
         self._tokenizer = tokenizer
         self._deliver = deliver
@@ -63,15 +83,13 @@ class EngineCore:
         self._streams: dict[str, OutputStream] = {}
         self._names: dict[str, tuple[str, str]] = {}  # key: request id and tenant
         self._updates: list[Update] = []
+        self._in_flight: deque[_Submitted] = deque()
+        self._held = HeldRequests()
+        self._reload: Reload | None = None  # that waits for live requests to finish
         self._stats = SchedulerStats()
         self._step_times = StepTimes()
-        self._num_failures = 0
-        self._num_connect_failures = 0
-        self._retry_at = 0.0
-        self._needs_restart = False
-        self._info: EngineInfo | None = None
+        self._recovery = Recovery(executor, metrics=self.metrics, clock=clock, log=log)
         self._scheduler: Scheduler | None = None
-        self.down_reason: str | None = "the engine is not ready yet"
         self._set_gauges()
 
     # ------------------------------------------------------------------ connecting
@@ -79,12 +97,17 @@ class EngineCore:
     @property
     def is_up(self) -> bool:
         """Whether there is an engine to run steps on."""
-        return self.down_reason is None
+        return self._recovery.is_serving
+
+    @property
+    def down_reason(self) -> str | None:
+        """Why there is none that requests could wait for; None while there is."""
+        return self._recovery.down_reason
 
     @property
     def has_requests(self) -> bool:
-        """Whether anything is live, or chunks are still to be delivered."""
-        return bool(self._streams) or bool(self._updates)
+        """Whether anything is live or computed, or chunks are still to be delivered."""
+        return any((self._streams, self._updates, self._in_flight, self._held))
 
     @property
     def info(self) -> EngineInfo:
@@ -93,9 +116,9 @@ class EngineCore:
         Raises:
             UnavailableError: none was ever there.
         """
-        if self._info is None:
-            raise UnavailableError(self.down_reason or "the engine is not ready yet")
-        return self._info
+        if self._recovery.info is None:
+            raise UnavailableError(self.down_reason or NOT_READY)
+        return self._recovery.info
 
     def connect(self) -> bool:
         """Get an engine, if a try is due: the one that is there, or a new one.
@@ -103,50 +126,68 @@ class EngineCore:
         Returns:
             Whether there is one now.
         """
-        if self._clock() < self._retry_at:
+        if not self._recovery.is_due:
             return False
         try:
-            if self._needs_restart:
-                self._executor.restart()
-            self._take_engine(self._executor.info())
+            info = self._recovery.find()
+            self._take_engine(info)
         except CharoniaError as error:
-            self._on_no_engine(error)
+            self._go_without(error)
             return False
         except Exception:
-            self._back_off()  # whoever catches it will call again
+            self._recovery.back_off()  # whoever catches it will call again
             raise
-        if self._needs_restart:
-            self.metrics.count("charonia_engine_restarts_total")
-        self._needs_restart = False
-        self._num_connect_failures = 0
-        self.down_reason = None
+        self._recovery.succeed(info, len(self._streams))
         self._set_gauges()
         return True
 
-    def _on_no_engine(self, error: CharoniaError) -> None:
-        if self._info is None and isinstance(error, EngineDiedError):
-            # It is still being loaded for the first time.
-            self._retry_at = self._clock() + CONNECT_RETRY_S
-            return
-        wait = self._back_off()
-        self._needs_restart = self._info is not None
-        self.down_reason = f"the engine is down and cannot be loaded: {error}"
-        self._log(f"{self.down_reason}; next try in {wait:.0f} s")
-        self._fail_all(UnavailableError(self.down_reason))
+    def _go_without(self, error: CharoniaError) -> None:
+        """There is no engine, or it is of no use: nobody waits for it in vain."""
+        self._expire(self._clock())
+        if self._recovery.fail(error, len(self._streams)):
+            unavailable = UnavailableError(str(self.down_reason))
+            if self._reload is None:
+                self._fail_all(unavailable)
+            else:  # those that are held wait for another engine
+                self._fail_live(unavailable)
+        self._set_gauges()
 
-    def _back_off(self) -> float:
-        """Put the next try off, further each time; return for how many seconds."""
-        wait = BACKOFF_S[min(self._num_connect_failures, len(BACKOFF_S) - 1)]
-        self._num_connect_failures += 1
-        self._retry_at = self._clock() + wait
-        return wait
+    def watch(self) -> None:
+        """Look after an engine that has nothing to do; one that has gone is replaced at once."""
+        try:
+            self._executor.check()
+        except EngineDiedError as error:
+            self._on_death(error)
 
     def _take_engine(self, info: EngineInfo) -> None:
+        """Go on with this engine: its limits and arguments, and the requests that fit it."""
+        args = self._read_args()
+        limits = self._limits_of(info, args)
+        if self._scheduler is not None:
+            for request in list(self._scheduler.requests):
+                if reason := misfit(request, info, limits):
+                    self._end(request.key, UnavailableError(reason))
+        if self._scheduler is not None and args == self.engine_args:
+            self._scheduler.reset(limits, epoch=info.epoch)
+        else:
+            # What was learned of the times of steps, and of drafts, was true of another engine.
+            self._step_times = StepTimes()
+            speculation = make_speculation(args.speculative_config)
+            self._scheduler = take_over(
+                self._scheduler,
+                limits,
+                epoch=info.epoch,
+                stats=self._stats,
+                speculation=speculation,
+            )
+        self.engine_args = args
+
+    def _limits_of(self, info: EngineInfo, args: EngineArgs) -> Limits:
         limits = Limits.of_engine(
             info,
             max_queue_size=self._scheduler_args.max_queue_size,
-            enable_prefix_caching=self._engine_args.enable_prefix_caching,
-            enable_chunked_prefill=self._engine_args.enable_chunked_prefill,
+            enable_prefix_caching=args.enable_prefix_caching,
+            enable_chunked_prefill=args.enable_chunked_prefill,
         )
         if limits.max_model_len < info.max_model_len:
             self._log(
@@ -154,26 +195,76 @@ class EngineCore:
                 f"{limits.max_model_len}: the KV cache has {info.num_blocks - 1} blocks of "
                 f"{info.kv.block_size} tokens"
             )
-        self._info = info
-        if self._scheduler is None:
-            self._scheduler = Scheduler(
-                limits,
-                hash_secret=os.urandom(32),
-                epoch=info.epoch,
-                stats=self._stats,
-                speculation=make_speculation(self._engine_args.speculative_config),
-            )
+        return limits
+
+    # ------------------------------------------------------------------ another engine
+
+    def reload(self, reload: Reload) -> None:
+        """Go on with the engine that `reload` configures: at once, or when all live is over."""
+        if self._reload is not None:
+            reload.fail("another reload is under way")
+        elif self._scheduler is None:
+            reload.fail(self.down_reason or NOT_READY)
+        else:
+            self._reload = reload
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Do what is due beside steps: give up what waited too long, and replace the engine."""
+        reload = self._reload
+        if reload is None:
             return
-        self._scheduler.reset(limits, epoch=info.epoch)
-        for request in list(self._scheduler.requests):
-            if len(request.token_ids) >= limits.max_model_len:
-                self._end(
-                    request.key,
-                    UnavailableError(
-                        f"the engine was restarted with max_model_len {limits.max_model_len}; "
-                        f"the request has {len(request.token_ids)} tokens already"
-                    ),
-                )
+        self._expire(self._clock())
+        reload.num_live, reload.num_held = len(self._streams), len(self._held)
+        if reload.is_cancelled:
+            reload.fail("it was cancelled while requests were finishing")
+        elif reload.drain and self.is_up and self._streams:
+            reload.phase = "draining"
+            return
+        else:
+            self._replace_engine(reload)
+        self._reload = None
+        for request, arrived_at in self._held.release():
+            self._admit(request, arrived_at, was_accepted=True)
+
+    def _drop_reload(self, reason: str) -> None:
+        if self._reload is not None:
+            self._reload.fail(reason)
+            self._reload = None
+
+    def _replace_engine(self, reload: Reload) -> None:
+        """Load what `reload` configures, or again what there was before."""
+        assert self._scheduler is not None
+        try:
+            reload.install()
+        except OSError as error:
+            reload.fail(f"the new configuration cannot be written: {error.strerror}")
+            return
+        self._deliver_updates()  # what is finished need not wait for another engine
+        reload.phase = "loading"
+        started = self._clock()
+        self._recovery.part("reloading", len(self._streams))
+        self._in_flight.clear()
+        self._scheduler.reset()
+        self._set_gauges()
+        try:
+            info = self._recovery.find()
+            self._take_engine(info)
+        except CharoniaError as error:
+            reload.restore()
+            self._recovery.give_up_reload(error, len(self._streams))
+            self.connect()
+            reload.seconds = self._clock() - started
+            reload.fail(str(error) if self.is_up else f"{error}; {self.down_reason}")
+            return
+        except Exception:
+            reload.restore()
+            raise
+        self._recovery.succeed(info, len(self._streams))
+        reload.settle()
+        reload.num_live = len(self._streams)
+        reload.seconds = self._clock() - started
+        reload.phase = "done"
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -194,15 +285,22 @@ class EngineCore:
         Raises:
             QueueFullError, UnavailableError.
         """
-        self._living_scheduler().check_queue(num_arriving)
+        self._living_scheduler().check_queue(num_arriving + len(self._held))
 
     def add(self, request: GenerationRequest) -> None:
         """Take a request in; whatever happens to it comes through `deliver`, errors too."""
-        now = self._clock()
+        if self._reload is not None:
+            self._held.hold(request, self._clock())
+        else:
+            self._admit(request, self._clock())
+
+    def _admit(
+        self, request: GenerationRequest, arrived_at: float, *, was_accepted: bool = False
+    ) -> None:
         try:
             scheduler = self._living_scheduler()
-            admitted = admit(request, self.info, scheduler.limits, self._tokenizer, now)
-            scheduler.add(admitted)
+            admitted = admit(request, self.info, scheduler.limits, self._tokenizer, arrived_at)
+            scheduler.add(admitted, was_accepted=was_accepted)
         except CharoniaError as error:
             self._deliver(Chunk(request.key, error=error, num_prompt_tokens=0))
             return
@@ -212,55 +310,51 @@ class EngineCore:
     def _living_scheduler(self) -> Scheduler:
         scheduler = self._scheduler
         if self.down_reason is not None or scheduler is None:
-            raise UnavailableError(self.down_reason or "the engine is not ready yet")
+            raise UnavailableError(self.down_reason or NOT_READY)
         return scheduler
 
     def cancel(self, key: str) -> None:
         """End a request at its client's wish; one that is not live is none of our business."""
-        if key in self._streams:
+        if key in self._streams or key in self._held:
             self.metrics.count("charonia_cancellations_total")
+            request_id, _ = self._names.get(key, (None, None))
+            stream = self._streams.get(key)
+            num_tokens = stream.num_tokens if stream else 0
+            self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
             self._end(key, RequestCancelledError("the request was cancelled"))
 
     def cancel_matching(self, request_id: str, tenant: str) -> None:
         """Cancel all live requests that a client gave this id."""
-        for key in [key for key, name in self._names.items() if name == (request_id, tenant)]:
+        live = [key for key, name in self._names.items() if name == (request_id, tenant)]
+        for key in [*live, *self._held.find(request_id, tenant)]:
             self.cancel(key)
 
     # ------------------------------------------------------------------ one step
 
     def step(self) -> bool:
-        """Run one step and deliver the chunks of the one before.
+        """Fill the engine, deliver the chunks of the step before, and apply the oldest in flight.
 
         Returns:
             Whether there was anything to compute.
         """
         assert self._scheduler is not None, "step() before connect()"
         started = self._clock()
-        for request in self._scheduler.expire(started):
-            self._end(request.key, RequestTimeoutError("Request timeout expired"))
-        plan = self._scheduler.plan(started)
-        pending, submitted = None, started
-        if plan is not None:
-            self.metrics.histograms["charonia_plan_seconds"].observe(self._clock() - started)
-            submitted = self._clock()
-            pending = self._executor.submit(plan)
+        self._expire(started)
+        self._submit_plans(self._scheduler, started)
         delivering = self._clock()
         self._deliver_updates()
         self._count_phase("deliver", delivering)
-        if pending is None:
+        if not self._in_flight:
             self._set_gauges()
             return False
         try:
-            result = pending.result(self._step_deadline_s())
+            self._apply_oldest(self._scheduler)
         except StepFailedError as error:
+            self._in_flight.clear()
             self._on_failed_step(error)
         except (EngineDiedError, TimeoutError) as error:
-            self._on_death(str(error) or "it did not answer in time")
-        else:
-            arrived = self._clock()
-            self._apply(result)
-            self._count_phase("apply", arrived)
-            self._count_phase("transit", submitted + result.seconds, arrived)
+            self._in_flight.clear()
+            self._on_death(error)
         self._set_gauges()
         return True
 
@@ -269,36 +363,62 @@ class EngineCore:
 
         The state is not touched: whatever error made it useless must not keep anybody waiting.
         """
-        self.down_reason = "the scheduler recovers from an internal error"
+        self._recovery.forget("the scheduler recovers from an internal error")
         self._scheduler = None
         self._updates = []
-        self._num_failures = 0
-        self._set_gauges()
+        self._in_flight.clear()
+        self._drop_reload(str(error))
         self._fail_all(error)
+        self._set_gauges()
 
     def close(self) -> None:
         """Fail what is live and let go of the engine."""
+        self._drop_reload("the server is shutting down")
         self._fail_all(UnavailableError("the server is shutting down"))
-        self.down_reason = "the server is shutting down"
+        self._recovery.forget("the server is shutting down")
         self._executor.close()
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _apply(self, result: StepResult) -> None:
-        assert self._scheduler is not None
-        self._num_failures = 0
+    def _expire(self, now: float) -> None:
+        """End the requests whose time is over."""
+        expired = [] if self._scheduler is None else self._scheduler.expire(now)
+        for key in [*(request.key for request in expired), *self._held.find_expired(now)]:
+            self._end(key, RequestTimeoutError("Request timeout expired"))
+
+    def _submit_plans(self, scheduler: Scheduler, started: float) -> None:
+        """Fill the engine: as many steps in flight as it takes, and as there is work for."""
+        while len(self._in_flight) < scheduler.limits.max_steps_in_flight:
+            plan = scheduler.plan(started)
+            if plan is None:
+                return
+            self.metrics.histograms["charonia_plan_seconds"].observe(self._clock() - started)
+            num_tokens = sum(row.num_tokens + row.num_drafts for row in plan.rows)
+            submitted = self._clock()
+            self._in_flight.append(_Submitted(self._executor.submit(plan), num_tokens, submitted))
+            started = self._clock()
+
+    def _apply_oldest(self, scheduler: Scheduler) -> None:
+        """Wait for the oldest step in flight, and commit what it did."""
+        step = self._in_flight.popleft()
+        # No other is ahead of it any more, so from now on it has its own time.
+        result = step.pending.result(self._step_deadline_s(step.num_tokens))
+        arrived = self._clock()
+        self._recovery.note_step()
         self.metrics.histograms["charonia_step_seconds"].observe(result.seconds)
-        self._step_times.observe(self._scheduler.num_tokens_in_flight, result.seconds)
-        self._updates = self._scheduler.apply(result, self._clock())
+        self._step_times.observe(step.num_tokens, result.seconds)
+        self.metrics.count_collectives(result.collectives or {})
+        self._updates = scheduler.apply(result, self._clock())
+        self._count_phase("apply", arrived)
+        self._count_phase("transit", step.at + result.seconds, arrived)
 
     def _count_phase(self, phase: str, started: float, ended: float | None = None) -> None:
         seconds = (self._clock() if ended is None else ended) - started
         self.metrics.count("charonia_step_phase_seconds_total", max(seconds, 0.0), phase)
 
-    def _step_deadline_s(self) -> float:
+    def _step_deadline_s(self, num_tokens: int) -> float:
         """When to give a step up: far beyond what its tokens should take."""
-        assert self._scheduler is not None
-        predicted = self._step_times.predict(self._scheduler.num_tokens_in_flight)
+        predicted = self._step_times.predict(num_tokens)
         return max(self._scheduler_args.min_step_deadline_s, DEADLINE_FACTOR * predicted)
 
     def _deliver_updates(self) -> None:
@@ -344,38 +464,57 @@ class EngineCore:
     def _on_failed_step(self, error: StepFailedError) -> None:
         """A step raised, the engine lives: a new epoch. Twice in a row counts as death."""
         assert self._scheduler is not None
-        self._num_failures += 1
-        self._log(f"a step failed: {error}")
-        if self._num_failures > 1:
-            self._on_death("two steps failed in a row")
+        if self._recovery.note_failed_step(error, len(self._streams)):
+            self._on_death(StepFailedError("two steps failed in a row"))
             return
         try:
-            self._scheduler.reset(epoch=self._executor.info().epoch)
+            info = self._executor.info()  # which may be another engine by now
+            self._take_engine(info)
         except EngineDiedError as death:
-            self._on_death(str(death))
+            self._on_death(death)
+        except CharoniaError as misfortune:
+            self._scheduler.reset()
+            self._go_without(misfortune)
+        else:
+            self._recovery.info = info
 
-    def _on_death(self, reason: str) -> None:
+    def _on_death(self, error: Exception) -> None:
         """The engine is gone: blame, bring up a fresh one, recompute every live request."""
         assert self._scheduler is not None
-        self._log(f"the engine died: {reason}; {len(self._streams)} requests are live")
-        self._num_failures = 0
-        guilty = self._scheduler.blame()
+        guilty = None
+        if isinstance(error, EngineUnloadedError):
+            self._recovery.part("unloaded", len(self._streams))
+        else:
+            self._recovery.lose(error, len(self._streams))
+            guilty = self._scheduler.blame()
         self._scheduler.reset()
         if guilty is not None:
-            self._end(guilty.key, CharoniaError("the request stops the engine each time it runs"))
-        started = self._clock()
+            self._quarantine(guilty.key)
         # Not down: what comes meanwhile waits for the new engine, unless it cannot be loaded.
-        self._needs_restart = True
         self._set_gauges()
-        if self.connect():
-            self._log(f"the engine is back after {self._clock() - started:.1f} s")
+        self.connect()
+
+    def _quarantine(self, key: str) -> None:
+        """End the request that stops every engine, so that the others can go on."""
+        request_id, _ = self._names[key]
+        self.metrics.count("charonia_requests_quarantined_total")
+        self._log(event("request_quarantined", key=key, request_id=request_id))
+        self._end(key, CharoniaError("the request stops the engine each time it runs"))
 
     def _fail_all(self, error: CharoniaError) -> None:
+        self._fail_live(error)
+        held = self._held.keys()
+        for key in held:
+            self._end(key, error)
+
+    def _fail_live(self, error: CharoniaError) -> None:
         for key in list(self._streams):
             self._end(key, error)
 
     def _end(self, key: str, error: CharoniaError) -> None:
-        """End a live request with an error."""
+        """End a live request, or one that is held, with an error."""
+        if self._held.remove(key):
+            self._deliver(Chunk(key, error=error, num_prompt_tokens=0))
         stream = self._streams.get(key)
         if stream is None:
             return
@@ -398,27 +537,11 @@ class EngineCore:
         self.metrics.observe_request("request_generation_tokens", stream.num_tokens)
 
     def _set_gauges(self) -> None:
-        metrics, scheduler, stats = self.metrics, self._scheduler, self._stats
-        metrics.gauges["charonia_engine_up", ""] = float(self.is_up and not self._needs_restart)
-        num_running = scheduler.num_running if scheduler else 0
-        num_waiting = scheduler.num_waiting if scheduler else 0
-        metrics.gauges["charonia_requests_running", ""] = num_running
-        metrics.gauges["charonia_requests_waiting", ""] = num_waiting
-        if scheduler is None:
-            return
-        kv = scheduler.kv
-        for state, value in (
-            ("total", kv.num_blocks - 1),
-            ("used", kv.num_used),
-            ("cached", kv.num_cached),
-            ("free", kv.num_free - kv.num_cached),
-        ):
-            metrics.gauges["charonia_kv_blocks", state] = value
-        counters = metrics.counters
-        counters["charonia_prompt_tokens_total", "computed"] = stats.prompt_tokens_computed
-        counters["charonia_prompt_tokens_total", "cached"] = stats.prompt_tokens_cached
-        counters["charonia_preemptions_total", ""] = stats.preemptions
-        counters["charonia_prefix_cache_queried_tokens_total", ""] = stats.prefix_queried_tokens
-        counters["charonia_prefix_cache_hit_tokens_total", ""] = stats.prefix_hit_tokens
-        metrics.gauges["charonia_draft_depth", ""] = stats.draft_depth
-        metrics.show_drafts(stats.drafts)
+        gauges = self.metrics.gauges
+        gauges["charonia_engine_up", ""] = float(self._recovery.is_serving)
+        scheduler = self._scheduler
+        num_waiting = (scheduler.num_waiting if scheduler else 0) + len(self._held)
+        gauges["charonia_requests_waiting", ""] = num_waiting
+        gauges["charonia_requests_running", ""] = scheduler.num_running if scheduler else 0
+        if scheduler is not None:
+            self.metrics.show_scheduler(scheduler)

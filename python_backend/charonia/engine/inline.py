@@ -3,9 +3,10 @@
 Owns nothing but the adaptation of a runner to `Executor`.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
-from charonia.errors import StepFailedError
+from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import EngineInfo, StepPlan, StepResult
 
 
@@ -16,40 +17,105 @@ class PlanRunner(Protocol):
         """What this engine is."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step; what is returned ends it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all other processes."""
         ...
 
 
 class InlineExecutor:
-    """Runs each step when its result is asked for."""
+    """Runs each step when its result is asked for, or begins it at once where several may be begun.
 
-    def __init__(self, runner: PlanRunner) -> None:
-        self._runner = runner
+    Args:
+        load: loads the runner, now and whenever its other processes are lost.
+    """
+
+    def __init__(self, load: Callable[[], PlanRunner]) -> None:
+        self._load = load
+        self._runner: PlanRunner | None = load()
+        self._loss: EngineDiedError | None = None
 
     def info(self) -> EngineInfo:
-        """What the runner is."""
-        return self._runner.info()
+        """What the runner is. Raises EngineDiedError when there is none."""
+        return self._living().info()
 
     def submit(self, plan: StepPlan) -> "_Inline":
-        """Keep the plan until its result is asked for."""
-        return _Inline(self._runner, plan)
+        """Keep the plan until its result is asked for, or begin it."""
+        step = _Inline(self, plan)
+        if self._living().info().max_steps_in_flight > 1:
+            step.begin()
+        return step
+
+    def check(self) -> None:
+        """Nothing to do: the next step shows whether the runner's processes live."""
 
     def restart(self) -> None:
-        """Nothing to do: a runner in this process lives, and the next epoch clears its state."""
+        """Load the runner again if its processes are lost; else the next epoch clears its state."""
+        if self._loss is not None:
+            self._let_go(self._loss)
+            self._loss = None
+        if self._runner is None:
+            self._runner = self._load()
 
     def close(self) -> None:
-        """Nothing to do: the runner goes with its last reference."""
+        """Let go of all other processes; the runner goes with its last reference."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step of the runner."""
+        return self._living().begin(plan)
+
+    def lose(self, error: EngineDiedError) -> None:
+        """The runner's processes are lost, as this error says."""
+        self._loss = error
+
+    def _living(self) -> PlanRunner:
+        if self._runner is None:
+            raise EngineDiedError("the engine could not be loaded again")
+        return self._runner
+
+    def _let_go(self, loss: EngineDiedError) -> None:
+        """Keep nothing of a lost runner, whose memory the next one needs."""
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
+        error: BaseException | None = loss
+        while error is not None:  # whoever handles it keeps the frames that it went through, which
+            error.__traceback__ = None  # hold on to their functions even when they are cleared
+            error = error.__cause__ or error.__context__
 
 
 class _Inline:
-    def __init__(self, runner: PlanRunner, plan: StepPlan) -> None:
-        self._runner = runner
+    def __init__(self, executor: InlineExecutor, plan: StepPlan) -> None:
+        self._executor = executor
         self._plan = plan
+        self._end: Callable[[], StepResult] | None = None
+
+    def begin(self) -> None:
+        """Begin the step; what it raises is kept for its result."""
+        try:
+            self._end = self._executor.begin(self._plan)
+        except Exception as error:
+            reason = error
+
+            def fail() -> StepResult:
+                raise reason
+
+            self._end = fail
 
     def result(self, timeout: float | None) -> StepResult:
-        """Compute the step; a timeout cannot be kept here."""
+        """End the step; a timeout cannot be kept here."""
+        if self._end is None:
+            self.begin()
+        assert self._end is not None
         try:
-            return self._runner.execute(self._plan)
+            return self._end()
+        except EngineDiedError as error:
+            self._executor.lose(error)
+            raise
         except Exception as error:
             raise StepFailedError(f"{type(error).__name__}: {error}") from error

@@ -10,7 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from charonia.control import DraftCounts
+from charonia.control import DraftCounts, Scheduler
+from charonia.protocol import Collectives
 
 MAX_UNDRAINED = 10_000
 """Observations of one name that are kept while nobody drains them; later ones are left out."""
@@ -23,6 +24,10 @@ LABELS = {
     "charonia_step_phase_seconds_total": "phase",
     "charonia_finished_total": "reason",
     "charonia_rejections_total": "reason",
+    "charonia_engine_failures_total": "kind",
+    "charonia_collective_calls_total": "operation",
+    "charonia_collective_bytes_total": "operation",
+    "charonia_collective_seconds_total": "operation",
     "charonia_kv_blocks": "state",
     "charonia_accepted_at_position_total": "position",
     "charonia_drafted_at_position_total": "position",
@@ -36,6 +41,15 @@ deliver: text and chunks of the step before; the engine computes meanwhile.
 transit: from the plan's being handed over until its result is here, less the engine's own time.
 apply: committing the result.
 draft, verify: of steps with drafts, in the draft model and in the rest of the engine.
+"""
+
+
+FAILURES = ("step_failed", "died", "hung", "load_failed")
+"""Of the engine, each counted once.
+
+step_failed: a step raised, and the engine lives. died: its process ended or hung up.
+hung: it lives, but a step passed its deadline or a question was not answered.
+load_failed: it cannot be loaded; counted at every try.
 """
 
 
@@ -108,6 +122,9 @@ class Metrics:
             "charonia_accepted_tokens_total",
             "charonia_draft_rounds_total",
             "charonia_engine_restarts_total",
+            "charonia_engine_reloads_total",
+            "charonia_requests_quarantined_total",
+            "charonia_requests_recomputed_total",
         ):
             self.counters[name, ""] = 0.0
         for source in ("computed", "cached"):
@@ -118,10 +135,30 @@ class Metrics:
             self.counters["charonia_finished_total", reason] = 0.0
         for reason in ("invalid", "queue_full", "unavailable"):
             self.counters["charonia_rejections_total", reason] = 0.0
+        for kind in FAILURES:
+            self.counters["charonia_engine_failures_total", kind] = 0.0
 
     def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
         """Add to a counter."""
         self.counters[name, label] += amount
+
+    def show_scheduler(self, scheduler: Scheduler) -> None:
+        """Take over what the control plane counted, and how its blocks are used."""
+        kv, stats, counters = scheduler.kv, scheduler.stats, self.counters
+        for state, value in (
+            ("total", kv.num_blocks - 1),
+            ("used", kv.num_used),
+            ("cached", kv.num_cached),
+            ("free", kv.num_free - kv.num_cached),
+        ):
+            self.gauges["charonia_kv_blocks", state] = value
+        counters["charonia_prompt_tokens_total", "computed"] = stats.prompt_tokens_computed
+        counters["charonia_prompt_tokens_total", "cached"] = stats.prompt_tokens_cached
+        counters["charonia_preemptions_total", ""] = stats.preemptions
+        counters["charonia_prefix_cache_queried_tokens_total", ""] = stats.prefix_queried_tokens
+        counters["charonia_prefix_cache_hit_tokens_total", ""] = stats.prefix_hit_tokens
+        self.gauges["charonia_draft_depth", ""] = stats.draft_depth
+        self.show_drafts(stats.drafts)
 
     def show_drafts(self, drafts: DraftCounts) -> None:
         """Take over what the control plane counted of drafts."""
@@ -142,6 +179,13 @@ class Metrics:
             counters["charonia_accepted_at_position_total", str(place)] = accepted
         counters[draft_seconds] = drafts.draft_seconds
         counters["charonia_step_phase_seconds_total", "verify"] = drafts.verify_seconds
+
+    def count_collectives(self, collectives: Collectives) -> None:
+        """Add what the engine's first rank exchanged with others."""
+        for operation, (calls, num_bytes, seconds) in collectives.items():
+            self.count("charonia_collective_calls_total", calls, operation)
+            self.count("charonia_collective_bytes_total", num_bytes, operation)
+            self.count("charonia_collective_seconds_total", seconds, operation)
 
     def observe_request(self, name: str, value: float) -> None:
         """Record one value of a per-request distribution."""

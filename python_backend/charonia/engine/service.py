@@ -15,12 +15,14 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
+from charonia.engine.reload import Reload
 from charonia.errors import (
     CharoniaError,
     InvalidRequestError,
     QueueFullError,
     UnavailableError,
 )
+from charonia.events import event
 from charonia.protocol import EngineInfo, Executor
 from charonia.text.tokenizer import Tokenizer
 
@@ -32,7 +34,7 @@ class EngineService:
     """Serves requests of many threads on one engine.
 
     Args:
-        log: takes one line, from any thread.
+        log: takes one line, from any thread. read_args: as `EngineCore`.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class EngineService:
         tokenizer: Tokenizer,
         *,
         log: Callable[[str], None],
+        read_args: Callable[[], EngineArgs] | None = None,
     ) -> None:
         self._core = EngineCore(
             executor,
@@ -52,11 +55,13 @@ class EngineService:
             deliver=self._deliver,
             clock=time.monotonic,
             log=log,
+            read_args=read_args,
         )
         self._log = log
         self._sinks: dict[str, Sink] = {}
         self._inbox: list[Callable[[], None]] = []
         self._num_arriving = 0
+        self._reload: Reload | None = None  # the last that was ordered; never lost on its way
         self._is_closing = False
         self._wake = threading.Condition()
         self._is_connected = threading.Event()
@@ -111,6 +116,22 @@ class EngineService:
         """Cancel all live requests to which a client gave this id."""
         self._post(partial(self._core.cancel_matching, request_id, tenant))
 
+    @property
+    def engine_args(self) -> EngineArgs:
+        """Of the engine as last seen."""
+        return self._core.engine_args
+
+    def reload(self, reload: Reload) -> None:
+        """Go on with another engine; `reload` says how far that is."""
+        with self._wake:
+            if self._is_closing:
+                reload.fail("the server is shutting down")
+            elif self._reload is not None and not self._reload.is_over:
+                reload.fail("another reload is under way")
+            else:
+                self._reload = reload
+                self._wake.notify()
+
     def close(self) -> None:
         """End every request with an error and stop the thread."""
         with self._wake:
@@ -118,6 +139,7 @@ class EngineService:
             self._wake.notify()
         if self._thread.ident is None:  # it was never started
             self._core.close()
+            self._drop_reload("the server is shutting down")
         elif self._thread.is_alive():
             self._thread.join()
 
@@ -149,24 +171,35 @@ class EngineService:
             try:
                 self._turn()
             except Exception as error:
-                self._log(f"internal error in the scheduler: {traceback.format_exc()}")
+                num_lost = len(self._sinks)
+                reason = f"{type(error).__name__}: {error}"
+                self._log(event("scheduler_error", failed_requests=num_lost, reason=reason))
+                self._log(traceback.format_exc())
                 self._abandon(CharoniaError(f"internal error: {type(error).__name__}"))
         self._take_inbox()
         self._core.close()
+        self._drop_reload("the server is shutting down")
 
     def _turn(self) -> None:
         is_up = self._core.is_up or self._core.connect()
         if is_up:
             self._is_connected.set()
         self._take_inbox()
-        if not (is_up and self._core.step()):
-            with self._wake:
-                if not self._inbox and not self._is_closing:
-                    self._wake.wait(IDLE_WAIT_S)
+        if (reload := self._waiting_reload()) is not None:
+            self._core.reload(reload)
+        self._core.go_on()
+        if self._core.is_up:
+            if self._core.step():
+                return
+            self._core.watch()
+        with self._wake:
+            if not (self._inbox or self._is_closing or self._waiting_reload()):
+                self._wake.wait(IDLE_WAIT_S)
 
     def _abandon(self, error: CharoniaError) -> None:
         """A bug of ours. Every client must get an answer, and the service must go on."""
         self._core.abandon(error)
+        self._drop_reload(str(error))
         with self._wake:
             # Those that the core does not know: on their way to it, or lost on that way.
             sinks, self._sinks = self._sinks, {}
@@ -174,6 +207,16 @@ class EngineService:
             self._num_arriving = 0
         for key, sink in sinks.items():
             sink(Chunk(key, error=error))
+
+    def _waiting_reload(self) -> Reload | None:
+        """What was ordered and the core has not taken yet."""
+        reload = self._reload
+        return reload if reload is not None and reload.phase == "waiting" else None
+
+    def _drop_reload(self, reason: str) -> None:
+        """Whoever ordered it must not wait for ever."""
+        if self._reload is not None and not self._reload.is_over:
+            self._reload.fail(reason)
 
     def _take_inbox(self) -> None:
         with self._wake:

@@ -9,9 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from charonia import __version__
 from charonia.errors import CharoniaError
+
+if TYPE_CHECKING:
+    from charonia.launch import repository
 
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
@@ -46,6 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
     _add_generate(commands)
+    _add_health(commands)
+    _add_reload(commands)
     _add_demo(commands)
     return parser
 
@@ -60,16 +66,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "max_model_len=2048; the scheduler's parameters begin with scheduler., for example --set "
         "scheduler.max_queue_size=64.",
     )
-    serve.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the demo pair)"
-    )
-    serve.add_argument(
-        "--draft-model",
-        type=Path,
-        metavar="DIR",
-        help="checkpoint of a small model of the same tokenizer that guesses tokens ahead",
-    )
-    serve.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    _add_what(serve)
     serve.add_argument(
         "--model-repository", type=Path, metavar="DIR", help="model repository to take a copy of"
     )
@@ -78,7 +75,29 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         serve.add_argument(
             f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s"
         )
-    serve.add_argument(
+    serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
+    serve.set_defaults(run=_run_serve)
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    """What to serve, for the first time or from now on."""
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the demo pair)"
+    )
+    parser.add_argument(
+        "--draft-model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint of a small model of the same tokenizer that guesses tokens ahead",
+    )
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, metavar="N", help="ranks to split each layer among"
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size", type=int, metavar="N", help="ranks to split the layers among"
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],
@@ -86,8 +105,29 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         dest="settings",
         help="override an engine argument or a scheduler parameter; may be repeated",
     )
-    serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
-    serve.set_defaults(run=_run_serve)
+
+
+def _add_reload(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    reload = commands.add_parser(
+        "reload",
+        help="give a running server another model or configuration",
+        description="Have a running `charonia serve` go on with another checkpoint of the same "
+        "tokenizer, or with other engine arguments. What is not named stays. Live requests are "
+        "not lost: they are computed anew on the new engine and go on there, or with --drain "
+        "finish on the old one. If the new engine cannot be loaded, the old one is.",
+    )
+    _add_what(reload)
+    reload.add_argument(
+        "--drain", action="store_true", help="let running requests finish first; new ones wait"
+    )
+    where = reload.add_mutually_exclusive_group()
+    where.add_argument(
+        "--url", metavar="U", help="host:port of HTTP or gRPC, where several servers run"
+    )
+    where.add_argument(
+        "--runtime-dir", type=Path, metavar="DIR", help="the server's directory in /tmp"
+    )
+    reload.set_defaults(run=_run_reload)
 
 
 def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -112,6 +152,30 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     generate.set_defaults(run=_run_generate)
 
 
+def _add_health(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    health = commands.add_parser(
+        "health",
+        help="ask a running server whether it serves",
+        description="Ask a running server whether it, its scheduler and its engine are ready, and "
+        "for one token. Exits with 0 when all is well, else with 1.",
+    )
+    health.add_argument(
+        "--url",
+        default="127.0.0.1:8000",
+        metavar="U",
+        help="host:port of HTTP (default: %(default)s)",
+    )
+    health.add_argument(
+        "--metrics-url", metavar="U", help="host:port of the metrics (default: port 8002 of --url)"
+    )
+    health.add_argument("--model-name", default="scheduler", metavar="M")
+    health.add_argument("--json", action="store_true", help="one JSON object")
+    health.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="ask again for so long"
+    )
+    health.set_defaults(run=_run_health)
+
+
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     demo = commands.add_parser(
         "demo",
@@ -123,17 +187,10 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def _run_serve(options: argparse.Namespace) -> None:
-    from charonia.launch.repository import RepositoryOptions
     from charonia.launch.serve import ServeOptions, serve
 
     serve(
-        RepositoryOptions(
-            source=options.model_repository,
-            model=options.model,
-            draft_model=options.draft_model,
-            dtype=options.dtype,
-            settings=options.settings,
-        ),
+        _what(options, options.model_repository),
         ServeOptions(
             address=options.address,
             http_port=options.http_port,
@@ -141,6 +198,33 @@ def _run_serve(options: argparse.Namespace) -> None:
             metrics_port=options.metrics_port,
             is_verbose=options.verbose,
         ),
+    )
+
+
+def _what(
+    options: argparse.Namespace, source: Path | None = None
+) -> "repository.RepositoryOptions":
+    from charonia.launch.repository import RepositoryOptions
+
+    return RepositoryOptions(
+        source=source,
+        model=options.model,
+        draft_model=options.draft_model,
+        dtype=options.dtype,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        settings=options.settings,
+    )
+
+
+def _run_reload(options: argparse.Namespace) -> None:
+    from charonia.launch.reload import reload
+
+    reload(
+        _what(options),
+        drain=options.drain,
+        runtime_dir=options.runtime_dir,
+        url=options.url,
     )
 
 
@@ -158,6 +242,18 @@ def _run_generate(options: argparse.Namespace) -> None:
         protocol=options.protocol,
         url=options.url,
         model_name=options.model_name,
+        as_json=options.json,
+    )
+
+
+def _run_health(options: argparse.Namespace) -> None:
+    from charonia.launch.health import health
+
+    health(
+        options.url,
+        options.metrics_url,
+        options.model_name,
+        wait_s=options.wait,
         as_json=options.json,
     )
 

@@ -14,7 +14,8 @@ Measured on two cores with the llama-135m shape, in runs of three to five altern
 more tokens/s by 2 to 3 % at concurrency 1 (three runs), by -2 to 11 % at 8 and by 2 to 11 % at 32
 (four runs), and a 95th percentile between tokens that is 8 to 40 % shorter. With the demo model,
 whose steps take no longer than what surrounds them, the rest needs both cores: it lost two thirds
-of its tokens/s at concurrency 1. Hence the least size.
+of its tokens/s at concurrency 1. Hence the least size. Several ranks wait for each other all the
+time: no core of theirs is worth more than the others.
 """
 
 import os
@@ -34,7 +35,7 @@ def cores_beside_engine(args: EngineArgs) -> frozenset[int] | None:
         ConfigError: `cpu_binding` makes no sense.
     """
     on_gpu = args.device == "cuda" or (args.device == "auto" and _GPU.exists())
-    if on_gpu or args.cpu_kernels == "torch":
+    if on_gpu or args.cpu_kernels == "torch" or args.local_ranks > 1:
         return None
     layout = ThreadLayout.of(args.cpu_threads, args.cpu_binding)
     num_bytes = sum(path.stat().st_size for path in Path(args.model).glob("*.safetensors"))

@@ -25,6 +25,9 @@ CONTAINER_ROOT = Path("/opt/tritonserver")
 STUB = "triton_python_backend_stub"
 MIN_GLIBC = (2, 35)
 WHEEL_PYTHONS = ("3.11", "3.12")
+PACKAGE_PARENT = Path(__file__).resolve().parents[2]
+"""Where this very copy of charonia lies. The stubs' interpreter is an isolated one, which does not
+read PYTHONPATH, but it looks first in the directory that the server was started in: this one."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +72,15 @@ class Installation:
 
         The stub embeds libpython: LD_LIBRARY_PATH makes it the library of *this* interpreter
         (another build of the same version fails in `import ssl`), PATH lets it find this
-        virtual environment, and PYTHONPATH this very copy of charonia.
+        virtual environment, and PYTHONPATH lets the Pythons that models start find this very copy
+        of charonia (for the models themselves see `PACKAGE_PARENT`).
         """
         env = dict(os.environ)
         env.pop("PYTHONHOME", None)
-        package_parent = Path(__file__).resolve().parents[2]
         for name, first in (
             ("LD_LIBRARY_PATH", self.lib_dirs),
             ("PATH", (Path(sys.executable).parent,)),
-            ("PYTHONPATH", (package_parent,)),
+            ("PYTHONPATH", (PACKAGE_PARENT,)),
         ):
             inherited = [part for part in env.get(name, "").split(os.pathsep) if part]
             env[name] = os.pathsep.join([*map(str, first), *inherited])

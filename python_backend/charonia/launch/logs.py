@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 _LINE = re.compile(r"^(?P<severity>[IWEF])\d{4} \S+ \d+ (?P<source>[^:\]]+):\d+\] ?(?P<text>.*)$")
+_OURS = re.compile(r"^\[[^\]\s]+\] ")
 _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
 
 # What a server says on a machine without a GPU, whatever it serves, and the tables of its start.
@@ -31,6 +32,8 @@ _EXCEPTION = re.compile(
 
 def is_interesting(line: str) -> bool:
     """Whether a line is a warning, an error, or said by a Python model (they are ours)."""
+    if _OURS.match(line):
+        return True  # whatever Triton's words it repeats
     if any(noise in line for noise in _NOISE) or not line or line.startswith(("+-", "| ")):
         return False
     match = _LINE.match(line)

@@ -24,11 +24,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start_leader(
-    command: list[str], env: dict[str, str], cores: Collection[int] | None = None
+    command: list[str],
+    env: dict[str, str],
+    cores: Collection[int] | None = None,
+    directory: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `command` as the leader of a session of its own, stdout and stderr in one pipe.
 
-    It runs on `cores` alone, where they are given.
+    It runs on `cores` alone and in `directory`, where they are given.
 
     The kernel kills it when the *thread* that calls this ends, however it ends: call it from a
     thread that lives as long as the server should, as a rule the main thread.
@@ -45,6 +48,7 @@ def start_leader(
     return subprocess.Popen(
         command,
         env=env,
+        cwd=directory,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

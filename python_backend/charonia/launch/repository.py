@@ -1,8 +1,8 @@
 """Prepares the model repository that one run of Triton loads.
 
 Owns finding model_repository/, copying it, and the overrides of `charonia serve`: `--model`,
-`--draft-model`, `--dtype` and `--set`. All of it is checked here, before a server starts. Must not
-know processes.
+`--draft-model`, `--dtype`, `--set` and the like. All of it is checked here, before a server starts,
+or goes on with another engine. Must not know processes.
 
 Two files are changed in the copy::
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
@@ -46,6 +47,8 @@ class RepositoryOptions:
             model.json was meant for is not served then.
         draft_model: directory of a checkpoint that guesses tokens for the model.
         dtype: of weights and KV cache; None is what model.json says.
+        tensor_parallel_size, pipeline_parallel_size: ranks that each layer, and the layers, are
+            split among; None is what model.json says.
         settings: `KEY=VALUE` of engine arguments (VALUE as JSON, else a string), or
             `scheduler.KEY=VALUE` of the scheduler's parameters.
     """
@@ -54,6 +57,8 @@ class RepositoryOptions:
     model: Path | None = None
     draft_model: Path | None = None
     dtype: str | None = None
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
     settings: Sequence[str] = ()
 
 
@@ -110,6 +115,45 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     return PreparedRepository(target, scheduler, engine_args, scheduler_args)
 
 
+@dataclass(frozen=True)
+class EngineChange:
+    """Another engine for a repository that is being served.
+
+    Attributes:
+        values: its model.json. scheduler: name of that model.
+    """
+
+    before: EngineArgs
+    after: EngineArgs
+    values: dict[str, Any]
+    scheduler: str
+
+    def differences(self) -> dict[str, tuple[Any, Any]]:
+        """The arguments that change, by name: before and after."""
+        before, after = (msgspec.to_builtins(args) for args in (self.before, self.after))
+        return {name: (before[name], after[name]) for name in after if before[name] != after[name]}
+
+
+def change_engine(repository: Path, options: RepositoryOptions) -> EngineChange:
+    """Apply overrides to the engine of a prepared repository, without changing a file.
+
+    Raises:
+        LaunchError, ConfigError, CheckpointError: as `prepare_repository`; or a parameter of the
+            scheduler is to change, which goes on as it is.
+    """
+    engine_settings, scheduler_settings = _split_settings(options.settings)
+    if scheduler_settings:
+        names = ", ".join(f"scheduler.{name}" for name in scheduler_settings)
+        raise ConfigError(f"{names} cannot change while the server runs; start it anew for that")
+    scheduler, config = _find_scheduler(repository)
+    engine = _override_parameters(config, {}).engine_model
+    model_json = repository / engine / "1" / "model.json"
+    values = _engine_values(model_json, options, engine_settings)
+    after = EngineArgs.from_dict(values)
+    check_checkpoint(after)
+    return EngineChange(EngineArgs.from_file(model_json), after, values, scheduler)
+
+
 def check_checkpoint(args: EngineArgs) -> None:
     """Make sure that there are checkpoints of supported architectures, and the tokenizer.
 
@@ -160,8 +204,9 @@ def _engine_values(
         values["model"] = str(model)
         if "model" in (values.get("speculative_config") or {}):
             del values["speculative_config"]
-    if options.dtype is not None:
-        values["dtype"] = options.dtype
+    for name in ("dtype", "tensor_parallel_size", "pipeline_parallel_size"):
+        if (value := getattr(options, name)) is not None:
+            values[name] = value
     values |= settings
     if options.draft_model is not None:
         _add_draft_model(values, options.draft_model)

@@ -16,7 +16,7 @@ from charonia.launch.repository import (
     RepositoryOptions,
     prepare_repository,
 )
-from charonia.launch.runtime_dir import RuntimeDir
+from charonia.launch.runtime_dir import REPOSITORY, RuntimeDir
 from charonia.launch.server import TritonServer
 
 
@@ -31,7 +31,7 @@ def prepared_server(
     """
     runtime = RuntimeDir()
     try:
-        prepared = prepare_repository(runtime.path / "repository", options)
+        prepared = prepare_repository(runtime.path / REPOSITORY, options)
         cores = cores_beside_engine(prepared.engine_args)
         server = TritonServer(prepared.path, runtime=runtime, cores=cores, **server_options)
         try:

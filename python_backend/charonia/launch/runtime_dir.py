@@ -19,6 +19,8 @@ from charonia.launch import processes
 PREFIX = "charonia-"
 OWNER_FILE = "owner.json"
 KEY_FILE = "api-key"
+SERVER_FILE = "server.json"
+REPOSITORY = "repository"
 
 
 class RuntimeDir:
@@ -27,6 +29,7 @@ class RuntimeDir:
         /tmp/charonia-xxxxxxxx/   0700
           owner.json              which process to ask whether the run still goes on
           api-key                 0600, opens the restricted endpoints
+          server.json             the addresses of its endpoints
           backends/               links to the installation's backends
           repository/             what Triton loads
 
@@ -68,6 +71,17 @@ def sweep_stale_runs() -> list[Path]:
             shutil.rmtree(path)
             swept.append(path)
     return swept
+
+
+def living_runs() -> list[Path]:
+    """The directories of this user's runs that still go on."""
+    found = []
+    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            owner = json.loads((path / OWNER_FILE).read_text(encoding="utf-8"))
+            if path.stat().st_uid == os.getuid() and _lives(owner["pid"], owner["created"]):
+                found.append(path)
+    return found
 
 
 def _shm_prefix(path: Path) -> str:

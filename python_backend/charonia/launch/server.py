@@ -5,6 +5,7 @@ server should be restarted (see `supervisor`).
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,10 +20,10 @@ import httpx
 import psutil
 
 from charonia.launch import processes
-from charonia.launch.discovery import find_tritonserver
+from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
 from charonia.launch.errors import LaunchError
 from charonia.launch.logs import failure_reason, is_interesting
-from charonia.launch.runtime_dir import RuntimeDir
+from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.serving.cores import VARIABLE
 
 DEFAULT_ADDRESS = "127.0.0.1"
@@ -58,7 +59,7 @@ class TritonServer:
         cores: frozenset[int] | None = None,
         on_log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.repository = repository
+        self.repository = repository.absolute()
         self.address = address
         free = processes.free_ports(address, 3)
         self.http_port = http_port or free[0]
@@ -140,10 +141,14 @@ class TritonServer:
         for what, port in ports.items():
             processes.check_port(self.address, port, what)
         self._tail.clear()
+        addresses = {"http_url": self.http_url, "grpc_url": self.grpc_url}
+        (self.runtime_dir / SERVER_FILE).write_text(json.dumps(addresses), encoding="utf-8")
         environment = self._installation.environment()
         if self._cores is not None:
             environment[VARIABLE] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        self._process = processes.start_leader(self._command(), environment, self._cores)
+        self._process = processes.start_leader(
+            self._command(), environment, self._cores, PACKAGE_PARENT
+        )
         self._pump = threading.Thread(target=self._pump_log, args=(self._process,), daemon=True)
         self._pump.start()
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from charonia.events import event
 from charonia.launch.errors import LaunchError
 from charonia.launch.probe import Health, Probe, wait_serving
 from charonia.launch.server import TritonServer
@@ -35,9 +36,11 @@ class SupervisionLimits:
         start_s: for loading the models until a token comes.
         probe_interval_s: between two probes; probe_timeout_s: of one.
         watch_interval_s: between two looks at processes.
-        hang_s: without any answer of the scheduler while its engine is loaded; longer than the
-            deadline that the scheduler itself sets its engine, or both would act at once.
-        reload_s: the same while the engine is not loaded: the scheduler is then reloading it.
+        hang_s: without any answer of the scheduler, and since its engine was last seen not loaded;
+            longer than the deadline that the scheduler itself sets its engine, or both would act
+            at once.
+        reload_s: without any answer while the engine is not loaded: the scheduler is then reloading
+            it.
         stable_s: a server that served so long has made up for earlier failures.
         max_quick_failures: this many in a row end the supervision.
         backoff_s: before the second of them in a row; doubles with each one more.
@@ -52,6 +55,37 @@ class SupervisionLimits:
     stable_s: float = 60.0
     max_quick_failures: int = 5
     backoff_s: float = 1.0
+
+
+class Silence:
+    """How long the scheduler has been silent, and for how long it may be.
+
+    While its engine is loaded anew, nobody can be answered; that does not count as silence of a
+    scheduler whose engine is loaded again.
+    """
+
+    def __init__(self, limits: SupervisionLimits, now: float) -> None:
+        self._limits = limits
+        self._answered = now
+        self._unloaded = now  # when the engine was last seen so
+
+    def note_answer(self, now: float) -> None:
+        """The scheduler has answered."""
+        self._answered = now
+
+    def note_silence(self, now: float, *, is_loaded: bool) -> str | None:
+        """No answer came; returns what to say when that is so for too long, else None.
+
+        Args:
+            is_loaded: whether its engine is, at this moment.
+        """
+        if not is_loaded:
+            self._unloaded = now
+            silent_s, allowed_s = now - self._answered, self._limits.reload_s
+        else:
+            silent_s = now - max(self._answered, self._unloaded)
+            allowed_s = self._limits.hang_s
+        return f"has not answered for {silent_s:.0f} s" if silent_s > allowed_s else None
 
 
 class Supervisor:
@@ -112,7 +146,8 @@ class Supervisor:
     def _watch(self, probe: Probe) -> str | None:
         """Return why the server must be restarted, or None when `stop` is set."""
         known = self._scheduler_state()
-        answered = probed = time.monotonic()
+        probed = time.monotonic()
+        silence = Silence(self._limits, probed)
         while not self._stop.wait(self._limits.watch_interval_s):
             if not self._server.is_running:
                 return self._server.explain_end()
@@ -125,14 +160,10 @@ class Supervisor:
             if result.health is Health.DEAD:
                 return f"the {self._scheduler} process died or was stopped"
             if result.health is not Health.SILENT:
-                answered = probed
-            elif probed - answered > self._patience(probe):
-                return f"the {self._scheduler} has not answered for {probed - answered:.0f} s"
+                silence.note_answer(probed)
+            elif excess := silence.note_silence(probed, is_loaded=probe.is_loaded(self._engine)):
+                return f"the {self._scheduler} {excess}"
         return None
-
-    def _patience(self, probe: Probe) -> float:
-        is_reloading = not probe.is_loaded(self._engine)
-        return self._limits.reload_s if is_reloading else self._limits.hang_s
 
     def _scheduler_state(self) -> list[tuple[int, bool]]:
         """Pid of each scheduler process, and whether it is stopped."""
@@ -147,15 +178,17 @@ class Supervisor:
     def _restart(self, probe: Probe, reason: str, served_s: float) -> None:
         """Kill the server and start it, with back-off, until it serves or `stop` is set."""
         limits = self._limits
+        noticed = time.monotonic()
         if served_s >= limits.stable_s:
             self._quick_failures = 0
         while not self._stop.is_set():
             self._quick_failures += 1
             if self._quick_failures > limits.max_quick_failures:
+                self._log(event("server_given_up", failures=self._quick_failures, reason=reason))
                 raise LaunchError(
                     f"gave up after {self._quick_failures} failures in a row; last: {reason}"
                 )
-            self._log(f"restarting tritonserver: {reason}")
+            self._log(event("server_restarting", restarts=self.num_restarts, reason=reason))
             self._server.kill()
             if self._quick_failures > 1:
                 self._stop.wait(limits.backoff_s * 2.0 ** (self._quick_failures - 2))
@@ -165,4 +198,5 @@ class Supervisor:
             except LaunchError as error:
                 reason = str(error)
             else:
+                self._log(event("server_back", seconds=time.monotonic() - noticed))
                 return

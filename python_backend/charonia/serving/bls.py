@@ -5,6 +5,7 @@ Owns the calls, their time limits, and bringing a dead engine back. Must not kno
     submit() ──► socket ──► engine ──► socket ──► result()      every step, see `channel`
                                                      │ nothing for a second
     a hello over BLS: Triton says whether the engine's process lives ◄──┘
+    (while nothing is to be computed, the socket's end is looked at, and a hello said now and then)
 
 BLS works in `execute` and, once the model is loaded, in threads; its errors are harmless, and so
 are answers without tensors (`channel` says what the others do). Model control is not: each call
@@ -29,10 +30,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from charonia.errors import EngineDiedError, StepFailedError
+from charonia.connection import Channel
+from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError, StepFailedError
+from charonia.events import event
 from charonia.protocol import (
     EngineInfo,
     EngineReply,
+    Farewell,
     Hello,
     Pending,
     StepFailure,
@@ -41,12 +45,14 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
-from charonia.serving.channel import SOCKET_SUFFIX, Channel, connect
+from charonia.serving.channel import SOCKET_SUFFIX, connect
 from charonia.serving.secret import FILE_NAME, read_or_create
 
 PLAN = "plan"
 REPLY = "reply"
 RECOVERY_IS_OFF = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
+UNLOADED = "the engine was unloaded"
+HUNG_UP = "the engine's process has hung up"
 RELOAD_MARK = "reload.mark"
 STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _CONTROL_OPTION = "--model-control-mode"
@@ -54,6 +60,9 @@ _HELLO_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
 _ASK_AFTER_S = 1.0
+_LAST_WORDS_TIMEOUT_S = 2.0
+_ASK_IDLE_EVERY_S = 3.0
+"""A hello takes 0.4 ms of tritonserver's time."""
 
 _Answer = SimpleQueue[EngineDiedError | None]
 """Where the answer to a hello goes: what is wrong, or None."""
@@ -62,7 +71,9 @@ _Answer = SimpleQueue[EngineDiedError | None]
 class _Step:
     """A step that was sent to the engine through the socket."""
 
-    def __init__(self, executor: "BlsExecutor", channel: Channel, failure: str | None) -> None:
+    def __init__(
+        self, executor: "BlsExecutor", channel: Channel, failure: EngineDiedError | None
+    ) -> None:
         self._executor = executor
         self._channel = channel
         self._failure = failure
@@ -70,7 +81,7 @@ class _Step:
     def result(self, timeout: float | None) -> StepResult:
         """As `Pending.result`. A stopped engine is noticed by asking after it over BLS."""
         if self._failure is not None:
-            raise EngineDiedError(self._failure)
+            raise _last_words(self._channel) or self._failure
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             wait = min(deadline - time.monotonic(), _ASK_AFTER_S)
@@ -82,10 +93,12 @@ class _Step:
                 self._executor.ask_alive()
                 continue
             if data is None:
-                raise EngineDiedError("the engine's process has hung up")
+                raise EngineDiedError(HUNG_UP)
             reply = _decode(data)
             if isinstance(reply, StepFailure):
                 raise StepFailedError(reply.message)
+            if isinstance(reply, Farewell):
+                raise EngineUnloadedError(UNLOADED)
             if not isinstance(reply, StepResult):
                 raise StepFailedError(f"the engine answered a plan with {type(reply).__name__}")
             return reply
@@ -119,11 +132,17 @@ class BlsExecutor:
         self._reload_mark = engine_dir / RELOAD_MARK
         self._secret = read_or_create(engine_dir / FILE_NAME)
         self._processes: dict[int, int] = {}
+        self._ask_idle_at = 0.0
         self._can_restart = has_explicit_control(_command_line(os.getppid()))
         if not self._can_restart:
-            log(f"WARNING: {RECOVERY_IS_OFF}")
+            log(event("recovery_off", reason=RECOVERY_IS_OFF))
         self._hellos: SimpleQueue[_Answer | None] = SimpleQueue()
         self._start_thread()
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether Triton lets an engine be replaced."""
+        return self._can_restart
 
     def info(self) -> EngineInfo:
         """Ask the engine what it is, remember its processes, and connect to it.
@@ -132,11 +151,20 @@ class BlsExecutor:
             EngineDiedError: there is none (yet), or it does not answer.
         """
         self._disconnect()
-        self.ask_alive()
+        is_first = not self._processes
+        if is_first:
+            self.ask_alive()
         try:
             channel = connect(self._engine_dir / STEPS_SOCKET)
         except OSError as error:
+            if not is_first:  # quickly: of one that has just died Triton says so after a second
+                raise EngineDiedError(f"nobody is at its socket: {error.strerror}") from None
             raise self._unreachable(f"{STEPS_SOCKET} in its directory: {error.strerror}") from None
+        try:
+            self.ask_alive()
+        except EngineDiedError:
+            channel.close()
+            raise
         try:
             channel.send(encode(Hello(secret=self._secret)), _HELLO_TIMEOUT_S)
             data = channel.receive(_HELLO_TIMEOUT_S)
@@ -155,7 +183,8 @@ class BlsExecutor:
         """Have Triton say whether the engine's process lives.
 
         Raises:
-            EngineDiedError: it does not, or does not answer.
+            EngineDiedError: it does not, or (EngineHungError) it does not answer, or
+                (EngineUnloadedError) Triton has been told to unload it.
         """
         answer: _Answer = SimpleQueue()
         self._hellos.put(answer)
@@ -164,20 +193,39 @@ class BlsExecutor:
         except Empty:
             self._start_thread()
             text = f"no answer of the engine within {_HELLO_TIMEOUT_S:g} s"
-            raise EngineDiedError(text) from None
-        if error is not None:
-            raise error
+            raise EngineHungError(text) from None
+        if error is None:
+            return
+        if f"Model '{self._engine_model}' is not ready" in str(error):
+            raise EngineUnloadedError(UNLOADED)  # its farewell is still to come
+        raise EngineHungError(str(error)) if self._lives() else error
+
+    def check(self) -> None:
+        """As `Executor.check`: its socket tells of its end, a hello every few seconds of a hang.
+
+        Raises:
+            EngineDiedError: it has gone, or does not answer.
+            EngineUnloadedError: Triton has unloaded it, or has another one in its place.
+        """
+        channel = self._channel
+        if channel is None or not channel.is_quiet():
+            raise (channel and _last_words(channel)) or EngineDiedError(HUNG_UP)
+        if time.monotonic() >= self._ask_idle_at:
+            self.ask_alive()
+            self._ask_idle_at = time.monotonic() + _ASK_IDLE_EVERY_S
 
     def submit(self, plan: StepPlan) -> Pending:
         """Send a plan; the engine computes while the caller goes on."""
         channel = self._channel
         assert channel is not None, "submit() before info()"
-        failure = None
+        failure: EngineDiedError | None = None
         try:
             message = encode(msgspec.structs.replace(plan, secret=self._secret))
             channel.send(message, _SEND_TIMEOUT_S)
+        except TimeoutError:
+            failure = EngineHungError(f"the engine takes no plan within {_SEND_TIMEOUT_S:g} s")
         except OSError as error:
-            failure = f"the engine takes no plan: {error.strerror or error}"
+            failure = EngineDiedError(f"the engine takes no plan: {error.strerror or error}")
         return _Step(self, channel, failure)
 
     def restart(self) -> None:
@@ -192,31 +240,35 @@ class BlsExecutor:
         self._disconnect()
         kill_processes(self._processes)
         self._processes = {}
-        # Unloading waits for an answer of a process whose end Triton has not noticed.
-        with contextlib.suppress(EngineDiedError):
-            self.ask_alive()
         own_pid = os.getpid()
-        self._reload_mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
         try:
+            self._reload_mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
             self._pb_utils.unload_model(self._engine_model)
             self._pb_utils.load_model(self._engine_model)
             self._say_hello()
         except Exception as error:
             raise EngineDiedError(clean(str(error))) from None
         finally:
-            self._reload_mark.unlink(missing_ok=True)
+            # One that stays says nothing once this process has gone.
+            with contextlib.suppress(OSError):
+                self._reload_mark.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Stop the thread; the engine stays."""
         self._disconnect()
         self._hellos.put(None)
 
+    def _lives(self) -> bool:
+        """Whether all processes of the engine are there, be they stopped."""
+        processes = self._processes.items()
+        return bool(processes) and all(start_time(pid) == started for pid, started in processes)
+
     def _unreachable(self, why: str) -> EngineDiedError:
         """Of an engine that Triton knows but that cannot be spoken to: why is logged once."""
         text = f"the engine cannot be reached: {why}"
         if text != self._last_complaint:
             self._last_complaint = text
-            self._log(f"WARNING: {text}")
+            self._log(event("engine_unreachable", reason=why))
         return EngineDiedError(text)
 
     def _disconnect(self) -> None:
@@ -261,6 +313,17 @@ class BlsExecutor:
         ).exec()
         if response.has_error():
             raise EngineDiedError(response.error().message())
+
+
+def _last_words(channel: Channel) -> EngineUnloadedError | None:
+    """That an engine which takes nothing any more was unloaded, if it has said so."""
+    deadline = time.monotonic() + _LAST_WORDS_TIMEOUT_S
+    with contextlib.suppress(TimeoutError, StepFailedError):
+        # Its farewell may lie behind answers that nobody waits for.
+        while (data := channel.receive(max(deadline - time.monotonic(), 1e-3))) is not None:
+            if isinstance(_decode(data), Farewell):
+                return EngineUnloadedError(UNLOADED)
+    return None
 
 
 def _decode(data: bytes) -> EngineReply:

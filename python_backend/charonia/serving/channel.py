@@ -1,6 +1,6 @@
 """Sockets between models of one Triton: whole messages from process to process.
 
-Owns the messages' framing and both ends' lives. Must not know what is in a message.
+Owns where the sockets are and both ends' lives. Must not know what is in a message.
 
 A message over BLS crosses tritonserver, which costs five or six wake-ups of sleeping threads each
 way and some 0.4 ms of its processor time. All these processes are on one machine, so what is
@@ -19,101 +19,19 @@ ends the other's wait at once.
 """
 
 import contextlib
-import errno
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
+
+from charonia.connection import Channel
 
 SOCKET_SUFFIX = ".socket"
-MAX_BYTES = 2**28
-_HEADER_BYTES = 4
 _TRY_AGAIN_S = 0.1
-
-
-class Channel:
-    """One end of a connection: whole messages in order.
-
-    For one thread at a time; or for one that sends and one that receives, without time limits.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._received = bytearray()
-
-    def send(self, message: bytes, timeout: float | None = None) -> None:
-        """Send a message.
-
-        Raises:
-            OSError: the other end has gone, or takes nothing for `timeout` seconds; or the message
-                has more than `MAX_BYTES`.
-        """
-        if len(message) > MAX_BYTES:
-            raise OSError(errno.EMSGSIZE, f"a message of {len(message)} bytes is too long")
-        self._connection.settimeout(timeout)
-        self._connection.sendall(len(message).to_bytes(_HEADER_BYTES, "little") + message)
-
-    def receive(self, timeout: float | None = None, *, spin: float = 0.0) -> bytes | None:
-        """Wait for a message, at most `timeout` seconds; None when there will be none any more.
-
-        Args:
-            spin: look for so many seconds before sleeping, from which it takes 0.1 ms to wake up.
-
-        Raises:
-            TimeoutError: nothing came, or not all of it; the next call goes on from there.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            while (message := self._take_message()) is None:
-                if spin:
-                    self._look(spin)
-                    spin = 0.0
-                    continue
-                left = None if deadline is None else max(deadline - time.monotonic(), 1e-3)
-                self._connection.settimeout(left)
-                received = self._connection.recv(2**16)
-                if not received:
-                    return None
-                self._received += received
-        except TimeoutError:
-            raise
-        except OSError:
-            return None
-        return message
-
-    def hang_up(self) -> None:
-        """End the connection, also for a thread that waits in it; the other end sees it at once."""
-        with contextlib.suppress(OSError):  # it may never have been connected
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Hang up and let go, when no other thread uses this any more."""
-        self.hang_up()
-        self._connection.close()
-
-    def _look(self, seconds: float) -> None:
-        """Receive what comes within `seconds`, and let others have the core meanwhile."""
-        until = time.monotonic() + seconds
-        self._connection.settimeout(None)
-        while time.monotonic() < until:
-            try:
-                self._received += self._connection.recv(2**16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()
-            else:
-                return
-
-    def _take_message(self) -> bytes | None:
-        end = _HEADER_BYTES + int.from_bytes(self._received[:_HEADER_BYTES], "little")
-        if end > _HEADER_BYTES + MAX_BYTES:
-            raise OSError(errno.EMSGSIZE, f"a message of {end} bytes is announced")
-        if len(self._received) < max(end, _HEADER_BYTES):
-            return None
-        message = bytes(self._received[_HEADER_BYTES:end])
-        del self._received[:end]
-        return message
+_FAREWELL_TIMEOUT_S = 1.0
 
 
 def connect(path: Path) -> Channel:
@@ -165,37 +83,76 @@ def connections(listener: socket.socket, is_closing: Callable[[], bool]) -> Iter
             yield Channel(connection)
 
 
+Answer = Callable[[], bytes]
+"""Ends what a message began, and gives the reply."""
+
+
+class _Connection:
+    """Somebody who is connected: the channel, its thread, and one sender at a time."""
+
+    def __init__(self, channel: Channel, serve: Callable[["_Connection"], None]) -> None:
+        self.channel = channel
+        self.thread = threading.Thread(
+            target=serve, args=(self,), name="charonia-channel", daemon=True
+        )
+        self._sending = threading.Lock()
+
+    def send(self, message: bytes, timeout: float = -1) -> None:
+        """Send a message; raises OSError as a channel does. Below 0 there is no time limit."""
+        if not self._sending.acquire(timeout=timeout):
+            raise TimeoutError
+        try:
+            self.channel.send(message, None if timeout < 0 else timeout)
+        finally:
+            self._sending.release()
+
+
 class ChannelServer:
     """Answers messages, each connection's in a thread of its own.
 
     Args:
         path: where the socket is made; an old one is replaced.
-        answer: message to reply, or None to hang up. Called in several threads.
+        begin: message to what answers it, or None to hang up. Called in several threads.
+        is_pipelined: begin messages while earlier ones of the same connection are still to be
+            answered; that is then done by a second thread, in the order of the messages.
         spin: after a reply the next message is looked for so many seconds, see `Channel.receive`.
+        farewell: sent to everybody who is connected as soon as this closes, whatever is still to be
+            answered: that may take longer than this process has.
 
     Raises:
         OSError: the socket cannot be made.
     """
 
     def __init__(
-        self, path: Path, answer: Callable[[bytes], bytes | None], *, spin: float = 0.0
+        self,
+        path: Path,
+        begin: Callable[[bytes], Answer | None],
+        *,
+        is_pipelined: bool = False,
+        spin: float = 0.0,
+        farewell: bytes | None = None,
     ) -> None:
-        self._answer = answer
+        self._begin = begin
+        self._is_pipelined = is_pipelined
+        self._farewell = farewell
         self._spin = spin
         self._lock = threading.Lock()
         self._is_closing = False
-        self._channels: dict[Channel, threading.Thread] = {}
+        self._connections: set[_Connection] = set()
         self._listener = listen(path)
         self._thread = threading.Thread(target=self._run, name="charonia-listener", daemon=True)
         self._thread.start()
 
     def close(self, timeout: float = 5.0) -> None:
-        """Hang up and stop listening; waits for messages that are being answered."""
+        """Say farewell, answer what has come, hang up and stop listening."""
         with self._lock:
             self._is_closing = True
-            threads = [self._thread, *self._channels.values()]
-            for channel in self._channels:
-                channel.hang_up()
+            threads = [self._thread, *(one.thread for one in self._connections)]
+            for connection in self._connections:
+                connection.channel.stop_receiving()
+                if self._farewell is not None:
+                    with contextlib.suppress(OSError):
+                        connection.send(self._farewell, _FAREWELL_TIMEOUT_S)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
         for thread in threads:
@@ -204,26 +161,59 @@ class ChannelServer:
 
     def _run(self) -> None:
         for channel in connections(self._listener, lambda: self._is_closing):
-            thread = threading.Thread(
-                target=self._serve, args=(channel,), name="charonia-channel", daemon=True
-            )
+            connection = _Connection(channel, self._serve)
             with self._lock:
                 if self._is_closing:
                     channel.close()
                     break
-                self._channels[channel] = thread
-                thread.start()
+                self._connections.add(connection)
+                connection.thread.start()
 
-    def _serve(self, channel: Channel) -> None:
-        with contextlib.suppress(OSError):  # the other end has gone
-            while (message := channel.receive(spin=self._spin)) is not None:
-                reply = self._answer(message)
-                if reply is None:
-                    break
-                channel.send(reply)
-        with self._lock:
-            del self._channels[channel]
-        channel.close()
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            if self._is_pipelined:
+                self._answer_later(connection)
+            else:
+                for answer in self._answers(connection):
+                    connection.send(answer())
+        except OSError:
+            pass  # the other end has gone
+        finally:
+            with self._lock:
+                self._connections.remove(connection)
+            connection.channel.close()
+
+    def _answers(self, connection: _Connection) -> Iterator[Answer]:
+        """Begin what comes, until nothing does any more or there is no answer to it."""
+        while (message := connection.channel.receive(spin=self._spin)) is not None:
+            answer = self._begin(message)
+            if answer is None:
+                return
+            yield answer
+
+    def _answer_later(self, connection: _Connection) -> None:
+        answers: SimpleQueue[Answer | None] = SimpleQueue()
+        ender = threading.Thread(
+            target=self._end, args=(connection, answers), name="charonia-answers", daemon=True
+        )
+        ender.start()
+        try:
+            for answer in self._answers(connection):
+                answers.put(answer)
+        finally:
+            answers.put(None)
+            ender.join()
+
+    def _end(self, connection: _Connection, answers: "SimpleQueue[Answer | None]") -> None:
+        """Answer one message after the other; all of them, though nobody may be there any more."""
+        while (answer := answers.get()) is not None:
+            try:
+                connection.send(answer())
+            except OSError:
+                pass  # the other end has gone
+            except BaseException:
+                connection.channel.hang_up()  # or it would wait for this answer for ever
+                raise
 
 
 @contextlib.contextmanager

@@ -6,6 +6,8 @@ torch: the runner is made by a function that is passed in.
 
 import hmac
 import locale
+import os
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -17,9 +19,11 @@ import msgspec
 from charonia.config import EngineArgs
 from charonia.engine.inline import PlanRunner
 from charonia.errors import CharoniaError, ConfigError, PlanRefusedError, UnavailableError
+from charonia.events import event
 from charonia.protocol import (
     EngineReply,
     EngineRequest,
+    Farewell,
     Hello,
     StepFailure,
     StepPlan,
@@ -27,8 +31,9 @@ from charonia.protocol import (
     encode,
 )
 from charonia.serving.bls import PLAN, STEPS_SOCKET, clean, is_reload
-from charonia.serving.channel import ChannelServer
+from charonia.serving.channel import Answer, ChannelServer
 from charonia.serving.cores import has_core_to_itself, take_engine_cores
+from charonia.serving.reload import restore
 from charonia.serving.secret import FILE_NAME, read_or_create
 from charonia.serving.tensors import INTERNAL_ERROR, error_response
 
@@ -36,13 +41,36 @@ MODEL_FILE = "model.json"
 _SPIN_S = 1e-3
 """How long the engine looks for the next step where that takes nobody's core: about twice what lies
 between two steps of a busy engine."""
+_ENDING_TIMEOUT_S = 20.0
+"""How long a plan that resets waits for earlier steps: less than the scheduler waits for it."""
+NOT_ENDED = "steps that began earlier have not ended"
 NOT_THE_SCHEDULER = "the engine takes plans from the scheduler alone; send requests to that model"
+
+
+class _OpenSteps:
+    """How many steps have begun and not ended, under whatever connection."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._changed = threading.Condition()
+
+    def change(self, num: int) -> None:
+        """So many more have begun, or, below 0, ended."""
+        with self._changed:
+            self._num += num
+            self._changed.notify_all()
+
+    def wait_for_none(self, timeout: float) -> bool:
+        """Wait until all have ended; False when they do not within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num == 0, timeout)
 
 
 class EngineHost:
     """One engine behind Triton.
 
-    An engine that the scheduler loads again comes up even when it cannot work, see `bls`.
+    A change of model.json that a server did not live to finish is undone first, see `reload`. An
+    engine that the scheduler loads again comes up even when it cannot work, see `bls`.
 
     Args:
         make_runner: loads the engine.
@@ -69,8 +97,11 @@ class EngineHost:
         self._version_dir = version_dir
         self._channel_server: ChannelServer | None = None
         self._one_step_at_a_time = threading.Lock()
+        self._open_steps = _OpenSteps()
         self._secret = read_or_create(version_dir / FILE_NAME)
         self._runner: PlanRunner | UnavailableError
+        if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
+            log(event("engine_reload_undone"))
         try:
             check_instance_kind(version_dir / MODEL_FILE, instance_kind)
             take_engine_cores()
@@ -78,8 +109,9 @@ class EngineHost:
         except Exception as error:
             if not is_reload(version_dir):
                 raise
-            self._log(f"the engine cannot be loaded: {traceback.format_exc()}")
             reason = clean(str(error)) if isinstance(error, CharoniaError) else type(error).__name__
+            self._log(event("load_failed", reason=f"{type(error).__name__}: {error}"))
+            self._log(traceback.format_exc())
             self._runner = UnavailableError(reason)
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -95,7 +127,11 @@ class EngineHost:
         path = self._version_dir / STEPS_SOCKET
         try:
             self._channel_server = ChannelServer(
-                path, self._answer_message, spin=_SPIN_S if has_core_to_itself() else 0.0
+                path,
+                self._begin_answer,
+                is_pipelined=self._is_pipelined,
+                spin=_SPIN_S if has_core_to_itself() else 0.0,
+                farewell=encode(Farewell()),
             )
         except OSError as error:
             raise ConfigError(
@@ -103,14 +139,22 @@ class EngineHost:
             ) from None
 
     def finalize(self) -> None:
-        """Stop taking messages through the socket."""
+        """Stop taking messages through the socket, and end the other ranks."""
         if self._channel_server is not None:
             self._channel_server.close()
+        if not isinstance(self._runner, UnavailableError):
+            self._runner.close()
 
-    def _answer_message(self, data: bytes) -> bytes | None:
-        """Answer a message of the socket; None for one that is not the scheduler's."""
+    @property
+    def _is_pipelined(self) -> bool:
+        """Whether a step may begin before the one ahead of it has ended."""
+        runner = self._runner
+        return not isinstance(runner, UnavailableError) and runner.info().max_steps_in_flight > 1
+
+    def _begin_answer(self, data: bytes) -> Answer | None:
+        """Begin to answer a message of the socket; None for one that is not the scheduler's."""
         try:
-            return encode(self._reply(self._decode(data)))
+            return self._begin(self._decode(data))
         except (PlanRefusedError, UnavailableError) as error:
             self._log(f"refused: {error}")
         except Exception:
@@ -144,37 +188,78 @@ class EngineHost:
             raise PlanRefusedError(NOT_THE_SCHEDULER)
         return message
 
-    def _reply(self, message: EngineRequest) -> EngineReply:
-        if isinstance(self._runner, UnavailableError):
-            raise self._runner
+    def _begin(self, message: EngineRequest) -> Answer:
+        runner = self._runner
+        if isinstance(runner, UnavailableError):
+            raise runner
+        if isinstance(message, Hello):
+            info = encode(runner.info())
+            return lambda: info
+        assert isinstance(message, StepPlan)
+        with self._one_step_at_a_time:
+            # A step of a connection that has ended still does, and would write into new rows.
+            if message.reset and not self._open_steps.wait_for_none(_ENDING_TIMEOUT_S):
+                self._log(event("step_failed", reason=NOT_ENDED))
+                failure = encode(StepFailure(NOT_ENDED))
+                return lambda: failure
+            end = self._begin_step(runner, message)
+            if self._is_pipelined:
+                return lambda: encode(end())
+            reply = encode(end())
+        return lambda: reply
+
+    def _begin_step(self, runner: PlanRunner, plan: StepPlan) -> Callable[[], EngineReply]:
+        """Begin a step; whatever it raises, now or at its end, becomes its result."""
         try:
-            if isinstance(message, Hello):
-                return self._runner.info()
-            assert isinstance(message, StepPlan)
-            with self._one_step_at_a_time:
-                return self._runner.execute(message)
-        except PlanRefusedError as error:
+            end = runner.begin(plan)
+        except Exception as error:
+            failure = self._failure(error)
+            return lambda: failure
+        self._open_steps.change(1)
+
+        def end_or_fail() -> EngineReply:
+            try:
+                return end()
+            except Exception as error:
+                return self._failure(error)
+            finally:
+                self._open_steps.change(-1)
+
+        return end_or_fail
+
+    def _failure(self, error: Exception) -> StepFailure:
+        """Log why a step failed, and say it."""
+        if isinstance(error, PlanRefusedError):
             # An answer and no end of the connection, which would look like a dead engine.
             self._log(f"refused: {error}")
             return StepFailure(f"the plan was refused: {error}")
-        except Exception as error:
-            self._log(f"a step failed: {traceback.format_exc()}")
-            return StepFailure(f"{type(error).__name__} in a step of the engine")
+        self._log(event("step_failed", reason=f"{type(error).__name__}: {error}"))
+        self._log("".join(traceback.format_exception(error)))
+        return StepFailure(f"{type(error).__name__} in a step of the engine")
+
+
+def end_process(reason: str) -> None:
+    """End the engine that has lost a rank, at once: the scheduler notices, and has it loaded anew.
+
+    The ranks that it started end with it.
+    """
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check_instance_kind(model_file: Path, instance_kind: str) -> None:
     """Refuse one Triton instance per GPU for an engine that brings its own ranks.
 
     Raises:
-        ConfigError: tensor_parallel_size > 1 with KIND_GPU, whatever else is wrong.
+        ConfigError: several ranks with KIND_GPU, whatever else is wrong.
     """
     try:
         values: Mapping[str, Any] = msgspec.json.decode(model_file.read_bytes(), type=dict)
     except (OSError, msgspec.DecodeError):
         return  # EngineArgs says it better
-    size = values.get("tensor_parallel_size", 1)
-    if instance_kind == "GPU" and isinstance(size, int) and size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, but the engine's instance group is KIND_GPU: "
-            "please specify KIND_MODEL in the engine's config.pbtxt"
-        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = values.get(name, 1)
+        if instance_kind == "GPU" and isinstance(size, int) and size > 1:
+            raise ConfigError(
+                f"{name} is {size}, but the engine's instance group is KIND_GPU: "
+                "please specify KIND_MODEL in the engine's config.pbtxt"
+            )

@@ -8,6 +8,8 @@ def logger(model_name: str) -> Callable[[str], None]:
     """A function that writes one line, with the model's name in front."""
 
     def log(line: str) -> None:
-        print(f"[{model_name}] {line}", file=sys.stderr, flush=True)
+        # In one piece: all models and tritonserver write to the same pipe.
+        sys.stderr.write(f"[{model_name}] {line}\n")
+        sys.stderr.flush()
 
     return log

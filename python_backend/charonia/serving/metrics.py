@@ -25,6 +25,7 @@ REQUEST_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "charonia_queue_seconds": ("charonia_queue_seconds", SECONDS),
     "charonia_time_to_first_token_seconds": ("charonia_time_to_first_token_seconds", SECONDS),
     "charonia_request_seconds": ("charonia_request_seconds", SECONDS),
+    "charonia_recovery_seconds": ("charonia_recovery_seconds", SECONDS),
 }
 """Metric: the observation that it shows, and its buckets."""
 
@@ -61,7 +62,7 @@ class MetricsExporter:
         metrics: Metrics,
         *,
         labels: Mapping[str, str],
-        block_size: int,
+        block_size: Callable[[], int],
         with_vllm_names: bool,
         log: Callable[[str], None],
     ) -> None:
@@ -131,7 +132,7 @@ class MetricsExporter:
             "max": total,
             "used": used,
             "free": total - used,  # what is only cached can be had at once
-            "tokens_per": float(self._block_size),
+            "tokens_per": float(self._block_size()),
         }
         for kind, value in values.items():
             self._families.set(BLOCK_METRIC, value, {"kv_cache_block_type": kind})

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from charonia.connection import Channel
 from charonia.errors import CharoniaError
-from charonia.serving.channel import Channel
 from charonia.serving.relay import Cancellation, Delivery, SchedulerAddress, encode
 from charonia.serving.tensors import REQUEST_KEY
 

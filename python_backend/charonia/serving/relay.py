@@ -29,9 +29,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from charonia.connection import Channel
 from charonia.errors import CharoniaError, UnavailableError
 from charonia.serving.bls import clean
-from charonia.serving.channel import SOCKET_SUFFIX, Channel, connect, connections, listen
+from charonia.serving.channel import SOCKET_SUFFIX, connect, connections, listen
 from charonia.serving.outlets import Outlet
 from charonia.serving.tensors import REQUEST_KEY, Array, Outputs, RawRequest, tensor
 

@@ -4,10 +4,12 @@ Owns wiring them together in the scheduler's process. Must not know torch, nor h
 scheduled.
 """
 
+import contextlib
 import json
 import locale
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,17 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.service import EngineService
 from charonia.errors import CharoniaError, ConfigError
-from charonia.serving.bls import BlsExecutor
+from charonia.serving.bls import RECOVERY_IS_OFF, BlsExecutor
 from charonia.serving.engine_host import MODEL_FILE
 from charonia.serving.metrics import MetricsExporter
 from charonia.serving.outlets import Outlet, TritonOutlet, failing_with_errors
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.reload import (
+    RELOAD_SOCKET,
+    ReloadServer,
+    check_same_tokenizer,
+    fingerprint_tokenizer,
+)
 from charonia.serving.schema import CancelCall, GenerateCall, parse
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import Outputs, RawRequest, read_request
@@ -61,7 +69,8 @@ class SchedulerHost:
         self._log = log
         scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
         engine_dir = Path(args["model_repository"]).parent / scheduler_args.engine_model / "1"
-        engine_args = EngineArgs.from_file(engine_dir / MODEL_FILE)
+        model_file = engine_dir / MODEL_FILE
+        engine_args = EngineArgs.from_file(model_file)
         self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
         executor = BlsExecutor(
             pb_utils,
@@ -70,7 +79,12 @@ class SchedulerHost:
             log=log,
         )
         self._service = EngineService(
-            executor, engine_args, scheduler_args, self._tokenizer, log=log
+            executor,
+            engine_args,
+            scheduler_args,
+            self._tokenizer,
+            log=log,
+            read_args=partial(_read_args, model_file, fingerprint_tokenizer(engine_args)),
         )
         self._sessions = Sessions(
             self._tokenizer,
@@ -78,12 +92,20 @@ class SchedulerHost:
             cancel=self._service.cancel,
             log=log,
         )
-        self._relay = self._listen(Path(args["model_repository"]) / "1" / REQUESTS_SOCKET)
+        own_dir = Path(args["model_repository"]) / "1"
+        self._relay = self._listen(own_dir / REQUESTS_SOCKET)
+        with _needing_a_socket(RELOAD_SOCKET):
+            self._reload_server = ReloadServer(
+                own_dir / RELOAD_SOCKET,
+                model_file,
+                self._service.reload,
+                refusal=None if executor.can_restart else RECOVERY_IS_OFF,
+            )
         self._exporter = MetricsExporter(
             pb_utils,
             self._service.metrics,
             labels={"model": args["model_name"], "version": args["model_version"]},
-            block_size=engine_args.block_size,
+            block_size=lambda: self._service.engine_args.block_size,
             with_vllm_names=scheduler_args.report_custom_metrics,
             log=log,
         )
@@ -104,6 +126,7 @@ class SchedulerHost:
     def finalize(self) -> None:
         """Answer what is still live, and stop."""
         self._timer.cancel()
+        self._reload_server.close()
         self._service.close()
         self._sessions.close()
         self._relay.close()
@@ -121,7 +144,7 @@ class SchedulerHost:
                     self._relay.start()
 
     def _listen(self, path: Path) -> RelayServer:
-        try:
+        with _needing_a_socket(path.name):
             return RelayServer(
                 path,
                 self._take_relayed,
@@ -129,10 +152,6 @@ class SchedulerHost:
                 delivered=self._sessions.report,
                 log=self._log,
             )
-        except OSError as error:
-            raise ConfigError(
-                f"the scheduler's directory must take a socket, {path.name}: {error.strerror}"
-            ) from None
 
     def _take_relayed(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
         with failing_with_errors(outlet, self._log):
@@ -182,3 +201,25 @@ class SchedulerHost:
         except BaseException:
             self._sessions.drop(call.key)
             raise
+
+
+@contextlib.contextmanager
+def _needing_a_socket(name: str) -> Iterator[None]:
+    """Raises ConfigError where the socket of this name cannot be made."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the scheduler's directory must take a socket, {name}: {error.strerror}"
+        ) from None
+
+
+def _read_args(model_file: Path, tokenizer: str) -> EngineArgs:
+    """What model.json says now: whoever loads an engine may have changed it.
+
+    Raises:
+        ConfigError: it is wrong, or names another tokenizer than that of the server's start.
+    """
+    args = EngineArgs.from_file(model_file)
+    check_same_tokenizer(tokenizer, args)
+    return args

@@ -1,15 +1,24 @@
 """The decoder of the llama family: token ids in, hidden states and logits out.
 
-Owns what a model is made of, from the embedding to the head. Must not know plans or files.
+Owns what a model is made of, from the embedding to the head, and where the ranks that have parts
+of it exchange what (Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053, section 3). Every rank of
+a model makes the same calls with the same batch. Must not know plans, files or processes.
+
+    token ids ─► embedding ─ sum ─► layers of stage 0 ─ send ─► layers of stage 1 ─► head ─ gather
+                 (a part of the     (a sum after each half)                       (of a part of the
+                  vocabulary)                                                         vocabulary)
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from charonia.data.comm import Seat
 from charonia.data.model.parameters import Parameters
 from charonia.data.model.rotary import rotation_table
+from charonia.data.model.shard import vocab_range
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import MatrixWeights, Ops, Pages, StepBatch
 from charonia.data.ops.native.ops import Guesser, NativeOps
@@ -27,43 +36,117 @@ class Hidden(NamedTuple):
 
 
 class Decoder:
-    """A whole model.
+    """A model, or what this rank has of it.
 
     Args:
-        parameters: loaded; a layer's are let go as soon as `ops` has prepared it, which may copy
-            them, so that a model is never in memory twice.
+        parameters: loaded, of `seat.place`; a layer's are let go as soon as `ops` has prepared it,
+            which may copy them, so that a model is never in memory twice.
         num_positions: positions that rotary angles are tabulated for, i.e. max_model_len.
     """
 
     def __init__(
-        self, spec: ModelSpec, parameters: Parameters, ops: Ops[Any], *, num_positions: int
+        self,
+        spec: ModelSpec,
+        parameters: Parameters,
+        ops: Ops[Any],
+        *,
+        num_positions: int,
+        seat: Seat | None = None,
     ) -> None:
+        self._spec = spec
         self._ops = ops
+        self._seat = seat = seat or Seat()
         self._embedding = parameters.embedding
+        self._dtype, self._device = parameters.dtype, parameters.device
         self._rotation = rotation_table(
-            spec.rope,
-            spec.head_dim,
-            num_positions,
-            self._embedding.dtype,
-            self._embedding.device,
+            spec.rope, spec.head_dim, num_positions, self._dtype, self._device
         )
         blocks = []
         while parameters.layers:
             layer = parameters.layers.pop(0)
             blocks.append((ops.attention(layer.attention), ops.mlp(layer.mlp)))
-        self._layers = ops.layers(blocks)
-        self._head = ops.head(parameters.norm, MatrixWeights(parameters.head, None))
+        self._layers = ops.layers(blocks, seat.links.parts)
+        self._head = None
+        if parameters.head is not None and parameters.norm is not None:
+            self._head = ops.head(parameters.norm, MatrixWeights(parameters.head, None))
 
     def hidden_states(self, batch: StepBatch, pages: Sequence[Pages]) -> Hidden:
-        """Compute a step's tokens, storing their K and V in `pages` (one entry per layer)."""
-        step = self._ops.begin(batch, self._rotation)
-        residual = self._embedding.index_select(0, batch.token_ids)
-        return Hidden(self._layers(residual, step, pages), residual)
+        """Compute a step's tokens, storing their K and V in `pages` (one entry per layer).
 
-    def logits(self, hidden: Hidden) -> Tensor:
-        """Map the tokens of `hidden` to [tokens, vocab_size] float32."""
-        return self._head(hidden.x, hidden.residual)
+        Returns:
+            What `logits` wants to have; it means something on the last stage alone.
+        """
+        step = self._ops.begin(batch, self._rotation)
+        residual = self._enter(batch)
+        hidden = Hidden(self._layers(residual, step, pages), residual)
+        after = self._seat.links.after
+        if after is not None:
+            after.broadcast(hidden.residual.add_(hidden.x), source=0)
+        return hidden
+
+    def logits(self, hidden: Hidden, lines: Tensor | slice | None = None) -> Tensor:
+        """Map the tokens of `hidden`, or some `lines` of it, to logits.
+
+        Every rank of the last stage must call this, and the engine's process, which alone gets them
+        whole, and waits for them where it is on another stage.
+
+        Args:
+            lines: whose logits; a slice has a start and a stop.
+
+        Returns:
+            [lines, vocab_size] float32.
+        """
+        link = self._seat.links.logits
+        if self._head is None:
+            assert link is not None, "this rank has no logits"
+            return link.broadcast(self._empty_logits(hidden, lines), source=1)
+        logits = self._whole(self._head(*(hidden if lines is None else hidden.rows(lines))))
+        return logits if link is None else link.broadcast(logits.contiguous(), source=1)
 
     def guesser(self, ops: NativeOps) -> Guesser:
         """All of the model as one native call; `ops` are those that it was made with."""
+        assert self._embedding is not None
+        assert self._head is not None
         return ops.guesser(self._embedding, self._layers, self._head, self._rotation)
+
+    def _enter(self, batch: StepBatch) -> Tensor:
+        """The residual stream before this stage's layers, [tokens, hidden]."""
+        links = self._seat.links
+        if links.before is not None:
+            size = (len(batch.token_ids), self._spec.hidden_size)
+            stream = torch.empty(size, dtype=self._dtype, device=self._device)
+            return links.before.broadcast(stream, source=0)
+        assert self._embedding is not None, "the first stage has the embedding"
+        if links.parts is None:
+            return self._embedding.index_select(0, batch.token_ids)
+        lines = batch.token_ids - vocab_range(self._spec, self._seat.place).start
+        is_elsewhere = (lines < 0) | (lines >= len(self._embedding))
+        stream = self._embedding.index_select(0, lines.masked_fill_(is_elsewhere, 0))
+        return links.parts.all_reduce(stream.masked_fill_(is_elsewhere[:, None], 0))
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Join the vocabulary's parts, for part 0, which alone needs them all.
+
+        One part after the other, each to its place: what all ranks gather would be moved twice, and
+        then once more to be in order.
+        """
+        parts = self._seat.links.parts
+        if parts is None:
+            return logits
+        num_lines, size = logits.shape
+        whole = logits.new_empty((num_lines, parts.size, size)) if parts.rank == 0 else None
+        for source in range(parts.size):
+            part = logits if source == parts.rank else torch.empty_like(logits)
+            if source:
+                parts.broadcast(part, source)
+            if whole is not None:
+                whole[:, source] = part
+        if whole is None:
+            return logits
+        return whole.view(num_lines, -1)[:, : self._spec.vocab_size]
+
+    def _empty_logits(self, hidden: Hidden, lines: Tensor | slice | None) -> Tensor:
+        count = len(hidden.x)
+        if lines is not None:
+            count = lines.stop - lines.start if isinstance(lines, slice) else len(lines)
+        return torch.empty((count, self._spec.vocab_size), device=self._device)

@@ -1,8 +1,10 @@
-"""Fills a model's parameters from safetensors files.
+"""Fills a rank's parameters from safetensors files.
 
 Owns the files: which there are, what they must hold, in what order they are read. Files are
-memory-mapped, so that no more than one tensor is held beside the parameters. Must not know layers:
-they say themselves which tensor fills what (`Decoder.checkpoint_tensors`).
+memory-mapped and only what this rank needs is copied from them: no more than one tensor is held
+beside the parameters, and what other ranks have is not read, but for what the operating system
+reads around. Must not know layers or ranks: the parameters say themselves what of which tensor
+fills them (`Parameters.checkpoint_tensors`).
 """
 
 import json
@@ -15,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from charonia.data.model.parameters import Destination
+from charonia.data.model.parameters import CheckpointTensor
 from charonia.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -26,15 +28,19 @@ _MAX_NAMES_SHOWN = 20
 
 def load_weights(
     model_dir: Path,
-    destinations: Iterable[Destination],
+    tensors: Iterable[CheckpointTensor],
     *,
     is_tied: bool,
     log: Callable[[str], None],
 ) -> int:
-    """Copy every tensor of a checkpoint to its destination, converting its dtype.
+    """Copy from a checkpoint all pieces that are needed, converting their dtype.
 
-    All names and shapes are checked before the first copy. Rotary frequency buffers of old
-    checkpoints, and the `lm_head.weight` of a tied model, are left out silently.
+    All names and shapes are checked before the first copy, also those of tensors of which nothing
+    is needed. Rotary frequency buffers of old checkpoints, and the `lm_head.weight` of a tied
+    model, are left out silently.
+
+    Args:
+        tensors: all that the checkpoint must hold.
 
     Returns:
         Number of parameters filled.
@@ -43,9 +49,9 @@ def load_weights(
         CheckpointError: files are missing or damaged, or tensors are missing, unknown, of another
             shape, or not of a floating type that we read; the text names them.
     """
-    wanted = dict(destinations)
+    wanted = {tensor.name: tensor for tensor in tensors}
     with ExitStack() as stack:
-        files = [stack.enter_context(_open(path)) for path in _weight_files(model_dir)]
+        files = [stack.enter_context(open_weights(path)) for path in weight_files(model_dir)]
         sources = {
             name: file
             for file in files
@@ -53,15 +59,22 @@ def load_weights(
             if not _is_ignored(name, is_tied)
         }
         _check(sources, wanted)
-        progress = _Progress(sum(tensor.nbytes for tensor in wanted.values()), log)
+        memory = [piece.memory for tensor in wanted.values() for piece in tensor.pieces]
+        progress = _Progress(sum(tensor.nbytes for tensor in memory), log)
         # In the order of the files: what is read ahead from disk is then used.
         for name, file in sources.items():
-            wanted[name].copy_(file.get_tensor(name))
-            progress.add(wanted[name])
-    return sum(tensor.numel() for tensor in wanted.values())
+            for piece in wanted[name].pieces:
+                piece.memory.copy_(file.get_slice(name)[piece.index])
+                progress.add(piece.memory)
+    return sum(tensor.numel() for tensor in memory)
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        CheckpointError: some or all of them are missing.
+    """
     index = model_dir / INDEX_NAME
     if not index.exists():
         if not (model_dir / SINGLE_NAME).exists():
@@ -79,7 +92,12 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return [model_dir / name for name in sorted(names)]
 
 
-def _open(path: Path) -> Any:
+def open_weights(path: Path) -> Any:
+    """Map a safetensors file; a context manager.
+
+    Raises:
+        CheckpointError: it is none, or damaged.
+    """
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -90,7 +108,7 @@ def _is_ignored(name: str, is_tied: bool) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (is_tied and name == "lm_head.weight")
 
 
-def _check(sources: dict[str, Any], wanted: dict[str, Tensor]) -> None:
+def _check(sources: dict[str, Any], wanted: dict[str, CheckpointTensor]) -> None:
     problems = []
     if missing := [name for name in wanted if name not in sources]:
         problems.append(f"missing tensors: {_some(missing)}")
@@ -108,7 +126,7 @@ def _check(sources: dict[str, Any], wanted: dict[str, Tensor]) -> None:
         raise CheckpointError("the checkpoint does not fit the model: " + "; ".join(problems))
 
 
-def _misshapen(sources: dict[str, Any], wanted: dict[str, Tensor]) -> Iterator[str]:
+def _misshapen(sources: dict[str, Any], wanted: dict[str, CheckpointTensor]) -> Iterator[str]:
     for name, tensor in wanted.items():
         if name in sources:
             found = list(sources[name].get_slice(name).get_shape())

@@ -75,6 +75,17 @@ class ModelSpec:
     dtype: str
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model; a tied head counts once."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = hidden * (query + 2 * kv) + query * hidden + 3 * hidden * inner + 2 * hidden
+        layer += (query + 2 * kv) * self.qkv_bias + hidden * self.output_bias
+        layer += (2 * inner + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
+        vocabulary = self.vocab_size * hidden * (1 if self.is_tied else 2)
+        return vocabulary + self.num_layers * layer + hidden
+
     @classmethod
     def from_dir(cls, path: Path) -> "ModelSpec":
         """Read the checkpoint in directory `path`.

@@ -4,7 +4,7 @@ Owns the protocol that every implementation follows and the types that they exch
 weights' names, plans or sampling.
 
 The halves are cut where tensor parallelism joins its partial sums (Shoeybi et al. 2019, arXiv
-1909.08053, section 3); a process that joins none may compute all `layers` in one native call::
+1909.08053, section 3)::
 
     residual ──┬───────────────────────► + ──┬───────────────────► + ──► …
        x ──► + │                         ▲ x  │                     ▲ x
@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from charonia.data.comm import Comm
 from charonia.protocol import KVLayout
 
 
@@ -154,8 +155,15 @@ class Ops(Protocol[StepT]):
         """Prepare the second half of a decoder layer."""
         ...
 
-    def layers(self, blocks: Sequence[tuple[AttentionBlock[StepT], MlpBlock]]) -> Layers[StepT]:
-        """Join the two halves of each layer, and the layers."""
+    def layers(
+        self, blocks: Sequence[tuple[AttentionBlock[StepT], MlpBlock]], parts: Comm | None = None
+    ) -> Layers[StepT]:
+        """Join the two halves of each layer, and the layers.
+
+        Args:
+            parts: the ranks that have the other parts of them. What their halves contribute is
+                added up, and every rank's residual stream is whole.
+        """
         ...
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from charonia.data.comm import Comm
 from charonia.data.ops.base import (
     AttentionBlock,
     AttentionWeights,
@@ -23,6 +24,7 @@ from charonia.data.ops.base import (
     Pages,
     Rotation,
     StepBatch,
+    StepT,
 )
 from charonia.protocol import KVLayout
 
@@ -159,16 +161,11 @@ class ComposedOps:
         return block
 
     def layers(
-        self, blocks: Sequence[tuple[AttentionBlock[ComposedStep], MlpBlock]]
+        self,
+        blocks: Sequence[tuple[AttentionBlock[ComposedStep], MlpBlock]],
+        parts: Comm | None = None,
     ) -> Layers[ComposedStep]:
-        def layers(residual: Tensor, step: ComposedStep, pages: Sequence[Pages]) -> Tensor:
-            x: Tensor | None = None
-            for (attention, mlp), layer_pages in zip(blocks, pages, strict=True):
-                x = mlp(attention(x, residual, step, layer_pages), residual)
-            assert x is not None, "a model has layers"
-            return x
-
-        return layers
+        return layers_of_halves(blocks, parts)
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
         ops, linear = self._primitives, self._linear(weights)
@@ -190,6 +187,26 @@ class ComposedOps:
             return y if bias is None else y + bias
 
         return linear
+
+
+def layers_of_halves(
+    blocks: Sequence[tuple[AttentionBlock[StepT], MlpBlock]], parts: Comm | None
+) -> Layers[StepT]:
+    """Compute half after half, and add up what the ranks contribute; see `Ops.layers`."""
+
+    def layers(residual: Tensor, step: StepT, pages: Sequence[Pages]) -> Tensor:
+        x: Tensor | None = None
+        for (attention, mlp), layer_pages in zip(blocks, pages, strict=True):
+            x = attention(x, residual, step, layer_pages)
+            if parts is not None:
+                x = parts.all_reduce(x)
+            x = mlp(x, residual)
+            if parts is not None:
+                x = parts.all_reduce(x)
+        assert x is not None, "a model has layers"
+        return x
+
+    return layers
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,9 +23,18 @@ from charonia.errors import ConfigError
 
 
 def select_ops(
-    args: EngineArgs, dtype: torch.dtype, device: torch.device, log: Callable[[str], None]
+    args: EngineArgs,
+    dtype: torch.dtype,
+    device: torch.device,
+    log: Callable[[str], None],
+    *,
+    local_rank: int = 0,
+    num_local_ranks: int = 1,
 ) -> Ops[Any]:
     """Choose the operations.
+
+    Args:
+        local_rank, num_local_ranks: this process among those that share the machine's cores.
 
     Where the choice is ours and the kernels cannot be had, torch's operations are taken, and a
     line in the log says so and why.
@@ -37,7 +46,7 @@ def select_ops(
     composed = ComposedOps(TorchOps(), is_int8=is_int8)
     if device.type != "cpu":
         return composed
-    threads = ThreadLayout.of(args.cpu_threads, args.cpu_binding)
+    threads = ThreadLayout.of(args.cpu_threads, args.cpu_binding, local_rank, num_local_ranks)
     if args.cpu_kernels == "torch":
         torch.set_num_threads(threads.num_threads)
         log(f"computing with torch's operations, {threads.num_threads} threads")

@@ -59,6 +59,7 @@ class Guesser {
 
   at::ScalarType type() const { return head_->type(); }
   int64_t num_weights() const { return layers_->num_weights() + head_->num_weights(); }
+  bool waits_for_ranks() const { return layers_->waits_for_ranks(); }
 
  private:
   // Compute what is asked; rows that still guess draw the token `place` behind the known ones.

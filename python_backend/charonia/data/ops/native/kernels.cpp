@@ -9,6 +9,8 @@
 //   line.h       a line of logits and how a token is drawn from it
 //   sampling.h   what a token is drawn with; sampling.cpp draws from many lines
 //   guess.h      a draft model's passes
+//   turn.h       whose turn it is to compute, and Python's lock
+//   exchange.h   what ranks exchange through shared memory; exchange.cpp is how, with its binding
 //
 // Rule of all of these files: what is computed for one token depends on nothing but that token and
 // its context, bit for bit. Each output is one sum in one order, however many rows are computed
@@ -36,24 +38,29 @@
 #include "matrix.h"
 #include "pool.h"
 #include "sampling.h"
+#include "turn.h"
 #include "vectors.h"
 
 namespace charonia {
 
-// Python's lock is let go for long operations alone, of many tokens or many weights: taking it back
-// from a busy thread can cost more than a whole step of a small model.
-template <class F>
-void exclusively(int64_t tokens, int64_t weights, F&& f) {
-  std::optional<pybind11::gil_scoped_release> released;
-  if (tokens >= 64 || weights >= int64_t{1} << 26) released.emplace();
-  const std::lock_guard guard(one_at_a_time);
-  f();
-}
+// How long an operation takes depends on these.
+struct Work {
+  int64_t tokens, weights;
+  bool waits_for_ranks = false;
 
-// The same with T{} of the element type.
+  bool is_long() const {
+    return tokens >= 64 || weights >= int64_t{1} << 26 || waits_for_ranks;
+  }
+};
+
+// Call f with T{} of the element type, alone. Python's lock is let go for long operations alone:
+// taking it back from a busy thread can cost more than a whole step of a small model.
 template <class F>
-void compute(at::ScalarType type, int64_t tokens, int64_t weights, F&& f) {
-  exclusively(tokens, weights, [&] { with_type(type, f); });
+void compute(at::ScalarType type, const Work& work, F&& f) {
+  std::optional<pybind11::gil_scoped_release> released;
+  if (work.is_long()) released.emplace();
+  const auto turn = released ? std::unique_lock(one_at_a_time) : take_turn();
+  with_type(type, f);
 }
 
 using MaybeTensor = std::optional<at::Tensor>;
@@ -68,10 +75,10 @@ const T* added(const MaybeTensor& x) {
 at::Tensor attend(const Attention& attention, const MaybeTensor& x, const at::Tensor& residual,
                   const Step& step, const PagesOfLayer& pages) {
   auto out = x ? *x : at::empty_like(residual);
-  compute(attention.type(), residual.size(0), attention.num_weights(), [&](auto zero) {
+  compute(attention.type(), {residual.size(0), attention.num_weights()}, [&](auto zero) {
     using T = decltype(zero);
     attention(added<T>(x), data<T>(residual), residual.size(0), step,
-              Pages<T>(pages.first, pages.second), data<T>(out));
+              Pages<T>(pages.first, pages.second), nullptr, data<T>(out));
   });
   return out;
 }
@@ -79,18 +86,20 @@ at::Tensor attend(const Attention& attention, const MaybeTensor& x, const at::Te
 // residual += x; return what the MLP contributes, in x's memory; all [tokens, hidden].
 at::Tensor feed_forward(const Mlp& mlp, const MaybeTensor& x, const at::Tensor& residual) {
   auto out = x ? *x : at::empty_like(residual);
-  compute(mlp.type(), residual.size(0), mlp.num_weights(), [&](auto zero) {
+  compute(mlp.type(), {residual.size(0), mlp.num_weights()}, [&](auto zero) {
     using T = decltype(zero);
-    mlp(added<T>(x), data<T>(residual), residual.size(0), data<T>(out));
+    mlp(added<T>(x), data<T>(residual), residual.size(0), nullptr, data<T>(out));
   });
   return out;
 }
 
-// residual += all that layers contribute but the last contribution, which is returned.
+// residual += all that layers contribute but the last contribution, which is returned. Ranks wait for
+// each other holding the kernels' lock, so each has a process of its own.
 at::Tensor run_layers(const Layers& layers, const at::Tensor& residual, const Step& step,
                       const std::vector<PagesOfLayer>& pages) {
   auto out = at::empty_like(residual);
-  compute(residual.scalar_type(), residual.size(0), layers.num_weights(), [&](auto zero) {
+  const Work work = {residual.size(0), layers.num_weights(), layers.waits_for_ranks()};
+  compute(residual.scalar_type(), work, [&](auto zero) {
     using T = decltype(zero);
     layers(data<T>(residual), residual.size(0), step, pages, data<T>(out));
   });
@@ -101,7 +110,7 @@ at::Tensor run_layers(const Layers& layers, const at::Tensor& residual, const St
 at::Tensor logits_of(const Head& head, const at::Tensor& x, const at::Tensor& residual) {
   const at::Tensor last = x.contiguous(), stream = residual.contiguous();
   auto logits = at::empty({x.size(0), head.vocabulary()}, x.options().dtype(at::kFloat));
-  compute(head.type(), x.size(0), head.num_weights(), [&](auto zero) {
+  compute(head.type(), {x.size(0), head.num_weights()}, [&](auto zero) {
     using T = decltype(zero);
     head(static_cast<const T*>(data<T>(last)), static_cast<const T*>(data<T>(stream)), x.size(0),
          data<float>(logits));
@@ -121,7 +130,8 @@ void guess(const Guesser& guesser, const std::vector<Guess>& guesses, const at::
     count += asked.back().count;
     num_passes = std::max(num_passes, asked.back().num_guesses);
   }
-  compute(guesser.type(), count, num_passes * guesser.num_weights(), [&](auto zero) {
+  const Work work = {count, num_passes * guesser.num_weights(), guesser.waits_for_ranks()};
+  compute(guesser.type(), work, [&](auto zero) {
     guesser.run<decltype(zero)>(asked, {tokens, blocks, block_size}, pages);
   });
 }
@@ -131,7 +141,7 @@ at::Tensor multiply_by(const Matrix& matrix, const at::Tensor& x, bool as_float3
   const at::Tensor from = x.contiguous();
   const auto type = as_float32 ? at::kFloat : matrix.type;
   auto y = at::empty({x.size(0), matrix.outputs}, x.options().dtype(type));
-  compute(matrix.type, x.size(0), matrix.num_weights(), [&](auto zero) {
+  compute(matrix.type, {x.size(0), matrix.num_weights()}, [&](auto zero) {
     using T = decltype(zero);
     if (as_float32)
       matrix.apply(data<T>(from), x.size(0), data<float>(y));
@@ -145,7 +155,7 @@ at::Tensor multiply_by(const Matrix& matrix, const at::Tensor& x, bool as_float3
 at::Tensor rms_norm(const MaybeTensor& x, const at::Tensor& residual, const at::Tensor& weight,
                     float eps) {
   auto out = at::empty_like(residual);
-  compute(residual.scalar_type(), residual.size(0), 0, [&](auto zero) {
+  compute(residual.scalar_type(), {residual.size(0), 0}, [&](auto zero) {
     using T = decltype(zero);
     add_and_normalize<T>(data<T>(residual), added<T>(x), data<T>(weight), eps, residual.size(0),
                          residual.size(1), data<T>(out));
@@ -157,7 +167,7 @@ at::Tensor rms_norm(const MaybeTensor& x, const at::Tensor& residual, const at::
 at::Tensor paged_attention(const at::Tensor& query, const Step& step, const PagesOfLayer& pages) {
   const at::Tensor from = query.contiguous();
   auto out = at::empty_like(from);
-  compute(query.scalar_type(), query.size(0), 0, [&](auto zero) {
+  compute(query.scalar_type(), {query.size(0), 0}, [&](auto zero) {
     using T = decltype(zero);
     AttentionOverPages<T>(step, Pages<T>(pages.first, pages.second), data<T>(from),
                           query.size(1) * query.size(2), query.size(1), query.size(2),
@@ -168,6 +178,7 @@ at::Tensor paged_attention(const at::Tensor& query, const Step& step, const Page
 }
 
 void bind_sampling(pybind11::module_& module);  // sampling.cpp
+void bind_exchange(pybind11::module_& module);  // exchange.cpp
 
 }  // namespace charonia
 
@@ -187,6 +198,7 @@ PYBIND11_MODULE(charonia_kernels, module) {
   });
   module.def("num_threads", [] { return Pool::get().num_threads(); });
   bind_sampling(module);
+  bind_exchange(module);
   module.def("rms_norm", &rms_norm);
   module.def("paged_attention", &paged_attention);
   py::class_<Step>(module, "Step", py::module_local())
@@ -205,7 +217,7 @@ PYBIND11_MODULE(charonia_kernels, module) {
                     const MaybeTensor&, std::optional<Norm>, std::optional<Norm>, int64_t, bool>())
       .def("__call__", &attend);
   py::class_<Layers, std::shared_ptr<Layers>>(module, "Layers", py::module_local())
-      .def(py::init<std::vector<Layers::Layer>>())
+      .def(py::init<std::vector<Layers::Layer>, std::shared_ptr<Exchange>>())
       .def("__call__", &run_layers);
   py::class_<Head, std::shared_ptr<Head>>(module, "Head", py::module_local())
       .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, bool>())

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "exchange.h"
 #include "matrix.h"
 #include "pool.h"
 #include "vectors.h"
@@ -81,6 +82,22 @@ void timed(Phase phase, F&& f) {
   f();
 }
 
+// to [rows, outputs] = x W^T + b. Where ranks have a part of the inputs each, all of them have the
+// sum of their products: in float32, in the order of ranks, rounded once.
+template <class T>
+void multiply_and_sum(const Matrix& matrix, Phase phase, const T* x, int64_t rows,
+                      Exchange* exchange, T* to) {
+  if (!exchange) {
+    timed(phase, [&] { matrix.apply(x, rows, to); });
+    return;
+  }
+  const int64_t count = rows * matrix.outputs;
+  float* part = exchange->place(count);
+  if (!part) part = scratch.partial.get<float>(count);
+  timed(phase, [&] { matrix.apply(x, rows, part); });
+  timed(Phase::kExchange, [&] { exchange->sum(part, count, to); });
+}
+
 // RMSNorm: its weight [size] and epsilon.
 struct Norm {
   at::Tensor weight;
@@ -94,15 +111,16 @@ class Mlp {
       : norm_(std::move(norm)), gate_up_(gate_up, bias, true, is_int8),
         down_(down, down_bias, false, is_int8) {}
 
-  // residual += x; out = down(silu(gate) * up) of its norm; all [rows, hidden].
+  // residual += x; out = down(silu(gate) * up) of its norm, the sum of all ranks' where there is an
+  // exchange; all [rows, hidden].
   template <class T>
-  void operator()(const T* x, T* residual, int64_t rows, T* out) const {
+  void operator()(const T* x, T* residual, int64_t rows, Exchange* exchange, T* out) const {
     T* normed = scratch.normed.get<T>(rows * gate_up_.inputs);
     T* inner = scratch.inner.get<T>(rows * down_.inputs);
     add_and_normalize<T>(residual, x, data<T>(norm_.weight), norm_.eps, rows, gate_up_.inputs,
                          normed);
     timed(Phase::kGateUp, [&] { gate_and_multiply(normed, rows, inner); });
-    timed(Phase::kDown, [&] { down_.apply(inner, rows, out); });
+    multiply_and_sum<T>(down_, Phase::kDown, inner, rows, exchange, out);
   }
 
   at::ScalarType type() const { return gate_up_.type; }
@@ -135,10 +153,11 @@ class Attention {
         output_(output, output_bias, false, is_int8), query_norm_(std::move(query_norm)),
         key_norm_(std::move(key_norm)), head_dim_(head_dim) {}
 
-  // residual += x; store K and V of its norm; out = what is attended to; all [rows, hidden].
+  // residual += x; store K and V of its norm; out = what is attended to, by all ranks where there
+  // is an exchange; all [rows, hidden].
   template <class T>
   void operator()(const T* x, T* residual, int64_t rows, const Step& step, const Pages<T>& pages,
-                  T* out) const {
+                  Exchange* exchange, T* out) const {
     T* normed = scratch.normed.get<T>(rows * std::max(qkv_.inputs, output_.inputs));
     T* qkv = scratch.wide.get<T>(rows * qkv_.outputs);
     add_and_normalize<T>(residual, x, data<T>(norm_.weight), norm_.eps, rows, qkv_.inputs, normed);
@@ -148,7 +167,7 @@ class Attention {
     timed(Phase::kAttention, [&] {
       AttentionOverPages<T>(step, pages, qkv, qkv_.outputs, heads, head_dim_, normed).run();
     });
-    timed(Phase::kOutput, [&] { output_.apply(normed, rows, out); });
+    multiply_and_sum<T>(output_, Phase::kOutput, normed, rows, exchange, out);
   }
 
   at::ScalarType type() const { return qkv_.type; }
@@ -185,12 +204,14 @@ class Attention {
 
 using PagesOfLayer = std::pair<at::Tensor, at::Tensor>;  // keys, values; see Pages
 
-// All decoder layers.
+// All decoder layers. With an exchange each rank has some heads and a part of the MLP in every
+// layer, and the ranks add up what each half of a layer contributes.
 class Layers {
  public:
   using Layer = std::pair<std::shared_ptr<Attention>, std::shared_ptr<Mlp>>;
 
-  explicit Layers(std::vector<Layer> layers) : layers_(std::move(layers)) {
+  Layers(std::vector<Layer> layers, std::shared_ptr<Exchange> exchange)
+      : layers_(std::move(layers)), exchange_(std::move(exchange)) {
     TORCH_CHECK(!layers_.empty(), "a model has layers");
   }
 
@@ -199,6 +220,8 @@ class Layers {
     for (const auto& [attention, mlp] : layers_) count += attention->num_weights() + mlp->num_weights();
     return count;
   }
+
+  bool waits_for_ranks() const { return exchange_ != nullptr; }
 
   // residual += all contributions but the last, which is `out`; both [rows, hidden].
   template <class T>
@@ -209,14 +232,16 @@ class Layers {
     const T* x = nullptr;
     for (size_t i = 0; i < layers_.size(); ++i) {
       const auto& [attention, mlp] = layers_[i];
-      (*attention)(x, residual, rows, step, Pages<T>(pages[i].first, pages[i].second), out);
-      (*mlp)(static_cast<const T*>(out), residual, rows, out);
+      (*attention)(x, residual, rows, step, Pages<T>(pages[i].first, pages[i].second),
+                   exchange_.get(), out);
+      (*mlp)(static_cast<const T*>(out), residual, rows, exchange_.get(), out);
       x = out;
     }
   }
 
  private:
   std::vector<Layer> layers_;
+  std::shared_ptr<Exchange> exchange_;  // or none
 };
 
 // The last norm and the language model's head.

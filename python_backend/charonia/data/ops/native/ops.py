@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from charonia.data.comm import Comm
 from charonia.data.ops.base import (
     AttentionBlock,
     AttentionWeights,
@@ -24,6 +25,7 @@ from charonia.data.ops.base import (
     Rotation,
     StepBatch,
 )
+from charonia.data.ops.composed import layers_of_halves
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
@@ -151,8 +153,19 @@ class NativeOps:
         )
         return block
 
-    def layers(self, blocks: Sequence[tuple[AttentionBlock[Any], MlpBlock]]) -> Layers[Any]:
-        layers: Layers[Any] = self._kernels.Layers(list(blocks))
+    def layers(
+        self, blocks: Sequence[tuple[AttentionBlock[Any], MlpBlock]], parts: Comm | None = None
+    ) -> Layers[Any]:
+        """Join the two halves of each layer, and the layers, in one native call.
+
+        Args:
+            parts: with an attribute `exchange`, the kernels' own, the call reduces through it; else
+                there is one for each half of a layer.
+        """
+        exchange = getattr(parts, "exchange", None)
+        if parts is not None and exchange is None:
+            return layers_of_halves(blocks, parts)
+        layers: Layers[Any] = self._kernels.Layers(list(blocks), exchange)
         return layers
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:

@@ -20,6 +20,15 @@
 
 namespace charonia {
 
+// Between two looks at what another thread or process is to write.
+inline void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
 // Threads that help the one that calls `run`. Work is claimed piece by piece, ever smaller ones,
 // and a helper that has claimed nothing is not waited for: on a machine whose cores have other
 // work too, a helper that does not get to run costs nothing.
@@ -80,14 +89,6 @@ class Pool {
   static constexpr uint64_t kOpen = uint64_t{1} << 31;
   static constexpr uint64_t kInside = kOpen - 1;
   static constexpr std::chrono::microseconds kSpin{200};
-
-  static void pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#else
-    std::this_thread::yield();
-#endif
-  }
 
   void work() {
     const int64_t share = 4 * num_threads();
@@ -179,9 +180,11 @@ void for_rows(int64_t rows, F&& f) {
 
 // Seconds that the calling thread has spent in each kind of operation since the start: cheap enough
 // to be counted always (about 0.05 us each).
-enum class Phase { kNorm, kQkv, kRope, kAttention, kOutput, kGateUp, kDown, kHead, kCount };
-inline constexpr const char* kPhaseNames[] = {"norm",   "qkv",     "rope", "attention",
-                                              "output", "gate_up", "down", "head"};
+enum class Phase {
+  kNorm, kQkv, kRope, kAttention, kOutput, kGateUp, kDown, kHead, kExchange, kCount
+};
+inline constexpr const char* kPhaseNames[] = {"norm",    "qkv",  "rope", "attention", "output",
+                                              "gate_up", "down", "head", "exchange"};
 inline double phase_seconds[static_cast<int>(Phase::kCount)];
 
 class Timed {

@@ -13,6 +13,7 @@
 
 #include "pool.h"
 #include "sampling.h"
+#include "turn.h"
 
 namespace charonia {
 namespace {
@@ -96,7 +97,7 @@ std::vector<int64_t> draw(const at::Tensor& logits, const std::vector<const Samp
   }
   std::vector<int64_t> token_ids(n);
   const float* from = logits.const_data_ptr<float>();
-  const std::lock_guard guard(one_at_a_time);
+  const auto turn = take_turn();
   Pool::get().run(n, [&](int64_t i) {
     token_ids[i] = draw_line(from + i * vocab, vocab, *samplings[i], known[i]);
   });

@@ -27,32 +27,34 @@ class ThreadLayout:
     cores: tuple[int, ...]
 
     @classmethod
-    def of(cls, num_threads: int | None, binding: str) -> "ThreadLayout":
-        """Lay the threads out.
+    def of(
+        cls, num_threads: int | None, binding: str, local_rank: int = 0, num_local_ranks: int = 1
+    ) -> "ThreadLayout":
+        """Lay the threads of one rank out, beside those of the others on this machine.
 
         Args:
-            num_threads: None is one per core that this process may use.
+            num_threads: None is one per core that this process may use, shared out among the ranks.
             binding: "auto" binds each thread to a core where there is one for each, and leaves
-                them to the operating system where there are fewer threads than cores; "none"
-                never binds; else a list of cores such as "0-3,8", one per thread.
+                them to the operating system where there are fewer threads than cores, or more;
+                "none" never binds; else a list of cores such as "0-3,8", one per thread.
 
         Raises:
             ConfigError: the list makes no sense, names a core that the process may not use, or
                 has fewer cores than there are threads.
         """
         allowed = sorted(os.sched_getaffinity(0))
-        if binding not in ("auto", "none"):
-            cores = _parse(binding, allowed)
-            count = num_threads or len(cores)
-            if count > len(cores):
-                raise ConfigError(
-                    f"cpu_threads = {count}, but cpu_binding = {binding!r} names {len(cores)}"
-                    " cores; there must be one for each thread"
-                )
-            return cls(count, tuple(cores[:count]))
-        count = num_threads or len(allowed)
-        is_bound = binding == "auto" and count == len(allowed)
-        return cls(count, tuple(allowed) if is_bound else ())
+        cores = allowed if binding in ("auto", "none") else _parse(binding, allowed)
+        count = num_threads or max(len(cores) // num_local_ranks, 1)
+        num_all = count * num_local_ranks
+        if cores is not allowed and num_all > len(cores):
+            ranks = f" for each of {num_local_ranks} ranks" if num_local_ranks > 1 else ""
+            raise ConfigError(
+                f"cpu_threads = {count}{ranks}, but cpu_binding = {binding!r} names {len(cores)}"
+                " cores; there must be one for each thread"
+            )
+        if binding == "none" or (binding == "auto" and num_all != len(allowed)):
+            return cls(count, ())
+        return cls(count, tuple(cores[local_rank * count : (local_rank + 1) * count]))
 
     def __str__(self) -> str:
         threads = f"{self.num_threads} thread" + "s" * (self.num_threads != 1)

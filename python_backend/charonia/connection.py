@@ -1,0 +1,119 @@
+"""Whole messages through a stream socket, of any kind.
+
+Owns the framing, and how a message is waited for. Must not know what is in a message or who is at
+the other end: models of one Triton (`serving.channel`), ranks of one engine (`parallel`).
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import time
+
+MAX_BYTES = 2**28
+_HEADER_BYTES = 4
+
+
+class Channel:
+    """One end of a connection: whole messages in order.
+
+    For one thread at a time; or for one that sends and one that receives, without time limits.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = bytearray()
+
+    def fileno(self) -> int:
+        """The socket's descriptor: a channel can be waited for with `select`."""
+        return self._connection.fileno()
+
+    def send(self, message: bytes, timeout: float | None = None) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the other end has gone, or takes nothing for `timeout` seconds; or the message
+                has more than `MAX_BYTES`.
+        """
+        if len(message) > MAX_BYTES:
+            raise OSError(errno.EMSGSIZE, f"a message of {len(message)} bytes is too long")
+        self._connection.settimeout(timeout)
+        self._connection.sendall(len(message).to_bytes(_HEADER_BYTES, "little") + message)
+
+    def receive(self, timeout: float | None = None, *, spin: float = 0.0) -> bytes | None:
+        """Wait for a message, at most `timeout` seconds; None when there will be none any more.
+
+        Args:
+            spin: look for so many seconds before sleeping, from which it takes 0.1 ms to wake up.
+
+        Raises:
+            TimeoutError: nothing came, or not all of it; the next call goes on from there.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while (message := self._take_message()) is None:
+                if spin:
+                    self._look(spin)
+                    spin = 0.0
+                    continue
+                left = None if deadline is None else max(deadline - time.monotonic(), 1e-3)
+                self._connection.settimeout(left)
+                received = self._connection.recv(2**16)
+                if not received:
+                    return None
+                self._received += received
+        except TimeoutError:
+            raise
+        except OSError:
+            return None
+        return message
+
+    def is_quiet(self) -> bool:
+        """Whether neither a message nor the end has come."""
+        if self._received:
+            return False
+        self._connection.settimeout(None)
+        try:
+            self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # it has ended
+        return False
+
+    def stop_receiving(self) -> None:
+        """End `receive`, also for a thread that waits in it, after what has come already."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def hang_up(self) -> None:
+        """End the connection, also for a thread that waits in it; the other end sees it at once."""
+        with contextlib.suppress(OSError):  # it may never have been connected
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up and let go, when no other thread uses this any more."""
+        self.hang_up()
+        self._connection.close()
+
+    def _look(self, seconds: float) -> None:
+        """Receive what comes within `seconds`, and let others have the core meanwhile."""
+        until = time.monotonic() + seconds
+        self._connection.settimeout(None)
+        while time.monotonic() < until:
+            try:
+                self._received += self._connection.recv(2**16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                os.sched_yield()
+            else:
+                return
+
+    def _take_message(self) -> bytes | None:
+        end = _HEADER_BYTES + int.from_bytes(self._received[:_HEADER_BYTES], "little")
+        if end > _HEADER_BYTES + MAX_BYTES:
+            raise OSError(errno.EMSGSIZE, f"a message of {end} bytes is announced")
+        if len(self._received) < max(end, _HEADER_BYTES):
+            return None
+        message = bytes(self._received[_HEADER_BYTES:end])
+        del self._received[:end]
+        return message

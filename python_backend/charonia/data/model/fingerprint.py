@@ -1,0 +1,60 @@
+"""Tells checkpoints apart without reading them whole.
+
+Owns what is compared between machines that have parts of one model. Must not know ranks.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from charonia.data.model.loader import open_weights, weight_files
+from charonia.errors import CheckpointError
+
+_SAMPLE = 16
+"""Numbers of each tensor that are compared: two trained models have none of them in common."""
+
+
+def fingerprint(model_dir: Path) -> dict[str, str]:
+    """Digests of what makes a checkpoint: its configuration, its tensors' names, types and shapes,
+    and a few numbers from the middle of each tensor.
+
+    They do not depend on how the tensors are shared out among files.
+
+    Raises:
+        CheckpointError: files are missing or damaged.
+    """
+    described, sampled = [], []
+    for path in weight_files(model_dir):
+        with open_weights(path) as file:
+            for name in file.keys():  # noqa: SIM118 (a file has keys(), but is no mapping)
+                tensor = file.get_slice(name)
+                shape = tensor.get_shape()
+                described.append(f"{name} {tensor.get_dtype()} {shape}\n".encode())
+                index = tuple(slice(length // 2, length // 2 + 1) for length in shape[:-1])
+                if shape:
+                    start = max(shape[-1] - _SAMPLE, 0) // 2
+                    index = (*index, slice(start, start + _SAMPLE))
+                numbers = tensor[index].contiguous().view(-1).view(torch.uint8).numpy()
+                sampled.append(name.encode() + numbers.tobytes())
+    return {
+        "config.json": _digest([_configuration(model_dir)]),
+        "the tensors' names, types or shapes": _digest(sorted(described)),
+        "the weights": _digest(sorted(sampled)),
+    }
+
+
+def _configuration(model_dir: Path) -> bytes:
+    try:
+        values = json.loads((model_dir / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"config.json cannot be read: {type(error).__name__}") from None
+    return json.dumps(values, sort_keys=True).encode()
+
+
+def _digest(parts: list[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()

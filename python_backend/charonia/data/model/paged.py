@@ -1,0 +1,59 @@
+"""A model with its KV cache: what the engine's step calls.
+
+Owns the pairing of a decoder and its pages, and the hidden states of the last pass. Must not know
+rows, plans or other ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from charonia.data.kv_store import KVStore
+from charonia.data.model.decoder import Decoder, Hidden
+from charonia.data.ops.base import StepBatch
+
+PendingLogits = Callable[[], Tensor]
+"""Computes logits, [lines, vocab_size] float32, or waits for those who do; to be called once, in
+the order in which they were asked for."""
+
+
+class Model(Protocol):
+    """A model on one rank or on many."""
+
+    def forward(self, batch: StepBatch, lines: Sequence[int]) -> PendingLogits:
+        """Compute a pass.
+
+        Args:
+            lines: the tokens whose logits are wanted, by their place in the batch, in ascending
+                order. Where there are none, what is returned must not be called.
+        """
+        ...
+
+    def logits(self, lines: slice) -> PendingLogits:
+        """Logits of more tokens of the last pass."""
+        ...
+
+
+class PagedModel:
+    """Implements `Model` for what this process has of a model."""
+
+    def __init__(self, decoder: Decoder, kv: KVStore) -> None:
+        self._decoder = decoder
+        self._kv = kv
+        self._hidden: Hidden | None = None
+
+    def forward(self, batch: StepBatch, lines: Sequence[int]) -> PendingLogits:
+        """See `Model`."""
+        hidden = self._hidden = self._decoder.hidden_states(batch, self._kv.pages)
+        index: Tensor | None = None
+        if len(lines) < len(batch.positions):
+            index = torch.tensor(lines).to(batch.positions.device)
+        return lambda: self._decoder.logits(hidden, index)
+
+    def logits(self, lines: slice) -> PendingLogits:
+        """See `Model`."""
+        hidden = self._hidden
+        assert hidden is not None, "logits() before forward()"
+        return lambda: self._decoder.logits(hidden, lines)

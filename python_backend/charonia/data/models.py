@@ -1,0 +1,250 @@
+"""The models of one rank: what is to be loaded, by which operations, and their memory.
+
+Owns the way from the engine's arguments to loaded models with KV caches, the same on every rank.
+Must not know plans, rows, sampling or how ranks find each other.
+
+    Basis: shapes, device, operations ──► Models: weights ──► KV caches, of as many blocks as fit
+                                   seats ──┘       on every rank ──┘
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from charonia.config import EngineArgs, SpeculativeConfig
+from charonia.data.comm import Seat
+from charonia.data.kv_store import KVStore, kv_layout, num_blocks_that_fit
+from charonia.data.model.decoder import Decoder
+from charonia.data.model.loader import load_weights
+from charonia.data.model.parameters import Parameters
+from charonia.data.model.spec import ModelSpec, check_draft
+from charonia.data.ops.base import Ops
+from charonia.data.ops.native.ops import NativeOps
+from charonia.data.ops.select import select_ops
+from charonia.errors import CheckpointError, ConfigError
+from charonia.protocol import KVLayout
+
+PROMPT_LOGPROBS_SLICE = 256
+"""Prompt positions whose logits are held at once."""
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """A process among those of its engine on one machine."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What every rank knows before it loads weights.
+
+    Attributes:
+        draft_spec: of the draft model, where there is one.
+        max_draft_len: tokens that the draft model can follow a sequence.
+        ops: what computes.
+    """
+
+    args: EngineArgs
+    local_rank: LocalRank
+    spec: ModelSpec
+    draft_spec: ModelSpec | None
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    ops: Ops[Any]
+
+    @classmethod
+    def of(
+        cls, args: EngineArgs, *, log: Callable[[str], None], local_rank: LocalRank | None = None
+    ) -> "Basis":
+        """Read the checkpoints' shapes and choose device and operations.
+
+        Args:
+            local_rank: this process among the ranks of its machine; None for an engine of one.
+
+        Raises:
+            CheckpointError: a checkpoint is not supported, or the draft model's does not fit.
+            ConfigError: the device is not there.
+        """
+        spec = ModelSpec.from_dir(Path(args.model))
+        draft_path = (args.speculative_config and args.speculative_config.model) or ""
+        dtype = getattr(torch, spec.dtype if args.dtype == "auto" else args.dtype)
+        device = _device(args.device, local_rank)
+        local_rank = local_rank or LocalRank()
+        return cls(
+            args=args,
+            local_rank=local_rank,
+            spec=spec,
+            draft_spec=_draft_spec(draft_path, spec) if draft_path else None,
+            dtype=dtype,
+            device=device,
+            max_model_len=_max_model_len(args, spec, log),
+            ops=select_ops(
+                args,
+                dtype,
+                device,
+                log,
+                local_rank=local_rank.index,
+                num_local_ranks=local_rank.count,
+            ),
+        )
+
+    @property
+    def kernels(self) -> ModuleType | None:
+        """The CPU kernels; None where they are not used."""
+        return self.ops.kernels if isinstance(self.ops, NativeOps) else None
+
+    @property
+    def max_draft_len(self) -> int:
+        """Tokens up to which the draft model can follow a sequence; 0 where there is none."""
+        if self.draft_spec is None:
+            return 0
+        return min(self.max_model_len, self.draft_spec.max_position_embeddings)
+
+
+class LoadedModel(NamedTuple):
+    """What a rank has of a checkpoint, and the shape of its KV cache."""
+
+    decoder: Decoder
+    layout: KVLayout
+    ops: Ops[Any]
+
+    def kv_store(self, num_blocks: int, device: torch.device) -> KVStore:
+        """Allocate the KV cache."""
+        return KVStore(self.layout, self.ops.page_shapes(self.layout), num_blocks, device)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The target and the draft model, as far as they are this rank's."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+
+    @classmethod
+    def load(
+        cls,
+        basis: Basis,
+        seat: Seat,
+        draft_seat: Seat | None,
+        *,
+        log: Callable[[str], None],
+    ) -> "Models":
+        """Load what these seats have.
+
+        Args:
+            draft_seat: None where the draft model is other ranks' alone.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be loaded.
+            ConfigError: a model cannot be split as asked for.
+        """
+        args = basis.args
+        target = _load(basis, args.model, basis.spec, basis.max_model_len, basis.ops, seat, log)
+        draft = None
+        if basis.draft_spec is not None and draft_seat is not None:
+            assert args.speculative_config is not None
+            assert args.speculative_config.model is not None
+            ops = _draft_ops(args.speculative_config, basis.ops)
+            path, spec = args.speculative_config.model, basis.draft_spec
+            draft = _load(basis, path, spec, basis.max_draft_len, ops, draft_seat, log)
+        return cls(target, draft)
+
+    def num_blocks_that_fit(self, basis: Basis) -> int:
+        """KV blocks for which this rank has memory; all models have the same block ids.
+
+        Raises:
+            ConfigError: there is no memory for even one block beside the null block.
+        """
+        args, spec = basis.args, basis.spec
+        if args.num_gpu_blocks_override is not None:
+            return args.num_gpu_blocks_override
+        # Intermediates of a layer at full budget, and the logits (model's dtype and float32) with
+        # as much again for sampling.
+        head_widths = 4 * spec.num_heads * spec.head_dim
+        widths = 4 * spec.hidden_size + 3 * spec.intermediate_size + head_widths
+        num_lines = args.max_num_seqs
+        if args.speculative_config:
+            num_lines *= 1 + args.speculative_config.max_drafts
+        lines = max(min(num_lines, args.max_num_batched_tokens), PROMPT_LOGPROBS_SLICE)
+        if args.pipeline_parallel_size > 1:  # those of prompts are received as they come
+            lines = args.max_num_batched_tokens
+        reserved_bytes = (
+            args.max_num_batched_tokens * widths * basis.dtype.itemsize
+            + lines * spec.vocab_size * 16
+        )
+        models = [model for model in (self.target, self.draft) if model]
+        return num_blocks_that_fit(
+            sum(model.layout.bytes_per_block for model in models),
+            basis.device,
+            max_useful_blocks=args.max_num_seqs * -(-basis.max_model_len // args.block_size),
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            reserved_bytes=reserved_bytes,
+            num_local_ranks=basis.local_rank.count,
+        )
+
+
+def _load(
+    basis: Basis,
+    path: str,
+    spec: ModelSpec,
+    num_positions: int,
+    ops: Ops[Any],
+    seat: Seat,
+    log: Callable[[str], None],
+) -> LoadedModel:
+    parameters = Parameters(spec, basis.dtype, basis.device, seat.place)
+    load_weights(Path(path), parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=log)
+    decoder = Decoder(spec, parameters, ops, num_positions=num_positions, seat=seat)
+    layout = kv_layout(spec, ops, basis.args.block_size, basis.dtype, seat.place)
+    return LoadedModel(decoder, layout, ops)
+
+
+def _draft_ops(config: SpeculativeConfig, ops: Ops[Any]) -> Ops[Any]:
+    """The draft model's operations: the target's, or the same with int8 weights."""
+    is_native_auto = config.quantization == "auto" and isinstance(ops, NativeOps)
+    return ops.as_int8() if config.quantization == "int8" or is_native_auto else ops
+
+
+def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:
+    """The draft model's shape, which fits the target."""
+    try:
+        spec = ModelSpec.from_dir(Path(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"the draft model: {error}") from None
+    check_draft(spec, target)
+    return spec
+
+
+def _device(name: str, local_rank: LocalRank | None) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError("device = 'cuda', but torch finds no CUDA device; accepted is 'cpu'")
+    if name == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    if local_rank is None:
+        return torch.device("cuda")
+    if local_rank.count > torch.cuda.device_count():
+        raise ConfigError(
+            f"{local_rank.count} ranks on a machine with {torch.cuda.device_count()} CUDA devices;"
+            " each rank needs one of its own"
+        )
+    return torch.device("cuda", local_rank.index)
+
+
+def _max_model_len(args: EngineArgs, spec: ModelSpec, log: Callable[[str], None]) -> int:
+    limit = spec.max_position_embeddings
+    if spec.sliding_window is not None:
+        log(
+            f"max_model_len is limited to the model's sliding window ({limit}):"
+            " beyond it, sliding-window attention is not supported"
+        )
+    if args.max_model_len is not None and args.max_model_len > limit:
+        log(f"max_model_len {args.max_model_len} is lowered to {limit}, what the model supports")
+    return min(args.max_model_len or limit, limit)

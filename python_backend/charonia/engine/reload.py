@@ -1,0 +1,152 @@
+"""Another engine under a living scheduler: what is asked for, who waits, and what is taken over.
+
+Owns the order to change the engine, the requests that wait while the old one finishes, and moving
+live requests to a scheduler with other limits. Must not know how an engine is loaded.
+
+    reload() ──► [draining: live requests finish, new ones are held] ──► loading ──► done
+                                                                            │
+                              the old configuration is loaded again ◄───────┘──► failed
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from charonia.control import Limits, Request, Scheduler, SchedulerStats, Speculation
+from charonia.engine.admission import GenerationRequest
+from charonia.protocol import EngineInfo
+
+Phase = Literal["waiting", "draining", "loading", "done", "failed"]
+
+
+@dataclass
+class Reload:
+    """An order to go on with another engine, and what has become of it.
+
+    Written by the engine's thread alone, read by any.
+
+    Attributes:
+        install: makes the new configuration the one that an engine is loaded with, or raises
+            OSError and leaves the old one; restore: undoes that; settle: makes it last, once there
+            is an engine of it.
+        drain: whether live requests finish on the old engine first.
+        phase: how far it is. seconds: since the old engine stopped computing, once over.
+        num_live: requests that must finish first, while draining; that went on, when done.
+        num_held: requests that came since, while draining.
+        reason: why it failed.
+        is_cancelled: set by whoever gave the order, to have it undone while it is draining.
+    """
+
+    install: Callable[[], None]
+    restore: Callable[[], object]
+    settle: Callable[[], None]
+    drain: bool = False
+    phase: Phase = "waiting"
+    seconds: float = 0.0
+    num_live: int = 0
+    num_held: int = 0
+    reason: str = ""
+    is_cancelled: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing comes of it any more."""
+        return self.phase in ("done", "failed")
+
+    def fail(self, reason: str) -> None:
+        """It did not come about."""
+        self.reason = reason
+        self.phase = "failed"
+
+
+class HeldRequests:
+    """Requests that were accepted and wait for the next engine, in order."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[GenerationRequest, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, request: GenerationRequest, now: float) -> None:
+        """Have a request wait."""
+        self._held[request.key] = (request, now)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    def keys(self) -> list[str]:
+        """Of all that wait."""
+        return list(self._held)
+
+    def remove(self, key: str) -> bool:
+        """Take one out; whether it was here."""
+        return self._held.pop(key, None) is not None
+
+    def find(self, request_id: str, tenant: str) -> list[str]:
+        """Keys of all to which a client gave this id."""
+        return [
+            key
+            for key, (request, _) in self._held.items()
+            if (request.request_id, request.params.tenant) == (request_id, tenant)
+        ]
+
+    def find_expired(self, now: float) -> list[str]:
+        """Keys of those whose time is over."""
+        return [key for key, held in self._held.items() if _expires_at(*held) <= now]
+
+    def release(self) -> Iterator[tuple[GenerationRequest, float]]:
+        """Take all out, each with the time at which it came."""
+        held, self._held = self._held, {}
+        yield from held.values()
+
+
+def _expires_at(request: GenerationRequest, arrived_at: float) -> float:
+    limits = [float("inf")]
+    if request.timeout_s is not None:
+        limits.append(arrived_at + request.timeout_s)
+    if request.params.deadline_ms is not None:
+        limits.append(arrived_at + request.params.deadline_ms / 1000)
+    return min(limits)
+
+
+def take_over(
+    old: Scheduler | None,
+    limits: Limits,
+    *,
+    epoch: int,
+    stats: SchedulerStats,
+    speculation: Speculation | None,
+) -> Scheduler:
+    """Make a scheduler for another engine, with all live requests of the old one in their order.
+
+    Nothing that is cached is taken along. All requests must fit (see `misfit`).
+    """
+    new = Scheduler(
+        limits, hash_secret=os.urandom(32), epoch=epoch, stats=stats, speculation=speculation
+    )
+    if old is not None:
+        old.reset()  # nothing is in flight, and no request has a row
+        for request in sorted(old.requests, key=lambda request: request.rank):
+            new.add(request, was_accepted=True)
+    return new
+
+
+def misfit(request: Request, info: EngineInfo, limits: Limits) -> str | None:
+    """Why a live request cannot go on with an engine; None when it can."""
+    num_tokens = len(request.token_ids)
+    if num_tokens >= limits.max_model_len:
+        return (
+            f"the engine was restarted with max_model_len {limits.max_model_len}; "
+            f"the request has {num_tokens} tokens already"
+        )
+    sampling = request.sampling
+    bad_ids = (token_id for ids in sampling.bad_words_ids for token_id in ids)
+    ids = [*request.token_ids, *sampling.stop_ids, *sampling.logit_bias, *bad_ids]
+    if max(ids) >= info.vocab_size:
+        return (
+            f"the engine was restarted with a vocabulary of {info.vocab_size} tokens; "
+            f"the request has token id {max(ids)}"
+        )
+    return None

@@ -1,0 +1,140 @@
+"""`charonia health`: asks a running server whether it serves, part by part.
+
+Owns which parts there are, what counts as healthy, and what is printed. Must not know how a server
+is started or mended.
+
+Triton's own word is not enough: it calls itself and the scheduler ready when the scheduler's
+process is dead. So one token is asked for, too.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+
+from charonia.launch.errors import LaunchError
+from charonia.launch.probe import Health, Probe
+
+DEFAULT_METRICS_PORT = 8002
+TIMEOUT_S = 5.0
+RETRY_S = 0.5
+BUSY = ("Exceeds maximum queue size", "Request timeout expired")
+"""How the answer of a scheduler begins that lives and has too much to do."""
+SHOWN_METRICS = (
+    "charonia_engine_up",
+    "charonia_requests_running",
+    "charonia_requests_waiting",
+    "charonia_engine_restarts_total",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the server. `detail` says what is wrong with it, or what may be of interest."""
+
+    name: str
+    is_healthy: bool
+    detail: str = ""
+
+
+def health(
+    url: str,
+    metrics_url: str | None,
+    scheduler: str,
+    *,
+    wait_s: float,
+    as_json: bool,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Say how a server is, one line per part, or with `as_json` one JSON object.
+
+    Args:
+        url: `host:port` of its HTTP endpoint. metrics_url: the same of its metrics; None is port
+            8002 of the same host. scheduler: name of that model.
+        wait_s: ask again for so long, until it is healthy.
+
+    Raises:
+        LaunchError: it is not healthy.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        parts = list(examine(url, metrics_url or _metrics_url(url), scheduler))
+        is_healthy = all(part.is_healthy for part in parts)
+        if is_healthy or time.monotonic() + RETRY_S > deadline:
+            break
+        time.sleep(RETRY_S)
+    if as_json:
+        found = {"healthy": is_healthy, "parts": [dataclasses.asdict(part) for part in parts]}
+        say(json.dumps(found))
+    else:
+        for part in parts:
+            line = f"{part.name:<10} {'ok' if part.is_healthy else 'FAILED':<7} {part.detail}"
+            say(line.rstrip())
+    if not is_healthy:
+        failed = ", ".join(part.name for part in parts if not part.is_healthy)
+        raise LaunchError(f"not healthy: {failed}")
+
+
+def examine(url: str, metrics_url: str, scheduler: str) -> Iterator[Part]:
+    """Ask after every part."""
+    with httpx.Client(base_url=f"http://{url}/v2/", timeout=TIMEOUT_S) as client:
+        yield _ask_ready(client, "server", "health/ready")
+        yield _ask_ready(client, "scheduler", f"models/{scheduler}/ready")
+        yield _ask_ready(client, "engine", f"models/{_engine_of(client, scheduler)}/ready")
+    with contextlib.closing(Probe(url, scheduler)) as probe:
+        yield _infer(probe)
+    yield from _read_metrics(metrics_url)
+
+
+def _ask_ready(client: httpx.Client, name: str, path: str) -> Part:
+    try:
+        status = client.get(path).status_code
+    except httpx.HTTPError as error:
+        return Part(name, False, f"cannot be reached: {error or type(error).__name__}")
+    return Part(name, status == 200, "" if status == 200 else f"not ready (HTTP {status})")
+
+
+def _engine_of(client: httpx.Client, scheduler: str) -> str:
+    """The name of the scheduler's engine, as its configuration says."""
+    with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
+        parameters = client.get(f"models/{scheduler}/config").json()["parameters"]
+        return str(parameters["engine_model"]["string_value"])
+    return "engine"
+
+
+def _infer(probe: Probe) -> Part:
+    """One token, or the word of a living scheduler that it has too much to do."""
+    started = time.monotonic()
+    result = probe.check(TIMEOUT_S)
+    if result.health is Health.SERVING:
+        return Part("inference", True, f"{(time.monotonic() - started) * 1000:.0f} ms")
+    detail = result.detail
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        detail = json.loads(result.detail)["error"]
+    if result.health is Health.REFUSING and detail.startswith(BUSY):
+        return Part("inference", True, f"busy: {detail}")
+    return Part("inference", False, f"{result.health.value}: {detail}")
+
+
+def _read_metrics(url: str) -> Iterator[Part]:
+    """What the metrics page says of interest; nothing where it cannot be reached."""
+    try:
+        page = httpx.get(f"http://{url}/metrics", timeout=TIMEOUT_S).text
+    except httpx.HTTPError:
+        return
+    shown = []
+    for line in page.splitlines():
+        series, _, value = line.rpartition(" ")
+        name = series.partition("{")[0]
+        if name in SHOWN_METRICS:
+            shown.append(f"{name.removeprefix('charonia_')}={float(value):g}")
+    yield Part("metrics", bool(shown), " ".join(shown) or "the page has none of charonia's")
+
+
+def _metrics_url(url: str) -> str:
+    host, colon, _ = url.rpartition(":")
+    return f"{host if colon else url}:{DEFAULT_METRICS_PORT}"

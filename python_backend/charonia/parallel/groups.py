@@ -1,0 +1,234 @@
+"""Forms the groups of ranks that exchange tensors, and says what each rank's seats are.
+
+Owns the choice between shared memory and torch.distributed, the lives of both, and their counters.
+Must not know models or messages.
+
+torch.distributed forms the group of all ranks; its store carries what they must know of each other
+before they can share memory. That has no name which could be left behind: the first rank of a group
+makes it, and the others open it through /proc. Which groups share memory follows from one list that
+all ranks have; were it decided by each for itself, they could wait for each other in vain.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from charonia.data.comm import Links, Seat
+from charonia.errors import ConfigError, RankLostError
+from charonia.parallel.addresses import interface_of
+from charonia.parallel.comm import GroupComm, SharedMemoryComm
+from charonia.parallel.topology import (
+    DRAFT_GROUP,
+    LOGITS_GROUP,
+    Topology,
+    entry_group,
+    parts_group,
+)
+from charonia.protocol import Collectives
+
+_FORMING_TIMEOUT = timedelta(seconds=30)
+"""Within which all ranks call the same, all of them being prepared: nothing is loaded meanwhile."""
+_OPERATION_TIMEOUT = timedelta(seconds=300)
+"""Of a single collective operation. Ranks are noticed to be lost long before, by their silence; a
+stage may well wait for the whole of a long step of the one before."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who this rank is.
+
+    Attributes:
+        memories: of each rank; those with the same share it, None shares it with nobody.
+        address: of this machine, through which it reaches the others.
+        store: of torch.distributed, connected.
+    """
+
+    rank: int
+    memories: Sequence[str | None]
+    address: str
+    store: Store
+
+    def can_share(self, ranks: Sequence[int]) -> bool:
+        """Whether a group shares memory; the same on every rank."""
+        memories = {self.memories[rank] for rank in ranks}
+        return len(memories) == 1 and None not in memories
+
+
+class Groups:
+    """The groups that one rank is in; a process can have only one such object at a time.
+
+    Args:
+        kernels: the CPU kernels; None where they are not used.
+        device: that the models are on.
+
+    Raises:
+        RankLostError: they cannot be formed, as when another rank is lost meanwhile. Nothing is
+            left of them.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        me: Membership,
+        kernels: ModuleType | None,
+        device: torch.device,
+    ) -> None:
+        self._topology = topology
+        self._me = me
+        self._told: dict[str, tuple[int, int, float]] = {}
+        self._comms: dict[str, SharedMemoryComm | GroupComm] = {}
+        self._files: list[int] = []
+        self._kernels = kernels
+        self._has_world = False
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(me.address)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        try:
+            self._form(device)
+        except Exception as error:
+            self.close()
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise RankLostError(f"the ranks' groups cannot be formed: {reason}") from error
+
+    def _form(self, device: torch.device) -> None:
+        me, topology = self._me, self._topology
+        # torch names groups by a count, and one that could not be formed stays counted: the names
+        # must be those of the other ranks, which are fresh processes.
+        distributed_c10d._world.group_count = 0
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", me.store),
+            rank=me.rank,
+            world_size=topology.num_ranks,
+            timeout=_FORMING_TIMEOUT,
+        )
+        self._has_world = True
+        for name, ranks in topology.groups().items():
+            if me.can_share(ranks):
+                if me.rank in ranks:
+                    self._comms[name] = SharedMemoryComm(self._exchange(name, ranks))
+                continue
+            # All ranks must call this, also those that are not in the group.
+            group = dist.new_group(ranks, timeout=_FORMING_TIMEOUT)
+            if me.rank in ranks:
+                group.set_timeout(_OPERATION_TIMEOUT)
+                self._comms[name] = GroupComm(group)
+
+    def seats(self) -> tuple[Seat, Seat | None]:
+        """This rank's seats in the target and in the draft model; None for no part of it."""
+        rank, comms = self._me.rank, self._comms
+        place = self._topology.place(rank)
+        behind = rank + self._topology.num_parts
+        links = Links(
+            parts=comms.get(parts_group(place.stage)),
+            before=comms.get(entry_group(rank)),
+            after=comms.get(entry_group(behind)),
+            logits=comms.get(LOGITS_GROUP),
+        )
+        draft_place = self._topology.draft_place(rank)
+        if draft_place is None:
+            return Seat(place, links), None
+        return Seat(place, links), Seat(draft_place, Links(parts=comms.get(DRAFT_GROUP)))
+
+    def collectives(self) -> Collectives:
+        """What this rank has exchanged since the last call."""
+        total: dict[str, tuple[int, int, float]] = {}
+        for comm in self._comms.values():
+            for name, (calls, num_bytes, seconds) in comm.collectives().items():
+                before = total.get(name, (0, 0, 0.0))
+                total[name] = (before[0] + calls, before[1] + num_bytes, before[2] + seconds)
+        told, self._told = self._told, total
+        changes = {}
+        for name, values in total.items():
+            before = told.get(name, (0, 0, 0.0))
+            if values[0] > before[0]:
+                changes[name] = (
+                    values[0] - before[0],
+                    values[1] - before[1],
+                    values[2] - before[2],
+                )
+        return changes
+
+    def abort(self) -> None:
+        """End all waits with an error; there is no going on afterwards."""
+        for comm in self._comms.values():
+            comm.abort()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._comms = {}
+        for file in self._files:
+            os.close(file)
+        self._files = []
+        if self._has_world:
+            self._has_world = False
+            dist.destroy_process_group()
+
+    def _exchange(self, name: str, ranks: Sequence[int]) -> object:
+        """Map the memory of a group; its first rank makes it."""
+        assert self._kernels is not None, "a rank without kernels has no memory to share"
+        index, size = ranks.index(self._me.rank), len(ranks)
+        key = f"memory of {name}"
+        if index == 0:
+            file = os.memfd_create(f"charonia {name}", os.MFD_CLOEXEC)
+            os.ftruncate(file, self._kernels.exchange_bytes(size))
+            self._me.store.set(key, f"/proc/{os.getpid()}/fd/{file}")
+        else:
+            path = self._me.store.get(key).decode()
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        exchange: object = self._kernels.Exchange(
+            file, index, size, _OPERATION_TIMEOUT.total_seconds()
+        )
+        if index:
+            os.close(file)
+        else:
+            self._files.append(file)  # for those that are yet to come
+        return exchange
+
+
+def host_identity() -> str:
+    """Equal for two processes if, and only if, they can share memory and see each other.
+
+    Only those of one user may open each other's files through /proc.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+    return " ".join([boot_id, *spaces, str(os.geteuid())])
+
+
+def check_unused() -> None:
+    """torch.distributed has one group of all ranks in a process, and no more.
+
+    Raises:
+        ConfigError: there is one already, of whoever.
+    """
+    if dist.is_initialized():
+        raise ConfigError(
+            "torch.distributed is in use in this process already, by another engine of several"
+            " ranks or by the program itself: an engine of several ranks needs a process without"
+        )
+
+
+def make_store(address: str, port: int, listener: int | None = None) -> Store:
+    """Connect to the store of torch.distributed.
+
+    Args:
+        listener: a listening socket's descriptor, for the rank that has the store.
+    """
+    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=listener is not None,
+        timeout=_FORMING_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
+    return store

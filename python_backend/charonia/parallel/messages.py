@@ -1,0 +1,187 @@
+"""What the engine's process and its ranks say to each other, beside tensors.
+
+Owns the messages and their encoding: MessagePack of typed Structs. Must not know sockets.
+
+    rank                        engine's process
+      Join ───────────────────────►               here I am
+           ◄─────────────────────── Setup         you are rank 1 of 2
+      Prepared ───────────────────►               this computes here, from this checkpoint
+           ◄─────────────────────── Form          all are prepared: exchange tensors like this
+      Ready ──────────────────────►               loaded; there is memory for so many KV blocks
+           ◄─────────────────────── Allocate      take as many as the others
+      Allocated ──────────────────►               done
+           ◄─────────────────────── Forward       one for each pass of a model
+           ◄─────────────────────── Lines         more logits of the last pass
+           ◄─────────────────────── End           the engine is unloaded
+
+Instead of what is due a rank may send a Refusal, as its last message; and the engine's process one
+instead of Setup. An empty message only says that its sender lives.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from charonia.config import EngineArgs
+from charonia.data.ops.base import StepBatch
+
+BEAT = b""
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """A rank's first message.
+
+    Attributes:
+        version: of this package. secret: shows that it belongs here.
+        host: equal for processes that can share memory, see `groups.host_identity`.
+        local_index: its place among the ranks that the engine's process started; None for others.
+    """
+
+    version: str
+    secret: str
+    pid: int
+    host: str
+    local_index: int | None
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """What a rank is to be.
+
+    Attributes:
+        local_index, num_local: its place among the ranks of its machine, and their number.
+    """
+
+    rank: int
+    args: EngineArgs
+    local_index: int
+    num_local: int
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """A rank has what it needs to be that.
+
+    Attributes:
+        device: the type of what it computes on. has_kernels: whether by our CPU kernels.
+        checkpoints: by model, digests of the checkpoint that it has parts of, see `fingerprint`.
+    """
+
+    device: str
+    has_kernels: bool
+    checkpoints: dict[str, dict[str, str]]
+
+
+class Form(msgspec.Struct, frozen=True, tag=True):
+    """All ranks are prepared.
+
+    Attributes:
+        memories: of each rank, see `groups.Membership`.
+        store_port: of the torch.distributed store, where the engine listens.
+    """
+
+    memories: list[str | None]
+    store_port: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The weights are loaded, and there is memory for so many KV blocks."""
+
+    num_blocks: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """A rank cannot be what it is to be, or may not: name of the error's class, and its text."""
+
+    kind: str
+    text: str
+
+
+class Allocate(msgspec.Struct, frozen=True, tag=True):
+    """Take so many KV blocks."""
+
+    num_blocks: int
+
+
+class Allocated(msgspec.Struct, frozen=True, tag=True):
+    """The KV blocks are there."""
+
+
+class Forward(msgspec.Struct, frozen=True, tag=True):
+    """A pass of a model: `StepBatch` with its tensors in one array, and `lines` of `Model`."""
+
+    model: str
+    indices: bytes
+    query_starts: list[int]
+    context_lens: list[int]
+    block_size: int
+    lines: list[int]
+
+
+class Lines(msgspec.Struct, frozen=True, tag=True):
+    """Logits of more tokens of the model's last pass."""
+
+    model: str
+    start: int
+    stop: int
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """This engine is not needed any more."""
+
+
+Message = (
+    Join | Setup | Prepared | Form | Ready | Refusal | Allocate | Allocated | Forward | Lines | End
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Decode a message.
+
+    Raises:
+        msgspec.DecodeError: not MessagePack, or not of the messages' types.
+    """
+    message: Message = _decoder.decode(data)
+    return message
+
+
+def forward_of(model: str, batch: StepBatch, lines: list[int]) -> Forward:
+    """Pack a pass."""
+    tensors = (batch.token_ids, batch.positions, batch.slots, batch.block_tables)
+    indices = np.concatenate([tensor.cpu().numpy().ravel() for tensor in tensors])
+    return Forward(
+        model=model,
+        indices=indices.tobytes(),
+        query_starts=batch.query_starts,
+        context_lens=batch.context_lens,
+        block_size=batch.block_size,
+        lines=lines,
+    )
+
+
+def batch_of(message: Forward, device: torch.device) -> StepBatch:
+    """Unpack a pass."""
+    indices = torch.frombuffer(bytearray(message.indices), dtype=torch.int64).to(device)
+    num_tokens, num_rows = message.query_starts[-1], len(message.context_lens)
+
+    def tokens(number: int) -> Tensor:
+        return indices[number * num_tokens : (number + 1) * num_tokens]
+
+    return StepBatch(
+        token_ids=tokens(0),
+        positions=tokens(1),
+        slots=tokens(2),
+        query_starts=message.query_starts,
+        context_lens=message.context_lens,
+        block_tables=indices[3 * num_tokens :].view(num_rows, -1),
+        block_size=message.block_size,
+    )

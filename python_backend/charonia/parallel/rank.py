@@ -1,0 +1,189 @@
+"""What a rank other than the engine's own process does: load its part, and follow.
+
+Owns the rank's side of `messages`. Must not know processes, or who started this one.
+"""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from charonia.config import EngineArgs
+from charonia.data.model.fingerprint import fingerprint
+from charonia.data.model.paged import PagedModel
+from charonia.data.models import Basis, LoadedModel, LocalRank, Models
+from charonia.data.ops.native.threads import ThreadLayout
+from charonia.errors import RankLostError
+from charonia.parallel.groups import Groups, Membership, host_identity, make_store
+from charonia.parallel.messages import (
+    Allocate,
+    Allocated,
+    End,
+    Form,
+    Forward,
+    Join,
+    Lines,
+    Message,
+    Prepared,
+    Ready,
+    Refusal,
+    Setup,
+    batch_of,
+)
+from charonia.parallel.peer import SPIN_S, Peer
+from charonia.parallel.topology import Topology
+from charonia.version import VERSION
+
+_JOIN_TIMEOUT_S = 10.0
+M = TypeVar("M", bound=Message)
+
+
+def be_rank(
+    connection: socket.socket,
+    *,
+    secret: str,
+    local_index: int | None,
+    paths: Mapping[str, str],
+    log: Callable[[str], None],
+) -> None:
+    """Join an engine and follow it until it ends.
+
+    Args:
+        connection: to the engine's rendezvous.
+        local_index: among the ranks that the engine started; None for others.
+        paths: "model" and "draft_model", where they lie elsewhere on this machine.
+
+    Raises:
+        RankLostError: the engine, or another rank, has gone; or the engine refuses this one.
+        Exception: whatever keeps this rank from loading its part; the engine has been told.
+    """
+    own_address, engine_address = connection.getsockname()[0], connection.getpeername()[0]
+    peer = Peer(connection, _JOIN_TIMEOUT_S)
+    peer.send(Join(VERSION, secret, os.getpid(), host_identity(), local_index))
+    peer.beat_for_ever()
+    setup = _expect(peer, Setup)
+
+    def log_with_rank(line: str) -> None:
+        log(f"rank {setup.rank}: {line}")
+
+    try:
+        follower = _Follower(setup, paths, log_with_rank)
+        peer.send(follower.prepared())
+        form = _expect(peer, Form)
+        store = make_store(engine_address, form.store_port)
+        follower.load(Membership(setup.rank, form.memories, own_address, store))
+        peer.send(Ready(follower.num_blocks_that_fit))
+        follower.allocate(_expect(peer, Allocate).num_blocks)
+        peer.send(Allocated())
+    except Exception as error:
+        with contextlib.suppress(RankLostError):
+            peer.send(Refusal(type(error).__name__, str(error)))
+        raise
+    while not isinstance(next_message := peer.receive(spin=SPIN_S), End):
+        if next_message is not None:
+            follower.follow(next_message)
+
+
+def _expect(peer: Peer, kind: type[M]) -> M:
+    """Wait for what the engine's process says next, while this rank is loading.
+
+    Raises:
+        RankLostError: it says something else: that this rank is refused, or not needed any more.
+    """
+    while (message := peer.receive()) is None:
+        pass
+    if isinstance(message, Refusal):
+        raise RankLostError(f"the engine has refused this rank: {message.text}")
+    if not isinstance(message, kind):
+        raise RankLostError(f"the engine has sent {type(message).__name__}")
+    return message
+
+
+class _Follower:
+    """This rank's parts of the models: prepared, loaded, allocated, and then computed with."""
+
+    def __init__(self, setup: Setup, paths: Mapping[str, str], log: Callable[[str], None]) -> None:
+        args = _with_paths(setup.args, paths)
+        self._topology = Topology.of(args)
+        self._has_draft = self._topology.draft_place(setup.rank) is not None
+        local_rank = LocalRank(setup.local_index, setup.num_local)
+        self._basis = basis = Basis.of(args, log=log, local_rank=local_rank)
+        if basis.device.type == "cpu":
+            layout = ThreadLayout.of(
+                args.cpu_threads, args.cpu_binding, setup.local_index, setup.num_local
+            )
+            if layout.cores:
+                os.sched_setaffinity(0, layout.cores)
+
+    def prepared(self) -> Prepared:
+        """What the other ranks must know of this one."""
+        basis = self._basis
+        return Prepared(
+            device=basis.device.type,
+            has_kernels=basis.kernels is not None,
+            checkpoints=checkpoints_of(basis, has_draft=self._has_draft),
+        )
+
+    def load(self, me: Membership) -> None:
+        """Form groups with the other ranks, and load the weights."""
+        basis = self._basis
+        self._groups = Groups(self._topology, me, basis.kernels, basis.device)
+        seat, draft_seat = self._groups.seats()
+        self._seats = {"target": seat} | ({"draft": draft_seat} if draft_seat else {})
+        # How far the weights are is said by the engine's process.
+        self._loaded = Models.load(basis, seat, draft_seat, log=lambda line: None)
+        self.num_blocks_that_fit = self._loaded.num_blocks_that_fit(basis)
+        self._models: dict[str, PagedModel] = {}
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV caches."""
+
+        def paged(model: LoadedModel) -> PagedModel:
+            return PagedModel(model.decoder, model.kv_store(num_blocks, self._basis.device))
+
+        self._models["target"] = paged(self._loaded.target)
+        if self._loaded.draft is not None:
+            self._models["draft"] = paged(self._loaded.draft)
+
+    def follow(self, message: Message) -> None:
+        """Do what the engine's process does."""
+        with torch.inference_mode():
+            match message:
+                case Forward():
+                    batch = batch_of(message, self._basis.device)
+                    logits = self._models[message.model].forward(batch, message.lines)
+                    if message.lines and self._seats[message.model].place.is_last:
+                        logits()
+                case Lines():
+                    if self._seats[message.model].place.is_last:
+                        self._models[message.model].logits(slice(message.start, message.stop))()
+                case _:
+                    raise RankLostError(f"the engine has sent {type(message).__name__}")
+
+
+def checkpoints_of(basis: Basis, *, has_draft: bool) -> dict[str, dict[str, str]]:
+    """Digests of the checkpoints that a rank has parts of, by model.
+
+    Raises:
+        CheckpointError: files are missing or damaged.
+    """
+    paths = {"target": basis.args.model}
+    config = basis.args.speculative_config
+    if has_draft and config is not None and config.model is not None:
+        paths["draft"] = config.model
+    return {name: fingerprint(Path(path)) for name, path in paths.items()}
+
+
+def _with_paths(args: EngineArgs, paths: Mapping[str, str]) -> EngineArgs:
+    """The arguments, with the checkpoints where they lie on this machine."""
+    if "model" in paths:
+        args = msgspec.structs.replace(args, model=paths["model"])
+    if "draft_model" in paths and args.speculative_config is not None:
+        config = msgspec.structs.replace(args.speculative_config, model=paths["draft_model"])
+        args = msgspec.structs.replace(args, speculative_config=config)
+    return args

@@ -1,0 +1,217 @@
+"""What the operator says to the scheduler through a socket: go on with another engine.
+
+Owns the messages, both ends, and the engine's model.json while an order is carried out. Must not
+know how an engine is replaced.
+
+    charonia reload ── ReloadOrder ──► scheduler      checks it, and begins
+                    ── ReloadQuestion ───────►        as often as it likes, by the order's number
+                    ◄─ ReloadState ──────────
+
+While it is being loaded, the old model.json lies beside the new one. Whoever loads an engine when
+the scheduler that ordered this has gone takes the old one: the new one may be what ended it.
+
+The socket lies in the scheduler's directory, which belongs to the run and its owner: whoever can
+open it could as well write the files that Triton loads.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from charonia.config import EngineArgs
+from charonia.engine.reload import Phase, Reload
+from charonia.errors import CharoniaError, ConfigError
+from charonia.serving.channel import SOCKET_SUFFIX, ChannelServer
+
+RELOAD_SOCKET = f"reload{SOCKET_SUFFIX}"
+"""Beside the scheduler's model.py."""
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class ReloadOrder(msgspec.Struct, frozen=True, tag=True):
+    """Go on with an engine of these arguments (model.json), after live requests if `drain`."""
+
+    values: dict[str, Any]
+    drain: bool = False
+
+
+class ReloadQuestion(msgspec.Struct, frozen=True, tag=True):
+    """Asks how far an order is; with `cancel` it is given up unless it is being loaded."""
+
+    number: int
+    cancel: bool = False
+
+
+class ReloadState(msgspec.Struct, frozen=True):
+    """How far an order is; see `charonia.engine.reload.Reload`.
+
+    Attributes:
+        number: by which it can be asked after; -1 of one that was refused.
+    """
+
+    phase: Phase
+    number: int = -1
+    num_live: int = 0
+    num_held: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReloadOrder | ReloadQuestion)
+
+
+class ReloadServer:
+    """The scheduler's end.
+
+    Args:
+        path: where the socket is made; an old one is replaced.
+        model_file: the engine's model.json.
+        reload: begins to carry an order out. refusal: why none can be; None where they can.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model_file: Path,
+        reload: Callable[[Reload], None],
+        *,
+        refusal: str | None,
+    ) -> None:
+        self._model_file = model_file
+        self._begin = reload
+        self._refusal = refusal
+        self._lock = threading.Lock()
+        self._orders: list[Reload] = []  # all there ever were, by their number
+        self._server = ChannelServer(path, lambda message: partial(self._answer, message))
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+    def _answer(self, data: bytes) -> bytes:
+        try:
+            message = _decoder.decode(data)
+            if isinstance(message, ReloadOrder):
+                number = self._take(message)
+            else:
+                number = message.number
+                if message.cancel:
+                    self._order(number).is_cancelled = True
+            return msgspec.msgpack.encode(_state(number, self._order(number)))
+        except (CharoniaError, OSError, msgspec.DecodeError) as error:
+            return msgspec.msgpack.encode(ReloadState("failed", reason=str(error)))
+
+    def _take(self, order: ReloadOrder) -> int:
+        """Begin to carry an order out; returns its number.
+
+        Raises:
+            CharoniaError: it cannot be carried out.
+        """
+        with self._lock:
+            if self._refusal is not None:
+                raise ConfigError(self._refusal)
+            if self._orders and not self._orders[-1].is_over:
+                raise ConfigError("another reload is under way")
+            before = EngineArgs.from_file(self._model_file)
+            check_same_tokenizer(fingerprint_tokenizer(before), EngineArgs.from_dict(order.values))
+            text = msgspec.json.format(msgspec.json.encode(order.values)) + b"\n"
+            file = self._model_file
+            reload = Reload(
+                install=partial(install, file, text),
+                restore=partial(restore, file),
+                settle=partial(settle, file),
+                drain=order.drain,
+            )
+            self._orders.append(reload)
+            self._begin(reload)
+            return len(self._orders) - 1
+
+    def _order(self, number: int) -> Reload:
+        """Raises ConfigError: there is none of this number."""
+        if not 0 <= number < len(self._orders):
+            raise ConfigError(f"there is no reload of number {number}")
+        return self._orders[number]
+
+
+def _state(number: int, one: Reload) -> ReloadState:
+    return ReloadState(one.phase, number, one.num_live, one.num_held, one.seconds, one.reason)
+
+
+def fingerprint_tokenizer(args: EngineArgs) -> str:
+    """What tells tokenizers apart, whatever their files' layout.
+
+    Raises:
+        ConfigError: there is none that can be read.
+    """
+    try:
+        content = msgspec.json.decode((args.tokenizer_dir / TOKENIZER_FILE).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{TOKENIZER_FILE} cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{TOKENIZER_FILE} cannot be read: {error}") from None
+    return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
+
+
+def check_same_tokenizer(fingerprint: str, args: EngineArgs) -> None:
+    """Make sure that live requests' tokens keep their meaning.
+
+    Raises:
+        ConfigError: the tokenizer is another one than that of the fingerprint.
+    """
+    if fingerprint_tokenizer(args) != fingerprint:
+        raise ConfigError(
+            f"the new engine has another tokenizer ({TOKENIZER_FILE} differs), with which live"
+            " requests could not go on; start a server of its own for it"
+        )
+
+
+def install(model_file: Path, content: bytes) -> None:
+    """Put a new model.json in the place of the old one, which is kept beside it.
+
+    Raises:
+        OSError: it cannot be written; nothing has changed.
+    """
+    _replace(_before(model_file), model_file.read_bytes())
+    try:
+        _replace(model_file, content)
+    except OSError:
+        settle(model_file)
+        raise
+
+
+def restore(model_file: Path) -> bool:
+    """Put the model.json that was kept in its place again; whether there was one."""
+    try:
+        os.replace(_before(model_file), model_file)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def settle(model_file: Path) -> None:
+    """Keep the old model.json no longer."""
+    _before(model_file).unlink(missing_ok=True)
+
+
+def _before(model_file: Path) -> Path:
+    return model_file.with_name(f"{model_file.name}.before")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file in one piece: an engine may be loading at any moment."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,269 @@
+"""Layers whose heads and inner values are shared out among ranks, which add up what they compute.
+
+Every rank has the same to the bit, whatever the batch, and it is what one process computes with all
+of the weights but for the order of its sums.
+"""
+
+import random
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from charonia.data.comm import Place
+from charonia.data.kv_store import KVStore
+from charonia.data.model.parameters import Parameters
+from charonia.data.model.rotary import rotation_table
+from charonia.data.model.spec import ModelSpec, RopeSpec
+from charonia.data.ops.base import StepBatch
+from charonia.data.ops.native.ops import NativeOps
+from charonia.errors import RankLostError
+from charonia.parallel.comm import SharedMemoryComm
+from charonia.protocol import KVLayout
+from support.kernels import ISAS, kernels_for, native_ops
+from support.ranks import LONG, Ranks, shared_memory
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+MAX_LEN = 800
+
+Step = list[tuple[int, int]]
+"""What a step computes: sequences and how many tokens of each."""
+
+weights = pytest.mark.parametrize(
+    ("dtype", "is_int8", "tolerance"),
+    [
+        (torch.float32, False, 1e-5),
+        (torch.bfloat16, False, 2e-2),
+        # Each rank's part of a row of weights has a scale of its own.
+        (torch.float32, True, 4e-2),
+        (torch.bfloat16, True, 4e-2),
+    ],
+    ids=["float32", "bfloat16", "int8 in float32", "int8 in bfloat16"],
+)
+
+
+def spec_of(num_heads: int, num_kv_heads: int, head_dim: int, *, qk_norm: bool) -> ModelSpec:
+    return ModelSpec(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=10,
+        hidden_size=56,
+        intermediate_size=74,  # not even numbers in each of two parts
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=MAX_LEN,
+        sliding_window=None,
+        rms_norm_eps=1e-5,
+        rope=RopeSpec(theta=10_000.0),
+        qkv_bias=not qk_norm,
+        output_bias=not qk_norm,
+        mlp_bias=not qk_norm,
+        qk_norm=qk_norm,
+        is_tied=True,
+        dtype="float32",
+        eos_token_ids=(),
+    )
+
+
+SPECS = [
+    spec_of(4, 2, 16, qk_norm=True),
+    spec_of(12, 4, 40, qk_norm=False),
+    spec_of(8, 1, 64, qk_norm=False),
+]
+
+
+def random_tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) / (shape[-1] ** 0.5 if len(shape) == 2 else 1)
+
+
+class Part:
+    """A rank's part of all layers, over pages of its own."""
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, ops: NativeOps, exchange: Any = None
+    ) -> None:
+        self.spec, self.dtype, self.ops = spec, dtype, ops
+        place = Place(exchange.rank, exchange.size) if exchange else Place()
+        parameters = Parameters(spec, dtype, CPU, place)
+        for tensor in parameters.checkpoint_tensors():
+            whole = random_tensor(tensor.name, tensor.shape)
+            for piece in tensor.pieces:
+                piece.memory.copy_(whole[piece.index])
+        self.num_kv_heads = parameters.layers[0].attention.num_kv_heads
+        blocks = [(ops.attention(one.attention), ops.mlp(one.mlp)) for one in parameters.layers]
+        self.layers = ops.layers(blocks, SharedMemoryComm(exchange) if exchange else None)
+        self.rotation = rotation_table(spec.rope, spec.head_dim, MAX_LEN, dtype, CPU)
+
+    def run(self, lengths: list[int], steps: list[Step]) -> list[Tensor]:
+        """Compute sequences by these steps.
+
+        Returns:
+            Of each sequence the stream behind the last layer, [tokens, hidden]; and the pages.
+        """
+        width = -(-max(lengths) // BLOCK_SIZE)
+        layout = KVLayout(
+            num_layers=self.spec.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            block_size=BLOCK_SIZE,
+            dtype=str(self.dtype).removeprefix("torch."),
+            bytes_per_block=0,
+        )
+        shapes = self.ops.page_shapes(layout)
+        pages = KVStore(layout, shapes, 1 + width * len(lengths), CPU).pages
+        shape = self.spec.hidden_size
+        given = [random_tensor(f"{i}", (length, shape)) for i, length in enumerate(lengths)]
+        cursors = [0] * len(lengths)
+        streams: list[list[Tensor]] = [[] for _ in lengths]
+        for step in steps:
+            batch = batch_of(step, cursors, width)
+            parts = []
+            for sequence, count in step:
+                parts.append(given[sequence][cursors[sequence] :][:count])
+                cursors[sequence] += count
+            residual = torch.cat(parts).to(self.dtype)
+            out = self.layers(residual, self.ops.begin(batch, self.rotation), pages)
+            for (sequence, _), (begin, end) in zip(step, pairwise(batch.query_starts), strict=True):
+                streams[sequence].append(residual[begin:end].float() + out[begin:end].float())
+        assert cursors == lengths
+        return [torch.cat(some) for some in streams] + [part for pair in pages for part in pair]
+
+
+def batch_of(step: Step, cursors: list[int], width: int) -> StepBatch:
+    """Each sequence has `width` blocks in a row."""
+    where = [torch.arange(cursors[sequence], cursors[sequence] + count) for sequence, count in step]
+    first = [1 + sequence * width for sequence, _ in step]
+    starts = [0]
+    for _, count in step:
+        starts.append(starts[-1] + count)
+    slots = [block * BLOCK_SIZE + at for block, at in zip(first, where, strict=True)]
+    return StepBatch(
+        token_ids=torch.zeros(starts[-1], dtype=torch.int64),
+        positions=torch.cat(where),
+        slots=torch.cat(slots),
+        query_starts=starts,
+        context_lens=[cursors[sequence] + count for sequence, count in step],
+        block_tables=torch.tensor(first)[:, None] + torch.arange(width),
+        block_size=BLOCK_SIZE,
+    )
+
+
+def random_steps(lengths: list[int], seed: int) -> list[Step]:
+    """All tokens of all sequences, cut and put together anyhow."""
+    choose = random.Random(seed)
+    left = list(lengths)
+    steps: list[Step] = []
+    while any(left):
+        step = []
+        for sequence, count in enumerate(left):
+            if count and (choose.random() < 0.6 or not any(left[sequence + 1 :])):
+                size = min(count, choose.choice([1, 2, 7, 40, 130, 500]))
+                step.append((sequence, size))
+                left[sequence] -= size
+        steps += [step] if step else []
+    return steps
+
+
+def compute(
+    exchange: Any, isa: str, spec: ModelSpec, dtype: torch.dtype, is_int8: bool
+) -> list[Any]:
+    """Compute the same by many schedules and numbers of threads; return the streams."""
+    lengths = [700, 520, 33, 1]  # as many numbers as go in several pieces
+    alone = [[(sequence, length)] for sequence, length in enumerate(lengths)]
+    together = [list(enumerate(lengths))]
+    ops = native_ops(isa, 1, is_int8=is_int8)
+    part = Part(spec, dtype, ops, exchange)
+    expected = part.run(lengths, alone)
+    before = ops.phase_seconds()["exchange"]
+    for num_threads, steps in [
+        (1, together),
+        (2, together),
+        (1, random_steps(lengths, 1)),
+        (2, random_steps(lengths, 2)),
+    ]:
+        native_ops(isa, num_threads)
+        for actual, wanted in zip(part.run(lengths, steps), expected, strict=True):
+            assert torch.equal(actual, wanted)
+    assert (ops.phase_seconds()["exchange"] > before) == (exchange is not None)
+    return [stream.numpy() for stream in expected[: len(lengths)]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@weights
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.num_heads} {spec.num_kv_heads}")
+def test_ranks_have_the_same_whatever_the_batch_and_what_one_process_has(
+    ranks: Ranks,
+    isa: str,
+    dtype: torch.dtype,
+    is_int8: bool,
+    tolerance: float,
+    size: int,
+    spec: ModelSpec,
+) -> None:
+    first, *others = ranks.run(size, isa, compute, isa, spec, dtype, is_int8)
+    for streams in others:
+        for stream, same in zip(streams, first, strict=True):
+            assert (stream == same).all()
+    for stream, expected in zip(first, compute(None, isa, spec, dtype, is_int8), strict=True):
+        expected = torch.from_numpy(expected)
+        error = (torch.from_numpy(stream) - expected).norm() / expected.norm()
+        assert error < tolerance
+
+
+def broadcast_and_compute(exchange: Any, isa: str, spec: ModelSpec) -> list[Any]:
+    """The others are late; what rank 0 gives must stay until they have read it."""
+    part = Part(spec, torch.float32, native_ops(isa, 1), exchange)
+    if exchange.rank:
+        time.sleep(0.2)
+    given = []
+    for value in (1.0, 2.0):
+        given.append(torch.full((2000,), value * (exchange.rank == 0)))
+        exchange.broadcast(given[-1], 0)
+    part.run([30], [[(0, 30)]])
+    return [x.unique().tolist() for x in given]
+
+
+def test_what_is_broadcast_before_layers_run_is_not_written_over(ranks: Ranks) -> None:
+    results = ranks.run(2, ISAS[0], broadcast_and_compute, ISAS[0], SPECS[0])
+    assert results == [[[1.0], [2.0]]] * 2
+
+
+def test_layers_without_their_ranks_end_with_an_error_and_leave_the_kernels_free() -> None:
+    ops = native_ops(ISAS[0])
+    alone = Part(SPECS[0], torch.float32, ops)
+    steps: list[Step] = [[(0, 5)]]
+    expected = alone.run([5], steps)[0]
+    with shared_memory(2) as fd:
+        exchange = kernels_for(ISAS[0]).Exchange(fd, 1, 2, 0.1)
+        with pytest.raises(RankLostError, match=r"rank 0 did not answer within 0\.1 s"):
+            Part(SPECS[0], torch.float32, ops, exchange).run([5], steps)
+    assert torch.equal(alone.run([5], steps)[0], expected)
+
+
+def test_layers_that_wait_for_ranks_let_other_threads_run() -> None:
+    """Else no thread could tell them that the wait is in vain."""
+    with shared_memory(2) as fd, ThreadPoolExecutor(1) as threads:
+        exchange = kernels_for(ISAS[0]).Exchange(fd, 0, 2, LONG)
+        part = Part(SPECS[0], torch.float32, native_ops(ISAS[0]), exchange)
+        running = threads.submit(part.run, [5], [[(0, 5)]])
+        assert not running.done()
+        exchange.abort()
+        with pytest.raises(RankLostError, match="was aborted"):
+            running.result()

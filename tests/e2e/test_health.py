@@ -1,0 +1,196 @@
+"""Whether a server serves: what Triton's readiness and `charonia health` say while things break."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from charonia.launch.cli import main
+from charonia.launch.processes import free_ports
+from charonia.launch.repository import default_repository
+from charonia.launch.run import running_server
+from charonia.launch.server import TritonServer
+from support.e2e import infer_grpc, one_torch_thread, request_inputs, wait_for
+from support.events import events
+
+DEAF_ENGINE = """
+
+def _execute_or_hang(self, requests, _execute=TritonPythonModel.execute):
+    import os, time
+    while (Path(__file__).parent / f"deaf.{os.getpid()}").exists():
+        time.sleep(0.1)
+    return _execute(self, requests)
+
+TritonPythonModel.execute = _execute_or_hang
+"""
+"""Appended to the product's engine model: a file with its pid makes it hang in its next hello."""
+PARTS = ["server", "scheduler", "engine", "inference", "metrics"]
+
+
+class Target:
+    """A server under test, its log, and the command that asks after it."""
+
+    def __init__(
+        self, server: TritonServer, log: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.server = server
+        self.log = log
+        self._capsys = capsys
+
+    def health(self, *arguments: str) -> tuple[int, str, str]:
+        """Run `charonia health`; its exit code, stdout and stderr."""
+        metrics_url = self.server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+        urls = ("--url", self.server.http_url, "--metrics-url", metrics_url)
+        code = main(["health", *urls, *arguments])
+        return code, *self._capsys.readouterr()
+
+    def engine_ready(self) -> int:
+        """The status of the engine's readiness."""
+        url = f"http://{self.server.http_url}/v2/models/engine/ready"
+        return httpx.get(url, timeout=10).status_code
+
+    def lose_engine(self) -> int:
+        """Kill it; returns how many times it had come back before."""
+        (pid,) = self.server.pids("engine")
+        num_back = self.num_back()
+        os.kill(pid, signal.SIGKILL)
+        return num_back
+
+    def num_back(self) -> int:
+        """How many times the engine came back."""
+        return len(events(self.log, "engine_back"))
+
+
+@pytest.fixture(scope="module")
+def running(
+    small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[TritonServer, list[str]]]:
+    """A server whose engine can be made deaf; each test leaves it healthy."""
+    source = tmp_path_factory.mktemp("deaf") / "model_repository"
+    shutil.copytree(default_repository(), source)
+    with (source / "engine" / "1" / "model.py").open("a", encoding="utf-8") as file:
+        file.write(DEAF_ENGINE)
+    log: list[str] = []
+    with (
+        one_torch_thread(),
+        running_server(model=small_checkpoint, source=source, on_log=log.append) as server,
+    ):
+        yield server, log
+
+
+@pytest.fixture
+def target(running: tuple[TritonServer, list[str]], capsys: pytest.CaptureFixture[str]) -> Target:
+    return Target(*running, capsys)
+
+
+def test_a_healthy_server_has_a_line_for_each_part_and_exit_code_0(target: Target) -> None:
+    # The metrics page lags half a second behind.
+    code, out, err = wait_for(target.health, lambda found: "engine_up=1" in found[1])
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[:2] for line in lines] == [[part, "ok"] for part in PARTS]
+    assert "engine_up=1" in lines[-1]
+    assert (code, err) == (0, "")
+
+
+def test_health_is_one_json_object_when_asked_for(target: Target) -> None:
+    code, out, _ = target.health("--json")
+    found = json.loads(out)
+    assert (code, found["healthy"]) == (0, True)
+    assert [part["name"] for part in found["parts"]] == PARTS
+    assert all(part["is_healthy"] for part in found["parts"])
+
+
+def test_while_the_engine_recovers_triton_never_calls_it_ready(target: Target) -> None:
+    """Also with nobody to ask for it, and from the first look of the scheduler on."""
+    seen: list[int] = []
+    is_over = threading.Event()
+
+    def poll() -> None:
+        while not is_over.is_set():
+            seen.append(target.engine_ready())
+
+    poller = threading.Thread(target=poll)
+    num_back = target.lose_engine()
+    poller.start()
+    assert wait_for(lambda: target.num_back() > num_back, bool)
+    is_over.set()
+    poller.join()
+    first = next(index for index, status in enumerate(seen) if status != 200)
+    again = next((index for index in range(first, len(seen)) if seen[index] == 200), len(seen))
+    assert again - first >= 3, "it was polled too seldom to tell"
+    assert all(status == 200 for status in seen[again:]), "it was ready before it was back"
+
+
+def test_health_names_the_engine_while_it_recovers_and_waits_for_it_when_told_to(
+    target: Target,
+) -> None:
+    target.lose_engine()
+    assert wait_for(target.engine_ready, lambda status: status != 200) != 200
+    code, out, err = target.health()
+    assert code == 1
+    assert "engine     FAILED  not ready (HTTP 400)" in out
+    assert err.startswith("charonia: not healthy: ")
+    assert "engine" in err
+    code, out, _ = target.health("--wait", "60")
+    assert (code, "FAILED" in out) == (0, False)
+
+
+def test_an_engine_that_no_longer_answers_is_replaced_before_anybody_asks_for_it(
+    target: Target,
+) -> None:
+    (pid,) = target.server.pids("engine")
+    num_back, num_lines = target.num_back(), len(target.log)
+    (target.server.repository / "engine" / "1" / f"deaf.{pid}").touch()
+    assert wait_for(lambda: target.num_back() > num_back, bool, timeout=60)
+    (died,) = events(target.log[num_lines:], "engine_died")
+    assert died["kind"] == "hung"
+    assert pid not in target.server.pids("engine")
+    assert target.health("--wait", "10")[0] == 0
+
+
+def test_a_busy_scheduler_is_healthy(
+    narrow_server: TritonServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"max_tokens": 4000, "ignore_eos": True}
+    calls = [
+        threading.Thread(
+            target=infer_grpc, args=(narrow_server, request_inputs([5], long)), daemon=True
+        )
+        for _ in range(3)
+    ]
+    for call in calls:
+        call.start()
+    target = Target(narrow_server, [], capsys)
+    busy = wait_for(lambda: target.health()[:2], lambda found: "busy" in found[1])
+    assert busy[0] == 0
+    assert "busy: Exceeds maximum queue size" in busy[1]
+    for call in calls:
+        call.join()
+
+
+def test_a_dead_scheduler_is_seen_although_triton_calls_it_ready(
+    small_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with one_torch_thread(), running_server(model=small_checkpoint) as server:
+        target = Target(server, [], capsys)
+        (pid,) = server.pids("scheduler")
+        os.kill(pid, signal.SIGKILL)
+        code, out, err = target.health()
+    assert code == 1
+    assert "scheduler  ok" in out
+    assert "inference  FAILED  the scheduler's process is gone or stopped" in out
+    assert err == "charonia: not healthy: inference\n"
+
+
+def test_a_server_that_is_not_there_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    (port,) = free_ports("127.0.0.1", 1)
+    assert main(["health", "--url", f"127.0.0.1:{port}"]) == 1
+    out, err = capsys.readouterr()
+    assert "server     FAILED  cannot be reached" in out
+    assert err.startswith("charonia: not healthy: server, scheduler, engine, inference")

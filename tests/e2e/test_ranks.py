@@ -1,0 +1,127 @@
+"""An engine of several ranks on the real server: what befalls one of them befalls no stream."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from charonia.launch.cli import main
+from charonia.launch.run import running_server
+from charonia.launch.server import TritonServer
+from support.e2e import scrape, wait_for, wait_idle
+from support.events import events
+from support.leftovers import leftovers
+from support.many_streams import check_complete, start_streams
+
+NUM_RANKS = 2
+WORKER = "charonia.parallel.worker"
+SETTINGS = (
+    "dtype=float32",
+    "max_num_seqs=16",
+    "max_num_batched_tokens=256",
+    "num_gpu_blocks_override=900",
+    "cpu_threads=1",
+    f"tensor_parallel_size={NUM_RANKS}",
+)
+
+
+class Target:
+    """A server under test, and its undisturbed answers."""
+
+    def __init__(self, server: TritonServer, log: list[str]) -> None:
+        self.server = server
+        self.log = log
+        self.urls = {"grpc": server.grpc_url, "http": server.http_url}
+        self.undisturbed = self.run()
+
+    def run(self, disturb: Callable[[], object] = lambda: None) -> list[list[int]]:
+        """The tokens of eight streams, during which something happens."""
+        streams = start_streams(self.urls)
+        disturb()
+        for stream in streams:
+            stream.wait_over()
+        found = [stream.token_ids for stream in streams]
+        for stream, token_ids in zip(streams, found, strict=True):
+            check_complete(stream, token_ids)
+        wait_idle(self.server)
+        return found
+
+    @property
+    def others(self) -> list[psutil.Process]:
+        """The ranks beside the engine's own process."""
+        (engine,) = self.server.pids("engine")
+        children = psutil.Process(engine).children(recursive=True)
+        return [child for child in children if WORKER in child.cmdline()]
+
+    def signal_another(self, number: signal.Signals) -> None:
+        """Send a signal to the rank beside the first."""
+        (rank,) = self.others
+        os.kill(rank.pid, number)
+
+    def signal_first(self, number: signal.Signals) -> None:
+        """Send a signal to the engine's own process."""
+        (engine,) = self.server.pids("engine")
+        os.kill(engine, number)
+
+    def reload(self, *settings: str) -> None:
+        """`charonia reload` with these settings."""
+        arguments = [word for setting in settings for word in ("--set", setting)]
+        assert main(["reload", "--url", self.server.grpc_url, *arguments]) == 0
+
+
+@pytest.fixture(scope="module")
+def target(small_checkpoint: Path) -> Iterator[Target]:
+    log: list[str] = []
+    with running_server(model=small_checkpoint, settings=SETTINGS, on_log=log.append) as server:
+        yield Target(server, log)
+    assert leftovers(server.runtime_dir) == []
+
+
+def test_ranks_exchange_and_say_how_much(target: Target) -> None:
+    metrics = wait_for(
+        lambda: scrape(target.server),
+        lambda found: found.get('charonia_collective_calls_total{operation="all_reduce"}', 0) > 0,
+    )
+    for what in ("calls", "bytes", "seconds"):
+        for operation in ("all_reduce", "broadcast"):
+            name = f'charonia_collective_{what}_total{{operation="{operation}"}}'
+            assert metrics[name] > 0, sorted(metrics)
+
+
+@pytest.mark.parametrize(
+    ("who", "number"),
+    [("another", signal.SIGKILL), ("another", signal.SIGSTOP), ("first", signal.SIGKILL)],
+)
+def test_streams_outlive_a_rank(target: Target, who: str, number: signal.Signals) -> None:
+    before = scrape(target.server)["charonia_engine_restarts_total"]
+    lost = target.others
+    strike = target.signal_another if who == "another" else target.signal_first
+    assert target.run(lambda: strike(number)) == target.undisturbed
+    assert scrape(target.server)["charonia_engine_restarts_total"] == before + 1
+    assert len(target.others) == NUM_RANKS - 1
+    _, alive = psutil.wait_procs(lost, timeout=10)
+    assert not alive, "a rank of the lost engine lives on"
+
+
+def test_a_lost_rank_has_a_line_in_the_log(target: Target) -> None:
+    num_before = len(events(target.log, "rank_lost"))
+    target.run(lambda: target.signal_another(signal.SIGKILL))
+    assert len(events(target.log, "rank_lost")) == num_before + 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("tensor_parallel_size=1",),
+        ("tensor_parallel_size=2", "pipeline_parallel_size=2"),
+        ("pipeline_parallel_size=1",),
+    ],
+)
+def test_streams_go_on_with_another_number_of_ranks(
+    target: Target, settings: tuple[str, ...]
+) -> None:
+    assert target.run(lambda: target.reload(*settings)) == target.undisturbed
+    assert target.run() == target.undisturbed

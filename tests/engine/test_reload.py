@@ -1,0 +1,314 @@
+"""The core while its engine is replaced on purpose: nobody is lost, changed or kept waiting."""
+
+import errno
+
+import pytest
+from msgspec import structs
+
+from charonia.config import EngineArgs
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.metrics import FAILURES
+from charonia.engine.recovery import UNLOADED_WAIT_S
+from charonia.engine.reload import Reload
+from charonia.errors import CharoniaError, ConfigError, EngineUnloadedError, UnavailableError
+from engine.test_core import FIXED, Bench, expected
+from support.echo import EchoExecutor
+
+
+class Reloading(Bench):
+    """A core whose next engine is what a test configures, and the state of the last order."""
+
+    def __init__(self, **options) -> None:
+        self.args = EngineArgs(model="echo")
+        super().__init__(**options)
+        self.core._read_args = lambda: self.args
+        self.num_restored = 0
+        self.num_settled = 0
+        self.is_disk_full = False
+
+    def reload(self, *, drain: bool = False, **changes) -> Reload:
+        before = self.args
+
+        def install() -> None:
+            if self.is_disk_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.args = structs.replace(before, **changes)
+
+        def restore() -> None:
+            self.args = before
+            self.num_restored += 1
+
+        def settle() -> None:
+            self.num_settled += 1
+
+        order = Reload(install, restore, settle, drain=drain)
+        self.core.reload(order)
+        return order
+
+    def run(self, num_steps: int = 10**6) -> None:
+        while self.core.has_requests and num_steps:
+            self.core.go_on()
+            super().run(1)
+            num_steps -= 1
+        self.core.go_on()
+
+
+def test_live_requests_go_on_with_another_engine_and_its_arguments():
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=2))
+    for key in "abcd":
+        bench.add(key)
+    bench.run(5)
+    bench.executor.max_draft_len = 100
+    bench.executor.block_size = 32
+    order = bench.reload(speculative_config=FIXED, enable_prefix_caching=False)
+    assert (order.phase, order.num_live) == ("done", 4)
+    bench.run()
+    for key in "abcd":
+        assert bench.tokens(key) == expected(key)
+    counters = bench.core.metrics.counters
+    assert counters["charonia_draft_tokens_total", ""] > 0
+    assert counters["charonia_prompt_tokens_total", "computed"] == 40, "it counts from 0 again"
+    assert counters["charonia_engine_reloads_total", ""] == 1
+    assert counters["charonia_engine_restarts_total", ""] == 0
+    assert (bench.num_restored, bench.num_settled) == (0, 1)
+
+
+def test_more_requests_than_the_queue_takes_survive_a_reload():
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=4), max_queue_size=2)
+    for key in "abcdef":
+        bench.add(key)
+    bench.run(2)
+    bench.executor.max_num_seqs = 1
+    bench.reload(seed=1)
+    bench.run()
+    for key in "abcdef":
+        assert bench.tokens(key) == expected(key)
+
+
+def test_while_requests_finish_new_ones_wait_for_the_next_engine():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    order = bench.reload(drain=True, seed=1)
+    for key in "bcde":
+        bench.add(key, timeout_s=0.05 if key == "c" else None)
+    bench.add("f", deadline_ms=50)
+    bench.run(2)
+    assert (order.phase, order.num_live, order.num_held) == ("draining", 1, 5)
+    assert bench.core.metrics.gauges["charonia_requests_waiting", ""] == 5
+    bench.core.cancel("d")
+    bench.core.cancel_matching("id-e", "")
+    bench.now += 0.05
+    bench.run()
+    assert order.phase == "done"
+    assert bench.executor.num_restarts == 1
+    for key in "ab":
+        assert bench.tokens(key) == expected(key)
+    assert [str(bench.error(key)) for key in "cf"] == ["Request timeout expired"] * 2
+    assert [bench.error(key).code for key in "de"] == ["CANCELLED"] * 2
+    assert all(len(bench.chunks[key]) == 1 for key in "cdef")
+
+
+def test_a_reload_that_fails_goes_back_and_changes_no_token():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.refuse_restarts = 1
+    order = bench.reload(seed=1)
+    assert (order.phase, order.reason) == ("failed", "the echo engine cannot be loaded")
+    assert (bench.num_restored, bench.num_settled) == (1, 0)
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    names = [line.split()[0] for line in bench.lines if not line.startswith("warning")]
+    assert names == ["engine_reloading", "engine_reload_failed", "engine_back"]
+
+
+def test_a_configuration_that_cannot_be_written_leaves_the_engine_alone():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.is_disk_full = True
+    order = bench.reload(seed=1)
+    reason = "the new configuration cannot be written: No space left on device"
+    assert (order.phase, order.reason) == ("failed", reason)
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    assert bench.executor.num_restarts == 0
+    assert not any("engine_reloading" in line for line in bench.lines)
+
+
+def test_what_is_finished_is_delivered_before_the_next_engine_is_loaded():
+    bench = Reloading()
+    bench.add("a", max_tokens=1)
+    bench.core.step()  # its token is there, and not delivered
+    assert not bench.chunks["a"]
+    finished = []
+    restart = bench.executor.restart
+
+    def look_and_restart() -> None:
+        finished.append([chunk.finish_reason for chunk in bench.chunks["a"]])
+        restart()
+
+    bench.executor.restart = look_and_restart
+    order = bench.reload(seed=1)
+    assert (order.phase, order.num_live) == ("done", 0)
+    assert finished == [["length"]]
+
+
+def test_who_was_accepted_while_requests_finish_is_not_refused_for_a_full_queue():
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=8), max_queue_size=2)
+    bench.add("a")
+    bench.run(3)
+    bench.reload(drain=True, seed=1)
+    for key in "bcdef":
+        bench.core.check_queue(0)
+        bench.add(key)
+    bench.executor.max_num_seqs = 1
+    bench.run()
+    for key in "abcdef":
+        assert bench.tokens(key) == expected(key)
+
+
+def test_who_is_held_for_the_next_engine_is_not_failed_with_the_old_one():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    order = bench.reload(drain=True, seed=1)
+    bench.add("b")
+    bench.executor.die_next = 1
+    bench.executor.refuse_restarts = 1
+    bench.run()
+    assert "the engine is down" in str(bench.error("a"))
+    assert order.phase == "done"
+    assert bench.tokens("b") == expected("b")
+
+
+def test_the_gauges_are_right_as_soon_as_nobody_waits_for_an_engine_any_more():
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=2))
+    for key in "abcd":
+        bench.add(key)
+    bench.run(3)
+    bench.executor.is_alive = False
+    bench.core._on_death(EngineUnloadedError("the engine was unloaded"))
+    gauges = bench.core.metrics.gauges
+    assert gauges["charonia_requests_waiting", ""] == 4
+    bench.now += UNLOADED_WAIT_S + 1
+    assert not bench.core.connect()
+    assert gauges["charonia_requests_waiting", ""] == 0
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_after_a_failed_step_there_may_be_another_engine(fits):
+    bench = Reloading(executor=EchoExecutor(num_blocks=64))
+    bench.add("a", max_tokens=60)
+    bench.run(5)
+    bench.executor.fail_next = 1
+    info = bench.executor.info
+
+    def meet_another_engine():
+        bench.executor.info = info
+        if not fits:
+            bench.core._read_args = refuse_args
+        bench.executor.num_blocks = 8
+        bench.executor.max_num_seqs = 1
+        bench.executor._boot()
+        return info()
+
+    def refuse_args() -> EngineArgs:
+        raise ConfigError("model.json is wrong")
+
+    bench.executor.info = meet_another_engine
+    bench.core.step()
+    if fits:
+        bench.run()
+        assert bench.tokens("a") == expected("a", 60)
+        assert bench.core.info.max_num_seqs == 1
+    else:
+        assert "model.json is wrong" in str(bench.error("a"))
+        bench.core._read_args = lambda: bench.args
+        bench.now += 60
+        assert bench.core.connect()
+        bench.add("b")
+        bench.run()
+        assert bench.tokens("b") == expected("b")
+
+
+@pytest.mark.parametrize("end", ["cancel", "abandon", "close"])
+def test_a_reload_that_waits_can_end_before_it_began(end):
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    order = bench.reload(drain=True, seed=1)
+    bench.add("b")
+    assert bench.reload(seed=2).reason == "another reload is under way"
+    if end == "cancel":
+        order.is_cancelled = True
+        bench.run()
+        assert bench.tokens("b") == expected("b")
+    elif end == "abandon":
+        bench.core.abandon(CharoniaError("internal error"))
+        assert str(bench.error("b")) == "internal error"
+    else:
+        bench.core.close()
+        assert "shutting down" in str(bench.error("b"))
+    assert order.phase == "failed"
+    assert bench.executor.num_restarts == 0
+
+
+def test_a_smaller_vocabulary_ends_what_no_longer_fits():
+    bench = Reloading()
+    bench.add("a", prompt=[200] * 10)
+    bench.add("b", prompt=[3] * 10, max_tokens=3, seed=1, logit_bias={4: 1.0})
+    bench.run(1)
+    bench.executor.vocab_size = 150
+    bench.reload(seed=1)
+    assert "a vocabulary of 150 tokens; the request has token id" in str(bench.error("a"))
+
+
+def test_an_unloaded_engine_is_waited_for_and_nobody_is_blamed():
+    class Unloading(EchoExecutor):
+        def execute(self, plan):
+            if not self.is_alive:
+                raise EngineUnloadedError("the engine was unloaded")
+            return super().execute(plan)
+
+    bench = Reloading(executor=Unloading())
+    bench.add("a")
+    bench.add("b", deadline_ms=500)
+    bench.run(5)
+    bench.executor.is_alive = False
+    bench.core.step()
+    assert not bench.core.is_up
+    bench.add("c")
+    bench.now += 1
+    assert not bench.core.connect()
+    assert str(bench.error("b")) == "Request timeout expired"
+    bench.executor._boot()
+    bench.now += 1
+    bench.run()
+    for key in "ac":
+        assert bench.tokens(key) == expected(key)
+    counters = bench.core.metrics.counters
+    assert counters["charonia_engine_reloads_total", ""] == 1
+    assert not any(counters["charonia_engine_failures_total", kind] for kind in FAILURES)
+    assert bench.executor.num_restarts == 0
+
+
+def test_an_unloaded_engine_is_not_waited_for_for_ever_but_taken_whenever_it_comes():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.is_alive = False
+    bench.core._on_death(EngineUnloadedError("the engine was unloaded"))
+    bench.now += UNLOADED_WAIT_S + 1
+    assert not bench.core.connect()
+    assert "the engine was unloaded" in str(bench.error("a"))
+    with pytest.raises(UnavailableError, match="the engine was unloaded"):
+        bench.core.check(GenerationRequest(key="b", prompt_ids=[1]))
+    bench.executor._boot()
+    bench.now += 1
+    assert bench.core.connect()
+    bench.add("c")
+    bench.run()
+    assert bench.tokens("c") == expected("c")
+    assert bench.executor.num_restarts == 0

@@ -1,0 +1,69 @@
+"""Which server `charonia reload` means."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from charonia.launch import runtime_dir
+from charonia.launch.errors import LaunchError
+from charonia.launch.reload import find_run
+from charonia.launch.runtime_dir import REPOSITORY, SERVER_FILE, RuntimeDir
+
+MakeRun = Callable[[int], Path]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRun]:
+    """Runs of this process, by their port; no other is seen."""
+    monkeypatch.setattr(runtime_dir.tempfile, "tempdir", str(tmp_path))
+    runs = []
+
+    def make(port: int) -> Path:
+        runs.append(RuntimeDir())
+        addresses = {"http_url": f"127.0.0.1:{port}", "grpc_url": f"127.0.0.1:{port + 1}"}
+        (runs[-1].path / SERVER_FILE).write_text(json.dumps(addresses), encoding="utf-8")
+        (runs[-1].path / REPOSITORY).mkdir()
+        return runs[-1].path
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def test_the_only_server_needs_no_name(make_run: MakeRun) -> None:
+    run = make_run(8000)
+    assert find_run(None, None) == run
+
+
+def test_one_of_several_is_named_by_an_address_or_by_its_directory(make_run: MakeRun) -> None:
+    first, second = make_run(8000), make_run(9000)
+    assert find_run(None, "127.0.0.1:8001") == first
+    assert find_run(None, "127.0.0.1:9000") == second
+    assert find_run(second, None) == second
+    with pytest.raises(LaunchError, match="several servers run") as refusal:
+        find_run(None, None)
+    assert "127.0.0.1:8000" in str(refusal.value)
+    assert "127.0.0.1:9001" in str(refusal.value)
+
+
+@pytest.mark.parametrize("url", [None, "127.0.0.1:7000"])
+def test_where_no_server_is_that_is_said(make_run: MakeRun, url: str | None) -> None:
+    if url is not None:
+        make_run(8000)
+    with pytest.raises(LaunchError, match=f"no server of this user runs here.*{url or ''}"):
+        find_run(None, url)
+
+
+def test_a_directory_that_is_none_of_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="is not the runtime directory of a server"):
+        find_run(tmp_path, None)
+
+
+def test_a_run_whose_launcher_has_gone_is_none(make_run: MakeRun) -> None:
+    run = make_run(8000)
+    owner = json.loads((run / runtime_dir.OWNER_FILE).read_text("utf-8"))
+    (run / runtime_dir.OWNER_FILE).write_text(json.dumps(owner | {"created": 1.0}), "utf-8")
+    with pytest.raises(LaunchError, match="no server"):
+        find_run(None, None)

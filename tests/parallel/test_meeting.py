@@ -1,0 +1,157 @@
+"""Where ranks join: who is counted, who is sent away, and at which addresses they are waited for.
+
+Ranks are the connections of this process; none of them has a model.
+"""
+
+import itertools
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from charonia.config import EngineArgs
+from charonia.errors import ConfigError, RankLostError
+from charonia.parallel.addresses import own_address
+from charonia.parallel.meeting import Meeting
+from charonia.parallel.messages import Join, Message, Refusal
+from charonia.parallel.peer import Peer
+from charonia.parallel.worker import SECRET_VARIABLE
+from charonia.version import VERSION
+from support.ranked_engine import WAIT_S, free_address, wait_until
+
+SECRET = "open sesame"
+Joined = list[tuple[Join, Peer]]
+
+
+class OpenMeeting:
+    """A meeting that waits, in a thread of its own, for a rank of this machine and one of another.
+
+    Attributes:
+        log: its lines. joined: who came in the end.
+    """
+
+    def __init__(self, args: EngineArgs, threads: ThreadPoolExecutor) -> None:
+        self.log: list[str] = []
+        self._meeting = Meeting(args, self.log.append)
+        self.joined: Future[Joined] = threads.submit(self._meeting.wait, lambda: None)
+        self._pids = itertools.count(1)
+        self._peers: list[Peer] = []
+
+    def join(self, local_index: int | None = None, version: str = VERSION) -> Peer:
+        """Connect and say so; the n-th has process id n."""
+        address = (self._meeting.address, self._meeting.port)
+        peer = Peer(socket.create_connection(address), WAIT_S)
+        self._peers.append(peer)
+        host = "elsewhere" if local_index is None else "here"
+        peer.send(Join(version, SECRET, next(self._pids), host, local_index))
+        return peer
+
+    def pids(self) -> list[int]:
+        """Who has come in the end."""
+        joined = self.joined.result(WAIT_S)
+        for _, peer in joined:
+            peer.close()
+        return [join.pid for join, _ in joined]
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+        self._meeting.close()
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineArgs]:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+
+    def make(host: str = "127.0.0.1", **values: object) -> EngineArgs:
+        defaults = {"tensor_parallel_size": 3, "num_local_ranks": 2, "model": "m"}
+        rendezvous = {"rendezvous": free_address(host)}
+        return EngineArgs.from_dict(defaults | rendezvous | values)
+
+    return make
+
+
+@pytest.fixture
+def meeting(args: Callable[..., EngineArgs]) -> Iterator[OpenMeeting]:
+    with ThreadPoolExecutor(1) as threads:
+        one = OpenMeeting(args(rendezvous_timeout_s=WAIT_S), threads)
+        yield one
+        one.close()
+
+
+def answer(peer: Peer) -> Message | None:
+    return peer.receive(WAIT_S)
+
+
+def test_ranks_of_this_machine_come_first(meeting: OpenMeeting) -> None:
+    meeting.join()
+    meeting.join(local_index=1)
+    assert meeting.pids() == [2, 1]
+
+
+def test_one_rank_too_many_is_sent_away(meeting: OpenMeeting) -> None:
+    meeting.join()
+    reason = "this engine has all the ranks that it waits for"
+    assert answer(meeting.join()) == Refusal("ConfigError", reason)
+    assert not meeting.joined.done()
+    meeting.join(local_index=1)
+    assert meeting.pids() == [3, 1]
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_local_rank_that_was_not_started_is_sent_away(meeting: OpenMeeting, index: int) -> None:
+    assert isinstance(answer(meeting.join(local_index=index)), Refusal)
+
+
+def test_a_local_rank_counts_once(meeting: OpenMeeting) -> None:
+    meeting.join(local_index=1)
+    assert isinstance(answer(meeting.join(local_index=1)), Refusal)
+
+
+def test_a_rank_that_was_started_again_meanwhile_counts_once(meeting: OpenMeeting) -> None:
+    meeting.join().close()
+    meeting.join()
+    wait_until(lambda: any("has gone again" in line for line in meeting.log), "it is missed")
+    meeting.join(local_index=1)
+    assert meeting.pids() == [3, 2]
+
+
+def test_a_rank_of_another_version_is_sent_away_and_both_are_named(meeting: OpenMeeting) -> None:
+    refusal = answer(meeting.join(version="0.0.7"))
+    assert refusal == Refusal(
+        "ConfigError", f"it is of version 0.0.7, and this engine of {VERSION}"
+    )
+    assert any("version 0.0.7" in line and VERSION in line for line in meeting.log)
+    meeting.join()
+    meeting.join(local_index=1)
+    assert meeting.pids() == [3, 2]
+
+
+def test_who_waits_in_vain_is_told_whom_it_refused(args: Callable[..., EngineArgs]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        meeting = OpenMeeting(args(rendezvous_timeout_s=1.0), threads)
+        answer(meeting.join(version="0.0.7"))
+        with pytest.raises(RankLostError, match=r"only 0 of 2 other ranks .* version 0\.0\.7"):
+            meeting.pids()
+        meeting.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        ("0.0.0.0", "'0.0.0.0' is not an address of this machine"),
+        ("192.0.2.1", "'192.0.2.1' is not an address of this machine"),
+        ("x" * 70, "cannot be resolved"),
+    ],
+)
+def test_an_address_that_is_not_of_this_machine_is_named_at_once(
+    args: Callable[..., EngineArgs], host: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"rendezvous = .*{problem}"):
+        Meeting(args(host), print)
+
+
+def test_a_rendezvous_may_be_a_name() -> None:
+    assert own_address("localhost") in ("127.0.0.1", "::1")
+    assert own_address("127.0.0.1") == "127.0.0.1"

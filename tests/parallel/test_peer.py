@@ -1,0 +1,136 @@
+"""One connection between the engine's process and a rank: messages, signs of life, its end."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from charonia.errors import RankLostError
+from charonia.parallel.messages import Allocate, Lines, Ready, encode
+from charonia.parallel.peer import Peer
+
+LONG = 60.0
+SHORT = 0.3
+
+
+Pair = tuple[Peer, Peer]
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[float], Pair]]:
+    """Both sides of a connection, given their time limit."""
+    peers = []
+
+    def make(timeout: float) -> Pair:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            here = Peer(socket.create_connection(listener.getsockname()), timeout)
+            there = Peer(listener.accept()[0], timeout)
+        peers.extend([here, there])
+        return here, there
+
+    yield make
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def pair(connect: Callable[[float], Pair]) -> Pair:
+    return connect(LONG)
+
+
+def test_messages_come_in_order_and_beats_between_them_are_signs_of_life_alone(
+    pair: Pair,
+) -> None:
+    here, there = pair
+    here.send(Ready(7))
+    here.beat()
+    here.send_encoded(encode(Allocate(5)))
+    assert [there.receive() for _ in range(3)] == [Ready(7), None, Allocate(5)]
+    there.send(Ready(1))
+    assert here.receive(spin=LONG) == Ready(1)
+
+
+def test_a_connection_that_ends_is_a_lost_rank(pair: Pair) -> None:
+    here, there = pair
+    here.send(Ready(7))
+    here.close()
+    assert there.receive() == Ready(7)
+    with pytest.raises(RankLostError, match="has ended"):
+        there.receive()
+    with pytest.raises(RankLostError, match="has ended"):
+        send_for_ever(there)
+
+
+def test_a_rank_is_silent_when_nothing_came_for_its_time_and_any_sign_ends_that(
+    connect: Callable[[float], Pair],
+) -> None:
+    here, there = connect(SHORT)
+    assert not here.is_silent
+    time.sleep(2 * SHORT)
+    assert here.is_silent
+    there.beat()
+    assert here.receive() is None
+    assert not here.is_silent
+
+
+def test_who_takes_nothing_is_given_up(connect: Callable[[float], Pair]) -> None:
+    here, _ = connect(SHORT)
+    with pytest.raises(RankLostError, match="has ended"):
+        send_for_ever(here)
+
+
+def send_for_ever(peer: Peer) -> None:
+    """The kernel takes some of it, whoever listens."""
+    while True:
+        peer.send_encoded(b"x" * 2**20)
+
+
+def test_to_say_that_one_lives_does_not_limit_how_long_one_waits(
+    connect: Callable[[float], Pair],
+) -> None:
+    """A rank looks for its next pass, says meanwhile that it lives, and has nothing to do then."""
+    here, there = connect(SHORT)
+    with ThreadPoolExecutor(1) as threads:
+        message = threads.submit(here.receive, spin=4 * SHORT)
+        for _ in range(10):
+            here.beat()
+            time.sleep(SHORT / 20)
+        time.sleep(3 * SHORT)
+        there.send(Lines("target", 1, 2))
+        assert message.result(LONG) == Lines("target", 1, 2)
+
+
+def test_many_threads_may_send(pair: Pair) -> None:
+    here, there = pair
+    numbers = range(200)
+    with ThreadPoolExecutor(4) as threads:
+        sent = threads.map(lambda n: here.send(Ready(n)), numbers)
+        received = {there.receive() for _ in numbers}
+        list(sent)
+    assert received == {Ready(n) for n in numbers}
+
+
+def test_a_process_says_that_it_lives_until_there_is_nobody_to_say_it_to() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RANK, str(listener.getsockname()[1])],
+            env={"PYTHONPATH": ":".join(sys.path)},
+        )
+        peer = Peer(listener.accept()[0], LONG)
+    assert peer.receive() is None
+    assert peer.receive() is None
+    assert process.poll() is None
+    peer.close()
+    assert process.wait(LONG) == 1
+
+
+RANK = """
+import socket, sys, threading
+from charonia.parallel.peer import Peer
+Peer(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 60.0).beat_for_ever()
+threading.Event().wait()
+"""

@@ -1,0 +1,150 @@
+"""An order to go on with another engine: who may give one, and what becomes of model.json."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from charonia.config import EngineArgs
+from charonia.engine.reload import Reload
+from charonia.serving import reload
+from charonia.serving.bls import RELOAD_MARK, start_time
+from charonia.serving.channel import connect
+from charonia.serving.engine_host import EngineHost
+from charonia.serving.reload import ReloadOrder, ReloadQuestion, ReloadServer, ReloadState
+
+OLD, NEW = b'{"model": "old"}', b'{"model": "new"}'
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    file = tmp_path / "model.json"
+    file.write_bytes(OLD)
+    return file
+
+
+def names(model_file: Path) -> set[str]:
+    return {path.name for path in model_file.parent.iterdir()}
+
+
+def test_a_new_file_can_be_taken_back_until_it_is_settled(model_file: Path) -> None:
+    reload.install(model_file, NEW)
+    assert model_file.read_bytes() == NEW
+    assert reload.restore(model_file)
+    assert model_file.read_bytes() == OLD
+    reload.install(model_file, NEW)
+    reload.settle(model_file)
+    assert not reload.restore(model_file)
+    assert model_file.read_bytes() == NEW
+    assert names(model_file) == {"model.json"}
+
+
+@pytest.mark.parametrize("num_written", [0, 1])
+def test_a_full_disk_changes_nothing_and_leaves_nothing_behind(
+    model_file: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
+) -> None:
+    write = Path.write_bytes
+    written: list[Path] = []
+
+    def write_until_full(path: Path, content: bytes) -> int:
+        if len(written) == num_written:
+            write(path, content[:3])
+            raise OSError("disk full")
+        written.append(path)
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write_until_full)
+    with pytest.raises(OSError, match="disk full"):
+        reload.install(model_file, NEW)
+    assert model_file.read_bytes() == OLD
+    assert names(model_file) == {"model.json"}
+
+
+@pytest.mark.parametrize("is_scheduler_alive", [False, True])
+def test_a_change_that_its_scheduler_did_not_live_to_finish_is_undone(
+    model_file: Path, pb_utils: Any, is_scheduler_alive: bool
+) -> None:
+    loaded: list[str] = []
+
+    def make_runner(args: EngineArgs) -> Any:
+        loaded.append(Path(args.model).name)
+
+    log: list[str] = []
+    reload.install(model_file, NEW)
+    if is_scheduler_alive:
+        own_pid = os.getpid()
+        mark = model_file.with_name(RELOAD_MARK)
+        mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
+    EngineHost(pb_utils, make_runner, model_file.parent, "MODEL", log=log.append)
+    assert loaded == ["new" if is_scheduler_alive else "old"]
+    assert log == ([] if is_scheduler_alive else ["engine_reload_undone"])
+
+
+class Operator:
+    """Orders reloads, and the scheduler's end that takes them.
+
+    Attributes:
+        taken: what the scheduler has begun; a test says what becomes of it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.taken: list[Reload] = []
+        (directory / reload.TOKENIZER_FILE).write_text("{}", encoding="utf-8")
+        self.values = {"model": str(directory)}
+        self.model_file = directory / "model.json"
+        self.model_file.write_text(json.dumps(self.values), encoding="utf-8")
+        self.path = directory / reload.RELOAD_SOCKET
+        self.server: ReloadServer | None = None
+
+    def start(self, refusal: str | None = None) -> None:
+        self.server = ReloadServer(self.path, self.model_file, self.taken.append, refusal=refusal)
+
+    def ask(self, message: ReloadOrder | ReloadQuestion) -> ReloadState:
+        with contextlib.closing(connect(self.path)) as channel:
+            channel.send(msgspec.msgpack.encode(message))
+            return msgspec.msgpack.decode(channel.receive(20) or b"", type=ReloadState)
+
+    def order(self) -> ReloadState:
+        return self.ask(ReloadOrder(self.values | {"seed": 1}))
+
+
+@pytest.fixture
+def operator(tmp_path: Path) -> Iterator[Operator]:
+    one = Operator(tmp_path)
+    yield one
+    assert one.server is not None
+    one.server.close()
+
+
+def test_where_no_engine_can_be_replaced_an_order_is_refused_at_once(operator: Operator) -> None:
+    operator.start(refusal="recovery is off")
+    assert operator.order() == ReloadState("failed", reason="recovery is off")
+    assert operator.taken == []
+
+
+def test_whoever_orders_hears_of_that_order_alone(operator: Operator) -> None:
+    operator.start()
+    first = operator.order()
+    assert (first.phase, first.number) == ("waiting", 0)
+    assert operator.order() == ReloadState("failed", reason="another reload is under way")
+    operator.taken[0].fail("no weights")
+    second = operator.order()
+    assert (second.phase, second.number) == ("waiting", 1)
+    assert operator.ask(ReloadQuestion(0)).reason == "no weights"
+    assert operator.ask(ReloadQuestion(1, cancel=True)).phase == "waiting"
+    assert [one.is_cancelled for one in operator.taken] == [False, True]
+    assert "no reload of number 2" in operator.ask(ReloadQuestion(2)).reason
+
+
+def test_of_orders_that_come_at_once_one_is_taken(operator: Operator) -> None:
+    operator.start()
+    with ThreadPoolExecutor(8) as pool:
+        states = list(pool.map(lambda _: operator.order(), range(8)))
+    assert sorted(state.phase for state in states) == ["failed"] * 7 + ["waiting"]
+    assert len(operator.taken) == 1

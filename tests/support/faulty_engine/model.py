@@ -1,0 +1,47 @@
+"""The product's engine model, with faults on demand; see startup/faulty_steps.py.
+
+`faults.make_faulty_repository` puts it in the place of engine/1/model.py, where the product's file
+is kept as product_model.py. The other ranks get the faults too, each in its own process.
+"""
+
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+
+from charonia.data.step_tensors import StepTensors
+from charonia.protocol import NewRow
+
+VERSION = Path(__file__).parent
+STARTUP = VERSION / "startup"
+POISON = VERSION.parents[1] / "poison"
+
+# Python loads sitecustomize.py from there when a rank starts.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(STARTUP), os.environ.get("PYTHONPATH")))
+)
+sys.path.append(str(STARTUP))
+import faulty_steps  # noqa: E402
+
+faulty_steps.install()
+
+_spec = importlib.util.spec_from_file_location("product_model", VERSION / "product_model.py")
+assert _spec is not None
+assert _spec.loader is not None
+_product_model = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_product_model)
+TritonPythonModel = _product_model.TritonPythonModel
+
+_join = StepTensors.join
+
+
+def _join_or_die(self: StepTensors, new: NewRow) -> None:
+    if POISON.exists():
+        poison = int(POISON.read_text(encoding="utf-8"))
+        if poison in new.token_ids[: new.num_prompt]:
+            os.kill(os.getpid(), signal.SIGKILL)
+    _join(self, new)
+
+
+StepTensors.join = _join_or_die  # type: ignore[method-assign]
