@@ -14,7 +14,7 @@ PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
 
-.PHONY: help setup demo serve test check bench bench-peers bench-speculation clean
+.PHONY: help setup demo serve test check bench bench-peers bench-speculation bench-parallel bench-faults clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -24,6 +24,8 @@ help:
 	@echo "make check   formatting, lint, types, import rules"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
+	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
+	@echo "make bench-faults   break the engine 200 times while streams run, and judge what they got; arguments in ARGS"
 	@echo "make clean   remove caches and build output; $(VENV) stays"
 
 setup: $(KERNELS)
@@ -75,6 +77,12 @@ bench-peers: $(STAMP)
 
 bench-speculation: $(STAMP)
 	@$(BIN)/python loadtests/speculation_bench.py $(ARGS)
+
+bench-parallel: $(KERNELS)
+	@$(BIN)/python loadtests/parallel_bench.py $(ARGS)
+
+bench-faults: $(KERNELS)
+	@$(BIN)/python loadtests/fault_campaign.py $(ARGS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

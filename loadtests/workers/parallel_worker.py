@@ -1,0 +1,31 @@
+"""charonia on one rank or several, and where its first rank's time went."""
+
+import time
+from typing import Any
+
+from charonia_worker import Charonia
+from worker import Answer, Wave, serve
+
+from charonia.data.ops.native.ops import NativeOps
+
+
+def _prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    engine = Charonia(settings)
+    ops = engine.runner.ops
+
+    def phases() -> dict[str, float]:
+        return ops.phase_seconds() if isinstance(ops, NativeOps) else {}
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        before, started = phases(), time.perf_counter()
+        wave = Wave(len(request["prompts"]))
+        engine.complete(wave, request["prompts"], request["max_tokens"], {})
+        spent = {name: seconds - before[name] for name, seconds in phases().items()}
+        spent["all"] = time.perf_counter() - started
+        return {"wave": wave.as_answer(), "spent": spent}
+
+    return {"versions": engine.versions, "notes": engine.notes}, answer
+
+
+if __name__ == "__main__":
+    serve(_prepare)
