@@ -3,7 +3,7 @@
     python loadtests/channel_bench.py [--repetitions 2000]
 
 Two processes on this machine. One sends what announces a pass of 32 decoding rows, as it is encoded
-in `charonia.parallel.messages`; the other answers with a message of the same size, through the same
+in `charonia.parallel.messages`; the other decodes it and answers with the same, through the same
 channel. The three take turns, round trip by round trip. Printed are microseconds of a round trip.
 
   socket         TCP on the loopback, as `parallel.peer` has it: looks before it sleeps
@@ -19,6 +19,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from charonia.data.ops.base import StepBatch
 from charonia.data.ops.native.build import load_kernels, supported_isas
 from charonia.parallel.groups import make_store
-from charonia.parallel.messages import Forward, encode, forward_of
+from charonia.parallel.messages import Forward, decode, encode, forward_of
 from charonia.parallel.peer import SPIN_S, Peer
 from record import circumstances, positive
 
@@ -58,6 +59,7 @@ def channels(rank: int, connection: socket.socket, memory: int, port: int) -> di
     """For each way: what one side calls to send a message and to take one."""
     message = announcement()
     data = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
+    view = memoryview(data.numpy())
     kernels = load_kernels(supported_isas()[0], print)
     exchange = kernels.Exchange(memory, rank, 2, 60.0)
     listener = None
@@ -68,18 +70,21 @@ def channels(rank: int, connection: socket.socket, memory: int, port: int) -> di
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     peer = Peer(connection, 60.0)
 
-    def by_gloo(source: int) -> None:
-        dist.broadcast(data, source)
-
     def by_socket(source: int) -> None:
         if source == rank:
             peer.send(message)
         else:
             peer.receive(spin=SPIN_S)
 
-    def by_memory(source: int) -> None:
-        exchange.broadcast(data, source)
+    def by_tensor(broadcast: Callable[[torch.Tensor, int], object], source: int) -> None:
+        if source == rank:
+            view[:] = encode(message)
+        broadcast(data, source)
+        if source != rank:
+            decode(bytes(view))
 
+    by_memory = partial(by_tensor, exchange.broadcast)
+    by_gloo = partial(by_tensor, dist.broadcast)
     return {"socket": by_socket, "shared memory": by_memory, "gloo": by_gloo}
 
 

@@ -6,12 +6,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import pytest
 
+from charonia.config import EngineArgs
 from charonia.data.model.paged import PagedModel
 from charonia.errors import RankLostError
 from parity.reference import random_prompt
@@ -142,37 +146,82 @@ def test_an_error_of_rank_0_alone_is_the_end_of_all_and_no_hang(
     wait_until(lambda: not is_alive(engine.pids[1]), "the other rank has ended")
 
 
-@pytest.mark.parametrize("state", ["idle", "busy"])
+@pytest.mark.parametrize("num_further_steps", [0, 10**6])
 def test_all_ranks_end_when_the_engines_process_is_killed(
-    checkpoint: Checkpoint, cpu_kernels: str, state: str
+    checkpoint: Checkpoint, cpu_kernels: str, num_further_steps: int
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(checkpoint()), cpu_kernels, state],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    with process.stdout:
-        pids = [int(text) for text in process.stdout.readline().split()]
-        assert len(pids) == 2
-        assert process.stdout.readline() == "a step is done\n"
-        process.kill()
-        process.wait()
-        for pid in pids:
+    with other_engine(rank_args(checkpoint(), cpu_kernels=cpu_kernels)) as engine:
+        assert engine.steps(1)
+        engine.ask(num_further_steps)
+        engine.process.kill()
+        engine.process.wait()
+        for pid in engine.pids:
             wait_until(lambda pid=pid: not is_alive(pid), "all ranks have ended")  # type: ignore[misc]
 
 
+def test_processes_that_stood_still_together_have_lost_nobody(
+    checkpoint: Checkpoint, cpu_kernels: str
+) -> None:
+    """As in a container that is frozen; which of them goes on first is chance."""
+    args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, **STAND_STILL)
+    with other_engine(args) as engine:
+        assert engine.steps(1)
+        for pid in engine.pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.0)
+        for pid in engine.pids:
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.3)
+        assert engine.steps(1)
+
+
+class OtherEngine(NamedTuple):
+    """An engine whose first rank is another process than this."""
+
+    process: subprocess.Popen[str]
+    pids: list[int]
+
+    def ask(self, num_steps: int) -> None:
+        """Have it make steps."""
+        assert self.process.stdin is not None
+        print(num_steps, file=self.process.stdin, flush=True)
+
+    def steps(self, num_steps: int) -> bool:
+        """Have it make steps; return whether it made them."""
+        assert self.process.stdout is not None
+        self.ask(num_steps)
+        return self.process.stdout.readline() == "done\n"
+
+
+@contextmanager
+def other_engine(args: EngineArgs) -> Iterator[OtherEngine]:
+    """Start an engine in another process."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE, msgspec.json.encode(args).decode()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            pids = [int(text) for text in process.stdout.readline().split()]
+            assert len(pids) == 2
+            yield OtherEngine(process, pids)
+        finally:
+            process.kill()
+
+
 ENGINE = """
-import sys, time
-from support.ranked_engine import RankedEngine, rank_args
-model, cpu_kernels, state = sys.argv[1:]
-engine = RankedEngine(rank_args(model, cpu_kernels=cpu_kernels))
+import json, sys
+from charonia.config import EngineArgs
+from support.ranked_engine import RankedEngine
+engine = RankedEngine(EngineArgs.from_dict(json.loads(sys.argv[1])))
 print(*engine.pids, flush=True)
-engine.step([5] * 20)
-print("a step is done", flush=True)
-while True:
-    engine.step([5] * 20) if state == "busy" else time.sleep(1)
+for line in sys.stdin:
+    for _ in range(int(line)):
+        engine.step([5] * 20)
+    print("done", flush=True)
 """
 
 

@@ -294,15 +294,15 @@ class RankTeam:
         looked_at = time.monotonic()
         while not self._is_closing.is_set():
             ranks = dict(self._ranks)
-            if time.monotonic() - looked_at > 2 * BEAT_S:
-                # It is this process that stood still: what the others said is yet to be read.
-                for rank in ranks.values():
-                    rank.heard_at = time.monotonic()
-            looked_at = time.monotonic()
             poll = select.poll()  # select() takes no descriptors from 1024 on
             for rank in ranks.values():
                 poll.register(rank, select.POLLIN)
             ready = {descriptor for descriptor, _ in poll.poll(BEAT_S * 1000)}
+            stood_still = time.monotonic() - looked_at > 2 * BEAT_S
+            looked_at = time.monotonic()
+            if stood_still:  # this process did: what the others say is yet to come
+                for rank in ranks.values():
+                    rank.heard_at = looked_at
             for number, rank in ranks.items():
                 if self._lost is not None:
                     return
