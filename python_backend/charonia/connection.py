@@ -68,6 +68,11 @@ class Channel:
             return None
         return message
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message was received beside the last one."""
+        return len(self._received) >= self._end_of_message()
+
     def is_quiet(self) -> bool:
         """Whether neither a message nor the end has come."""
         if self._received:
@@ -108,11 +113,14 @@ class Channel:
             else:
                 return
 
+    def _end_of_message(self) -> int:
+        return _HEADER_BYTES + int.from_bytes(self._received[:_HEADER_BYTES], "little")
+
     def _take_message(self) -> bytes | None:
-        end = _HEADER_BYTES + int.from_bytes(self._received[:_HEADER_BYTES], "little")
+        end = self._end_of_message()
         if end > _HEADER_BYTES + MAX_BYTES:
             raise OSError(errno.EMSGSIZE, f"a message of {end} bytes is announced")
-        if len(self._received) < max(end, _HEADER_BYTES):
+        if not self.has_message:
             return None
         message = bytes(self._received[_HEADER_BYTES:end])
         del self._received[:end]

@@ -155,7 +155,7 @@ def test_a_rank_that_is_no_more_ends_the_others_waiting(sign: signal.Signals) ->
         time.sleep(0.5)
         os.kill(ranks.processes[2].pid or 0, sign)
         for rank in range(2):
-            assert ranks.result(rank) == ["rank 2 did not answer within 3 s"] * 3
+            assert ranks.result(rank) == ["rank 2 of the group did not answer within 3 s"] * 3
     ranks.processes[2].kill()
     ranks.close()
 
@@ -183,9 +183,9 @@ def test_ranks_that_do_not_do_the_same_are_told() -> None:
     with shared_memory(2) as fd, ThreadPoolExecutor(1) as threads:
         first, second = exchanges(fd, 2)
         other = threads.submit(first.all_reduce, torch.ones(5))
-        with pytest.raises((RuntimeError, RankLostError), match=r"not do the same|aborted"):
+        with pytest.raises((RuntimeError, RankLostError), match="not do the same"):
             second.all_reduce(torch.ones(6))
-        with pytest.raises((RuntimeError, RankLostError), match=r"not do the same|aborted"):
+        with pytest.raises((RuntimeError, RankLostError), match="not do the same"):
             other.result()
         with pytest.raises(RankLostError):
             first.all_reduce(torch.ones(5))

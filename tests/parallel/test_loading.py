@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
-from charonia.parallel import groups
+from charonia.parallel import groups, team
 from charonia.parallel.groups import Groups, Membership, make_store
 from charonia.parallel.meeting import Meeting
 from charonia.parallel.messages import Form, Join, Message, Prepared, Ready, Refusal, Setup, encode
@@ -150,6 +150,23 @@ def test_a_rank_says_also_what_nobody_has_thought_of(
         assert isinstance(refusal, Refusal)
         assert refusal.kind == "TypeError"
         assert refusal.text
+
+
+def test_what_nobody_has_thought_of_is_in_the_ranks_log_as_a_whole(
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(groups, "_FORMING_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr(team, "Form", lambda memories, port: Form(memories, 2**40))
+    with (
+        pytest.raises(RankLostError, match=r"^rank 1: TypeError: "),
+        ranked_engine(rank_args(checkpoint())),
+    ):
+        pass
+    log = capfd.readouterr().err
+    assert "Traceback" in log
+    assert "in be_rank" in log
 
 
 def test_a_second_engine_of_several_ranks_in_one_process_is_refused_at_once(

@@ -18,6 +18,8 @@ import pytest
 from charonia.config import EngineArgs
 from charonia.data.model.paged import PagedModel
 from charonia.errors import RankLostError
+from charonia.parallel.messages import Refusal
+from charonia.parallel.team import RankTeam
 from parity.reference import random_prompt
 from support.ranked_engine import (
     WAIT_S,
@@ -90,6 +92,20 @@ def test_a_rank_that_stands_still_ends_the_step_that_waits_for_it(
         step = Step(engine)
         assert "rank 1: nothing was heard of it" in engine.lost.get(timeout=WAIT_S)
         assert isinstance(step.error(), RankLostError)
+
+
+def test_a_rank_that_stands_still_ends_the_sending_to_it(
+    checkpoint: Checkpoint, cpu_kernels: str
+) -> None:
+    args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, **STAND_STILL)
+    with ranked_engine(args) as engine:
+        engine.step(PROMPT)
+        os.kill(engine.pids[1], signal.SIGSTOP)
+        team = engine.runner._team
+        assert isinstance(team, RankTeam)
+        more_than_waits_in_sockets = Refusal("", "x" * 2**26)
+        with pytest.raises(RankLostError, match="nothing was heard"):
+            team.tell(more_than_waits_in_sockets, [1])
 
 
 def test_any_rank_of_a_pipeline_is_missed(checkpoint: Checkpoint, cpu_kernels: str) -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from charonia.errors import RankLostError
-from charonia.parallel.messages import Allocate, Lines, Ready, encode
+from charonia.parallel.messages import Allocate, Lines, Ready, Refusal, encode
 from charonia.parallel.peer import Peer
 
 LONG = 60.0
@@ -77,10 +77,41 @@ def test_a_rank_is_silent_when_nothing_came_for_its_time_and_any_sign_ends_that(
     assert not here.is_silent
 
 
-def test_who_takes_nothing_is_given_up(connect: Callable[[float], Pair]) -> None:
-    here, _ = connect(SHORT)
-    with pytest.raises(RankLostError, match="has ended"):
-        send_for_ever(here)
+def test_who_does_not_read_for_long_is_not_lost(connect: Callable[[float], Pair]) -> None:
+    """A rank that computes does not, and the kernel holds only some of what waits for it."""
+    here, there = connect(SHORT)
+    messages = [Refusal("", text * 2**22) for text in "abcd"]
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(lambda: [here.send(message) for message in messages])
+        for _ in range(10):
+            there.beat()
+            time.sleep(SHORT)
+        assert not sent.done()
+        assert [there.receive() for _ in messages] == messages
+        sent.result(LONG)
+
+
+def test_to_hang_up_ends_the_sending_to_one_that_does_not_read(pair: Pair) -> None:
+    here, _ = pair
+    with ThreadPoolExecutor(1) as threads:
+        sent = threads.submit(send_for_ever, here)
+        time.sleep(SHORT)
+        assert not sent.done()
+        here.hang_up()
+        with pytest.raises(RankLostError, match="has ended"):
+            sent.result(LONG)
+
+
+def test_a_message_that_came_with_another_is_known_of(pair: Pair) -> None:
+    here, there = pair
+    two = [encode(message) for message in (Ready(1), Ready(2))]
+    here.send_encoded(two[0])
+    here.send_encoded(two[1])
+    time.sleep(SHORT)
+    assert there.receive() == Ready(1)
+    assert there.has_message
+    assert there.receive() == Ready(2)
+    assert not there.has_message
 
 
 def send_for_ever(peer: Peer) -> None:

@@ -195,13 +195,15 @@ class Groups:
 
 
 def host_identity() -> str:
-    """Equal for two processes if, and only if, they can share memory and see each other.
+    """Equal for two processes only if they can share memory and see each other.
 
-    Only those of one user may open each other's files through /proc.
+    Only those of the same user, group and capabilities may open each other's files through /proc.
     """
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
-    return " ".join([boot_id, *spaces, str(os.geteuid())])
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    (capabilities,) = (line for line in status if line.startswith("CapEff:"))
+    return " ".join([boot_id, *spaces, str(os.geteuid()), str(os.getegid()), capabilities])
 
 
 def check_unused() -> None:

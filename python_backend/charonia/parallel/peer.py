@@ -3,15 +3,15 @@
 Owns one socket from both sides. Must not know what messages are about.
 
 A rank says every half second that it lives, and is given up when nothing was heard of it for
-`rank_timeout_s`. A rank gives the engine's process up when the network does: its kernel asks after
-the other's, and does not wait for ever for what it sends to be acknowledged. A process that ends
-closes its socket, which is noticed at once.
+`rank_timeout_s`: by that alone, because a rank that computes for long does not read meanwhile, and
+the kernel would take it for lost. It is a rank that leaves it to its kernel to notice that the
+network has gone, by what it says not being acknowledged. A process that ends closes its socket,
+which is noticed at once.
 """
 
 import contextlib
 import os
 import socket
-import struct
 import threading
 import time
 
@@ -33,19 +33,8 @@ class Peer:
     """
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
-        whole_seconds = max(round(timeout / 2), 1)
-        # Of the socket, not of Python's socket object: that would limit receiving as well.
-        send_timeout = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
-        for level, option, value in (
-            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout * 1000)),
-            (socket.SOL_SOCKET, socket.SO_SNDTIMEO, send_timeout),
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, whole_seconds),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, whole_seconds),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
-        ):
-            connection.setsockopt(level, option, value)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
         self._channel = Channel(connection)
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -60,11 +49,16 @@ class Peer:
         """Whether nothing was received for too long."""
         return time.monotonic() - self.heard_at > self._timeout
 
+    @property
+    def has_message(self) -> bool:
+        """Whether a message is here already, which `select` does not see."""
+        return self._channel.has_message
+
     def send(self, message: Message) -> None:
         """Send a message.
 
         Raises:
-            RankLostError: the other side has gone, or takes nothing.
+            RankLostError: the other side has gone, or `hang_up` was called.
         """
         self.send_encoded(encode(message))
 
@@ -100,7 +94,13 @@ class Peer:
         return decode(data) if data != BEAT else None
 
     def beat_for_ever(self) -> None:
-        """Start to say that this process lives, and end it when there is nobody to say it to."""
+        """Start to say that this process lives, and end it when there is nobody to say it to.
+
+        That is also when nothing was acknowledged for the time without a sign of life.
+        """
+        self._connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._timeout * 1000)
+        )
 
         def run() -> None:
             with contextlib.suppress(RankLostError):
@@ -111,6 +111,10 @@ class Peer:
 
         threading.Thread(target=run, name="charonia-beat", daemon=True).start()
 
+    def hang_up(self) -> None:
+        """End the connection, also for threads that wait in it."""
+        self._channel.hang_up()
+
     def close(self) -> None:
-        """Hang up, when no other thread uses this any more."""
+        """Hang up and let go, when no other thread uses this any more."""
         self._channel.close()

@@ -59,6 +59,8 @@ from charonia.protocol import Collectives, EngineInfo
 
 M = TypeVar("M", bound=Message)
 _END_TIMEOUT_S = 5.0
+_LAST_WORDS_S = 1.0
+"""What the ranks of a lost engine have for saying in their logs what went wrong."""
 
 
 class RankTeam:
@@ -101,7 +103,9 @@ class RankTeam:
         self._lost: str | None = None
         self._lost_as: type[CharoniaError] = RankLostError
         self._is_loaded = False
+        self._losing = threading.Lock()
         self._is_closing = threading.Event()
+        self._have_ended = threading.Event()
         self._has_started = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="charonia-ranks", daemon=True)
         self._watcher.start()
@@ -182,13 +186,14 @@ class RankTeam:
         for rank in self._ranks.values():
             with contextlib.suppress(RankLostError):
                 rank.send(End())
-        deadline = time.monotonic() + _END_TIMEOUT_S
+        deadline = time.monotonic() + self._patience
         for process in self._processes:
             try:
                 process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._have_ended.set()
         self._watcher.join()
         for rank in self._ranks.values():
             rank.close()
@@ -224,16 +229,29 @@ class RankTeam:
 
     def lose(self, reason: str, kind: type[CharoniaError] = RankLostError) -> None:
         """The ranks no longer do the same: there is no going on."""
-        if self._lost is None and not self._is_closing.is_set():
+        with self._losing:
+            if self._lost is not None or self._is_closing.is_set():
+                return
             self._lost_as, self._lost = kind, reason
-            self._log(event("rank_lost", reason=reason))
-            self._said.put(None)
-            try:
-                if self._groups is not None:
-                    self._groups.abort()
-            finally:
-                if self._on_lost is not None and self._is_loaded:
-                    self._on_lost(reason)
+        self._log(event("rank_lost", reason=reason))
+        self._said.put(None)
+        self._hang_up()
+        try:
+            if self._groups is not None:
+                self._groups.abort()
+        finally:
+            if self._on_lost is not None and self._is_loaded:
+                self._on_lost(reason)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that ranks have for ending by themselves."""
+        return _END_TIMEOUT_S if self._lost is None else _LAST_WORDS_S
+
+    def _hang_up(self) -> None:
+        """End the connections, also for a thread that sends to a rank which takes nothing."""
+        for rank in list(self._ranks.values()):
+            rank.hang_up()
 
     # ------------------------------------------------------------------ loading
 
@@ -276,7 +294,10 @@ class RankTeam:
     # ------------------------------------------------------------------ the watcher's thread
 
     def _watch(self) -> None:
-        """Start the local ranks; they end with this thread, if nothing else ends them."""
+        """Start the local ranks, listen to all, and give them a while to end by themselves.
+
+        The kernel ends the local ones with this thread, whatever they are doing.
+        """
         try:
             for index in range(1, self._args.local_ranks):
                 self._processes.append(self._start(index))
@@ -289,6 +310,8 @@ class RankTeam:
             self._listen_to_ranks()
         except Exception as error:  # unseen, ranks could be lost unnoticed ever after
             self.lose(f"the watcher: {type(error).__name__}: {error}")
+        self._have_ended.wait(self._patience)
+        self._hang_up()
 
     def _listen_to_ranks(self) -> None:
         looked_at = time.monotonic()
@@ -307,12 +330,14 @@ class RankTeam:
                 if self._lost is not None:
                     return
                 try:
-                    if rank.fileno() in ready:
+                    has_more = rank.fileno() in ready
+                    while has_more:
                         message = rank.receive()
                         if isinstance(message, Refusal):  # it ends now, but its words came first
                             self.lose(*_refused(number, message))
                         elif message is not None:
                             self._said.put((number, message))
+                        has_more = rank.has_message
                     if rank.is_silent:
                         self.lose(f"rank {number}: nothing was heard of it")
                 except RankLostError as error:

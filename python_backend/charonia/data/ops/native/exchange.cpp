@@ -48,7 +48,7 @@ constexpr size_t kApart = 128;
 
 constexpr int64_t kPage = 4096;
 
-constexpr int32_t kRunning = 0, kAborted = -1;  // else 1 + the rank that is lost
+constexpr int32_t kRunning = 0, kAborted = -1, kDiffer = -2;  // else 1 + the rank that is lost
 
 template <class... Args>
 void require(bool holds, const Args&... text) {
@@ -146,10 +146,10 @@ const T* Exchange::of(int rank) {
   const auto& mine = shared_->posts[rank_].messages[round_ % 2];
   const auto& its = shared_->posts[rank].messages[round_ % 2];
   if (its != mine) {
-    abort();
-    throw std::runtime_error(c10::str(
-        "the ranks do not do the same: rank ", rank_, " exchanges ", mine.bytes, " bytes in ",
-        kNames[mine.operation], ", rank ", rank, " ", its.bytes, " in ", kNames[its.operation]));
+    end(kDiffer);
+    throw std::runtime_error(c10::str("the ranks do not do the same: ", rank_, " of the group gives ",
+                                      mine.bytes, " bytes to ", kNames[mine.operation], ", ", rank,
+                                      " gives ", its.bytes, " to ", kNames[its.operation]));
   }
   return reinterpret_cast<const T*>(buffer(rank, round_));
 }
@@ -213,7 +213,9 @@ void Exchange::abort() { end(kAborted); }
 void Exchange::raise_lost() const {
   const int32_t cause = shared_->end.load(std::memory_order_relaxed);
   if (cause == kAborted) throw RankLost("the exchange between ranks was aborted");
-  throw RankLost(c10::str("rank ", cause - 1, " did not answer within ", timeout_, " s"));
+  if (cause == kDiffer) throw RankLost("the ranks of the group do not do the same");
+  throw RankLost(
+      c10::str("rank ", cause - 1, " of the group did not answer within ", timeout_, " s"));
 }
 
 // ------------------------------------------------------------------------------- operations

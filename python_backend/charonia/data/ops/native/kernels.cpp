@@ -204,23 +204,27 @@ PYBIND11_MODULE(charonia_kernels, module) {
   py::class_<Step>(module, "Step", py::module_local())
       .def(py::init<at::Tensor, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, at::Tensor,
                     at::Tensor, at::Tensor>());
+  // Packing takes seconds, in which a rank must be able to say that it lives.
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<Matrix>(module, "Matrix", py::module_local())
-      .def(py::init<const at::Tensor&, const MaybeTensor&, bool, bool>())
+      .def(py::init<const at::Tensor&, const MaybeTensor&, bool, bool>(), Unlocked())
       .def("__call__", &multiply_by);
   py::class_<Norm>(module, "Norm", py::module_local()).def(py::init<at::Tensor, float>());
   py::class_<Mlp, std::shared_ptr<Mlp>>(module, "Mlp", py::module_local())
       .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, const at::Tensor&,
-                    const MaybeTensor&, bool>())
+                    const MaybeTensor&, bool>(),
+           Unlocked())
       .def("__call__", &feed_forward);
   py::class_<Attention, std::shared_ptr<Attention>>(module, "Attention", py::module_local())
       .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, const at::Tensor&,
-                    const MaybeTensor&, std::optional<Norm>, std::optional<Norm>, int64_t, bool>())
+                    const MaybeTensor&, std::optional<Norm>, std::optional<Norm>, int64_t, bool>(),
+           Unlocked())
       .def("__call__", &attend);
   py::class_<Layers, std::shared_ptr<Layers>>(module, "Layers", py::module_local())
       .def(py::init<std::vector<Layers::Layer>, std::shared_ptr<Exchange>>())
       .def("__call__", &run_layers);
   py::class_<Head, std::shared_ptr<Head>>(module, "Head", py::module_local())
-      .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, bool>())
+      .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, bool>(), Unlocked())
       .def("__call__", &logits_of);
   py::class_<Guesser>(module, "Guesser", py::module_local())
       .def(py::init<at::Tensor, std::shared_ptr<Layers>, std::shared_ptr<Head>, at::Tensor,
