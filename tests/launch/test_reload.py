@@ -41,6 +41,7 @@ def test_one_of_several_is_named_by_an_address_or_by_its_directory(make_run: Mak
     first, second = make_run(8000), make_run(9000)
     assert find_run(None, "127.0.0.1:8001") == first
     assert find_run(None, "127.0.0.1:9000") == second
+    assert find_run(None, "localhost:9001") == second
     assert find_run(second, None) == second
     with pytest.raises(LaunchError, match="several servers run") as refusal:
         find_run(None, None)
@@ -48,7 +49,7 @@ def test_one_of_several_is_named_by_an_address_or_by_its_directory(make_run: Mak
     assert "127.0.0.1:9001" in str(refusal.value)
 
 
-@pytest.mark.parametrize("url", [None, "127.0.0.1:7000"])
+@pytest.mark.parametrize("url", [None, "127.0.0.1:7000", "no-such-host.invalid:8000", "8000"])
 def test_where_no_server_is_that_is_said(make_run: MakeRun, url: str | None) -> None:
     if url is not None:
         make_run(8000)

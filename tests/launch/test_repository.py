@@ -18,6 +18,10 @@ from charonia.launch.repository import (
     change_engine,
     prepare_repository,
 )
+from charonia.serving import reload
+from charonia.serving.bls import RELOAD_MARK
+from charonia.serving.secret import FILE_NAME as SECRET_FILE
+from charonia.serving.secret import read_or_create
 
 
 @pytest.fixture
@@ -63,6 +67,19 @@ def test_the_source_stays_as_it_is(source: Path, target: Path, checkpoint_dir: P
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     prepare(source, target, "seed=5", "scheduler.max_queue_size=9", model=checkpoint_dir)
     assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+
+
+def test_what_a_run_keeps_for_itself_is_not_taken_from_another(source: Path, target: Path) -> None:
+    """A run that ended in the middle of a reload has left its model.json in two versions."""
+    model_file = source / "engine/1/model.json"
+    reload.install(model_file, model_file.read_bytes())
+    (model_file.parent / RELOAD_MARK).write_text("1 1\n", encoding="ascii")
+    read_or_create(source / "scheduler/1" / SECRET_FILE)
+    before = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    prepare(source, target)
+    after = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
+    left_out = sorted(path.name for path in before - after)
+    assert left_out == ["model.json.before", SECRET_FILE, RELOAD_MARK]
 
 
 def test_settings_are_json_or_else_strings(source: Path, target: Path) -> None:

@@ -6,6 +6,7 @@ Must not know how the scheduler replaces its engine.
 
 import contextlib
 import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -79,7 +80,8 @@ def find_run(runtime_dir: Path | None, url: str | None) -> Path:
         return runtime_dir.absolute()
     runs = {path: _addresses(path) for path in living_runs()}
     if url is not None:
-        runs = {path: addresses for path, addresses in runs.items() if url in addresses}
+        meant = _same_addresses(url)
+        runs = {path: found for path, found in runs.items() if meant.intersection(found)}
     if len(runs) == 1:
         return next(iter(runs))
     if not runs:
@@ -96,6 +98,17 @@ def _addresses(path: Path) -> list[str]:
         return [values["http_url"], values["grpc_url"]]
     except (OSError, ValueError, KeyError):
         return []  # it is being started
+
+
+def _same_addresses(url: str) -> set[str]:
+    """What a server may call the address that a user names."""
+    host, _, port = url.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    hosts = {str(address[0]) for *_, address in found}
+    return {f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts}
 
 
 def _ask(channel: Channel, message: Any) -> ReloadState:

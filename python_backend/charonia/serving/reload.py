@@ -32,6 +32,9 @@ from charonia.serving.channel import SOCKET_SUFFIX, ChannelServer
 RELOAD_SOCKET = f"reload{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
 TOKENIZER_FILE = "tokenizer.json"
+_BEFORE_SUFFIX, _DRAFT_SUFFIX = ".before", ".draft"
+LEFT_OF_RELOADS = (f"*{_BEFORE_SUFFIX}", f"*{_DRAFT_SUFFIX}")
+"""Files beside model.json while another one is tried, as patterns."""
 
 
 class ReloadOrder(msgspec.Struct, frozen=True, tag=True):
@@ -203,12 +206,12 @@ def settle(model_file: Path) -> None:
 
 
 def _before(model_file: Path) -> Path:
-    return model_file.with_name(f"{model_file.name}.before")
+    return model_file.with_name(model_file.name + _BEFORE_SUFFIX)
 
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file in one piece: an engine may be loading at any moment."""
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(path.name + _DRAFT_SUFFIX)
     try:
         draft.write_bytes(content)
         os.replace(draft, path)
