@@ -40,6 +40,9 @@ _OPERATION_TIMEOUT = timedelta(seconds=300)
 """Of a single collective operation. Ranks are noticed to be lost long before, by their silence; a
 stage may well wait for the whole of a long step of the one before."""
 
+_NONE = (0, 0, 0.0)
+"""Calls, bytes and seconds of an operation that was not used."""
+
 
 @dataclass(frozen=True)
 class Membership:
@@ -83,7 +86,7 @@ class Groups:
     ) -> None:
         self._topology = topology
         self._me = me
-        self._told: dict[str, tuple[int, int, float]] = {}
+        self._told: Collectives = {}
         self._comms: dict[str, SharedMemoryComm | GroupComm] = {}
         self._files: list[int] = []
         self._kernels = kernels
@@ -140,22 +143,13 @@ class Groups:
 
     def collectives(self) -> Collectives:
         """What this rank has exchanged since the last call."""
-        total: dict[str, tuple[int, int, float]] = {}
+        total: Collectives = {}
         for comm in self._comms.values():
-            for name, (calls, num_bytes, seconds) in comm.collectives().items():
-                before = total.get(name, (0, 0, 0.0))
-                total[name] = (before[0] + calls, before[1] + num_bytes, before[2] + seconds)
+            for name, counts in comm.collectives().items():
+                total[name] = _plus(total.get(name, _NONE), counts)
         told, self._told = self._told, total
-        changes = {}
-        for name, values in total.items():
-            before = told.get(name, (0, 0, 0.0))
-            if values[0] > before[0]:
-                changes[name] = (
-                    values[0] - before[0],
-                    values[1] - before[1],
-                    values[2] - before[2],
-                )
-        return changes
+        changes = {name: _plus(total[name], told.get(name, _NONE), sign=-1) for name in total}
+        return {name: counts for name, counts in changes.items() if counts[0]}
 
     def abort(self) -> None:
         """End all waits with an error; there is no going on afterwards."""
@@ -192,6 +186,13 @@ class Groups:
         else:
             self._files.append(file)  # for those that are yet to come
         return exchange
+
+
+def _plus(
+    counts: tuple[int, int, float], others: tuple[int, int, float], *, sign: int = 1
+) -> tuple[int, int, float]:
+    calls, num_bytes, seconds = others
+    return counts[0] + sign * calls, counts[1] + sign * num_bytes, counts[2] + sign * seconds
 
 
 def host_identity() -> str:
