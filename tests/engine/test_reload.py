@@ -197,6 +197,38 @@ def test_the_gauges_are_right_as_soon_as_nobody_waits_for_an_engine_any_more():
     assert gauges["charonia_requests_waiting", ""] == 0
 
 
+def test_an_engine_that_a_reload_brought_back_is_replaced_at_once_when_it_is_lost_again():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.executor.die_next = 1
+    bench.executor.refuse_restarts = 5
+    bench.run(1)
+    for _ in range(4):
+        bench.now += 60
+        assert not bench.core.connect()
+    assert bench.reload(seed=1).phase == "done"
+    bench.add("b")
+    bench.run(3)
+    bench.executor.die_next = 1
+    bench.core.step()
+    assert bench.core.is_up
+    bench.run()
+    assert bench.tokens("b") == expected("b")
+
+
+def test_requests_run_out_of_time_also_while_no_try_is_due():
+    bench = Reloading()
+    bench.add("a", deadline_ms=500)
+    bench.run(3)
+    bench.executor.is_alive = False
+    bench.core._on_death(EngineUnloadedError("the engine was unloaded"))
+    bench.core._recovery.back_off()
+    bench.now += 0.5
+    assert not bench.core.connect()
+    assert str(bench.error("a")) == "Request timeout expired"
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_after_a_failed_step_there_may_be_another_engine(fits):
     bench = Reloading(executor=EchoExecutor(num_blocks=64))

@@ -127,6 +127,7 @@ class EngineCore:
             Whether there is one now.
         """
         if not self._recovery.is_due:
+            self._expire(self._clock())
             return False
         try:
             info = self._recovery.find()

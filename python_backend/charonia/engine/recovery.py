@@ -89,6 +89,7 @@ class Recovery:
         self.down_reason = None
         self._num_failed_loads = 0
         self._num_failed_steps = 0
+        self._retry_at = 0.0  # the next loss is another matter
         gone, self._gone = self._gone, None
         if gone is None:
             return
