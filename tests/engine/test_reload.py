@@ -109,6 +109,35 @@ def test_while_requests_finish_new_ones_wait_for_the_next_engine():
     assert all(len(bench.chunks[key]) == 1 for key in "cdef")
 
 
+@pytest.mark.parametrize("end", ["time", "cancel", "close", "reload"])
+def test_a_held_request_that_ends_is_counted_as_any_other(end):
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.reload(drain=True, max_num_seqs=4)
+    bench.add("b", prompt=[7] * 200, timeout_s=0.05 if end == "time" else None)
+    bench.now += 0.05
+    if end == "cancel":
+        bench.core.cancel("b")
+    elif end == "close":
+        bench.core.close()
+    elif end == "reload":
+        bench.executor.max_model_len = 100
+    bench.run()
+    code = bench.error("b").code.lower()
+    drained = bench.core.metrics.drain()
+    finished = [
+        bench.core.metrics.counters["charonia_finished_total", reason]
+        for reason in {"length", code}
+    ]
+    assert sum(finished) == 2
+    for name in ("charonia_queue_seconds", "charonia_request_seconds"):
+        assert len(drained[name]) == 2
+        assert max(drained[name]) >= 0.05
+    assert sorted(drained["request_prompt_tokens"]) == [10, 200]
+    assert sorted(drained["request_generation_tokens"])[0] == 0
+
+
 def test_a_reload_that_fails_goes_back_and_changes_no_token():
     bench = Reloading()
     bench.add("a")

@@ -303,7 +303,7 @@ class EngineCore:
             admitted = admit(request, self.info, scheduler.limits, self._tokenizer, arrived_at)
             scheduler.add(admitted, was_accepted=was_accepted)
         except CharoniaError as error:
-            self._deliver(Chunk(request.key, error=error, num_prompt_tokens=0))
+            self._refuse(request, arrived_at, error)
             return
         self._streams[request.key] = OutputStream(admitted, request.params, self._tokenizer)
         self._names[request.key] = (request.request_id, request.params.tenant)
@@ -514,8 +514,8 @@ class EngineCore:
 
     def _end(self, key: str, error: CharoniaError) -> None:
         """End a live request, or one that is held, with an error."""
-        if self._held.remove(key):
-            self._deliver(Chunk(key, error=error, num_prompt_tokens=0))
+        if (held := self._held.remove(key)) is not None:
+            self._refuse(*held, error)
         stream = self._streams.get(key)
         if stream is None:
             return
@@ -525,17 +525,31 @@ class EngineCore:
         self._forget(key, error.code.lower(), now)
         self._deliver(stream.fail(error, now))
 
+    def _refuse(self, request: GenerationRequest, arrived_at: float, error: CharoniaError) -> None:
+        """End a request that no scheduler has: it was held, or cannot be taken in."""
+        waited = self._clock() - arrived_at
+        self.metrics.count_end(
+            error.code.lower(),
+            queue_s=waited,
+            total_s=waited,
+            num_prompt=len(request.prompt_ids),
+            num_tokens=0,
+        )
+        self._deliver(Chunk(request.key, error=error))
+
     def _forget(self, key: str, reason: str, now: float) -> None:
         stream = self._streams.pop(key)
         del self._names[key]
         request = stream.request
-        self.metrics.count("charonia_finished_total", label=reason)
         # At the end, so that requests whose time ran out in the queue are seen as well.
         left_queue_at = now if request.started_at is None else request.started_at
-        self.metrics.observe_request("charonia_queue_seconds", left_queue_at - request.arrived_at)
-        self.metrics.observe_request("charonia_request_seconds", now - request.arrived_at)
-        self.metrics.observe_request("request_prompt_tokens", request.num_prompt)
-        self.metrics.observe_request("request_generation_tokens", stream.num_tokens)
+        self.metrics.count_end(
+            reason,
+            queue_s=left_queue_at - request.arrived_at,
+            total_s=now - request.arrived_at,
+            num_prompt=request.num_prompt,
+            num_tokens=stream.num_tokens,
+        )
 
     def _set_gauges(self) -> None:
         gauges = self.metrics.gauges

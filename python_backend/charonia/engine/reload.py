@@ -80,9 +80,9 @@ class HeldRequests:
         """Of all that wait."""
         return list(self._held)
 
-    def remove(self, key: str) -> bool:
-        """Take one out; whether it was here."""
-        return self._held.pop(key, None) is not None
+    def remove(self, key: str) -> tuple[GenerationRequest, float] | None:
+        """Take one out, with the time at which it came; None when it is not here."""
+        return self._held.pop(key, None)
 
     def find(self, request_id: str, tenant: str) -> list[str]:
         """Keys of all to which a client gave this id."""
