@@ -106,6 +106,8 @@ def test_while_requests_finish_new_ones_wait_for_the_next_engine():
         assert bench.tokens(key) == expected(key)
     assert [str(bench.error(key)) for key in "cf"] == ["Request timeout expired"] * 2
     assert [bench.error(key).code for key in "de"] == ["CANCELLED"] * 2
+    for key in "de":
+        assert f"request_cancelled key={key} request_id=id-{key} tokens=0" in bench.lines
     assert all(len(bench.chunks[key]) == 1 for key in "cdef")
 
 

@@ -81,7 +81,7 @@ class EngineCore:
         self._clock = clock
         self._log = log
         self._streams: dict[str, OutputStream] = {}
-        self._names: dict[str, tuple[str, str]] = {}  # key: request id and tenant
+        self._names: dict[str, tuple[str, str]] = {}  # key: request id and tenant; of held ones, too
         self._updates: list[Update] = []
         self._in_flight: deque[_Submitted] = deque()
         self._held = HeldRequests()
@@ -290,6 +290,7 @@ class EngineCore:
 
     def add(self, request: GenerationRequest) -> None:
         """Take a request in; whatever happens to it comes through `deliver`, errors too."""
+        self._names[request.key] = (request.request_id, request.params.tenant)
         if self._reload is not None:
             self._held.hold(request, self._clock())
         else:
@@ -306,7 +307,6 @@ class EngineCore:
             self._refuse(request, arrived_at, error)
             return
         self._streams[request.key] = OutputStream(admitted, request.params, self._tokenizer)
-        self._names[request.key] = (request.request_id, request.params.tenant)
 
     def _living_scheduler(self) -> Scheduler:
         scheduler = self._scheduler
@@ -316,9 +316,9 @@ class EngineCore:
 
     def cancel(self, key: str) -> None:
         """End a request at its client's wish; one that is not live is none of our business."""
-        if key in self._streams or key in self._held:
+        if key in self._names:
             self.metrics.count("charonia_cancellations_total")
-            request_id, _ = self._names.get(key, (None, None))
+            request_id, _ = self._names[key]
             stream = self._streams.get(key)
             num_tokens = stream.num_tokens if stream else 0
             self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
@@ -326,8 +326,8 @@ class EngineCore:
 
     def cancel_matching(self, request_id: str, tenant: str) -> None:
         """Cancel all live requests that a client gave this id."""
-        live = [key for key, name in self._names.items() if name == (request_id, tenant)]
-        for key in [*live, *self._held.find(request_id, tenant)]:
+        wanted = (request_id, tenant)
+        for key in [key for key, name in self._names.items() if name == wanted]:
             self.cancel(key)
 
     # ------------------------------------------------------------------ one step
@@ -527,6 +527,7 @@ class EngineCore:
 
     def _refuse(self, request: GenerationRequest, arrived_at: float, error: CharoniaError) -> None:
         """End a request that no scheduler has: it was held, or cannot be taken in."""
+        del self._names[request.key]
         waited = self._clock() - arrived_at
         self.metrics.count_end(
             error.code.lower(),

@@ -73,9 +73,6 @@ class HeldRequests:
         """Have a request wait."""
         self._held[request.key] = (request, now)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._held
-
     def keys(self) -> list[str]:
         """Of all that wait."""
         return list(self._held)
@@ -83,14 +80,6 @@ class HeldRequests:
     def remove(self, key: str) -> tuple[GenerationRequest, float] | None:
         """Take one out, with the time at which it came; None when it is not here."""
         return self._held.pop(key, None)
-
-    def find(self, request_id: str, tenant: str) -> list[str]:
-        """Keys of all to which a client gave this id."""
-        return [
-            key
-            for key, (request, _) in self._held.items()
-            if (request.request_id, request.params.tenant) == (request_id, tenant)
-        ]
 
     def find_expired(self, now: float) -> list[str]:
         """Keys of those whose time is over."""
