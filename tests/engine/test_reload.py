@@ -111,6 +111,21 @@ def test_while_requests_finish_new_ones_wait_for_the_next_engine():
     assert all(len(bench.chunks[key]) == 1 for key in "cdef")
 
 
+def test_who_was_held_and_does_not_fit_the_next_engine_is_told_so_as_those_that_ran():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.reload(drain=True, seed=1)
+    bench.add("b", prompt=[7] * 100)
+    bench.add("c", prompt=[200] * 10)
+    bench.executor.max_model_len = 64
+    bench.executor.vocab_size = 150
+    bench.run()
+    assert [type(bench.error(key)) for key in "bc"] == [UnavailableError] * 2
+    assert "restarted with max_model_len 64" in str(bench.error("b"))
+    assert "restarted with a vocabulary of 150 tokens" in str(bench.error("c"))
+
+
 @pytest.mark.parametrize("end", ["time", "cancel", "close", "reload"])
 def test_a_held_request_that_ends_is_counted_as_any_other(end):
     bench = Reloading()

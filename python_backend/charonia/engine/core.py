@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits, Scheduler, SchedulerStats, Update
-from charonia.engine.admission import GenerationRequest, admit
+from charonia.engine.admission import GenerationRequest, admit, check
 from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk, OutputStream
@@ -275,7 +275,7 @@ class EngineCore:
         Raises:
             InvalidRequestError, UnavailableError.
         """
-        admit(request, self.info, self._living_scheduler().limits, self._tokenizer, 0.0)
+        check(request, self.info, self._living_scheduler().limits, self._tokenizer)
 
     def check_queue(self, num_arriving: int) -> None:
         """Refuse a request when the queue is full. Reads only; may be called from any thread.
@@ -289,7 +289,7 @@ class EngineCore:
         self._living_scheduler().check_queue(num_arriving + len(self._held))
 
     def add(self, request: GenerationRequest) -> None:
-        """Take a request in; whatever happens to it comes through `deliver`, errors too."""
+        """Take a request in that was checked; what becomes of it comes through `deliver`."""
         self._names[request.key] = (request.request_id, request.params.tenant)
         if self._reload is not None:
             self._held.hold(request, self._clock())
@@ -302,6 +302,8 @@ class EngineCore:
         try:
             scheduler = self._living_scheduler()
             admitted = admit(request, self.info, scheduler.limits, self._tokenizer, arrived_at)
+            if reason := misfit(admitted, self.info, scheduler.limits):  # another engine came
+                raise UnavailableError(reason)
             scheduler.add(admitted, was_accepted=was_accepted)
         except CharoniaError as error:
             self._refuse(request, arrived_at, error)
