@@ -10,7 +10,7 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.metrics import FAILURES
 from charonia.engine.recovery import UNLOADED_WAIT_S
 from charonia.engine.reload import Reload
-from charonia.errors import CharoniaError, ConfigError, EngineUnloadedError, UnavailableError
+from charonia.errors import CharoniaError, ConfigError, UnavailableError
 from engine.test_core import FIXED, Bench, expected
 from support.echo import EchoExecutor
 
@@ -234,8 +234,8 @@ def test_the_gauges_are_right_as_soon_as_nobody_waits_for_an_engine_any_more():
     for key in "abcd":
         bench.add(key)
     bench.run(3)
-    bench.executor.is_alive = False
-    bench.core._on_death(EngineUnloadedError("the engine was unloaded"))
+    bench.executor.unload()
+    bench.core.watch()
     gauges = bench.core.metrics.gauges
     assert gauges["charonia_requests_waiting", ""] == 4
     bench.now += UNLOADED_WAIT_S + 1
@@ -267,8 +267,8 @@ def test_requests_run_out_of_time_also_while_no_try_is_due():
     bench = Reloading()
     bench.add("a", deadline_ms=500)
     bench.run(3)
-    bench.executor.is_alive = False
-    bench.core._on_death(EngineUnloadedError("the engine was unloaded"))
+    bench.executor.unload()
+    bench.core.watch()
     bench.core._recovery.back_off()
     bench.now += 0.5
     assert not bench.core.connect()
@@ -344,24 +344,18 @@ def test_a_smaller_vocabulary_ends_what_no_longer_fits():
 
 
 def test_an_unloaded_engine_is_waited_for_and_nobody_is_blamed():
-    class Unloading(EchoExecutor):
-        def execute(self, plan):
-            if not self.is_alive:
-                raise EngineUnloadedError("the engine was unloaded")
-            return super().execute(plan)
-
-    bench = Reloading(executor=Unloading())
+    bench = Reloading()
     bench.add("a")
     bench.add("b", deadline_ms=500)
     bench.run(5)
-    bench.executor.is_alive = False
+    bench.executor.unload()
     bench.core.step()
     assert not bench.core.is_up
     bench.add("c")
     bench.now += 1
     assert not bench.core.connect()
     assert str(bench.error("b")) == "Request timeout expired"
-    bench.executor._boot()
+    bench.executor.load()
     bench.now += 1
     bench.run()
     for key in "ac":
@@ -376,17 +370,39 @@ def test_an_unloaded_engine_is_not_waited_for_for_ever_but_taken_whenever_it_com
     bench = Reloading()
     bench.add("a")
     bench.run(5)
-    bench.executor.is_alive = False
-    bench.core._on_death(EngineUnloadedError("the engine was unloaded"))
+    bench.executor.unload()
+    bench.core.watch()
     bench.now += UNLOADED_WAIT_S + 1
     assert not bench.core.connect()
     assert "the engine was unloaded" in str(bench.error("a"))
     with pytest.raises(UnavailableError, match="the engine was unloaded"):
         bench.core.check(GenerationRequest(key="b", prompt_ids=[1]))
-    bench.executor._boot()
+    bench.executor.load()
     bench.now += 1
     assert bench.core.connect()
     bench.add("c")
     bench.run()
     assert bench.tokens("c") == expected("c")
     assert bench.executor.num_restarts == 0
+
+
+def test_an_engine_that_dies_as_soon_as_it_was_loaded_again_is_replaced():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.unload()
+    bench.core.step()
+    bench.now += 1
+    assert not bench.core.connect()
+    bench.executor.load()
+    bench.executor.is_alive = False
+    bench.now += 1
+    assert not bench.core.connect()
+    assert bench.core.down_reason is None
+    assert bench.core.connect()
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    counters = bench.core.metrics.counters
+    assert counters["charonia_engine_failures_total", "died"] == 1
+    assert counters["charonia_engine_restarts_total", ""] == 1
+    assert counters["charonia_engine_reloads_total", ""] == 0

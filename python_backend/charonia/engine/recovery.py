@@ -17,7 +17,13 @@ from collections.abc import Callable
 from typing import Literal
 
 from charonia.engine.metrics import Metrics
-from charonia.errors import CharoniaError, EngineDiedError, EngineHungError, StepFailedError
+from charonia.errors import (
+    CharoniaError,
+    EngineDiedError,
+    EngineHungError,
+    EngineUnloadedError,
+    StepFailedError,
+)
 from charonia.events import event
 from charonia.protocol import EngineInfo, Executor
 
@@ -77,7 +83,7 @@ class Recovery:
         """Ask the engine that is there what it is; one that is to be replaced is so first.
 
         Raises:
-            EngineDiedError: there is none.
+            EngineDiedError: there is none; EngineUnloadedError: none is loaded.
         """
         if self._gone in ("lost", "reloading"):
             self._executor.restart()
@@ -116,7 +122,10 @@ class Recovery:
             self._retry_at = self._clock() + CONNECT_RETRY_S
             return False
         if self._gone == "unloaded" and isinstance(error, EngineDiedError):
-            return self._wait_for_load(num_live)
+            if isinstance(error, EngineUnloadedError):
+                return self._wait_for_load(num_live)
+            self.lose(error, num_live)  # it was loaded again; the next try replaces it
+            return False
         wait = self.back_off()
         kind = "load_failed"
         if self.info is not None and self._gone is None:
