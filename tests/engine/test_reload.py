@@ -7,7 +7,7 @@ from msgspec import structs
 
 from charonia.config import EngineArgs
 from charonia.engine.admission import GenerationRequest
-from charonia.engine.metrics import FAILURES
+from charonia.engine.metrics import FAILURES, Metrics
 from charonia.engine.recovery import UNLOADED_WAIT_S
 from charonia.engine.reload import Reload
 from charonia.errors import CharoniaError, ConfigError, UnavailableError
@@ -166,7 +166,34 @@ def test_a_reload_that_fails_goes_back_and_changes_no_token():
     bench.run()
     assert bench.tokens("a") == expected("a")
     names = [line.split()[0] for line in bench.lines if not line.startswith("warning")]
-    assert names == ["engine_reloading", "engine_reload_failed", "engine_back"]
+    assert names == ["engine_reloading", "engine_reload_failed", "engine_restored"]
+    check_nothing_replaced(bench.core.metrics)
+    assert bench.core.metrics.counters["charonia_requests_recomputed_total", ""] == 1
+
+
+def check_nothing_replaced(metrics: Metrics) -> None:
+    assert metrics.counters["charonia_engine_restarts_total", ""] == 0
+    assert metrics.counters["charonia_engine_reloads_total", ""] == 0
+    assert metrics.counters["charonia_engine_failures_total", "load_failed"] == 1
+    assert "charonia_recovery_seconds" not in metrics.drain()
+
+
+def test_a_reload_that_a_bug_ends_is_none_and_the_old_engine_comes_back():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    restart, bench.executor.restart = bench.executor.restart, lambda: {}["a bug"]
+    with pytest.raises(KeyError):
+        bench.reload(seed=1)
+    bench.executor.restart = restart
+    bench.core.abandon(CharoniaError("internal error: KeyError"))
+    assert bench.core.connect()
+    assert bench.num_restored == 1
+    assert bench.lines[-1].startswith("engine_restored")
+    check_nothing_replaced(bench.core.metrics)
+    bench.add("b")
+    bench.run()
+    assert bench.tokens("b") == expected("b")
 
 
 def test_a_configuration_that_cannot_be_written_leaves_the_engine_alone():

@@ -251,16 +251,15 @@ class EngineCore:
         try:
             info = self._recovery.find()
             self._take_engine(info)
-        except CharoniaError as error:
+        except Exception as error:
             reload.restore()
-            self._recovery.give_up_reload(error, len(self._streams))
+            self._recovery.give_up_reload(str(error), len(self._streams))
+            if not isinstance(error, CharoniaError):
+                raise
             self.connect()
             reload.seconds = self._clock() - started
             reload.fail(str(error) if self.is_up else f"{error}; {self.down_reason}")
             return
-        except Exception:
-            reload.restore()
-            raise
         self._recovery.succeed(info, len(self._streams))
         reload.settle()
         reload.num_live = len(self._streams)

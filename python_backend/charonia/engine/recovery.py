@@ -9,8 +9,9 @@ them.
                                            fail() ▼  │ find(), after a back-off
                                                   down              requests are refused
 
-An engine is gone in one of three ways: it is lost, and must be replaced; it is to be replaced by
-another one (reloading); or Triton has unloaded it, on whose behalf somebody is to load it again.
+An engine is gone in one of four ways: it is lost, and must be replaced; it is to be replaced by
+another one (reloading); that one cannot be loaded, so it is to come back itself (restoring); or
+Triton has unloaded it, on whose behalf somebody is to load it again.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ UNLOADED_WAIT_S = 60.0
 """How long requests wait for an engine that was unloaded; then they fail."""
 NOT_READY = "the engine is not ready yet"
 UNLOADED = "the engine was unloaded; it can be loaded again by Triton's model control"
-Gone = Literal["lost", "reloading", "unloaded"]
+Gone = Literal["lost", "reloading", "restoring", "unloaded"]
 
 
 class Recovery:
@@ -85,7 +86,7 @@ class Recovery:
         Raises:
             EngineDiedError: there is none; EngineUnloadedError: none is loaded.
         """
-        if self._gone in ("lost", "reloading"):
+        if self._gone in ("lost", "reloading", "restoring"):
             self._executor.restart()
         return self._executor.info()
 
@@ -105,6 +106,8 @@ class Recovery:
             self._metrics.count("charonia_engine_restarts_total")
             self._metrics.observe_request("charonia_recovery_seconds", seconds)
             self._log(event("engine_back", seconds=seconds, recomputed=num_live))
+        elif gone == "restoring":
+            self._log(event("engine_restored", seconds=seconds, recomputed=num_live))
         else:
             self._metrics.count("charonia_engine_reloads_total")
             self._log(event("engine_reloaded", seconds=seconds, recomputed=num_live))
@@ -202,11 +205,12 @@ class Recovery:
         self._go(gone)
         self._log(event(f"engine_{gone}", live=num_live))
 
-    def give_up_reload(self, error: CharoniaError, num_live: int) -> None:
-        """The engine that was to be loaded cannot be; the one before it is to be replaced."""
-        self._gone = "lost"
+    def give_up_reload(self, reason: str, num_live: int) -> None:
+        """The engine that was to be loaded cannot be; the one before it is to come back."""
+        self._gone = "restoring"
+        self._retry_at = 0.0
         self._count("load_failed")
-        self._log(event("engine_reload_failed", live=num_live, reason=error))
+        self._log(event("engine_reload_failed", live=num_live, reason=reason))
 
     def forget(self, reason: str) -> None:
         """What is known of the engine is void; it is asked anew before it serves."""
