@@ -25,6 +25,7 @@ class Reloading(Bench):
         self.num_restored = 0
         self.num_settled = 0
         self.is_disk_full = False
+        self.is_disk_broken = False  # which shows when a reload ends
 
     def reload(self, *, drain: bool = False, **changes) -> Reload:
         before = self.args
@@ -35,11 +36,17 @@ class Reloading(Bench):
             self.args = structs.replace(before, **changes)
 
         def restore() -> None:
+            break_down()
             self.args = before
             self.num_restored += 1
 
         def settle() -> None:
+            break_down()
             self.num_settled += 1
+
+        def break_down() -> None:
+            if self.is_disk_broken:
+                raise OSError(errno.EIO, "Input/output error")
 
         order = Reload(install, restore, settle, drain=drain)
         self.core.reload(order)
@@ -208,6 +215,26 @@ def test_a_configuration_that_cannot_be_written_leaves_the_engine_alone():
     assert bench.tokens("a") == expected("a")
     assert bench.executor.num_restarts == 0
     assert not any("engine_reloading" in line for line in bench.lines)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_file_that_cannot_be_put_away_loses_nobody(fails):
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.is_disk_broken = True
+    bench.executor.refuse_restarts = int(fails)
+    order = bench.reload(seed=1)
+    reason = "the old configuration cannot be restored: Input/output error"
+    if fails:
+        assert order.phase == "failed"
+        assert order.reason == f"the echo engine cannot be loaded; {reason}"
+        assert any("engine_reload_failed" in line and reason in line for line in bench.lines)
+    else:
+        assert (order.phase, order.num_live) == ("done", 1)
+        assert bench.lines[-1] == 'engine_reload_unsettled reason="Input/output error"'
+    bench.run()
+    assert bench.tokens("a") == expected("a")
 
 
 def test_what_is_finished_is_delivered_before_the_next_engine_is_loaded():

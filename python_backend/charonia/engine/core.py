@@ -252,16 +252,19 @@ class EngineCore:
             info = self._recovery.find()
             self._take_engine(info)
         except Exception as error:
-            reload.restore()
-            self._recovery.give_up_reload(str(error), len(self._streams))
+            reason = reload.undo(str(error))
+            self._recovery.give_up_reload(reason, len(self._streams))
             if not isinstance(error, CharoniaError):
                 raise
             self.connect()
             reload.seconds = self._clock() - started
-            reload.fail(str(error) if self.is_up else f"{error}; {self.down_reason}")
+            reload.fail(reason if self.is_up else f"{reason}; {self.down_reason}")
             return
         self._recovery.succeed(info, len(self._streams))
-        reload.settle()
+        try:
+            reload.settle()
+        except OSError as error:
+            self._log(event("engine_reload_unsettled", reason=error.strerror))
         reload.num_live = len(self._streams)
         reload.seconds = self._clock() - started
         reload.phase = "done"

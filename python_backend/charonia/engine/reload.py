@@ -29,7 +29,7 @@ class Reload:
     Attributes:
         install: makes the new configuration the one that an engine is loaded with, or raises
             OSError and leaves the old one; restore: undoes that; settle: makes it last, once there
-            is an engine of it.
+            is an engine of it. These two may raise OSError, too.
         drain: whether live requests finish on the old engine first.
         phase: how far it is. seconds: since the old engine stopped computing, once over.
         num_live: requests that must finish first, while draining; that went on, when done.
@@ -53,6 +53,14 @@ class Reload:
     def is_over(self) -> bool:
         """Whether nothing comes of it any more."""
         return self.phase in ("done", "failed")
+
+    def undo(self, reason: str) -> str:
+        """Restore the old configuration; returns the reason for that, and what hindered it."""
+        try:
+            self.restore()
+        except OSError as error:
+            return f"{reason}; the old configuration cannot be restored: {error.strerror}"
+        return reason
 
     def fail(self, reason: str) -> None:
         """It did not come about."""
