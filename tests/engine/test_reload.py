@@ -341,6 +341,7 @@ def test_after_a_failed_step_there_may_be_another_engine(fits):
         bench.executor.info = info
         if not fits:
             bench.core._read_args = refuse_args
+        bench.executor.pids = [1]
         bench.executor.num_blocks = 8
         bench.executor.max_num_seqs = 1
         bench.executor._boot()
@@ -363,6 +364,24 @@ def test_after_a_failed_step_there_may_be_another_engine(fits):
         bench.add("b")
         bench.run()
         assert bench.tokens("b") == expected("b")
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_after_a_failed_step_the_same_engine_has_the_same_arguments(is_wrong):
+    def refuse_args() -> EngineArgs:
+        raise ConfigError("model.json is wrong")
+
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.args = structs.replace(bench.args, enable_prefix_caching=False)
+    if is_wrong:
+        bench.core._read_args = refuse_args
+    bench.executor.fail_next = 1
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    assert bench.core.engine_args.enable_prefix_caching
+    assert bench.executor.num_restarts == 0
 
 
 @pytest.mark.parametrize("end", ["cancel", "abandon", "close"])

@@ -143,6 +143,7 @@ class EchoExecutor:
         self.num_submitted = 0
         self.num_steps = 0
         self.num_restarts = 0
+        self.pids = [os.getpid()]
         self._boot()
 
     def _boot(self) -> None:
@@ -165,7 +166,7 @@ class EchoExecutor:
         self.check()
         return EngineInfo(
             epoch=self.epoch,
-            pids=[os.getpid()],
+            pids=self.pids,
             num_blocks=self.num_blocks,
             kv=KVLayout(
                 num_layers=1,

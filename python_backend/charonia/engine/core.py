@@ -162,7 +162,8 @@ class EngineCore:
 
     def _take_engine(self, info: EngineInfo) -> None:
         """Go on with this engine: its limits and arguments, and the requests that fit it."""
-        args = self._read_args()
+        # What is written down now may be meant for a later engine than one that is known.
+        args = self.engine_args if self._recovery.knows(info) else self._read_args()
         limits = self._limits_of(info, args)
         if self._scheduler is not None:
             for request in list(self._scheduler.requests):

@@ -73,6 +73,10 @@ class Recovery:
         """Whether there is an engine that steps can run on at this very moment."""
         return self.down_reason is None and self._gone is None
 
+    def knows(self, info: EngineInfo) -> bool:
+        """Whether this is the engine that served last, of the same processes."""
+        return self._gone is None and self.info is not None and info.pids == self.info.pids
+
     # ------------------------------------------------------------------ looking for an engine
 
     @property
