@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from charonia import LLM, SamplingParams
-from charonia.errors import ConfigError, InvalidRequestError
+from charonia.engine import recovery
+from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError, UnavailableError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ARGS = {"device": "cpu", "num_gpu_blocks_override": 40}
@@ -89,6 +90,26 @@ def test_after_an_interrupt_in_a_step_it_serves_as_before(
     [again] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
     assert again.outputs == expected.outputs
     assert num_used_blocks(llm) == 0
+
+
+def test_a_lost_engine_that_could_not_be_replaced_is_replaced_by_a_later_call(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*args: Any) -> None:
+        raise EngineDiedError("a rank is lost")
+
+    monkeypatch.setattr(recovery, "BACKOFF_S", (0.0,))
+    with LLM(model, **ARGS) as llm:
+        [expected] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
+        executor = llm._core._executor
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "_load", die)
+            patch.setattr(executor._runner, "_compute", die)  # type: ignore[attr-defined]
+            with pytest.raises(UnavailableError, match="a rank is lost"):
+                llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
+        [again] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
+        assert again.outputs == expected.outputs
+        assert list(llm.stream([7, 8, 9], GREEDY))[-1].finish_reason == "length"
 
 
 def test_arguments_that_contradict_each_other_are_refused_at_once(model: str) -> None:

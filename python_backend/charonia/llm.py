@@ -118,8 +118,7 @@ class LLM:
         many = _as_list(prompts)
         params = _as_params(sampling_params, len(many))
         requests = [self._request(p, s) for p, s in zip(many, params, strict=True)]
-        for request in requests:
-            self._core.check(request)
+        self._check(requests)
         outputs = [_empty_output(*each) for each in zip(many, requests, strict=True)]
         live = dict(zip((request.key for request in requests), outputs, strict=True))
         arrived: deque[Chunk] = deque()
@@ -149,7 +148,7 @@ class LLM:
             CharoniaError: it failed on its way.
         """
         request = self._request(prompt, sampling_params or SamplingParams())
-        self._core.check(request)
+        self._check([request])
         return self._stream(request)
 
     def close(self) -> None:
@@ -177,6 +176,13 @@ class LLM:
             params=params,
             return_cumulative_logprob=params.logprobs is not None,
         )
+
+    def _check(self, requests: Sequence[GenerationRequest]) -> None:
+        """Refuse what cannot be served, by an engine that is replaced first where it was lost."""
+        if not self._core.is_up:
+            self._core.connect()
+        for request in requests:
+            self._core.check(request)
 
     def _start(self, request: GenerationRequest, arrived: deque[Chunk]) -> None:
         """Take a request in; its chunks go to `arrived`."""

@@ -425,7 +425,11 @@ class Executor(Protocol):
     """Any engine, as the scheduler's side sees it."""
 
     def info(self) -> EngineInfo:
-        """Ask the engine what it is. Raises EngineDiedError where there is none."""
+        """Ask the engine what it is.
+
+        Raises:
+            EngineDiedError: there is none; EngineUnloadedError: none is to be there.
+        """
         ...
 
     def submit(self, plan: StepPlan) -> Pending:

@@ -248,6 +248,7 @@ def test_a_reload_that_fails_leaves_the_old_model_serving(
     assert target.model_json.read_bytes() == configured
     after = target.settle()
     assert rise(before, after, "engine_reloads_total") == 0
+    assert rise(before, after, "engine_restarts_total") == 0
     assert rise(before, after, 'engine_failures_total{kind="load_failed"}') == 1
     assert rise(before, after, 'engine_failures_total{kind="died"}') == 0
 

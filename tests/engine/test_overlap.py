@@ -38,13 +38,13 @@ class _ToldStep:
 
 def told_bench(**values) -> Bench:
     bench = Bench(ToldEngine(**values))
-    deliver = bench.core._deliver
+    deliver = bench.core._streams._deliver
 
     def tell(chunk):
         bench.executor.events.append(f"text of {chunk.key}")
         deliver(chunk)
 
-    bench.core._deliver = tell
+    bench.core._streams._deliver = tell
     return bench
 
 

@@ -7,10 +7,10 @@ from msgspec import structs
 
 from charonia.config import EngineArgs
 from charonia.engine.admission import GenerationRequest
-from charonia.engine.metrics import FAILURES
+from charonia.engine.metrics import FAILURES, Metrics
 from charonia.engine.recovery import UNLOADED_WAIT_S
 from charonia.engine.reload import Reload
-from charonia.errors import CharoniaError, ConfigError, EngineUnloadedError, UnavailableError
+from charonia.errors import CharoniaError, ConfigError, UnavailableError
 from engine.test_core import FIXED, Bench, expected
 from support.echo import EchoExecutor
 
@@ -25,6 +25,7 @@ class Reloading(Bench):
         self.num_restored = 0
         self.num_settled = 0
         self.is_disk_full = False
+        self.is_disk_broken = False  # which shows when a reload ends
 
     def reload(self, *, drain: bool = False, **changes) -> Reload:
         before = self.args
@@ -35,11 +36,17 @@ class Reloading(Bench):
             self.args = structs.replace(before, **changes)
 
         def restore() -> None:
+            break_down()
             self.args = before
             self.num_restored += 1
 
         def settle() -> None:
+            break_down()
             self.num_settled += 1
+
+        def break_down() -> None:
+            if self.is_disk_broken:
+                raise OSError(errno.EIO, "Input/output error")
 
         order = Reload(install, restore, settle, drain=drain)
         self.core.reload(order)
@@ -106,7 +113,53 @@ def test_while_requests_finish_new_ones_wait_for_the_next_engine():
         assert bench.tokens(key) == expected(key)
     assert [str(bench.error(key)) for key in "cf"] == ["Request timeout expired"] * 2
     assert [bench.error(key).code for key in "de"] == ["CANCELLED"] * 2
+    for key in "de":
+        assert f"request_cancelled key={key} request_id=id-{key} tokens=0" in bench.lines
     assert all(len(bench.chunks[key]) == 1 for key in "cdef")
+
+
+def test_who_was_held_and_does_not_fit_the_next_engine_is_told_so_as_those_that_ran():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.reload(drain=True, seed=1)
+    bench.add("b", prompt=[7] * 100)
+    bench.add("c", prompt=[200] * 10)
+    bench.executor.max_model_len = 64
+    bench.executor.vocab_size = 150
+    bench.run()
+    assert [type(bench.error(key)) for key in "bc"] == [UnavailableError] * 2
+    assert "restarted with max_model_len 64" in str(bench.error("b"))
+    assert "restarted with a vocabulary of 150 tokens" in str(bench.error("c"))
+
+
+@pytest.mark.parametrize("end", ["time", "cancel", "close", "reload"])
+def test_a_held_request_that_ends_is_counted_as_any_other(end):
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.reload(drain=True, max_num_seqs=4)
+    bench.add("b", prompt=[7] * 200, timeout_s=0.05 if end == "time" else None)
+    bench.now += 0.05
+    if end == "cancel":
+        bench.core.cancel("b")
+    elif end == "close":
+        bench.core.close()
+    elif end == "reload":
+        bench.executor.max_model_len = 100
+    bench.run()
+    code = bench.error("b").code.lower()
+    drained = bench.core.metrics.drain()
+    finished = [
+        bench.core.metrics.counters["charonia_finished_total", reason]
+        for reason in {"length", code}
+    ]
+    assert sum(finished) == 2
+    for name in ("charonia_queue_seconds", "charonia_request_seconds"):
+        assert len(drained[name]) == 2
+        assert max(drained[name]) >= 0.05
+    assert sorted(drained["request_prompt_tokens"]) == [10, 200]
+    assert sorted(drained["request_generation_tokens"])[0] == 0
 
 
 def test_a_reload_that_fails_goes_back_and_changes_no_token():
@@ -120,7 +173,34 @@ def test_a_reload_that_fails_goes_back_and_changes_no_token():
     bench.run()
     assert bench.tokens("a") == expected("a")
     names = [line.split()[0] for line in bench.lines if not line.startswith("warning")]
-    assert names == ["engine_reloading", "engine_reload_failed", "engine_back"]
+    assert names == ["engine_reloading", "engine_reload_failed", "engine_restored"]
+    check_nothing_replaced(bench.core.metrics)
+    assert bench.core.metrics.counters["charonia_requests_recomputed_total", ""] == 1
+
+
+def check_nothing_replaced(metrics: Metrics) -> None:
+    assert metrics.counters["charonia_engine_restarts_total", ""] == 0
+    assert metrics.counters["charonia_engine_reloads_total", ""] == 0
+    assert metrics.counters["charonia_engine_failures_total", "load_failed"] == 1
+    assert "charonia_recovery_seconds" not in metrics.drain()
+
+
+def test_a_reload_that_a_bug_ends_is_none_and_the_old_engine_comes_back():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    restart, bench.executor.restart = bench.executor.restart, lambda: {}["a bug"]
+    with pytest.raises(KeyError):
+        bench.reload(seed=1)
+    bench.executor.restart = restart
+    bench.core.abandon(CharoniaError("internal error: KeyError"))
+    assert bench.core.connect()
+    assert bench.num_restored == 1
+    assert bench.lines[-1].startswith("engine_restored")
+    check_nothing_replaced(bench.core.metrics)
+    bench.add("b")
+    bench.run()
+    assert bench.tokens("b") == expected("b")
 
 
 def test_a_configuration_that_cannot_be_written_leaves_the_engine_alone():
@@ -135,6 +215,26 @@ def test_a_configuration_that_cannot_be_written_leaves_the_engine_alone():
     assert bench.tokens("a") == expected("a")
     assert bench.executor.num_restarts == 0
     assert not any("engine_reloading" in line for line in bench.lines)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_file_that_cannot_be_put_away_loses_nobody(fails):
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.is_disk_broken = True
+    bench.executor.refuse_restarts = int(fails)
+    order = bench.reload(seed=1)
+    reason = "the old configuration cannot be restored: Input/output error"
+    if fails:
+        assert order.phase == "failed"
+        assert order.reason == f"the echo engine cannot be loaded; {reason}"
+        assert any("engine_reload_failed" in line and reason in line for line in bench.lines)
+    else:
+        assert (order.phase, order.num_live) == ("done", 1)
+        assert bench.lines[-1] == 'engine_reload_unsettled reason="Input/output error"'
+    bench.run()
+    assert bench.tokens("a") == expected("a")
 
 
 def test_what_is_finished_is_delivered_before_the_next_engine_is_loaded():
@@ -188,13 +288,45 @@ def test_the_gauges_are_right_as_soon_as_nobody_waits_for_an_engine_any_more():
     for key in "abcd":
         bench.add(key)
     bench.run(3)
-    bench.executor.is_alive = False
-    bench.core._on_death(EngineUnloadedError("the engine was unloaded"))
+    bench.executor.unload()
+    bench.core.watch()
     gauges = bench.core.metrics.gauges
     assert gauges["charonia_requests_waiting", ""] == 4
     bench.now += UNLOADED_WAIT_S + 1
     assert not bench.core.connect()
     assert gauges["charonia_requests_waiting", ""] == 0
+
+
+def test_an_engine_that_a_reload_brought_back_is_replaced_at_once_when_it_is_lost_again():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.executor.die_next = 1
+    bench.executor.refuse_restarts = 5
+    bench.run(1)
+    for _ in range(4):
+        bench.now += 60
+        assert not bench.core.connect()
+    assert bench.reload(seed=1).phase == "done"
+    bench.add("b")
+    bench.run(3)
+    bench.executor.die_next = 1
+    bench.core.step()
+    assert bench.core.is_up
+    bench.run()
+    assert bench.tokens("b") == expected("b")
+
+
+def test_requests_run_out_of_time_also_while_no_try_is_due():
+    bench = Reloading()
+    bench.add("a", deadline_ms=500)
+    bench.run(3)
+    bench.executor.unload()
+    bench.core.watch()
+    bench.core._recovery.back_off()
+    bench.now += 0.5
+    assert not bench.core.connect()
+    assert str(bench.error("a")) == "Request timeout expired"
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -209,6 +341,7 @@ def test_after_a_failed_step_there_may_be_another_engine(fits):
         bench.executor.info = info
         if not fits:
             bench.core._read_args = refuse_args
+        bench.executor.pids = [1]
         bench.executor.num_blocks = 8
         bench.executor.max_num_seqs = 1
         bench.executor._boot()
@@ -231,6 +364,24 @@ def test_after_a_failed_step_there_may_be_another_engine(fits):
         bench.add("b")
         bench.run()
         assert bench.tokens("b") == expected("b")
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_after_a_failed_step_the_same_engine_has_the_same_arguments(is_wrong):
+    def refuse_args() -> EngineArgs:
+        raise ConfigError("model.json is wrong")
+
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.args = structs.replace(bench.args, enable_prefix_caching=False)
+    if is_wrong:
+        bench.core._read_args = refuse_args
+    bench.executor.fail_next = 1
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    assert bench.core.engine_args.enable_prefix_caching
+    assert bench.executor.num_restarts == 0
 
 
 @pytest.mark.parametrize("end", ["cancel", "abandon", "close"])
@@ -266,24 +417,18 @@ def test_a_smaller_vocabulary_ends_what_no_longer_fits():
 
 
 def test_an_unloaded_engine_is_waited_for_and_nobody_is_blamed():
-    class Unloading(EchoExecutor):
-        def execute(self, plan):
-            if not self.is_alive:
-                raise EngineUnloadedError("the engine was unloaded")
-            return super().execute(plan)
-
-    bench = Reloading(executor=Unloading())
+    bench = Reloading()
     bench.add("a")
     bench.add("b", deadline_ms=500)
     bench.run(5)
-    bench.executor.is_alive = False
+    bench.executor.unload()
     bench.core.step()
     assert not bench.core.is_up
     bench.add("c")
     bench.now += 1
     assert not bench.core.connect()
     assert str(bench.error("b")) == "Request timeout expired"
-    bench.executor._boot()
+    bench.executor.load()
     bench.now += 1
     bench.run()
     for key in "ac":
@@ -298,17 +443,39 @@ def test_an_unloaded_engine_is_not_waited_for_for_ever_but_taken_whenever_it_com
     bench = Reloading()
     bench.add("a")
     bench.run(5)
-    bench.executor.is_alive = False
-    bench.core._on_death(EngineUnloadedError("the engine was unloaded"))
+    bench.executor.unload()
+    bench.core.watch()
     bench.now += UNLOADED_WAIT_S + 1
     assert not bench.core.connect()
     assert "the engine was unloaded" in str(bench.error("a"))
     with pytest.raises(UnavailableError, match="the engine was unloaded"):
         bench.core.check(GenerationRequest(key="b", prompt_ids=[1]))
-    bench.executor._boot()
+    bench.executor.load()
     bench.now += 1
     assert bench.core.connect()
     bench.add("c")
     bench.run()
     assert bench.tokens("c") == expected("c")
     assert bench.executor.num_restarts == 0
+
+
+def test_an_engine_that_dies_as_soon_as_it_was_loaded_again_is_replaced():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.unload()
+    bench.core.step()
+    bench.now += 1
+    assert not bench.core.connect()
+    bench.executor.load()
+    bench.executor.is_alive = False
+    bench.now += 1
+    assert not bench.core.connect()
+    assert bench.core.down_reason is None
+    assert bench.core.connect()
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    counters = bench.core.metrics.counters
+    assert counters["charonia_engine_failures_total", "died"] == 1
+    assert counters["charonia_engine_restarts_total", ""] == 1
+    assert counters["charonia_engine_reloads_total", ""] == 0

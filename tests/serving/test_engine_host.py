@@ -185,6 +185,28 @@ def test_a_request_without_a_plan_is_refused(
     assert response.error().message() == NOT_THE_SCHEDULER
 
 
+def test_a_step_does_not_ask_the_runner_what_it_is(
+    tmp_path: Path, make_host: Callable[..., EngineHost]
+) -> None:
+    class Asked(Runner):
+        num_asked = 0
+
+        def info(self) -> EngineInfo:
+            self.num_asked += 1
+            return super().info()
+
+    runner = Asked(EngineArgs(model="m"))
+    host = make_host(make_runner=lambda _: runner)
+    host.serve_steps()
+    client = StepsClient(tmp_path)
+    client.ask(StepPlan(epoch=1, step_id=0, reset=True))
+    num_asked = runner.num_asked
+    client.ask(StepPlan(epoch=1, step_id=1))
+    client.close()
+    host.finalize()
+    assert runner.num_asked == num_asked
+
+
 class Pipeline(Runner):
     """Has two steps in flight; those of epoch 1 end when the test says."""
 

@@ -15,7 +15,13 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from charonia.control import Request
-from charonia.errors import CharoniaError, EngineDiedError, PlanRefusedError, StepFailedError
+from charonia.errors import (
+    CharoniaError,
+    EngineDiedError,
+    EngineUnloadedError,
+    PlanRefusedError,
+    StepFailedError,
+)
 from charonia.protocol import (
     EngineInfo,
     KVLayout,
@@ -137,10 +143,12 @@ class EchoExecutor:
         self.num_submitted = 0
         self.num_steps = 0
         self.num_restarts = 0
+        self.pids = [os.getpid()]
         self._boot()
 
     def _boot(self) -> None:
         self.is_alive = True
+        self.is_loaded = True
         self.epoch = 0
         self.step_id = -1
         self.needs_reset = True
@@ -155,11 +163,10 @@ class EchoExecutor:
     # ------------------------------------------------------------------ Executor
 
     def info(self) -> EngineInfo:
-        if not self.is_alive:
-            raise EngineDiedError("the echo engine is dead")
+        self.check()
         return EngineInfo(
             epoch=self.epoch,
-            pids=[os.getpid()],
+            pids=self.pids,
             num_blocks=self.num_blocks,
             kv=KVLayout(
                 num_layers=1,
@@ -192,6 +199,8 @@ class EchoExecutor:
         return step
 
     def check(self) -> None:
+        if not self.is_loaded:
+            raise EngineUnloadedError("the echo engine was unloaded")
         if not self.is_alive:
             raise EngineDiedError("the echo engine is dead")
 
@@ -204,6 +213,14 @@ class EchoExecutor:
 
     def close(self) -> None:
         self.is_alive = False
+
+    # ------------------------------------------------------------------ by an operator
+
+    def load(self) -> None:
+        self._boot()
+
+    def unload(self) -> None:
+        self.is_alive = self.is_loaded = False
 
     # ------------------------------------------------------------------ steps
 
@@ -222,8 +239,7 @@ class EchoExecutor:
         if self.die_next:
             self.die_next -= 1
             self.is_alive = False
-        if not self.is_alive:
-            raise EngineDiedError("the echo engine is dead")
+        self.check()
         if self.hang_next:
             self.hang_next -= 1
             raise TimeoutError

@@ -30,19 +30,29 @@ class GenerationRequest:
     timeout_s: float | None = None
 
 
-def admit(
-    request: GenerationRequest, info: EngineInfo, limits: Limits, tokenizer: Tokenizer, now: float
-) -> Request:
-    """Check a request against an engine and translate it.
+def check(
+    request: GenerationRequest, info: EngineInfo, limits: Limits, tokenizer: Tokenizer
+) -> None:
+    """Check a request against an engine.
 
     Raises:
-        InvalidRequestError: the prompt is empty or too long, or a token id does not exist.
+        InvalidRequestError: the prompt is empty or too long, a token id does not exist, or a bad
+            word has no tokens.
     """
     params = request.params
     limits.check_prompt(len(request.prompt_ids))
     _check_ids("input_ids", request.prompt_ids, info.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
+    for word in params.bad_words:
+        tokenizer.encode_bad_word(word)
+
+
+def admit(
+    request: GenerationRequest, info: EngineInfo, limits: Limits, tokenizer: Tokenizer, now: float
+) -> Request:
+    """Translate a request that was checked, perhaps against another engine: it may not fit."""
+    params = request.params
     num_room = limits.max_model_len - len(request.prompt_ids)
     eos_ids = [] if params.ignore_eos else info.eos_token_ids
     stop_ids = frozenset([*eos_ids, *params.stop_token_ids])

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits, Scheduler, SchedulerStats, Update
-from charonia.engine.admission import GenerationRequest, admit
+from charonia.engine.admission import GenerationRequest, admit, check
 from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import Chunk, OutputStream
+from charonia.engine.outputs import Chunk
 from charonia.engine.recovery import NOT_READY, Recovery
 from charonia.engine.reload import HeldRequests, Reload, misfit, take_over
 from charonia.engine.step_times import StepTimes
+from charonia.engine.streams import OutputStreams
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
@@ -77,11 +78,9 @@ class EngineCore:
         self._read_args = read_args or (lambda: engine_args)
         self._scheduler_args = scheduler_args
         self._tokenizer = tokenizer
-        self._deliver = deliver
         self._clock = clock
         self._log = log
-        self._streams: dict[str, OutputStream] = {}
-        self._names: dict[str, tuple[str, str]] = {}  # key: request id and tenant
+        self._streams = OutputStreams(tokenizer, self.metrics, deliver=deliver, clock=clock)
         self._updates: list[Update] = []
         self._in_flight: deque[_Submitted] = deque()
         self._held = HeldRequests()
@@ -127,6 +126,7 @@ class EngineCore:
             Whether there is one now.
         """
         if not self._recovery.is_due:
+            self._expire(self._clock())
             return False
         try:
             info = self._recovery.find()
@@ -161,7 +161,8 @@ class EngineCore:
 
     def _take_engine(self, info: EngineInfo) -> None:
         """Go on with this engine: its limits and arguments, and the requests that fit it."""
-        args = self._read_args()
+        # What is written down now may be meant for a later engine than one that is known.
+        args = self.engine_args if self._recovery.knows(info) else self._read_args()
         limits = self._limits_of(info, args)
         if self._scheduler is not None:
             for request in list(self._scheduler.requests):
@@ -250,18 +251,20 @@ class EngineCore:
         try:
             info = self._recovery.find()
             self._take_engine(info)
-        except CharoniaError as error:
-            reload.restore()
-            self._recovery.give_up_reload(error, len(self._streams))
+        except Exception as error:
+            reason = reload.undo(str(error))
+            self._recovery.give_up_reload(reason, len(self._streams))
+            if not isinstance(error, CharoniaError):
+                raise
             self.connect()
             reload.seconds = self._clock() - started
-            reload.fail(str(error) if self.is_up else f"{error}; {self.down_reason}")
+            reload.fail(reason if self.is_up else f"{reason}; {self.down_reason}")
             return
-        except Exception:
-            reload.restore()
-            raise
         self._recovery.succeed(info, len(self._streams))
-        reload.settle()
+        try:
+            reload.settle()
+        except OSError as error:
+            self._log(event("engine_reload_unsettled", reason=error.strerror))
         reload.num_live = len(self._streams)
         reload.seconds = self._clock() - started
         reload.phase = "done"
@@ -274,7 +277,7 @@ class EngineCore:
         Raises:
             InvalidRequestError, UnavailableError.
         """
-        admit(request, self.info, self._living_scheduler().limits, self._tokenizer, 0.0)
+        check(request, self.info, self._living_scheduler().limits, self._tokenizer)
 
     def check_queue(self, num_arriving: int) -> None:
         """Refuse a request when the queue is full. Reads only; may be called from any thread.
@@ -288,7 +291,8 @@ class EngineCore:
         self._living_scheduler().check_queue(num_arriving + len(self._held))
 
     def add(self, request: GenerationRequest) -> None:
-        """Take a request in; whatever happens to it comes through `deliver`, errors too."""
+        """Take a request in that was checked; what becomes of it comes through `deliver`."""
+        self._streams.take_in(request)
         if self._reload is not None:
             self._held.hold(request, self._clock())
         else:
@@ -300,12 +304,13 @@ class EngineCore:
         try:
             scheduler = self._living_scheduler()
             admitted = admit(request, self.info, scheduler.limits, self._tokenizer, arrived_at)
+            if reason := misfit(admitted, self.info, scheduler.limits):  # another engine came
+                raise UnavailableError(reason)
             scheduler.add(admitted, was_accepted=was_accepted)
         except CharoniaError as error:
-            self._deliver(Chunk(request.key, error=error, num_prompt_tokens=0))
-            return
-        self._streams[request.key] = OutputStream(admitted, request.params, self._tokenizer)
-        self._names[request.key] = (request.request_id, request.params.tenant)
+            self._streams.refuse(request, arrived_at, error)
+        else:
+            self._streams.open(request, admitted)
 
     def _living_scheduler(self) -> Scheduler:
         scheduler = self._scheduler
@@ -315,18 +320,15 @@ class EngineCore:
 
     def cancel(self, key: str) -> None:
         """End a request at its client's wish; one that is not live is none of our business."""
-        if key in self._streams or key in self._held:
+        if self._streams.knows(key):
             self.metrics.count("charonia_cancellations_total")
-            request_id, _ = self._names.get(key, (None, None))
-            stream = self._streams.get(key)
-            num_tokens = stream.num_tokens if stream else 0
+            request_id, num_tokens = self._streams.request_id(key), self._streams.num_tokens(key)
             self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
             self._end(key, RequestCancelledError("the request was cancelled"))
 
     def cancel_matching(self, request_id: str, tenant: str) -> None:
         """Cancel all live requests that a client gave this id."""
-        live = [key for key, name in self._names.items() if name == (request_id, tenant)]
-        for key in [*live, *self._held.find(request_id, tenant)]:
+        for key in self._streams.find(request_id, tenant):
             self.cancel(key)
 
     # ------------------------------------------------------------------ one step
@@ -425,39 +427,9 @@ class EngineCore:
         updates, self._updates = self._updates, []
         now = self._clock()
         for update in updates:
-            stream = self._streams.get(update.request.key)
-            if stream is not None:
-                self._deliver_update(stream, update, now)
-
-    def _deliver_update(self, stream: OutputStream, update: Update, now: float) -> None:
-        assert self._scheduler is not None
-        num_tokens, last_at = stream.num_tokens, stream.last_token_at
-        chunk = stream.take(update, now)
-        self._observe_tokens(stream, stream.num_tokens - num_tokens, last_at, now)
-        if chunk is None:
-            return
-        if chunk.finish_reason is not None:
-            key = update.request.key
-            if update.finish_reason is None:  # a stop string: the scheduler does not know yet
-                self._scheduler.finish(key)
-            self._forget(key, chunk.finish_reason, now)
-        self._deliver(chunk)
-
-    def _observe_tokens(
-        self, stream: OutputStream, num_tokens: int, last_at: float | None, now: float
-    ) -> None:
-        """Count tokens that a client gets; `last_at` is when it got some before."""
-        if not num_tokens:
-            return
-        self.metrics.count("charonia_generation_tokens_total", num_tokens)
-        if last_at is None:
-            waited = now - stream.request.arrived_at
-            self.metrics.observe_request("charonia_time_to_first_token_seconds", waited)
-            num_tokens -= 1
-            gap = 0.0
-        else:
-            gap = (now - last_at) / num_tokens
-        self.metrics.histograms["charonia_inter_token_seconds"].observe(gap, num_tokens)
+            if self._streams.take(update, now):
+                assert self._scheduler is not None
+                self._scheduler.finish(update.request.key)
 
     # ------------------------------------------------------------------ failures
 
@@ -496,7 +468,7 @@ class EngineCore:
 
     def _quarantine(self, key: str) -> None:
         """End the request that stops every engine, so that the others can go on."""
-        request_id, _ = self._names[key]
+        request_id = self._streams.request_id(key)
         self.metrics.count("charonia_requests_quarantined_total")
         self._log(event("request_quarantined", key=key, request_id=request_id))
         self._end(key, CharoniaError("the request stops the engine each time it runs"))
@@ -513,28 +485,12 @@ class EngineCore:
 
     def _end(self, key: str, error: CharoniaError) -> None:
         """End a live request, or one that is held, with an error."""
-        if self._held.remove(key):
-            self._deliver(Chunk(key, error=error, num_prompt_tokens=0))
-        stream = self._streams.get(key)
-        if stream is None:
-            return
-        if self._scheduler is not None:
-            self._scheduler.finish(key)
-        now = self._clock()
-        self._forget(key, error.code.lower(), now)
-        self._deliver(stream.fail(error, now))
-
-    def _forget(self, key: str, reason: str, now: float) -> None:
-        stream = self._streams.pop(key)
-        del self._names[key]
-        request = stream.request
-        self.metrics.count("charonia_finished_total", label=reason)
-        # At the end, so that requests whose time ran out in the queue are seen as well.
-        left_queue_at = now if request.started_at is None else request.started_at
-        self.metrics.observe_request("charonia_queue_seconds", left_queue_at - request.arrived_at)
-        self.metrics.observe_request("charonia_request_seconds", now - request.arrived_at)
-        self.metrics.observe_request("request_prompt_tokens", request.num_prompt)
-        self.metrics.observe_request("request_generation_tokens", stream.num_tokens)
+        if (held := self._held.remove(key)) is not None:
+            self._streams.refuse(*held, error)
+        elif key in self._streams:
+            if self._scheduler is not None:
+                self._scheduler.finish(key)
+            self._streams.fail(key, error)
 
     def _set_gauges(self) -> None:
         gauges = self.metrics.gauges

@@ -142,6 +142,21 @@ class Metrics:
         """Add to a counter."""
         self.counters[name, label] += amount
 
+    def count_end(
+        self, reason: str, *, queue_s: float, total_s: float, num_prompt: int, num_tokens: int
+    ) -> None:
+        """Count a request that is over, and what it was.
+
+        Args:
+            queue_s: until its first step, or its end. total_s: from its arrival on.
+            num_tokens: that it generated.
+        """
+        self.count("charonia_finished_total", label=reason)
+        self.observe_request("charonia_queue_seconds", queue_s)
+        self.observe_request("charonia_request_seconds", total_s)
+        self.observe_request("request_prompt_tokens", num_prompt)
+        self.observe_request("request_generation_tokens", num_tokens)
+
     def show_scheduler(self, scheduler: Scheduler) -> None:
         """Take over what the control plane counted, and how its blocks are used."""
         kv, stats, counters = scheduler.kv, scheduler.stats, self.counters

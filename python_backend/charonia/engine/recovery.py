@@ -9,15 +9,22 @@ them.
                                            fail() ▼  │ find(), after a back-off
                                                   down              requests are refused
 
-An engine is gone in one of three ways: it is lost, and must be replaced; it is to be replaced by
-another one (reloading); or Triton has unloaded it, on whose behalf somebody is to load it again.
+An engine is gone in one of four ways: it is lost, and must be replaced; it is to be replaced by
+another one (reloading); that one cannot be loaded, so it is to come back itself (restoring); or
+Triton has unloaded it, on whose behalf somebody is to load it again.
 """
 
 from collections.abc import Callable
 from typing import Literal
 
 from charonia.engine.metrics import Metrics
-from charonia.errors import CharoniaError, EngineDiedError, EngineHungError, StepFailedError
+from charonia.errors import (
+    CharoniaError,
+    EngineDiedError,
+    EngineHungError,
+    EngineUnloadedError,
+    StepFailedError,
+)
 from charonia.events import event
 from charonia.protocol import EngineInfo, Executor
 
@@ -27,7 +34,7 @@ UNLOADED_WAIT_S = 60.0
 """How long requests wait for an engine that was unloaded; then they fail."""
 NOT_READY = "the engine is not ready yet"
 UNLOADED = "the engine was unloaded; it can be loaded again by Triton's model control"
-Gone = Literal["lost", "reloading", "unloaded"]
+Gone = Literal["lost", "reloading", "restoring", "unloaded"]
 
 
 class Recovery:
@@ -66,6 +73,10 @@ class Recovery:
         """Whether there is an engine that steps can run on at this very moment."""
         return self.down_reason is None and self._gone is None
 
+    def knows(self, info: EngineInfo) -> bool:
+        """Whether this is the engine that served last, of the same processes."""
+        return self._gone is None and self.info is not None and info.pids == self.info.pids
+
     # ------------------------------------------------------------------ looking for an engine
 
     @property
@@ -77,9 +88,9 @@ class Recovery:
         """Ask the engine that is there what it is; one that is to be replaced is so first.
 
         Raises:
-            EngineDiedError: there is none.
+            EngineDiedError: there is none; EngineUnloadedError: none is loaded.
         """
-        if self._gone in ("lost", "reloading"):
+        if self._gone in ("lost", "reloading", "restoring"):
             self._executor.restart()
         return self._executor.info()
 
@@ -89,6 +100,7 @@ class Recovery:
         self.down_reason = None
         self._num_failed_loads = 0
         self._num_failed_steps = 0
+        self._retry_at = 0.0  # the next loss is another matter
         gone, self._gone = self._gone, None
         if gone is None:
             return
@@ -98,6 +110,8 @@ class Recovery:
             self._metrics.count("charonia_engine_restarts_total")
             self._metrics.observe_request("charonia_recovery_seconds", seconds)
             self._log(event("engine_back", seconds=seconds, recomputed=num_live))
+        elif gone == "restoring":
+            self._log(event("engine_restored", seconds=seconds, recomputed=num_live))
         else:
             self._metrics.count("charonia_engine_reloads_total")
             self._log(event("engine_reloaded", seconds=seconds, recomputed=num_live))
@@ -115,7 +129,10 @@ class Recovery:
             self._retry_at = self._clock() + CONNECT_RETRY_S
             return False
         if self._gone == "unloaded" and isinstance(error, EngineDiedError):
-            return self._wait_for_load(num_live)
+            if isinstance(error, EngineUnloadedError):
+                return self._wait_for_load(num_live)
+            self.lose(error, num_live)  # it was loaded again; the next try replaces it
+            return False
         wait = self.back_off()
         kind = "load_failed"
         if self.info is not None and self._gone is None:
@@ -192,11 +209,12 @@ class Recovery:
         self._go(gone)
         self._log(event(f"engine_{gone}", live=num_live))
 
-    def give_up_reload(self, error: CharoniaError, num_live: int) -> None:
-        """The engine that was to be loaded cannot be; the one before it is to be replaced."""
-        self._gone = "lost"
+    def give_up_reload(self, reason: str, num_live: int) -> None:
+        """The engine that was to be loaded cannot be; the one before it is to come back."""
+        self._gone = "restoring"
+        self._retry_at = 0.0
         self._count("load_failed")
-        self._log(event("engine_reload_failed", live=num_live, reason=error))
+        self._log(event("engine_reload_failed", live=num_live, reason=reason))
 
     def forget(self, reason: str) -> None:
         """What is known of the engine is void; it is asked anew before it serves."""

@@ -29,7 +29,7 @@ class Reload:
     Attributes:
         install: makes the new configuration the one that an engine is loaded with, or raises
             OSError and leaves the old one; restore: undoes that; settle: makes it last, once there
-            is an engine of it.
+            is an engine of it. These two may raise OSError, too.
         drain: whether live requests finish on the old engine first.
         phase: how far it is. seconds: since the old engine stopped computing, once over.
         num_live: requests that must finish first, while draining; that went on, when done.
@@ -54,6 +54,14 @@ class Reload:
         """Whether nothing comes of it any more."""
         return self.phase in ("done", "failed")
 
+    def undo(self, reason: str) -> str:
+        """Restore the old configuration; returns the reason for that, and what hindered it."""
+        try:
+            self.restore()
+        except OSError as error:
+            return f"{reason}; the old configuration cannot be restored: {error.strerror}"
+        return reason
+
     def fail(self, reason: str) -> None:
         """It did not come about."""
         self.reason = reason
@@ -73,24 +81,13 @@ class HeldRequests:
         """Have a request wait."""
         self._held[request.key] = (request, now)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._held
-
     def keys(self) -> list[str]:
         """Of all that wait."""
         return list(self._held)
 
-    def remove(self, key: str) -> bool:
-        """Take one out; whether it was here."""
-        return self._held.pop(key, None) is not None
-
-    def find(self, request_id: str, tenant: str) -> list[str]:
-        """Keys of all to which a client gave this id."""
-        return [
-            key
-            for key, (request, _) in self._held.items()
-            if (request.request_id, request.params.tenant) == (request_id, tenant)
-        ]
+    def remove(self, key: str) -> tuple[GenerationRequest, float] | None:
+        """Take one out, with the time at which it came; None when it is not here."""
+        return self._held.pop(key, None)
 
     def find_expired(self, now: float) -> list[str]:
         """Keys of those whose time is over."""

@@ -148,18 +148,11 @@ class BlsExecutor:
         """Ask the engine what it is, remember its processes, and connect to it.
 
         Raises:
-            EngineDiedError: there is none (yet), or it does not answer.
+            EngineDiedError: there is none, or it does not answer.
+            EngineUnloadedError: it is not loaded (yet).
         """
         self._disconnect()
-        is_first = not self._processes
-        if is_first:
-            self.ask_alive()
-        try:
-            channel = connect(self._engine_dir / STEPS_SOCKET)
-        except OSError as error:
-            if not is_first:  # quickly: of one that has just died Triton says so after a second
-                raise EngineDiedError(f"nobody is at its socket: {error.strerror}") from None
-            raise self._unreachable(f"{STEPS_SOCKET} in its directory: {error.strerror}") from None
+        channel = self._connect()
         try:
             self.ask_alive()
         except EngineDiedError:
@@ -178,6 +171,18 @@ class BlsExecutor:
         self._channel = channel
         self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
         return reply
+
+    def _connect(self) -> Channel:
+        """Connect to the engine; where nobody is at its socket, Triton says why: as `info`."""
+        path = self._engine_dir / STEPS_SOCKET
+        try:
+            return connect(path)
+        except OSError:
+            self.ask_alive()
+        try:
+            return connect(path)  # it has come meanwhile
+        except OSError as error:
+            raise self._unreachable(f"{path.name} in its directory: {error.strerror}") from None
 
     def ask_alive(self) -> None:
         """Have Triton say whether the engine's process lives.

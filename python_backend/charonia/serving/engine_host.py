@@ -100,6 +100,7 @@ class EngineHost:
         self._open_steps = _OpenSteps()
         self._secret = read_or_create(version_dir / FILE_NAME)
         self._runner: PlanRunner | UnavailableError
+        self._is_pipelined = False  # whether a step may begin before the one ahead of it has ended
         if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
             log(event("engine_reload_undone"))
         try:
@@ -124,6 +125,8 @@ class EngineHost:
         Raises:
             ConfigError: the model's directory takes no socket.
         """
+        if not isinstance(self._runner, UnavailableError):
+            self._is_pipelined = self._runner.info().max_steps_in_flight > 1
         path = self._version_dir / STEPS_SOCKET
         try:
             self._channel_server = ChannelServer(
@@ -144,12 +147,6 @@ class EngineHost:
             self._channel_server.close()
         if not isinstance(self._runner, UnavailableError):
             self._runner.close()
-
-    @property
-    def _is_pipelined(self) -> bool:
-        """Whether a step may begin before the one ahead of it has ended."""
-        runner = self._runner
-        return not isinstance(runner, UnavailableError) and runner.info().max_steps_in_flight > 1
 
     def _begin_answer(self, data: bytes) -> Answer | None:
         """Begin to answer a message of the socket; None for one that is not the scheduler's."""
