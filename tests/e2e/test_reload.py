@@ -1,5 +1,6 @@
 """A running server goes on with another engine, and every stream comes to its right end."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -11,7 +12,8 @@ import pytest
 import tritonclient.grpc as grpc
 
 from charonia.launch.cli import main
-from charonia.launch.run import running_server
+from charonia.launch.probe import Probe
+from charonia.launch.run import running_server, wait_serving
 from charonia.launch.server import TritonServer
 from support.e2e import one_torch_thread, scrape, wait_for, wait_idle
 from support.events import events
@@ -21,6 +23,7 @@ from support.many_streams import NUM_TOKENS, PROMPTS, check_complete, start_stre
 
 SETTINGS = ("max_num_seqs=16", "max_num_batched_tokens=256", "num_gpu_blocks_override=900")
 SHORT = 40
+START_TIMEOUT_S = 120.0
 KEPT = "not reloaded"
 
 
@@ -327,6 +330,33 @@ def test_a_new_configuration_is_taken_over(target: Target, undisturbed: list[lis
     assert sum(stream.timing["drafted_tokens"] for stream in streams) > 0
     tokens_per = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per"}'
     assert target.settle()[tokens_per] == 32
+
+
+def test_a_server_that_ends_in_the_middle_of_a_reload_comes_back_with_the_old_model(
+    target: Target, other_checkpoint: Path, undisturbed: list[list[int]]
+) -> None:
+    num_reloads = len(events(target.log, "engine_reloading"))
+
+    def kill_in_the_middle() -> None:
+        wait_for(lambda: len(events(target.log, "engine_reloading")) > num_reloads, bool)
+        target.server.kill()
+
+    thread = threading.Thread(target=kill_in_the_middle)
+    thread.start()
+    code, _, said = target.reload("--model", other_checkpoint)
+    thread.join()
+    assert code == 1
+    assert "the server's scheduler" in said
+    assert target.model_json.with_name("model.json.before").exists()
+
+    target.server.start()
+    with contextlib.closing(Probe(target.server.http_url, "scheduler")) as probe:
+        wait_serving(target.server, probe, START_TIMEOUT_S)
+    assert target.log.count("[engine] engine_reload_undone") == 1
+    assert not target.model_json.with_name("model.json.before").exists()
+    for stream, tokens in zip(start_streams(target.urls), undisturbed, strict=True):
+        check_complete(stream.wait_over(), tokens)
+    target.settle()
 
 
 def test_what_is_too_long_for_the_new_engine_ends_with_the_reason(target: Target) -> None:
