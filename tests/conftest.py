@@ -1,10 +1,15 @@
-"""What all tests share: checkpoints, made once per session."""
+"""What all tests share: checkpoints, made once per session, and how Hypothesis is set."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine with other work is slow at times, of which no test should say anything.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import support.requests
@@ -33,7 +33,6 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=60)
 sizes = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda n: (n[0], n[0] + n[1]))
 
 
-@settings(deadline=None)
 @given(texts, st.lists(texts, max_size=8), sizes, st.integers(1, 12))
 def test_a_proposal_equals_what_scanning_the_text_finds(prompt, appended, sizes, max_tokens):
     drafter = NgramDrafter(*sizes)

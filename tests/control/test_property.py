@@ -252,10 +252,9 @@ class Driver:
 
 @settings(
     max_examples=1200,
-    deadline=None,
     derandomize=False,
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
 )
 @given(scenarios)
 def test_every_request_gets_the_tokens_of_its_run_alone(scenario):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import support.requests
@@ -55,7 +55,6 @@ responses = st.lists(st.lists(st.integers(0, 2), min_size=8, max_size=30), max_s
 # ---------------------------------------------------------------------- the automaton
 
 
-@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=5), st.lists(st.integers(0, 3), max_size=40))
 def test_the_longest_match_equals_what_scanning_the_texts_finds(all_texts, context):
     automaton, joined = SuffixAutomaton(), []
@@ -79,7 +78,6 @@ def test_the_longest_match_equals_what_scanning_the_texts_finds(all_texts, conte
             assert joined[position] != -1
 
 
-@settings(deadline=None)
 @given(texts, st.lists(texts, max_size=5))
 def test_a_match_stays_one_while_texts_are_added(context, all_texts):
     automaton, joined = SuffixAutomaton(), []
@@ -96,7 +94,6 @@ def test_a_match_stays_one_while_texts_are_added(context, all_texts):
         assert joined[position - matched : position] == context[i - matched : i]
 
 
-@settings(deadline=None)
 @given(st.lists(texts, min_size=1, max_size=3))
 def test_tokens_can_come_in_pieces(pieces):
     at_once, piecewise = SuffixAutomaton(), SuffixAutomaton()
@@ -118,7 +115,6 @@ def test_equal_texts_share_their_states():
 # ---------------------------------------------------------------------- a request's own tokens
 
 
-@settings(deadline=None)
 @given(texts, st.lists(texts, max_size=5), st.integers(1, 12))
 def test_a_draft_follows_the_longest_repeated_suffix_and_is_no_longer(prompt, appended, most):
     drafter = SuffixDrafter()
@@ -198,7 +194,6 @@ def test_responses_are_indexed_at_the_steps_to_come(monkeypatch):
 # ---------------------------------------------------------------------- earlier responses
 
 
-@settings(deadline=None)
 @given(responses, texts, st.integers(1, 12))
 def test_the_longer_match_of_own_tokens_and_responses_is_taken(responses, known, most):
     drafter = SuffixDrafter()
@@ -291,7 +286,6 @@ def test_after_a_long_pause_only_the_last_tokens_are_matched():
     assert drafter.propose(request, 100) == template[200 : 200 + suffix.MAX_CURSOR_LAG]
 
 
-@settings(deadline=None)
 @given(responses, responses, texts)
 def test_nothing_of_one_scope_shows_in_another(mine, foreign, known):
     alone, beside = SuffixDrafter(), SuffixDrafter()

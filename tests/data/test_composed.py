@@ -64,7 +64,7 @@ def attention_on(device: str, weights: AttentionWeights) -> AttentionWeights:
 
 @on_every_device
 @every_dtype
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(case=attention_cases, is_int8=st.booleans())
 def test_the_attention_half_of_a_layer_equals_the_reference(
     device: str, dtype: torch.dtype, case: AttentionCase, is_int8: bool

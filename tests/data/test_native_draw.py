@@ -94,7 +94,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, list[SampledRow]]:
 
 
 @each_isa
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(batch=batches())
 def test_the_kernels_draw_what_torch_draws(
     isa: str, batch: tuple[Tensor, list[SampledRow]]

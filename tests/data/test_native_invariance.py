@@ -198,7 +198,7 @@ def assert_equal(
 
 @pytest.mark.parametrize("isa", ISAS)
 @weights
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     schedule=schedules(),
     spec=st.sampled_from(SPECS),

@@ -53,7 +53,7 @@ def assert_close(actual: Tensor, expected: Tensor, *, is_int8: bool = False) -> 
 
 @both_dtypes
 @pytest.mark.parametrize("num_threads", [1, 2])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**31),
     rows=rows_of_a_step,
@@ -82,7 +82,7 @@ def test_attention_over_random_block_tables_equals_the_reference(
 
 
 @both_dtypes
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 60) | st.sampled_from([191, 192, 193, 400]),
@@ -157,7 +157,7 @@ def assert_attention_equals_the_reference(
 
 
 @both_dtypes
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(case=attention_cases, is_int8=st.booleans())
 def test_the_attention_half_of_a_layer_equals_the_reference(
     isa: str, dtype: torch.dtype, case: AttentionCase, is_int8: bool
@@ -179,7 +179,7 @@ def test_the_norms_of_the_attention_half_have_each_their_own_epsilon(
 
 
 @both_dtypes
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(1, 70) | st.just(200),
@@ -222,7 +222,7 @@ def test_large_gates_are_gated_as_by_torch(isa: str) -> None:
 
 
 @both_dtypes
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(1, 40),
@@ -321,7 +321,7 @@ def test_infinite_biases_reach_the_pages_as_the_largest_number_stored(
 
 
 @both_dtypes
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**31),
     rows=rows_of_a_step,

@@ -38,7 +38,7 @@ rows_of_a_step = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     rows=rows_of_a_step,

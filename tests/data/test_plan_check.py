@@ -344,7 +344,7 @@ def with_one_number_changed(draw: st.DrawFn, good: StepPlan) -> StepPlan:
     return msgspec.convert(values, StepPlan)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(plan=plans())
 def test_an_accepted_plan_touches_nothing_out_of_range(plan: StepPlan) -> None:
     """What is accepted is carried out on plain lists, and every index is looked at."""

@@ -21,7 +21,7 @@ def make_tensors(num_rows: int = 2) -> StepTensors:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)), min_size=1, max_size=4),
     block_size=st.sampled_from([1, 4, 16]),

@@ -84,9 +84,8 @@ def check_answer(bench: Bench, key: str, visit: Visit) -> None:
 
 @settings(
     max_examples=300,
-    deadline=None,
     print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
 )
 @given(
     arrivals=st.lists(visits, min_size=1, max_size=8),

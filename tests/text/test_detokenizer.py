@@ -38,7 +38,7 @@ def byte_ids(text: str | bytes) -> list[int]:
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     skip=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_ids_in_any_portions_give_the_text_of_all_ids_at_once(
     backend: tokenizers.Tokenizer,
     tokenizer: Tokenizer,
@@ -79,7 +79,7 @@ def test_every_kind_of_invalid_utf8_is_replaced_as_the_library_does(
 
 
 @given(data=st.one_of(st.binary(max_size=12), st.text(max_size=6).map(str.encode)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_byte_level_tokenizer_holds_back_an_incomplete_character_and_no_more(
     byte_level_backend: tokenizers.Tokenizer, byte_level_ids: dict[int, int], data: bytes
 ) -> None:

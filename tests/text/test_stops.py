@@ -30,7 +30,7 @@ def num_to_hold(text: str, stops: list[str]) -> int:
 
 
 @given(text=texts, stops=stop_lists, include=st.booleans(), cuts=st.lists(st.integers(0, 24)))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_the_text_and_what_is_held_back_do_not_depend_on_the_portions(
     text: str, stops: list[str], include: bool, cuts: list[int]
 ) -> None:
