@@ -69,9 +69,12 @@ class Target:
 
 
 @pytest.fixture(scope="module")
-def target(small_checkpoint: Path) -> Iterator[Target]:
+def target(small_checkpoint: Path, faulty_repository: Path) -> Iterator[Target]:
+    """An engine that takes its time, so that all streams run when something happens."""
     log: list[str] = []
-    with running_server(model=small_checkpoint, settings=SETTINGS, on_log=log.append) as server:
+    with running_server(
+        model=small_checkpoint, settings=SETTINGS, source=faulty_repository, on_log=log.append
+    ) as server:
         yield Target(server, log)
     assert leftovers(server.runtime_dir) == []
 
@@ -94,7 +97,7 @@ def test_ranks_exchange_and_say_how_much(target: Target) -> None:
 def test_streams_outlive_a_rank(target: Target, who: str, number: signal.Signals) -> None:
     before = scrape(target.server)
     lost = target.others
-    pid = target.pid(who)  # found now, for the streams are short
+    pid = target.pid(who)
     assert target.run(lambda: os.kill(pid, number)) == target.undisturbed
     after = scrape(target.server)
     for name, count in (("engine_restarts", 1), ("requests_recomputed", len(PROMPTS))):

@@ -120,14 +120,15 @@ def test_a_unary_request_with_drafts_has_the_same_tokens(
 def test_streams_with_drafts_survive_the_death_of_the_engine(
     drafting_server: TritonServer, prompts: list[list[int]]
 ) -> None:
-    num_tokens = 300
+    num_tokens = 900
+    (engine,) = drafting_server.pids("engine")
     reference = tokens_of(
         start_streams(drafting_server, prompts[:6], num_tokens, speculation=False)
     )
     streams = start_streams(drafting_server, prompts[:6], num_tokens)
     for stream in streams:
         stream.wait_tokens(20)
-    os.kill(drafting_server.pids("engine")[0], signal.SIGKILL)
+    os.kill(engine, signal.SIGKILL)
     assert tokens_of(streams) == reference
     assert max(stream.timing["restarts"] for stream in streams) == 1
     assert min(stream.timing["drafted_tokens"] for stream in streams) > 0
