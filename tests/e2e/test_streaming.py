@@ -312,7 +312,7 @@ def test_32_unary_requests_run_at_once(
     server: TritonServer, infer: Callable[..., Response]
 ) -> None:
     samplings = [
-        {"max_tokens": 64, "temperature": 1.5, "seed": 2000 + index, "ignore_eos": True}
+        {"max_tokens": 512, "temperature": 1.5, "seed": 2000 + index, "ignore_eos": True}
         for index in range(32)
     ]
     inputs = [request_inputs(PROMPT, sampling, return_timing=True) for sampling in samplings]
