@@ -74,6 +74,5 @@ def test_a_plan_of_extreme_values_comes_through() -> None:
         reset=True,
         joins=[NewRow(0, [1, 2], 2, 0, [], sampling)],
         rows=[RowStep(0, 2, [7])],
-        secret="s",
     )
     assert decode_request(encode(plan)) == plan

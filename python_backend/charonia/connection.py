@@ -24,6 +24,11 @@ class Channel:
         self._connection = connection
         self._received = bytearray()
 
+    @property
+    def socket(self) -> socket.socket:
+        """What it goes through, for its options."""
+        return self._connection
+
     def fileno(self) -> int:
         """The socket's descriptor: a channel can be waited for with `select`."""
         return self._connection.fileno()

@@ -251,8 +251,6 @@ class RowStep(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """Asks an engine for its EngineInfo."""
 
-    secret: str
-
 
 class StepPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One step. The engine first drops `leaves`, then adds `joins`, then computes `rows`.
@@ -266,7 +264,6 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     leaves: list[int] = []
     joins: list[NewRow] = []
     rows: list[RowStep] = []
-    secret: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -326,6 +323,12 @@ class StepFailure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class LoadFailure(msgspec.Struct, frozen=True, tag=True):
+    """Why an engine that was loaded again cannot work; it is there only to say so."""
+
+    message: str
+
+
 class Farewell(msgspec.Struct, frozen=True, tag=True):
     """The engine is being unloaded; nothing follows. Said unasked, or instead of an answer."""
 
@@ -375,7 +378,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 EngineRequest = Hello | StepPlan
-EngineReply = EngineInfo | StepResult | StepFailure | Farewell
+EngineReply = EngineInfo | StepResult | StepFailure | LoadFailure | Farewell
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)

@@ -1,15 +1,16 @@
-"""Plans that come from someone else than the scheduler, with its secret, to the real engine."""
+"""What comes to the real engine from someone else than its scheduler."""
 
 import contextlib
 import stat
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpc
-from tritonclient.utils import InferenceServerException
 
 from charonia.launch.server import TritonServer
 from charonia.protocol import (
@@ -19,12 +20,10 @@ from charonia.protocol import (
     RowStep,
     StepFailure,
     StepPlan,
-    encode,
 )
-from charonia.serving.engine_host import NOT_THE_SCHEDULER
-from charonia.serving.secret import FILE_NAME
+from charonia.serving.bls import STEPS_SOCKET
 from support.bystander import Bystander
-from support.e2e import tensors, wait_idle
+from support.e2e import error_of, tensors, wait_idle
 from support.sockets import StepsClient
 
 NAN = float("nan")
@@ -37,16 +36,8 @@ Ask = Callable[[Hello | StepPlan], Any]
 
 @pytest.fixture
 def engine_dir(server: TritonServer) -> Path:
-    """Where the engine's secret and socket are."""
+    """Where the engine's socket is."""
     return server.runtime_dir / "repository" / "engine" / "1"
-
-
-@pytest.fixture
-def secret(engine_dir: Path) -> str:
-    """What the scheduler sends plans with."""
-    path = engine_dir / FILE_NAME
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    return path.read_text(encoding="ascii")
 
 
 @pytest.fixture
@@ -114,13 +105,40 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_triton_hands_no_plan_to_the_engine(server: TritonServer, secret: str) -> None:
-    plan = np.frombuffer(encode(StepPlan(epoch=1, step_id=0, secret=secret)), dtype=np.uint8)
-    with (
-        contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client,
-        pytest.raises(InferenceServerException, match=NOT_THE_SCHEDULER),
-    ):
-        client.infer("engine", tensors({"plan": plan}))
+def test_strangers_neither_reach_nor_disturb_the_engine(
+    server: TritonServer, engine_dir: Path
+) -> None:
+    """Big messages and small ones, from four clients, one after the other without a pause."""
+    assert stat.S_IMODE((engine_dir / STEPS_SOCKET).stat().st_mode) == 0o600
+    before = wait_idle(server)
+    (process,) = server.model_processes("engine")
+    resident = process.memory_info().rss
+    is_over = threading.Event()
+    refusals: set[str] = set()
+
+    def flood(size: int) -> None:
+        question = tensors({"question": np.zeros(size, dtype=bool)})
+        with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
+            while not is_over.is_set():
+                refusals.add(str(error_of(lambda: client.infer("engine", question)).message()))
+
+    with Bystander(server, seed=12) as bystander, ThreadPoolExecutor(4) as threads:
+        floods = threads.map(flood, [6_000_000, 6_000_000, 1, 1])
+        bystander.wait_tokens(2000)
+        is_over.set()
+        list(floods)
+    assert all("unexpected shape for input 'question'" in text for text in refusals), refusals
+    assert process.memory_info().rss - resident < 64 * 2**20
+    after = wait_idle(server)
+    changed = {
+        name: count
+        for name, count in after.items()
+        if name.startswith(("charonia_engine_failures", "charonia_engine_restarts"))
+        and count != before.get(name, 0)
+    }
+    assert not changed
+    assert server.model_processes("engine") == [process]
+    assert bystander.token_ids == bystander.undisturbed()
 
 
 def test_the_engine_refuses_every_plan_that_is_out_of_range_and_goes_on(
@@ -132,7 +150,7 @@ def test_the_engine_refuses_every_plan_that_is_out_of_range_and_goes_on(
         return reply.message
 
     wait_idle(server)
-    before = ask_engine(Hello(secret="")).epoch
+    before = ask_engine(Hello()).epoch
     out_of_sequence = [
         (StepPlan(epoch=before, step_id=0, reset=True), "epoch of a reset"),
         (StepPlan(epoch=before + 1, step_id=4, reset=True), "step_id 4 with reset"),
@@ -145,18 +163,18 @@ def test_the_engine_refuses_every_plan_that_is_out_of_range_and_goes_on(
         for plan, says in out_of_sequence:
             assert says in refusal(plan)
         bystander.wait_tokens(20)
-    assert ask_engine(Hello(secret="")).epoch == before, "a refused plan changed the engine"
+    assert ask_engine(Hello()).epoch == before, "a refused plan changed the engine"
     assert bystander.token_ids == bystander.undisturbed()
 
 
 def test_the_scheduler_keeps_its_engine_when_another_plan_came_between(
     server: TritonServer, ask_engine: Ask
 ) -> None:
-    """Somebody with the secret resets the engine: the next plan is refused, a new epoch opens."""
+    """Another process of this user resets it: the next plan is refused, a new epoch opens."""
     restarts = wait_idle(server)["charonia_engine_restarts_total"]
     pids = server.pids("engine")
     with Bystander(server, seed=11) as bystander:
-        ask_engine(StepPlan(epoch=ask_engine(Hello(secret="")).epoch + 1, step_id=0, reset=True))
+        ask_engine(StepPlan(epoch=ask_engine(Hello()).epoch + 1, step_id=0, reset=True))
         bystander.wait_tokens(50)
     assert server.pids("engine") == pids
     assert wait_idle(server)["charonia_engine_restarts_total"] == restarts

@@ -20,8 +20,6 @@ from charonia.launch.repository import (
 )
 from charonia.serving import reload
 from charonia.serving.bls import RELOAD_MARK
-from charonia.serving.secret import FILE_NAME as SECRET_FILE
-from charonia.serving.secret import read_or_create
 
 
 @pytest.fixture
@@ -74,12 +72,11 @@ def test_what_a_run_keeps_for_itself_is_not_taken_from_another(source: Path, tar
     model_file = source / "engine/1/model.json"
     reload.install(model_file, model_file.read_bytes())
     (model_file.parent / RELOAD_MARK).write_text("1 1\n", encoding="ascii")
-    read_or_create(source / "scheduler/1" / SECRET_FILE)
     before = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
     prepare(source, target)
     after = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
     left_out = sorted(path.name for path in before - after)
-    assert left_out == ["model.json.before", SECRET_FILE, RELOAD_MARK]
+    assert left_out == ["model.json.before", RELOAD_MARK]
 
 
 def test_settings_are_json_or_else_strings(source: Path, target: Path) -> None:

@@ -7,24 +7,20 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from charonia.engine.outputs import Chunk
 from charonia.errors import (
     CharoniaError,
-    ConfigError,
     InvalidRequestError,
     NotSupportedError,
     QueueFullError,
     RequestCancelledError,
 )
-from charonia.serving.engine_host import NOT_THE_SCHEDULER, EngineHost
 from charonia.serving.generate_host import LOST, GenerateHost
 from charonia.serving.relay import RelayedOutlet
 from charonia.serving.schema import GenerateCall, OutputOptions, parse
-from charonia.serving.secret import FILE_NAME, read_or_create
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import Outputs, RawRequest
 from support.sockets import WAIT_S, SchedulerEnd
@@ -394,34 +390,3 @@ def test_what_would_occupy_the_process_for_long_is_refused(
 def test_too_many_token_ids_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="input_ids must have at most 4194304 ids"):
         parse(internal(input_ids=np.zeros(2**22 + 1, dtype=np.int32)))
-
-
-NESTED = b"\x83\xa4type\xa5Hello\xa6secret\xa1x\xa1z" + b"\x91" * 5000 + b"\xc0"
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"\xc1", NESTED, msgspec.msgpack.encode({"type": "Hello", "secret": ""})]
-)
-def test_the_engine_tells_a_plain_client_nothing_but_whom_it_serves(
-    tmp_path: Path, pb_utils: PbUtils, data: bytes
-) -> None:
-    (tmp_path / "model.json").write_text('{"model": "/nowhere"}', encoding="utf-8")
-    host = EngineHost(pb_utils, lambda args: None, tmp_path, "MODEL", log=lambda line: None)  # type: ignore[arg-type, return-value]
-    (answer,) = host.execute([Request(plan=np.frombuffer(data, dtype=np.uint8))])
-    assert answer.error().message() == NOT_THE_SCHEDULER
-
-
-def test_a_secret_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
-    assert read_or_create(path) == read_or_create(path)
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_an_empty_secret_or_none_that_can_be_made_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / FILE_NAME
-    path.touch()
-    with pytest.raises(ConfigError, match=r"plan\.secret must hold 64 characters"):
-        read_or_create(path)
-    with pytest.raises(ConfigError, match=r"plan\.secret can be neither read nor made"):
-        read_or_create(tmp_path / "nowhere" / FILE_NAME)

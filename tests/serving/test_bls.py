@@ -3,7 +3,6 @@
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from charonia.serving.bls import (
     clean,
     has_explicit_control,
     kill_processes,
-    start_time,
 )
-from charonia.serving.secret import read_or_create
+from charonia.serving.liveness import start_time
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -92,34 +90,3 @@ def test_an_engine_that_takes_nothing_any_more_may_have_said_farewell(
     engine.close()
     assert (_last_words(channel) is not None) == is_unloaded
     channel.close()
-
-
-def test_the_secret_is_made_once_and_is_its_owners_alone(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    secret = read_or_create(path)
-    assert len(secret) == 64
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert read_or_create(path) == secret
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_processes_that_come_at_once_agree_on_the_secret(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from charonia.serving.secret import read_or_create;"
-        "sys.stdin.read(1); print(read_or_create(Path(sys.argv[1])))"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, tmp_path / "secret"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for _ in range(4)
-    ]
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(b"x")
-        process.stdin.flush()
-    secrets = {process.communicate()[0] for process in processes}
-    assert len(secrets) == 1
-    assert list(tmp_path.iterdir()) == [tmp_path / "secret"]

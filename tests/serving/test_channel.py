@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from charonia.connection import Channel
-from charonia.serving.channel import Answer, ChannelServer, connect
+from charonia.serving.channel import Answer, ChannelServer, connect, peer_pid
 
 START = Callable[..., ChannelServer]
 NAME = "steps.socket"
@@ -310,6 +310,23 @@ def test_the_socket_is_its_owners_alone_and_replaces_an_old_one(
     assert stat.S_ISSOCK(mode)
     assert stat.S_IMODE(mode) == 0o600
     channel = connect(tmp_path / NAME)
+    channel.close()
+
+
+def test_a_process_of_another_user_is_not_served(
+    tmp_path: Path, start: START, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    monkeypatch.setattr("charonia.serving.channel._ROOT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    stranger = connect(tmp_path / NAME)
+    assert stranger.receive(10) is None
+    stranger.close()
+    monkeypatch.undo()
+    channel = connect(tmp_path / NAME)
+    assert peer_pid(channel) == os.getpid()
+    channel.send(b"a")
+    assert channel.receive(10) == b"A"
     channel.close()
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from charonia.config import EngineArgs
@@ -17,16 +16,17 @@ from charonia.protocol import (
     EngineInfo,
     Hello,
     KVLayout,
+    LoadFailure,
     StepFailure,
     StepPlan,
     StepResult,
     encode,
 )
 from charonia.serving import engine_host
-from charonia.serving.bls import RELOAD_MARK, STEPS_SOCKET, start_time
+from charonia.serving.bls import RELOAD_MARK, STEPS_SOCKET
 from charonia.serving.channel import connect
 from charonia.serving.engine_host import NOT_ENDED, NOT_THE_SCHEDULER, EngineHost
-from charonia.serving.secret import FILE_NAME
+from charonia.serving.liveness import start_time
 from support.sockets import StepsClient
 
 INFO = EngineInfo(
@@ -86,13 +86,6 @@ def make_host(tmp_path: Path, pb_utils: Any, log: list[str]) -> Callable[..., En
     return make
 
 
-def hello(pb_utils: Any, host: EngineHost, data: bytes) -> Any:
-    """What Triton's way in answers."""
-    plan = pb_utils.Tensor("plan", np.frombuffer(data, dtype=np.uint8))
-    (response,) = host.execute([pb_utils.Request([plan])])
-    return response
-
-
 @pytest.fixture
 def ask(tmp_path: Path, make_host: Callable[..., EngineHost]) -> Iterator[Callable[..., Any]]:
     """Sends a message of the scheduler through the socket of a host, and returns the reply."""
@@ -105,23 +98,25 @@ def ask(tmp_path: Path, make_host: Callable[..., EngineHost]) -> Iterator[Callab
 
 
 def test_the_scheduler_gets_answers(ask: Callable[..., Any]) -> None:
-    assert ask(Hello(secret="")) == INFO
+    assert ask(Hello()) == INFO
     for step_id in range(2):
         result = ask(StepPlan(epoch=1, step_id=step_id))
         assert isinstance(result, StepResult)
         assert (result.epoch, result.step_id) == (1, step_id)
 
 
-def test_over_triton_a_hello_is_answered_with_nothing_and_a_plan_refused(
-    tmp_path: Path, pb_utils: Any, make_host: Callable[..., EngineHost]
+def test_triton_gets_nothing_but_a_refusal_and_nothing_is_read(
+    pb_utils: Any, make_host: Callable[..., EngineHost], log: list[str]
 ) -> None:
-    host = make_host()
-    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
-    response = hello(pb_utils, host, encode(Hello(secret=secret)))
-    assert not response.has_error()
-    assert response.output_tensors() == []  # a tensor could corrupt the scheduler's heap
-    plan = StepPlan(epoch=1, step_id=0, reset=True, secret=secret)
-    assert hello(pb_utils, host, encode(plan)).error().message() == NOT_THE_SCHEDULER
+    responses = make_host().execute([object(), object()])
+    for response in responses:
+        error = response.error()
+        assert (error.message(), error.code()) == (
+            NOT_THE_SCHEDULER,
+            pb_utils.TritonError.INVALID_ARG,
+        )
+    assert len(responses) == 2
+    assert not log
 
 
 def test_a_directory_that_takes_no_socket_is_named(
@@ -133,56 +128,26 @@ def test_a_directory_that_takes_no_socket_is_named(
         host.serve_steps()
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\xc1", b"{}", encode(StepPlan(epoch=1, step_id=0, secret="guess"))]
-)
-def test_a_stranger_at_the_socket_gets_nothing(
+NESTED = b"\x82\xa4type\xa5Hello\xa1z" + b"\x91" * 5000 + b"\xc0"
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"{}", NESTED, encode(StepFailure("x"))])
+def test_what_cannot_be_read_ends_its_connection_and_leaves_one_short_line(
     tmp_path: Path, make_host: Callable[..., EngineHost], log: list[str], data: bytes
 ) -> None:
     host = make_host()
     host.serve_steps()
-    stranger = connect(tmp_path / STEPS_SOCKET)
-    stranger.send(data)
-    assert stranger.receive(10) is None
-    assert log == [f"refused: {NOT_THE_SCHEDULER}"]
-    stranger.close()
+    broken = connect(tmp_path / STEPS_SOCKET)
+    broken.send(data)
+    assert broken.receive(10) is None
+    broken.close()
+    (line,) = log
+    assert line.startswith("a message could not be read: ")
+    assert len(line) < 80
+    client = StepsClient(tmp_path)
+    assert client.ask(Hello()) == INFO
+    client.close()
     host.finalize()
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x00",
-        b"{}",
-        encode(Hello(secret="")),
-        encode(Hello(secret="0" * 64)),
-        encode(Hello(secret="ü")),
-        encode(StepPlan(epoch=1, step_id=0, reset=True)),
-        encode(StepPlan(epoch=1, step_id=0, reset=True, secret="guess")),
-        encode(StepFailure("x")),
-    ],
-)
-def test_a_plain_client_is_refused(
-    pb_utils: Any, make_host: Callable[..., EngineHost], log: list[str], data: bytes
-) -> None:
-    runners: list[Runner] = []
-
-    def make_runner(args: EngineArgs) -> Runner:
-        runners.append(Runner(args))
-        return runners[0]
-
-    error = hello(pb_utils, make_host(make_runner=make_runner), data).error()
-    assert (error.message(), error.code()) == (NOT_THE_SCHEDULER, pb_utils.TritonError.INVALID_ARG)
-    assert runners[0].num_plans == 0
-    assert log
-
-
-def test_a_request_without_a_plan_is_refused(
-    pb_utils: Any, make_host: Callable[..., EngineHost]
-) -> None:
-    (response,) = make_host().execute([pb_utils.Request([])])
-    assert response.error().message() == NOT_THE_SCHEDULER
 
 
 def test_a_step_does_not_ask_the_runner_what_it_is(
@@ -262,6 +227,12 @@ def test_a_new_epoch_begins_when_the_steps_that_were_given_up_have_ended(
     assert runner.done == ["begin 1", "end 1", "begin 2", "end 2"]
 
 
+def test_a_hello_does_not_wait_for_a_step(pipeline: tuple[Pipeline, StepsClient]) -> None:
+    _, client = pipeline
+    client.send(StepPlan(epoch=2, step_id=0, reset=True))  # waits for the step of the other one
+    assert client.ask_beside(Hello()) == msgspec.structs.replace(INFO, max_steps_in_flight=2)
+
+
 def test_steps_that_do_not_end_fail_the_plan_that_waits_for_them(
     pipeline: tuple[Pipeline, StepsClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +251,7 @@ def test_a_plan_out_of_range_is_refused_in_the_runners_words(
     refusal = StepFailure("the plan was refused: epoch is 13, expected 1")
     assert ask(StepPlan(epoch=13, step_id=0)) == refusal
     assert len(log) == 1
-    assert ask(Hello(secret="")) == INFO
+    assert ask(Hello()) == INFO
 
 
 def test_a_step_that_raises_tells_the_scheduler_no_paths(
@@ -322,7 +293,6 @@ def test_a_first_load_that_fails_fails(make_host: Callable[..., EngineHost]) -> 
 )
 def test_a_reload_that_fails_comes_up_to_say_why(
     tmp_path: Path,
-    pb_utils: Any,
     make_host: Callable[..., EngineHost],
     error: Exception,
     reason: str,
@@ -333,11 +303,12 @@ def test_a_reload_that_fails_comes_up_to_say_why(
     own_pid = os.getpid()
     (tmp_path / RELOAD_MARK).write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
     host = make_host(make_runner=make_runner)
-    secret = (tmp_path / FILE_NAME).read_text(encoding="ascii")
-    answer = hello(pb_utils, host, encode(Hello(secret=secret))).error()
-    assert (answer.message(), answer.code()) == (reason, pb_utils.TritonError.UNAVAILABLE)
-    refusal = hello(pb_utils, host, encode(Hello(secret="x"))).error()
-    assert refusal.message() == NOT_THE_SCHEDULER
+    host.serve_steps()
+    client = StepsClient(tmp_path)
+    assert client.ask(Hello()) == LoadFailure(reason)
+    assert client.ask(StepPlan(epoch=1, step_id=0, reset=True)) == LoadFailure(reason)
+    client.close()
+    host.finalize()
 
 
 def test_the_mark_of_a_scheduler_that_has_gone_counts_for_nothing(

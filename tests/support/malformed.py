@@ -14,7 +14,6 @@ import numpy as np
 import tritonclient.grpc as grpc
 
 from charonia.launch.server import TritonServer
-from charonia.protocol import Hello, StepPlan, encode
 from support.e2e import (
     HTTP,
     error_of,
@@ -332,8 +331,8 @@ def protocol_cases() -> Iterator[Case]:
 # ---------------------------------------------------------------------- plans and locked doors
 
 
-def by_plan(plan: bytes) -> Send:
-    return by_unary_grpc({"plan": np.frombuffer(plan, dtype=np.uint8)}, "engine")
+def by_question(*shape: int) -> Send:
+    return by_unary_grpc({"question": np.zeros(shape, dtype=bool)}, "engine")
 
 
 def by_load(server: TritonServer) -> str:
@@ -363,20 +362,11 @@ def by_http_call(method: str, path: str, body: Any = None) -> Send:
 
 def guarded_cases() -> Iterator[Case]:
     """What belongs to the scheduler, or to who has the key."""
-    plain = ("takes plans from the scheduler alone",)
-    reset = {"epoch": 99, "step_id": 0, "reset": True}
-    for name, plan in (
-        ("garbage", b"garbage"),
-        ("nothing", b""),
-        ("a hello without a secret", encode(Hello(secret=""))),
-        ("a hello with a guess", encode(Hello(secret="0" * 64))),
-        ("a hello with a guess that is no ASCII", encode(Hello(secret="ñ"))),
-        ("a reset without a secret", encode(StepPlan(**reset))),
-        ("a reset with a guess", encode(StepPlan(**reset, secret="secret"))),
-    ):
-        yield Case(f"plan: {name}", by_plan(plan), plain)
-    yield Case("plan: none", by_unary_grpc({}, "engine"), ("engine",))
-    yield Case("plan: another type", by_unary_grpc({"plan": "x"}, "engine"), ("plan", "UINT8"))
+    for size in (0, 1, 6_000_000):
+        says = ("unexpected shape", "1099511627776")
+        yield Case(f"engine: {size} bytes", by_question(size), says)
+    yield Case("engine: nothing", by_unary_grpc({}, "engine"), ("engine",))
+    yield Case("engine: a plan", by_unary_grpc({"plan": "x"}, "engine"), ("plan",))
     key = ("restricted protocol|This protocol is restricted", "charonia-key")
     load = {"parameters": {"config": "{}", "file:1/model.py": "YQ=="}}
     yield Case("load with code (gRPC)", by_load, key)

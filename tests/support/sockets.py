@@ -7,14 +7,11 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import msgspec
-
 from charonia.protocol import Hello, StepPlan, decode_reply, encode
 from charonia.serving.bls import STEPS_SOCKET
 from charonia.serving.channel import connect
 from charonia.serving.outlets import Outlet
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
-from charonia.serving.secret import FILE_NAME
 from charonia.serving.tensors import RawRequest
 
 WAIT_S = 10.0
@@ -51,20 +48,28 @@ class SchedulerEnd:
 
 
 class StepsClient:
-    """Sends messages to an engine's socket with the scheduler's secret."""
+    """Sends messages to an engine's socket, as the scheduler does."""
 
     def __init__(self, engine_dir: Path) -> None:
-        self._secret = (engine_dir / FILE_NAME).read_text(encoding="ascii")
-        self._channel = connect(engine_dir / STEPS_SOCKET)
+        self._path = engine_dir / STEPS_SOCKET
+        self._channel = connect(self._path)
 
     def ask(self, message: Hello | StepPlan) -> Any:
         """Send a message and return the reply."""
         self.send(message)
         return self.receive()
 
+    def ask_beside(self, message: Hello | StepPlan) -> Any:
+        """The same through a connection of its own."""
+        channel = connect(self._path)
+        channel.send(encode(message))
+        reply = decode_reply(channel.receive(WAIT_S) or b"")
+        channel.close()
+        return reply
+
     def send(self, message: Hello | StepPlan) -> None:
         """Send a message; its reply can be received later."""
-        self._channel.send(encode(msgspec.structs.replace(message, secret=self._secret)))
+        self._channel.send(encode(message))
 
     def receive(self) -> Any:
         """Wait for a reply."""

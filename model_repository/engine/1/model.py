@@ -32,7 +32,7 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer the scheduler's hellos."""
+        """Refuse what comes through Triton."""
         return self._host.execute(requests)
 
     def finalize(self) -> None:

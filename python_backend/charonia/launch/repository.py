@@ -30,7 +30,6 @@ from charonia.launch.errors import LaunchError
 from charonia.serving.bls import RELOAD_MARK
 from charonia.serving.channel import SOCKET_SUFFIX
 from charonia.serving.reload import LEFT_OF_RELOADS
-from charonia.serving.secret import FILE_NAME as SECRET_FILE
 
 DEFAULT_SCHEDULER = "scheduler"
 DEMO_CHECKPOINT = Path(charonia.__file__).parent / "demo" / "checkpoints" / "charonia-demo"
@@ -105,9 +104,9 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     engine_args = EngineArgs.from_dict(values)
     check_checkpoint(engine_args)
 
-    # Every run has its own secret and sockets, and does not end another's reload.
+    # Every run has its own sockets, and does not end another's reload.
     ignore = shutil.ignore_patterns(
-        "__pycache__", SECRET_FILE, f"*{SOCKET_SUFFIX}", RELOAD_MARK, *LEFT_OF_RELOADS
+        "__pycache__", f"*{SOCKET_SUFFIX}", RELOAD_MARK, *LEFT_OF_RELOADS
     )
     shutil.copytree(source, target, ignore=ignore, copy_function=_copy_or_link)
     (target / model_json.relative_to(source)).write_text(

@@ -1,13 +1,15 @@
-"""The engine in another Triton model, as an Executor: messages by socket, its life by BLS.
+"""The engine in another Triton model, as an Executor: messages by socket, its model by Triton.
 
-Owns the calls, their time limits, and bringing a dead engine back. Must not know what is in a plan.
+Owns the connection to the engine, its time limits, and bringing a dead engine back. Must not know
+what is in a plan.
 
     submit() ──► socket ──► engine ──► socket ──► result()      every step, see `channel`
-                                                     │ nothing for a second
-    a hello over BLS: Triton says whether the engine's process lives ◄──┘
-    (while nothing is to be computed, the socket's end is looked at, and a hello said now and then)
+    a second connection, see `liveness`: does it live           every second
+    where nobody is at the socket: a question to Triton         is the model loaded
 
-BLS works in `execute` and, once the model is loaded, in threads; its errors are harmless, and so
+Triton is asked over BLS, with a request that lacks its input: that is refused before it gets into
+the model's queue, so the answer waits neither for the engine nor behind anybody's requests. BLS
+works in `execute` and, once the model is loaded, in threads; its errors are harmless, and so
 are answers without tensors (`channel` says what the others do). Model control is not: each call
 of `pb_utils` that fails has a chance of taking the whole server down (seen after 3 to 26 of them,
 on 2.51.0). So nothing is asked for that may be refused: whether control is explicit is read from
@@ -20,15 +22,12 @@ import math
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from charonia.connection import Channel
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError, StepFailedError
@@ -38,6 +37,7 @@ from charonia.protocol import (
     EngineReply,
     Farewell,
     Hello,
+    LoadFailure,
     Pending,
     StepFailure,
     StepPlan,
@@ -45,14 +45,12 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
-from charonia.serving.channel import SOCKET_SUFFIX, connect
-from charonia.serving.secret import FILE_NAME, read_or_create
+from charonia.serving.channel import SOCKET_SUFFIX, connect, peer_pid
+from charonia.serving.liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
 
-PLAN = "plan"
-REPLY = "reply"
+ANSWER = "answer"
+"""The engine model's output, which nobody gets."""
 RECOVERY_IS_OFF = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
-UNLOADED = "the engine was unloaded"
-HUNG_UP = "the engine's process has hung up"
 RELOAD_MARK = "reload.mark"
 STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _CONTROL_OPTION = "--model-control-mode"
@@ -61,25 +59,24 @@ _KILL_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
 _ASK_AFTER_S = 1.0
 _LAST_WORDS_TIMEOUT_S = 2.0
-_ASK_IDLE_EVERY_S = 3.0
-"""A hello takes 0.4 ms of tritonserver's time."""
-
-_Answer = SimpleQueue[EngineDiedError | None]
-"""Where the answer to a hello goes: what is wrong, or None."""
+_IS_LOADED = "missing required input"
+"""What Triton says to a request without inputs for a model that is loaded."""
+_NOT_LOADED = ("is not ready", "Server not ready")
+"""What it says of one that is not; the latter of all models, at shutdown."""
 
 
 class _Step:
     """A step that was sent to the engine through the socket."""
 
     def __init__(
-        self, executor: "BlsExecutor", channel: Channel, failure: EngineDiedError | None
+        self, channel: Channel, watch: EngineWatch, failure: EngineDiedError | None
     ) -> None:
-        self._executor = executor
+        self._watch = watch
         self._channel = channel
         self._failure = failure
 
     def result(self, timeout: float | None) -> StepResult:
-        """As `Pending.result`. A stopped engine is noticed by asking after it over BLS."""
+        """As `Pending.result`. An engine that does not live is noticed within seconds."""
         if self._failure is not None:
             raise _last_words(self._channel) or self._failure
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -90,7 +87,7 @@ class _Step:
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"no answer of the engine within {timeout:g} s") from None
-                self._executor.ask_alive()
+                self._watch.check()
                 continue
             if data is None:
                 raise EngineDiedError(HUNG_UP)
@@ -111,8 +108,6 @@ class BlsExecutor:
         engine_model: its name. engine_dir: its version directory.
         log: takes one line, from any thread.
 
-    Raises:
-        ConfigError: the secret can be neither read nor made.
     """
 
     def __init__(
@@ -129,15 +124,12 @@ class BlsExecutor:
         self._engine_model = engine_model
         self._engine_dir = engine_dir
         self._channel: Channel | None = None
+        self._watch: EngineWatch | None = None
         self._reload_mark = engine_dir / RELOAD_MARK
-        self._secret = read_or_create(engine_dir / FILE_NAME)
         self._processes: dict[int, int] = {}
-        self._ask_idle_at = 0.0
         self._can_restart = has_explicit_control(_command_line(os.getppid()))
         if not self._can_restart:
             log(event("recovery_off", reason=RECOVERY_IS_OFF))
-        self._hellos: SimpleQueue[_Answer | None] = SimpleQueue()
-        self._start_thread()
 
     @property
     def can_restart(self) -> bool:
@@ -148,27 +140,20 @@ class BlsExecutor:
         """Ask the engine what it is, remember its processes, and connect to it.
 
         Raises:
-            EngineDiedError: there is none, or it does not answer.
+            EngineDiedError: there is none, or it does not answer, or says that it cannot work.
             EngineUnloadedError: it is not loaded (yet).
         """
         self._disconnect()
         channel = self._connect()
+        pid = peer_pid(channel)
+        self._processes = {pid: start_time(pid) or 0}  # to be killed, should it not answer
         try:
-            self.ask_alive()
+            reply = self._say_hello(channel)
+            watch = EngineWatch(self._connect(), pid)
         except EngineDiedError:
             channel.close()
             raise
-        try:
-            channel.send(encode(Hello(secret=self._secret)), _HELLO_TIMEOUT_S)
-            data = channel.receive(_HELLO_TIMEOUT_S)
-            reply = None if data is None else _decode(data)
-        except (OSError, StepFailedError) as error:
-            channel.close()
-            raise self._unreachable(f"no answer through its socket: {error}") from None
-        if not isinstance(reply, EngineInfo):
-            channel.close()
-            raise self._unreachable(f"it answered a hello with {type(reply).__name__}")
-        self._channel = channel
+        self._channel, self._watch = channel, watch
         self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
         return reply
 
@@ -178,60 +163,70 @@ class BlsExecutor:
         try:
             return connect(path)
         except OSError:
-            self.ask_alive()
+            self._ask_triton()
         try:
             return connect(path)  # it has come meanwhile
         except OSError as error:
             raise self._unreachable(f"{path.name} in its directory: {error.strerror}") from None
 
-    def ask_alive(self) -> None:
-        """Have Triton say whether the engine's process lives.
+    def _say_hello(self, channel: Channel) -> EngineInfo:
+        """Raises as `info`."""
+        try:
+            channel.send(encode(Hello()), _HELLO_TIMEOUT_S)
+            data = channel.receive(_HELLO_TIMEOUT_S)
+            reply = None if data is None else _decode(data)
+        except (OSError, StepFailedError) as error:
+            raise self._unreachable(f"no answer through its socket: {error}") from None
+        if isinstance(reply, LoadFailure):
+            raise EngineDiedError(reply.message)
+        if not isinstance(reply, EngineInfo):
+            raise self._unreachable(f"it answered a hello with {type(reply).__name__}")
+        return reply
+
+    def _ask_triton(self) -> None:
+        """Ask whether the engine's model is loaded.
 
         Raises:
-            EngineDiedError: it does not, or (EngineHungError) it does not answer, or
-                (EngineUnloadedError) Triton has been told to unload it.
+            EngineUnloadedError: it is not. EngineDiedError: there is no such model.
         """
-        answer: _Answer = SimpleQueue()
-        self._hellos.put(answer)
+        pb_utils = self._pb_utils
         try:
-            error = answer.get(timeout=_HELLO_TIMEOUT_S)
-        except Empty:
-            self._start_thread()
-            text = f"no answer of the engine within {_HELLO_TIMEOUT_S:g} s"
-            raise EngineHungError(text) from None
-        if error is None:
-            return
-        if f"Model '{self._engine_model}' is not ready" in str(error):
-            raise EngineUnloadedError(UNLOADED)  # its farewell is still to come
-        raise EngineHungError(str(error)) if self._lives() else error
+            response = pb_utils.InferenceRequest(
+                model_name=self._engine_model, requested_output_names=[ANSWER], inputs=[]
+            ).exec()
+            text = response.error().message()
+        except pb_utils.TritonModelException as error:
+            text = str(error)
+        if any(words in text for words in _NOT_LOADED):
+            raise EngineUnloadedError(UNLOADED)  # its farewell may still be to come
+        if _IS_LOADED not in text:
+            raise EngineDiedError(clean(text))
 
     def check(self) -> None:
-        """As `Executor.check`: its socket tells of its end, a hello every few seconds of a hang.
+        """As `Executor.check`: it costs no message.
 
         Raises:
             EngineDiedError: it has gone, or does not answer.
             EngineUnloadedError: Triton has unloaded it, or has another one in its place.
         """
         channel = self._channel
-        if channel is None or not channel.is_quiet():
+        if channel is None or self._watch is None or not channel.is_quiet():
             raise (channel and _last_words(channel)) or EngineDiedError(HUNG_UP)
-        if time.monotonic() >= self._ask_idle_at:
-            self.ask_alive()
-            self._ask_idle_at = time.monotonic() + _ASK_IDLE_EVERY_S
+        self._watch.check()
 
     def submit(self, plan: StepPlan) -> Pending:
         """Send a plan; the engine computes while the caller goes on."""
-        channel = self._channel
+        channel, watch = self._channel, self._watch
         assert channel is not None, "submit() before info()"
+        assert watch is not None
         failure: EngineDiedError | None = None
         try:
-            message = encode(msgspec.structs.replace(plan, secret=self._secret))
-            channel.send(message, _SEND_TIMEOUT_S)
+            channel.send(encode(plan), _SEND_TIMEOUT_S)
         except TimeoutError:
             failure = EngineHungError(f"the engine takes no plan within {_SEND_TIMEOUT_S:g} s")
         except OSError as error:
             failure = EngineDiedError(f"the engine takes no plan: {error.strerror or error}")
-        return _Step(self, channel, failure)
+        return _Step(channel, watch, failure)
 
     def restart(self) -> None:
         """Kill the old engine's processes, unload its model and load it again.
@@ -241,7 +236,6 @@ class BlsExecutor:
         """
         if not self._can_restart:
             raise EngineDiedError(RECOVERY_IS_OFF)
-        self._start_thread()  # the old one may hang in a call until the engine is gone
         self._disconnect()
         kill_processes(self._processes)
         self._processes = {}
@@ -250,7 +244,7 @@ class BlsExecutor:
             self._reload_mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
             self._pb_utils.unload_model(self._engine_model)
             self._pb_utils.load_model(self._engine_model)
-            self._say_hello()
+            self._make_sure_it_works()
         except Exception as error:
             raise EngineDiedError(clean(str(error))) from None
         finally:
@@ -259,14 +253,8 @@ class BlsExecutor:
                 self._reload_mark.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Stop the thread; the engine stays."""
+        """Hang up; the engine stays."""
         self._disconnect()
-        self._hellos.put(None)
-
-    def _lives(self) -> bool:
-        """Whether all processes of the engine are there, be they stopped."""
-        processes = self._processes.items()
-        return bool(processes) and all(start_time(pid) == started for pid, started in processes)
 
     def _unreachable(self, why: str) -> EngineDiedError:
         """Of an engine that Triton knows but that cannot be spoken to: why is logged once."""
@@ -277,47 +265,20 @@ class BlsExecutor:
         return EngineDiedError(text)
 
     def _disconnect(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
-    def _say_hello(self) -> None:
+    def _make_sure_it_works(self) -> None:
         """Make sure that the engine works, or unload it. Raises EngineDiedError."""
         try:
             self.info()
         except EngineDiedError:
             self._pb_utils.unload_model(self._engine_model)
             raise
-
-    # ------------------------------------------------------------------ the thread
-
-    def _start_thread(self) -> None:
-        """Start a thread that makes calls; an older one ends after the call that it is in."""
-        self._hellos.put(None)
-        self._hellos = SimpleQueue()
-        threading.Thread(
-            target=self._run, args=(self._hellos,), name="charonia-bls", daemon=True
-        ).start()
-
-    def _run(self, hellos: "SimpleQueue[_Answer | None]") -> None:
-        while (answer := hellos.get()) is not None:
-            try:
-                self._say_hello_over_bls()
-            except Exception as error:
-                answer.put(EngineDiedError(clean(str(error))))
-            else:
-                answer.put(None)
-
-    def _say_hello_over_bls(self) -> None:
-        """Raises whatever is wrong. The answer is an error or nothing: no tensor, see `channel`."""
-        hello = np.frombuffer(encode(Hello(secret=self._secret)), dtype=np.uint8)
-        response = self._pb_utils.InferenceRequest(
-            model_name=self._engine_model,
-            requested_output_names=[REPLY],
-            inputs=[self._pb_utils.Tensor(PLAN, hello)],
-        ).exec()
-        if response.has_error():
-            raise EngineDiedError(response.error().message())
 
 
 def _last_words(channel: Channel) -> EngineUnloadedError | None:
@@ -366,16 +327,6 @@ def clean(message: str) -> str:
     """Triton's message without the traceback and the server's paths that it may carry."""
     message = re.split(r"\n+(?:At:|Traceback)", message)[0]
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*", "…", message).strip()
-
-
-def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    state, *rest = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])
 
 
 def kill_processes(processes: dict[int, int]) -> None:

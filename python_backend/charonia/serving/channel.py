@@ -6,8 +6,7 @@ A message over BLS crosses tritonserver, which costs five or six wake-ups of sle
 way and some 0.4 ms of its processor time. All these processes are on one machine, so what is
 said often goes directly from one to the other::
 
-    scheduler ── BLS: hello ──► tritonserver ──► engine        is it alive
-              ── socket: step ─────────────────► engine        one message each way per step
+    scheduler ── socket: step ─────────────────► engine        one message each way per step
     generate, postprocessor ── socket ─────────► scheduler     see `relay`
 
 There is a second reason. A BLS call makes the tensors of its answer without holding Python's lock
@@ -21,15 +20,18 @@ ends the other's wait at once.
 import contextlib
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from socket import SO_PEERCRED, SOL_SOCKET
 
 from charonia.connection import Channel
 
 SOCKET_SUFFIX = ".socket"
+_ROOT = 0  # may do anything anyway
 _TRY_AGAIN_S = 0.1
 _FAREWELL_TIMEOUT_S = 1.0
 
@@ -60,14 +62,26 @@ def listen(path: Path) -> socket.socket:
     with contextlib.suppress(OSError):
         path.unlink()
     try:
+        os.fchmod(listener.fileno(), 0o600)  # which the file is made with: at no time is it wider
         with _short_path(path) as address:
             listener.bind(address)
-        path.chmod(0o600)
         listener.listen()
     except OSError:
         listener.close()
         raise
     return listener
+
+
+def peer_pid(channel: Channel) -> int:
+    """The process that listens, or did, at the other end of a connection of `connect`."""
+    return _credentials(channel.socket)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them."""
+    size = struct.calcsize("3i")
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(SOL_SOCKET, SO_PEERCRED, size))
+    return pid, uid
 
 
 def connections(listener: socket.socket, is_closing: Callable[[], bool]) -> Iterator[Channel]:
@@ -80,7 +94,11 @@ def connections(listener: socket.socket, is_closing: Callable[[], bool]) -> Iter
                 return
             time.sleep(_TRY_AGAIN_S)
         else:
-            yield Channel(connection)
+            _, uid = _credentials(connection)
+            if uid in (os.geteuid(), _ROOT):
+                yield Channel(connection)
+            else:  # it got the socket from somebody
+                connection.close()
 
 
 Answer = Callable[[], bytes]

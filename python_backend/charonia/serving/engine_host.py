@@ -1,10 +1,13 @@
 """The engine model's side: takes plans from the scheduler alone and has a Runner execute them.
 
-Owns the secret's check and what becomes of an exception. Must not know what is in a plan, nor
+Owns who is answered and what becomes of an exception. Must not know what is in a plan, nor
 torch: the runner is made by a function that is passed in.
+
+Everything goes through the socket, which only processes of the same user can open. `engine` is a
+model of a public server, too; but its input is larger than anybody can send, so Triton refuses
+each request before it gets into this process (config.pbtxt).
 """
 
-import hmac
 import locale
 import os
 import signal
@@ -25,17 +28,17 @@ from charonia.protocol import (
     EngineRequest,
     Farewell,
     Hello,
+    LoadFailure,
     StepFailure,
     StepPlan,
     decode_request,
     encode,
 )
-from charonia.serving.bls import PLAN, STEPS_SOCKET, clean, is_reload
+from charonia.serving.bls import STEPS_SOCKET, clean, is_reload
 from charonia.serving.channel import Answer, ChannelServer
 from charonia.serving.cores import has_core_to_itself, take_engine_cores
 from charonia.serving.reload import restore
-from charonia.serving.secret import FILE_NAME, read_or_create
-from charonia.serving.tensors import INTERNAL_ERROR, error_response
+from charonia.serving.tensors import error_response
 
 MODEL_FILE = "model.json"
 _SPIN_S = 1e-3
@@ -74,7 +77,7 @@ class EngineHost:
 
     Args:
         make_runner: loads the engine.
-        version_dir: the model's version directory, with model.json; the secret lies beside it.
+        version_dir: the model's version directory, with model.json; the socket lies beside it.
         instance_kind: Triton's, e.g. "MODEL". log: takes one line.
 
     Raises:
@@ -98,7 +101,6 @@ class EngineHost:
         self._channel_server: ChannelServer | None = None
         self._one_step_at_a_time = threading.Lock()
         self._open_steps = _OpenSteps()
-        self._secret = read_or_create(version_dir / FILE_NAME)
         self._runner: PlanRunner | UnavailableError
         self._is_pipelined = False  # whether a step may begin before the one ahead of it has ended
         if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
@@ -116,8 +118,9 @@ class EngineHost:
             self._runner = UnavailableError(reason)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer hellos with nothing; all else with an error that gives nothing away."""
-        return [self._answer_hello(request) for request in requests]
+        """Refuse all that Triton lets through, without a look at it."""
+        refusal = PlanRefusedError(NOT_THE_SCHEDULER)
+        return [error_response(self._pb_utils, refusal) for _ in requests]
 
     def serve_steps(self) -> None:
         """Answer the scheduler's messages through the socket, from now until `finalize`.
@@ -149,46 +152,19 @@ class EngineHost:
             self._runner.close()
 
     def _begin_answer(self, data: bytes) -> Answer | None:
-        """Begin to answer a message of the socket; None for one that is not the scheduler's."""
-        try:
-            return self._begin(self._decode(data))
-        except (PlanRefusedError, UnavailableError) as error:
-            self._log(f"refused: {error}")
-        except Exception:
-            self._log(f"a message could not be read: {traceback.format_exc()}")
-        return None
-
-    def _answer_hello(self, request: Any) -> Any:
-        pb_utils = self._pb_utils
-        try:
-            data = pb_utils.get_input_tensor_by_name(request, PLAN)
-            message = self._decode(b"" if data is None else data.as_numpy().tobytes())
-            if not isinstance(message, Hello):
-                raise PlanRefusedError(NOT_THE_SCHEDULER)
-            if isinstance(self._runner, UnavailableError):
-                raise self._runner
-        except (PlanRefusedError, UnavailableError) as error:
-            self._log(f"refused: {error}")
-            return error_response(pb_utils, error)
-        except Exception:
-            self._log(f"a request could not be read: {traceback.format_exc()}")
-            return error_response(pb_utils, CharoniaError(INTERNAL_ERROR))
-        return pb_utils.InferenceResponse([])
-
-    def _decode(self, data: bytes) -> EngineRequest:
-        """Raises PlanRefusedError for anything but a message that carries the secret."""
+        """Begin to answer a message of the socket; None for what is none."""
         try:
             message = decode_request(data)
-        except (RecursionError, msgspec.DecodeError):
-            raise PlanRefusedError(NOT_THE_SCHEDULER) from None
-        if not hmac.compare_digest(message.secret.encode(), self._secret.encode()):
-            raise PlanRefusedError(NOT_THE_SCHEDULER)
-        return message
+        except (RecursionError, msgspec.DecodeError) as error:
+            self._log(f"a message could not be read: {type(error).__name__}")
+            return None
+        return self._begin(message)
 
     def _begin(self, message: EngineRequest) -> Answer:
         runner = self._runner
         if isinstance(runner, UnavailableError):
-            raise runner
+            failure = encode(LoadFailure(str(runner)))
+            return lambda: failure
         if isinstance(message, Hello):
             info = encode(runner.info())
             return lambda: info
