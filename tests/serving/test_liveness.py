@@ -96,9 +96,8 @@ def test_a_stopped_process_is_told_from_a_slow_one(
 
 def test_an_end_of_the_watch_waits_for_no_engine(pair: tuple[EngineWatch, Channel]) -> None:
     watch, engine = pair
-    watch.close()
-    watch.check()
     assert engine.receive(20) is not None
+    watch.close()
     assert engine.receive(20) is None
 
 
