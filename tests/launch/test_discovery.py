@@ -41,6 +41,12 @@ def test_the_wheels_server_runs_in_the_environment_it_is_given() -> None:
     assert b"--model-repository" in result.stdout + result.stderr
 
 
+def test_the_options_of_a_release_are_those_of_its_help() -> None:
+    options = find_tritonserver().options
+    assert {"model-repository", "http-port", "exit-timeout-secs"} <= options
+    assert "model" not in options
+
+
 def test_linked_backends_hold_the_stub_of_this_python(tmp_path: Path) -> None:
     backends = find_tritonserver().link_backends(tmp_path / "backends")
     stub = (backends / "python" / STUB).resolve()

@@ -17,6 +17,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 import charonia
+from charonia.launch.discovery import Installation
 from charonia.launch.errors import LaunchError
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import TritonServer
@@ -108,6 +109,29 @@ def test_a_taken_port_is_named_before_anything_starts(
         with pytest.raises(LaunchError, match=f"^{what} port {port} on 127.0.0.1"):
             server.start()
     assert server.pid is None
+
+
+NEWER_TRITON = """#!/bin/sh
+[ "$1" = --help ] && { echo "  --http-max-input-size <integer>" >&2; exit 1; }
+printf '%s\\n' "$@"
+"""
+
+
+def test_a_release_that_can_bound_a_request_is_told_to(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installation = Installation(tmp_path / "newer", None, ())
+    installation.binary.parent.mkdir(parents=True)
+    installation.binary.write_text(NEWER_TRITON, encoding="utf-8")
+    installation.binary.chmod(0o755)
+    monkeypatch.setattr("charonia.launch.server.find_tritonserver", lambda: installation)
+    log: list[str] = []
+    server = TritonServer(repository, on_log=log.append)
+    server.start()
+    with pytest.raises(LaunchError):
+        server.wait_ready()
+    server.close()
+    assert "--http-max-input-size=67108864" in log
 
 
 def test_a_model_that_cannot_be_loaded_is_the_reason(

@@ -10,9 +10,11 @@ Two places are looked at, the container's first::
                                             `link_backends` puts the right one beside the backend
 """
 
+import functools
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 import sysconfig
@@ -49,6 +51,14 @@ class Installation:
     def binary(self) -> Path:
         """The server's executable."""
         return self.root / "bin" / "tritonserver"
+
+    @functools.cached_property
+    def options(self) -> frozenset[str]:
+        """The command-line options that this release knows, without their dashes."""
+        result = subprocess.run(
+            [self.binary, "--help"], env=self.environment(), capture_output=True, text=True
+        )
+        return frozenset(re.findall(r"^\s+--([\w-]+)", result.stderr + result.stdout, re.M))
 
     def link_backends(self, directory: Path) -> Path:
         """Return a folder for `--backend-directory`; `directory` is created when one is needed.

@@ -7,6 +7,7 @@ what it left in /dev/shm. Must not know Triton's options or models.
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -28,10 +29,12 @@ def start_leader(
     env: dict[str, str],
     cores: Collection[int] | None = None,
     directory: Path | None = None,
+    stack_bytes: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start `command` as the leader of a session of its own, stdout and stderr in one pipe.
 
-    It runs on `cores` alone and in `directory`, where they are given.
+    It runs on `cores` alone and in `directory`, and the stacks of its threads may grow to
+    `stack_bytes`, where these are given.
 
     The kernel kills it when the *thread* that calls this ends, however it ends: call it from a
     thread that lives as long as the server should, as a rule the main thread.
@@ -41,6 +44,9 @@ def start_leader(
     def die_with_parent() -> None:
         if cores is not None:
             os.sched_setaffinity(0, cores)
+        if stack_bytes is not None:
+            hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+            resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, hard))
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before prctl could see it
             os._exit(1)

@@ -56,6 +56,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
         ) as (server, prepared):
             for path in sweep_stale_runs():
                 say(f"removed what a killed run left in {path}")
+            say(server.stack_limit.describe())
             say(f"starting tritonserver with {prepared.engine_args.model}")
             supervisor = Supervisor(
                 server,

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +24,7 @@ from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
 from charonia.launch.errors import LaunchError
 from charonia.launch.logs import failure_reason, is_interesting
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
+from charonia.launch.stacks import stack_limit
 from charonia.serving.cores import VARIABLE
 
 DEFAULT_ADDRESS = "127.0.0.1"
@@ -32,6 +33,10 @@ RESTRICTED = "model-repository,shared-memory,trace,logging"
 DRAIN_S = 4  # in-flight requests may finish for so long at shutdown
 STOP_S = 6.0  # then the server is killed
 LOG_TAIL_LINES = 200
+MAX_INPUT_OPTION = "http-max-input-size"
+MAX_HTTP_INPUT_BYTES = 2**26
+"""Of a body, where tritonserver can bound it. The longest prompt, 2**24 bytes, has at most three
+times as many with every character beyond ASCII escaped."""
 
 
 class TritonServer:
@@ -45,6 +50,9 @@ class TritonServer:
         runtime: where what belongs to this run is kept; None makes one. `close` closes it.
         cores: for all but the engine, see `cores`; None leaves them to the operating system.
         on_log: gets the server's log, line by line, from a thread.
+
+    Attributes:
+        stack_limit: of its threads.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class TritonServer:
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: threading.Thread | None = None
+        self.stack_limit = stack_limit()
         self._installation = find_tritonserver()
         self._runtime = runtime or RuntimeDir()
         self._backends = self._installation.link_backends(self.runtime_dir / "backends")
@@ -147,7 +156,7 @@ class TritonServer:
         if self._cores is not None:
             environment[VARIABLE] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         self._process = processes.start_leader(
-            self._command(), environment, self._cores, PACKAGE_PARENT
+            self._command(), environment, self._cores, PACKAGE_PARENT, self.stack_limit.num_bytes
         )
         self._pump = threading.Thread(target=self._pump_log, args=(self._process,), daemon=True)
         self._pump.start()
@@ -229,7 +238,7 @@ class TritonServer:
         self.close()
 
     def _command(self) -> list[str]:
-        options: Mapping[str, object] = {
+        options: dict[str, object] = {
             "model-repository": self.repository,
             "backend-directory": self._backends,
             "cache-directory": self._installation.root / "caches",
@@ -246,6 +255,8 @@ class TritonServer:
             "backend-config": f"python,shm-region-prefix-name={self._runtime.shm_prefix}",
             "exit-timeout-secs": DRAIN_S,
         }
+        if MAX_INPUT_OPTION in self._installation.options:
+            options[MAX_INPUT_OPTION] = MAX_HTTP_INPUT_BYTES
         flags = [f"--{name}={value}" for name, value in options.items()]
         return [str(self._installation.binary), "--disable-auto-complete-config", *flags]
 

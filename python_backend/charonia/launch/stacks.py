@@ -1,0 +1,64 @@
+"""How large the stacks of tritonserver's threads may grow.
+
+Owns that size, and what on this machine stands in its way. Must not know processes.
+
+Older tritonservers put a structure for each piece of a body, and a call for each bracket, on a
+thread's stack. With the usual 8 MiB one POST of 200,000 brackets, or of a million chunks, ended
+server 2.51.0 with SIGSEGV; with 4 GiB neither does, nor a hundred or four times as much. Newer
+releases have mended that, see docker/README.md.
+
+A stack is virtual memory: it costs what was touched of it. Where virtual memory is short all the
+same, the limit is left as it is: on a machine that promises no more than it has
+(vm.overcommit_memory=2), and under a limit of the address space (RLIMIT_AS), of which 200 GiB were
+not enough: tritonserver has some 240 threads, and aborted. A cgroup counts what was touched.
+"""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from charonia.events import event
+
+STACK_BYTES = 2**32
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
+_NEVER = 2
+
+
+@dataclass(frozen=True)
+class StackLimit:
+    """The soft limit (RLIMIT_STACK) that tritonserver gets.
+
+    Attributes:
+        num_bytes: None leaves the limit as it is.
+        obstacle: why it is not `STACK_BYTES`; empty where it is.
+    """
+
+    num_bytes: int | None
+    obstacle: str = ""
+
+    def describe(self) -> str:
+        """A line for the log."""
+        if not self.obstacle:
+            return event("thread_stacks", bytes=STACK_BYTES)
+        found = "unchanged" if self.num_bytes is None else self.num_bytes
+        reason = f"{self.obstacle}; a hostile HTTP request may end a tritonserver before 26.05"
+        return event("thread_stacks_small", bytes=found, reason=reason)
+
+
+def stack_limit(overcommit: Path = _OVERCOMMIT) -> StackLimit:
+    """What this machine, and the limits of this process, allow."""
+    if _read_number(overcommit) == _NEVER:
+        return StackLimit(None, "vm.overcommit_memory is 2")
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return StackLimit(None, "the address space is limited (ulimit -v)")
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    if hard != resource.RLIM_INFINITY and hard < STACK_BYTES:
+        return StackLimit(hard, f"the hard limit of the stack is {hard} bytes (ulimit -Hs)")
+    return StackLimit(STACK_BYTES)
+
+
+def _read_number(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0

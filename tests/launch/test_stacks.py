@@ -1,0 +1,64 @@
+"""How large the stacks of tritonserver's threads may grow, and what a limit changes."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from charonia.launch import processes
+from charonia.launch.stacks import STACK_BYTES, stack_limit
+
+HARD_BYTES = 64 * 2**20
+DESCRIBE = """
+import resource, sys
+from charonia.launch.stacks import stack_limit
+name, value = sys.argv[1:]
+resource.setrlimit(getattr(resource, name), (int(value), int(value)))
+limit = stack_limit()
+print(limit.num_bytes, limit.describe())
+"""
+
+
+def describe_under(name: str, value: int) -> str:
+    """What a process says that has a lower limit."""
+    command = [sys.executable, "-c", DESCRIBE, name, str(value)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_STACK)[1] not in (resource.RLIM_INFINITY, STACK_BYTES),
+    reason="the hard limit of the stack is low here",
+)
+def test_a_leader_gets_the_stack_limit_and_keeps_the_hard_one(tmp_path: Path) -> None:
+    limit = stack_limit(tmp_path / "none")
+    assert limit.describe() == f"thread_stacks bytes={STACK_BYTES}"
+    script = "import resource; print(*resource.getrlimit(resource.RLIMIT_STACK))"
+    leader = processes.start_leader([sys.executable, "-c", script], {}, stack_bytes=limit.num_bytes)
+    out, _ = leader.communicate(timeout=30)
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    assert out.split() == [str(STACK_BYTES).encode(), str(hard).encode()]
+
+
+def test_a_low_hard_limit_is_taken_and_named() -> None:
+    said = describe_under("RLIMIT_STACK", HARD_BYTES)
+    assert said.startswith(f"{HARD_BYTES} thread_stacks_small bytes={HARD_BYTES} reason=")
+    assert f"the hard limit of the stack is {HARD_BYTES} bytes" in said
+
+
+def test_a_limited_address_space_leaves_the_stack_as_it_is() -> None:
+    said = describe_under("RLIMIT_AS", 2**36)
+    assert said.startswith("None thread_stacks_small bytes=unchanged reason=")
+    assert "the address space is limited" in said
+
+
+@pytest.mark.parametrize(("mode", "is_raised"), [("0", True), ("1", True), ("2", False)])
+def test_a_machine_that_promises_no_more_than_it_has_leaves_the_stack_as_it_is(
+    tmp_path: Path, mode: str, is_raised: bool
+) -> None:
+    overcommit = tmp_path / "overcommit_memory"
+    overcommit.write_text(f"{mode}\n", encoding="ascii")
+    limit = stack_limit(overcommit)
+    assert (limit.num_bytes is not None) == is_raised
+    assert ("vm.overcommit_memory is 2" in limit.describe()) == (not is_raised)
