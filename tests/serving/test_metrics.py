@@ -1,5 +1,7 @@
 """What the exporter hands to Triton; a real scrape is tested on the real server."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -36,17 +38,23 @@ class Registry:
     def __init__(self) -> None:
         made: dict[tuple[str, tuple[str, ...]], Series] = {}
         self.made = made
+        self.num_given_back = 0
+
+        def give_back() -> None:
+            self.num_given_back += 1
 
         class MetricFamily:
             COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
             def __init__(self, name: str, description: str, kind: str) -> None:
                 self.name = name
+                weakref.finalize(self, give_back).atexit = False
 
             def Metric(self, labels: dict[str, str], buckets: Any = None) -> Series:
                 own = tuple(v for k, v in labels.items() if k not in ("model", "version"))
                 assert (self.name, own) not in made
                 made[self.name, own] = Series(labels, buckets)
+                weakref.finalize(made[self.name, own], give_back).atexit = False
                 return made[self.name, own]
 
         self.MetricFamily = MetricFamily
@@ -85,6 +93,34 @@ def test_counters_and_gauges_follow_and_only_changes_are_sent() -> None:
     assert registry.value("charonia_kv_blocks", "used") == 7
     labels = registry.made["charonia_rejections_total", ("queue_full",)].labels
     assert labels == {"model": "scheduler", "version": "1", "reason": "queue_full"}
+
+
+def test_a_gauge_is_set_again_and_again_because_an_older_scheduler_may_have_ended() -> None:
+    metrics = Metrics()
+    registry, exporter = make(metrics)
+    metrics.gauges["charonia_engine_up", ""] = 1.0
+    exporter._export()
+    older = registry.made["charonia_engine_up", ()]
+    older.value = 0.0
+    exporter._export()
+    assert older.value == 1
+
+
+def test_at_the_end_gauges_are_zero_and_nothing_is_given_back_to_triton() -> None:
+    metrics = Metrics()
+    registry, exporter = make(metrics)
+    metrics.count("charonia_generation_tokens_total", 5)
+    metrics.gauges["charonia_engine_up", ""] = 1.0
+    exporter._export()
+    exporter.close()
+    assert registry.value("charonia_engine_up") == 0
+    assert registry.value("charonia_generation_tokens_total") == 5
+    num_made = len(registry.made)
+    registry.made.clear()
+    del exporter
+    gc.collect()
+    assert num_made > 50
+    assert registry.num_given_back == 0
 
 
 def test_what_is_observed_per_step_reads_like_a_histogram() -> None:

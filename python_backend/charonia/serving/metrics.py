@@ -7,8 +7,16 @@ One update is a round trip of 15 to 43 µs and a Triton histogram takes one valu
 what is observed per request goes into Triton histograms, and what is observed per token or step
 is kept in this process and exported as counters `…_bucket`, `…_sum` and `…_count`, which
 Prometheus reads as the same thing.
+
+Nothing that was made at Triton is ever given back. Families of one name are one to Prometheus,
+whichever process made them, but each counts its own references: the last one frees a metric that
+the family of another process still writes to (2.51.0, and unmended in 2026:
+https://github.com/triton-inference-server/server/issues/8663). Triton loads a model again before it
+lets the old one go, so the old scheduler's end corrupted the server's heap under the new one. As
+nothing is freed, the counters and histograms of one scheduler go on in the next.
 """
 
+import ctypes
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -80,11 +88,11 @@ class MetricsExporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and let go of Triton's objects, which must not outlive `finalize`."""
+        """Stop the thread. Gauges are 0 from now on: they were of this scheduler."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._families.clear()
+        self._families.set_to_zero()
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL_S):
@@ -161,6 +169,7 @@ class Families:
         self._labels = dict(labels)
         self._families: dict[str, Any] = {}
         self._series: dict[tuple[str, str], Any] = {}
+        self._gauges: list[Any] = []
         self._values: dict[tuple[str, str], float] = {}
 
     def count_up_to(self, name: str, total: float, labels: Mapping[str, str] | None = None) -> None:
@@ -172,11 +181,9 @@ class Families:
             self._values[key] = total
 
     def set(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
-        """Set a gauge."""
-        key, series = self._find(name, "GAUGE", labels)
-        if self._values.get(key) != value:
-            series.set(value)
-            self._values[key] = value
+        """Set a gauge, changed or not: a scheduler that ends sets it to 0 behind the next one."""
+        _, series = self._find(name, "GAUGE", labels)
+        series.set(value)
 
     def observe(self, name: str, values: Any, buckets: tuple[float, ...]) -> None:
         """Add values to a histogram."""
@@ -184,10 +191,10 @@ class Families:
         for value in values:
             series.observe(value)
 
-    def clear(self) -> None:
-        """Drop everything."""
-        self._series.clear()
-        self._families.clear()
+    def set_to_zero(self) -> None:
+        """Set every gauge to 0."""
+        for series in self._gauges:
+            series.set(0.0)
 
     def _find(
         self, name: str, kind: str, labels: Mapping[str, str] | None, **options: Any
@@ -196,15 +203,29 @@ class Families:
         key = (name, ",".join(labels.values()))
         if key not in self._series:
             if name not in self._families:
-                self._families[name] = self._family_class(
-                    name=name,
-                    description=name.replace("_", " "),
-                    kind=getattr(self._family_class, kind),
+                self._families[name] = _immortal(
+                    self._family_class(
+                        name=name,
+                        description=name.replace("_", " "),
+                        kind=getattr(self._family_class, kind),
+                    )
                 )
-            self._series[key] = self._families[name].Metric(
-                labels=self._labels | dict(labels), **options
+            series = _immortal(
+                self._families[name].Metric(labels=self._labels | dict(labels), **options)
             )
+            self._series[key] = series
+            if kind == "GAUGE":
+                self._gauges.append(series)
         return key, self._series[key]
+
+
+def _immortal(triton_object: Any) -> Any:
+    """The same object, whose destructor never runs, not even at the end of the process.
+
+    It would give the object back to Triton, or crash when `finalize` has returned.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(triton_object))
+    return triton_object
 
 
 def _labels_of(series: Series) -> dict[str, str]:
