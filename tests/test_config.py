@@ -120,7 +120,7 @@ def test_one_length_of_an_n_gram_makes_room_for_the_other(values, lengths):
     [
         ({}, "neither a method nor a model; methods are 'draft_model', 'ngram' and 'suffix'"),
         ({"method": "draft_model"}, "'draft_model' needs a model"),
-        ({"method": "ngram", "model": "d"}, "'ngram' takes no model, and one is named: 'd'"),
+        ({"method": "ngram", "model": "d"}, "'ngram' takes no model, but one is named"),
         ({"method": "eagle", "model": "d"}, "Invalid enum value 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "<= 64"),

@@ -46,13 +46,16 @@ RULES = {
     "version": rule(),
     "protocol": rule("errors", "msgspec"),
     "config": rule("errors", "msgspec"),
+    "checkpoint_files": rule("errors"),
     "connection": rule(),
     "events": rule(),
     # No threads and no clock: time is an argument.
     "control": rule("protocol errors", never="threading concurrent asyncio multiprocessing time"),
-    "text": rule("protocol errors", "tokenizers"),
+    "text": rule("protocol errors checkpoint_files", "tokenizers"),
     # psutil tells how much memory there is for the KV cache.
-    "data": rule("protocol errors config", "torch numpy safetensors msgspec psutil"),
+    "data": rule(
+        "protocol errors config checkpoint_files", "torch numpy safetensors msgspec psutil"
+    ),
     # psutil tells which network interface an address belongs to.
     "parallel": rule(
         "data protocol config connection errors events version", "torch numpy msgspec psutil"

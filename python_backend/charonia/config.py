@@ -5,19 +5,24 @@ parameters of its config.pbtxt. Must not know Triton or torch.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from charonia.errors import ConfigError
+from charonia.errors import ConfigError, shown
 
 SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters in a config.pbtxt that are meant for the inference server, not for us."""
-PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+_MAX_INTEGER = 2**31 - 1
+_MAX_SECONDS = 365 * 24 * 3600.0
+_MAX_THREADS = 256
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INTEGER)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MAX_SECONDS)]
 T = TypeVar("T")
-
+_PORT = re.compile("[0-9]{1,5}")
+_MAX_REASON = 200  # characters of a text that is not ours
 
 MAX_SPECULATIVE_TOKENS = 64
 _SPECULATIVE_TOKENS = {"draft_model": 5, "ngram": 10, "suffix": 16}
@@ -70,8 +75,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError("speculative_config: method 'draft_model' needs a model")
         if not self.has_draft_model and self.model is not None:
             raise ConfigError(
-                f"speculative_config: method {self.method!r} takes no model, and one is named:"
-                f" {self.model!r}"
+                f"speculative_config: method {self.method!r} takes no model, but one is named"
             )
         shortest, longest = self.prompt_lookup
         if shortest > longest:
@@ -144,13 +148,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_num_batched_tokens: PositiveInt = 2048
     block_size: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
-    num_gpu_blocks_override: Annotated[int, msgspec.Meta(ge=2)] | None = None
+    num_gpu_blocks_override: Annotated[int, msgspec.Meta(ge=2, le=_MAX_INTEGER)] | None = None
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
     num_local_ranks: PositiveInt | None = None
     rendezvous: str | None = None
-    rendezvous_timeout_s: PositiveFloat = 600.0
-    rank_timeout_s: Annotated[float, msgspec.Meta(ge=2)] = 5.0
+    rendezvous_timeout_s: Seconds = 600.0
+    rank_timeout_s: Annotated[float, msgspec.Meta(ge=2, le=_MAX_SECONDS)] = 5.0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     kv_cache_dtype: Literal["auto"] = "auto"
@@ -164,6 +168,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     cpu_binding: str = "auto"
 
     def __post_init__(self) -> None:
+        draft_model = self.speculative_config.model if self.speculative_config else None
+        paths = {"model": self.model, "tokenizer": self.tokenizer, "the draft model": draft_model}
+        for name, path in paths.items():
+            if path is not None and not _is_path(path):
+                raise ConfigError(f"{name} has a character that no path can have")
         draft_ranks = self.draft_ranks
         if draft_ranks > self.tensor_parallel_size:
             raise ConfigError(
@@ -183,8 +192,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if self.rendezvous is not None:
             host, _, port = self.rendezvous.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise ConfigError(f"rendezvous = {self.rendezvous!r} is not HOST:PORT")
+            if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 2**16:
+                raise ConfigError(f"rendezvous = {shown(self.rendezvous)} is not HOST:PORT")
 
     @property
     def num_ranks(self) -> int:
@@ -227,19 +236,34 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except OSError as error:
             raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too
             raise ConfigError(f"{path.name} is not a JSON object: {error}") from None
         make_paths_absolute(values, path.parent)
         return cls.from_dict(values)
 
 
+def _is_path(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def make_paths_absolute(values: dict[str, Any], base: Path) -> None:
-    """Take the paths among an engine's arguments as relative to `base`; `~` is the home."""
+    """Take the paths among an engine's arguments as relative to `base`; `~` is the home.
+
+    Raises:
+        ConfigError: there is no such home.
+    """
     speculative = values.get("speculative_config")
     for holder in (values, speculative if isinstance(speculative, dict) else {}):
         for name in ("model", "tokenizer"):
             if isinstance(holder.get(name), str):
-                holder[name] = os.path.normpath(base / Path(holder[name]).expanduser())
+                try:
+                    path = Path(holder[name]).expanduser()
+                except RuntimeError as error:
+                    raise ConfigError(f"{name} begins with ~: {error}") from None
+                holder[name] = os.path.normpath(base / path)
 
 
 class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,8 +279,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     engine_model: str = "engine"
     max_queue_size: PositiveInt = 1024
-    min_step_deadline_s: PositiveFloat = 30.0
-    num_sender_threads: PositiveInt = 2
+    min_step_deadline_s: Seconds = 30.0
+    num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")
 
     @classmethod
@@ -279,8 +303,17 @@ def _convert(values: dict[str, Any], cls: type[T], what: str, *, strict: bool = 
     accepted = [field.encode_name for field in msgspec.structs.fields(cls)]  # type: ignore[arg-type]
     for name in values:
         if name not in accepted:
-            raise ConfigError(f"unknown {what} {name!r}; accepted are {', '.join(accepted)}")
+            raise ConfigError(f"unknown {what} {shown(name)}; accepted are {', '.join(accepted)}")
     try:
         return msgspec.convert(values, cls, strict=strict)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{what}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what}: {_shortened(str(error))}") from None
+
+
+def _shortened(text: str) -> str:
+    """msgspec's text, which has the value or the name as it came; what matters ends it."""
+    return (
+        text
+        if len(text) <= _MAX_REASON
+        else f"{text[: _MAX_REASON // 2]}…{text[-_MAX_REASON // 2 :]}"
+    )

@@ -84,3 +84,12 @@ class EngineHungError(EngineDiedError):
 
 class RankLostError(EngineDiedError):
     """A rank of the engine has ended or does not answer; the others cannot go on without it."""
+
+
+_SHOWN = 80  # characters
+
+
+def shown(value: object) -> str:
+    """A value as it may stand in a message: its repr, shortened where a client made it long."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from charonia.errors import InvalidRequestError, NotSupportedError
+from charonia.errors import InvalidRequestError, NotSupportedError, shown
 
 FinishReason = Literal["stop", "length"]
 UINT64_MAX = 2**64 - 1
@@ -157,7 +157,7 @@ MAX_CHARACTERS = {"stop": 8192, "bad_words": 8192, "tenant": 256, "cache_salt": 
 
 def _check(name: str, value: object, ok: bool, accepted: str) -> None:
     if not ok:
-        raise InvalidRequestError(f"{name} must be {accepted}, but is {repr(value)[:80]}")
+        raise InvalidRequestError(f"{name} must be {accepted}, but is {shown(value)}")
 
 
 def _check_size(name: str, num: int, most: int, what: str) -> None:

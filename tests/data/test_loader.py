@@ -156,8 +156,8 @@ def test_a_bias_that_the_configuration_does_not_know_is_refused(
         ({}, "neither model.safetensors nor model.safetensors.index.json"),
         ({WEIGHTS: b"no"}, "model.safetensors cannot be read"),
         ({f"{WEIGHTS}.index.json": b"{}"}, "is not a JSON object with a weight_map"),
-        ({f"{WEIGHTS}.index.json": b"["}, "is not a JSON object with a weight_map"),
-        ({f"{WEIGHTS}.index.json": b"[]"}, "is not a JSON object with a weight_map"),
+        ({f"{WEIGHTS}.index.json": b"["}, "model.safetensors.index.json is not JSON"),
+        ({f"{WEIGHTS}.index.json": b"[]"}, "must be a JSON object, but is \\[\\]"),
         (
             {f"{WEIGHTS}.index.json": json.dumps({"weight_map": {"a": "x.safetensors"}}).encode()},
             "lacks x.safetensors",

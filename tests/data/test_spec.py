@@ -102,7 +102,7 @@ def test_a_sliding_window_limits_the_length(
         ),
         ({"architectures": "absent"}, "unsupported architecture None"),
         ({"hidden_size": "absent"}, "config.json has no hidden_size"),
-        ({"hidden_size": "64"}, "hidden_size must be an integer of at least 1, but is '64'"),
+        ({"hidden_size": "64"}, "hidden_size must be an integer from 1 to 2147483647, but is '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers .* is 0"),
         ({"num_attention_heads": True}, "num_attention_heads .* is True"),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) is not a multiple"),

@@ -100,6 +100,10 @@ def test_the_template_goes_around_a_prompt_unless_it_is_not_wanted(tmp_path: Pat
             "a token must be a string or an object with content, but is",
         ),
         ({"tokenizer_config": {"added_tokens_decoder": []}}, "must map token ids to tokens"),
+        (
+            {"tokenizer_config": {"extra_special_tokens": 5}},
+            "extra_special_tokens must list tokens",
+        ),
         ({"tokenizer_config": {"added_tokens_decoder": {"x": "y"}}}, "must map token ids"),
         (
             {"tokenizer_config": {"added_tokens_decoder": {"9": "<more>"}}},
@@ -122,6 +126,26 @@ def test_a_missing_or_unreadable_tokenizer_is_refused_without_a_path(tmp_path: P
     (tmp_path / "tokenizer.json").mkdir()
     with pytest.raises(CheckpointError, match=r"^tokenizer.json cannot be read: Is a directory$"):
         Tokenizer.from_dir(tmp_path)
+
+
+def test_who_interrupts_the_reading_of_a_tokenizer_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: bytes) -> None:
+        raise KeyboardInterrupt
+
+    class Library:
+        from_buffer = staticmethod(interrupt)
+
+    monkeypatch.setattr(tokenizers, "Tokenizer", Library)
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer.from_dir(with_empty_file(tmp_path))
+
+
+def with_empty_file(directory: Path) -> Path:
+    """A directory whose tokenizer.json says nothing."""
+    (directory / "tokenizer.json").write_bytes(b"{}")
+    return directory
 
 
 def test_text_that_is_not_unicode_is_an_error_of_the_request(

@@ -108,7 +108,7 @@ def num_blocks_that_fit(
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * gpu_memory_utilization) - (total - free) - reserved_bytes
     else:
-        budget = int(_available_memory() * _CPU_SHARE) // num_local_ranks
+        budget = int(available_memory() * _CPU_SHARE) // num_local_ranks
     num_blocks = budget // bytes_per_block
     if device.type != "cuda":
         num_blocks = min(num_blocks, max_useful_blocks + 1)
@@ -121,7 +121,7 @@ def num_blocks_that_fit(
     return num_blocks
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
     """Bytes that can be allocated: of the machine, or of the control group if that is less."""
     available = psutil.virtual_memory().available
     try:

@@ -17,9 +17,9 @@ import torch
 
 from charonia.config import EngineArgs, SpeculativeConfig
 from charonia.data.comm import Seat
-from charonia.data.kv_store import KVStore, kv_layout, num_blocks_that_fit
+from charonia.data.kv_store import KVStore, available_memory, kv_layout, num_blocks_that_fit
 from charonia.data.model.decoder import Decoder
-from charonia.data.model.loader import load_weights
+from charonia.data.model.loader import check_size, load_weights
 from charonia.data.model.parameters import Parameters
 from charonia.data.model.spec import ModelSpec, check_draft
 from charonia.data.ops.base import Ops
@@ -30,6 +30,9 @@ from charonia.protocol import KVLayout
 
 PROMPT_LOGPROBS_SLICE = 256
 """Prompt positions whose logits are held at once."""
+_ROTARY_BYTES = 8
+"""Per position and dimension of a head: the angle, its cosine, its sine, and one of these again in
+the model's dtype."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +202,29 @@ def _load(
     seat: Seat,
     log: Callable[[str], None],
 ) -> LoadedModel:
+    check_size(Path(path), spec.num_parameters)
+    _check_length(num_positions, spec.head_dim)
     parameters = Parameters(spec, basis.dtype, basis.device, seat.place)
     load_weights(Path(path), parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=log)
     decoder = Decoder(spec, parameters, ops, num_positions=num_positions, seat=seat)
     layout = kv_layout(spec, ops, basis.args.block_size, basis.dtype, seat.place)
     return LoadedModel(decoder, layout, ops)
+
+
+def _check_length(num_positions: int, head_dim: int) -> None:
+    """Make sure, before it is tried, that a table for all positions can be made.
+
+    A checkpoint may claim to follow sequences of any length.
+
+    Raises:
+        ConfigError: there is no memory for it.
+    """
+    num_bytes = num_positions * head_dim * _ROTARY_BYTES
+    if num_bytes > (available := available_memory()):
+        raise ConfigError(
+            f"max_model_len = {num_positions} takes {num_bytes} bytes for rotary angles alone, but"
+            f" {available} are available; set a smaller max_model_len"
+        )
 
 
 def _draft_ops(config: SpeculativeConfig, ops: Ops[Any]) -> Ops[Any]:

@@ -9,10 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from charonia.errors import InvalidRequestError
+from charonia.errors import InvalidRequestError, shown
 from charonia.protocol import INT32_MAX, SamplingParams
 
-_SHOWN = 80  # characters of an offending value in a message
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _NOT_OURS = ("id", "timeout")
@@ -33,7 +32,7 @@ def parse_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
         coerce = _COERCIONS.get(name)
         if coerce is None:
             raise InvalidRequestError(
-                f"unknown sampling parameter {_shown(name)}; accepted are {', '.join(_COERCIONS)}"
+                f"unknown sampling parameter {shown(name)}; accepted are {', '.join(_COERCIONS)}"
             )
         if value is not None:
             arguments[name] = coerce(name, value)
@@ -52,13 +51,8 @@ def parse_timeout(value: Any) -> int:
     return timeout_us
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
 def _ill_typed(name: str, value: Any, accepted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{name} must be {accepted}, but is {_shown(value)}")
+    return InvalidRequestError(f"{name} must be {accepted}, but is {shown(value)}")
 
 
 def _integer_64(name: str, value: Any) -> int:
@@ -125,7 +119,9 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(values, dict):
         raise _ill_typed(name, value, accepted)
     return {
-        _integer(f"each token id of {name}", token_id): _number(f"{name} of {token_id}", bias)
+        _integer(f"each token id of {name}", token_id): _number(
+            f"{name} of {shown(token_id)}", bias
+        )
         for token_id, bias in values.items()
     }
 

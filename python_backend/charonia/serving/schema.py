@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from charonia.engine.outputs import Chunk, name_logprobs
-from charonia.errors import InvalidRequestError
+from charonia.errors import InvalidRequestError, shown
 from charonia.protocol import SamplingParams, TokenLogprobs
 from charonia.serving.parameters import parse_sampling_params, parse_timeout
 from charonia.serving.tensors import (
@@ -250,7 +250,7 @@ def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
         raise InvalidRequestError(f"sampling_parameters is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise InvalidRequestError(
-            f"sampling_parameters must be a JSON object, but is {text[:80]!r}"
+            f"sampling_parameters must be a JSON object, but is {shown(text)}"
         )
     if "priority" in raw.parameters:
         values = {"priority": raw.parameters["priority"]} | values

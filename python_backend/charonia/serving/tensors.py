@@ -75,8 +75,10 @@ def read_request(request: Any) -> RawRequest:
     """
     try:
         parameters = json.loads(request.parameters() or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InvalidRequestError("the request's parameters are not valid JSON") from None
+    if not isinstance(parameters, dict):
+        raise InvalidRequestError("the request's parameters are not a JSON object")
     return RawRequest(
         tensors={tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()},
         parameters=parameters,

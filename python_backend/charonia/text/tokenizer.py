@@ -11,15 +11,17 @@ there, a named token without an entry in the vocabulary is left out: no model co
 embedding for it.
 """
 
-import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-from charonia.errors import CheckpointError, InvalidRequestError
+from charonia.checkpoint_files import read_json_object
+from charonia.errors import CharoniaError, CheckpointError, InvalidRequestError, shown
 from charonia.text.decoding import Decoding, decoding_of
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -29,6 +31,8 @@ _NAMED_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
+_TOKEN_ID = re.compile("[0-9]{1,10}")
+_MAX_REASON = 200  # characters of the library's own text
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -64,18 +68,23 @@ class Tokenizer:
         Raises:
             CheckpointError: there is no tokenizer.json, or a file is not what it should be.
         """
-        data = _read(path / _TOKENIZER_FILE)
-        if data is None:
-            raise CheckpointError(f"the checkpoint has no {_TOKENIZER_FILE}")
         try:
-            backend = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as error:  # the library has no type of its own
-            raise CheckpointError(f"{_TOKENIZER_FILE} cannot be read: {error}") from None
-        config = _read_object(path / _CONFIG_FILE)
+            data = (path / _TOKENIZER_FILE).read_bytes()
+        except FileNotFoundError:
+            raise CheckpointError(f"the checkpoint has no {_TOKENIZER_FILE}") from None
+        except OSError as error:
+            raise CheckpointError(f"{_TOKENIZER_FILE} cannot be read: {error.strerror}") from None
+        config = read_json_object(path / _CONFIG_FILE, is_optional=True)
         if "added_tokens_decoder" not in config:
-            config |= _read_object(path / _SPECIAL_TOKENS_FILE)
-        _add_tokens(backend, config)
-        return cls(backend)
+            config |= read_json_object(path / _SPECIAL_TOKENS_FILE, is_optional=True)
+        with _library_errors(CheckpointError, f"{_TOKENIZER_FILE} cannot be read"):
+            backend = tokenizers.Tokenizer.from_buffer(data)
+        with _library_errors(CheckpointError, f"{_CONFIG_FILE} does not fit {_TOKENIZER_FILE}"):
+            _add_tokens(backend, config)
+        with _library_errors(CheckpointError, f"{_TOKENIZER_FILE} makes no sense"):
+            tokenizer = cls(backend)
+            backend.encode("")  # puts the template around it
+        return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text.
@@ -84,16 +93,20 @@ class Tokenizer:
             add_special_tokens: also put what the tokenizer's template says around it, e.g. a BOS.
 
         Raises:
-            InvalidRequestError: the text has unpaired surrogates, so it is not valid Unicode.
+            InvalidRequestError: the text has unpaired surrogates, so it is not valid Unicode; or
+                characters for which the tokenizer has no tokens, not even one for the unknown.
         """
-        try:
-            # A batch of one: `encode` would hold the interpreter's lock, 1 s per MB of text.
-            batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return batch[0].ids
-        except TypeError:
-            raise InvalidRequestError(
-                f"text must be valid Unicode, but {text[:80]!r} has unpaired surrogates"
-            ) from None
+        with _library_errors(InvalidRequestError, "the text cannot be tokenized"):
+            try:
+                # A batch of one: `encode` would hold the interpreter's lock, 1 s per MB of text.
+                batch = self._backend.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+            except TypeError:
+                raise InvalidRequestError(
+                    f"text must be valid Unicode, but {shown(text)} has unpaired surrogates"
+                ) from None
+        return batch[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of all `ids`; ids without a token are left out."""
@@ -123,49 +136,50 @@ class Tokenizer:
         bare = word.lstrip()
         ids = self.encode(bare or word, add_special_tokens=False)
         if not ids:
-            raise InvalidRequestError(f"bad_words must have tokens, but {word!r} has none")
+            raise InvalidRequestError(f"bad_words must have tokens, but {shown(word)} has none")
         if not bare:
             return [ids]
         after_space = self.encode(f" {bare}", add_special_tokens=False)
         return [ids] if after_space[-len(ids) :] == ids else [ids, after_space]
 
 
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
+@contextmanager
+def _library_errors(kind: type[CharoniaError], what: str) -> Iterator[None]:
+    """Give what the library raises a type, which it has none of its own.
 
-
-def _read_object(path: Path) -> dict[str, Any]:
-    data = _read(path)
+    Where it panics, which it does on some files and texts, it raises what is no Exception.
+    """
     try:
-        value = {} if data is None else json.loads(data)
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path.name} must be a JSON object, but is {str(value)[:80]}")
-    return value
+        yield
+    except CharoniaError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {str(error)[:_MAX_REASON]}") from None
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     entries = config.get("added_tokens_decoder", {})
-    if not isinstance(entries, dict) or not all(id_.isdecimal() for id_ in entries):
+    if not isinstance(entries, dict) or not all(map(_TOKEN_ID.fullmatch, entries)):
         raise CheckpointError(f"{_CONFIG_FILE}: added_tokens_decoder must map token ids to tokens")
     for id_, entry in sorted((int(id_), entry) for id_, entry in entries.items()):
         token = _added_token(entry, is_special=False)
         backend.add_tokens([token])
         if backend.token_to_id(token.content) != id_:
             raise CheckpointError(
-                f"{_CONFIG_FILE}: token {token.content!r} has id {id_}, but "
+                f"{_CONFIG_FILE}: token {shown(token.content)} has id {id_}, but "
                 f"{backend.token_to_id(token.content)} in {_TOKENIZER_FILE}"
             )
     named = [config[name] for name in _NAMED_TOKENS if config.get(name) is not None]
     for name in _LISTED_TOKENS:
-        listed = config.get(name) or ()
-        named += listed.values() if isinstance(listed, dict) else listed
+        listed = config.get(name) or []
+        listed = [*listed.values()] if isinstance(listed, dict) else listed
+        if not isinstance(listed, list):
+            raise CheckpointError(
+                f"{_CONFIG_FILE}: {name} must list tokens, but is {shown(listed)}"
+            )
+        named += listed
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for entry in named:
         token = _added_token(entry, is_special=True)
@@ -183,5 +197,5 @@ def _added_token(entry: object, *, is_special: bool) -> AddedToken:
         return AddedToken(entry["content"], special=is_special, **flags)
     raise CheckpointError(
         f"{_CONFIG_FILE} or {_SPECIAL_TOKENS_FILE}: a token must be a string or an object with "
-        f"content, but is {str(entry)[:80]}"
+        f"content, but is {shown(entry)}"
     )

@@ -6,11 +6,15 @@ Owns what is compared between machines that have parts of one model. Must not kn
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from torch import Tensor
 
+from charonia.checkpoint_files import read_json_object
 from charonia.data.model.loader import open_weights, weight_files
-from charonia.errors import CheckpointError
+from charonia.errors import CheckpointError, shown
 
 _SAMPLE = 16
 """Numbers of each tensor that are compared: two trained models have none of them in common."""
@@ -32,25 +36,30 @@ def fingerprint(model_dir: Path) -> dict[str, str]:
                 tensor = file.get_slice(name)
                 shape = tensor.get_shape()
                 described.append(f"{name} {tensor.get_dtype()} {shape}\n".encode())
-                index = tuple(slice(length // 2, length // 2 + 1) for length in shape[:-1])
-                if shape:
-                    start = max(shape[-1] - _SAMPLE, 0) // 2
-                    index = (*index, slice(start, start + _SAMPLE))
-                numbers = tensor[index].contiguous().view(-1).view(torch.uint8).numpy()
-                sampled.append(name.encode() + numbers.tobytes())
+                try:
+                    sampled.append(name.encode() + _sample(tensor))
+                except (SafetensorError, RuntimeError):  # a type or a shape that torch has not
+                    raise CheckpointError(
+                        f"{path.name}: tensor {shown(name)} of type {tensor.get_dtype()} and"
+                        f" shape {shown(shape)} cannot be read"
+                    ) from None
+    configuration = read_json_object(model_dir / "config.json")
     return {
-        "config.json": _digest([_configuration(model_dir)]),
+        "config.json": _digest([json.dumps(configuration, sort_keys=True).encode()]),
         "the tensors' names, types or shapes": _digest(sorted(described)),
         "the weights": _digest(sorted(sampled)),
     }
 
 
-def _configuration(model_dir: Path) -> bytes:
-    try:
-        values = json.loads((model_dir / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"config.json cannot be read: {type(error).__name__}") from None
-    return json.dumps(values, sort_keys=True).encode()
+def _sample(tensor: Any) -> bytes:
+    """A few numbers from the middle of a tensor of a file."""
+    shape = tensor.get_shape()
+    index = tuple(slice(length // 2, length // 2 + 1) for length in shape[:-1])
+    if shape:
+        start = max(shape[-1] - _SAMPLE, 0) // 2
+        index = (*index, slice(start, start + _SAMPLE))
+    numbers: Tensor = tensor[index]
+    return numbers.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _digest(parts: list[bytes]) -> str:

@@ -7,7 +7,7 @@ reads around. Must not know layers or ranks: the parameters say themselves what 
 fills them (`Parameters.checkpoint_tensors`).
 """
 
-import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,13 +17,15 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from charonia.checkpoint_files import read_json_object
 from charonia.data.model.parameters import CheckpointTensor
-from charonia.errors import CheckpointError
+from charonia.errors import CheckpointError, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 STORED_DTYPES = ("F32", "BF16", "F16")
 _MAX_NAMES_SHOWN = 20
+_MAX_REASON = 200  # characters
 
 
 def load_weights(
@@ -75,21 +77,41 @@ def weight_files(model_dir: Path) -> list[Path]:
     Raises:
         CheckpointError: some or all of them are missing.
     """
-    index = model_dir / INDEX_NAME
-    if not index.exists():
-        if not (model_dir / SINGLE_NAME).exists():
+
+    # As no method of Path it takes whatever a name may be.
+    def is_there(name: str) -> bool:
+        return os.path.isfile(model_dir / name)
+
+    if not is_there(INDEX_NAME):
+        if not is_there(SINGLE_NAME):
             raise CheckpointError(f"the checkpoint has neither {SINGLE_NAME} nor {INDEX_NAME}")
         return [model_dir / SINGLE_NAME]
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{INDEX_NAME} is not a JSON object with a weight_map") from None
-    for name in names:
+    weight_map = read_json_object(model_dir / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{INDEX_NAME} is not a JSON object with a weight_map")
+    for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{INDEX_NAME} names {name!r}, which is not a plain file name")
-    if missing := [name for name in sorted(names) if not (model_dir / name).exists()]:
+            raise CheckpointError(
+                f"{INDEX_NAME} names {shown(name)}, which is not a plain file name"
+            )
+    names = sorted(set(weight_map.values()))
+    if missing := [name for name in names if not is_there(name)]:
         raise CheckpointError(f"the checkpoint lacks {_some(missing)}")
-    return [model_dir / name for name in sorted(names)]
+    return [model_dir / name for name in names]
+
+
+def check_size(model_dir: Path, num_parameters: int) -> None:
+    """Make sure that the files can hold a model, before memory for it is taken.
+
+    Raises:
+        CheckpointError: files are missing, or have not even a byte for each parameter.
+    """
+    num_bytes = sum(path.stat().st_size for path in weight_files(model_dir))
+    if num_bytes < num_parameters:
+        raise CheckpointError(
+            f"config.json describes a model of {num_parameters} parameters, but the checkpoint's"
+            f" weights have {num_bytes} bytes"
+        )
 
 
 def open_weights(path: Path) -> Any:
@@ -100,8 +122,10 @@ def open_weights(path: Path) -> Any:
     """
     try:
         return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {str(error)[:_MAX_REASON]}") from None
+    except OSError as error:  # whose text has the path
+        raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
 
 
 def _is_ignored(name: str, is_tied: bool) -> bool:
@@ -131,13 +155,18 @@ def _misshapen(sources: dict[str, Any], wanted: dict[str, CheckpointTensor]) -> 
         if name in sources:
             found = list(sources[name].get_slice(name).get_shape())
             if found != list(tensor.shape):
-                yield f"{name} (is {found}, should be {list(tensor.shape)})"
+                yield f"{name} (is {shown(found)}, should be {list(tensor.shape)})"
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_NAMES_SHOWN])
+    some = ", ".join(map(_legible, names[:_MAX_NAMES_SHOWN]))
     left_out = len(names) - _MAX_NAMES_SHOWN
-    return f"{shown} and {left_out} more" if left_out > 0 else shown
+    return f"{some} and {left_out} more" if left_out > 0 else some
+
+
+def _legible(name: str) -> str:
+    """A name of the files', as it is where it is one that people give."""
+    return name if name.isprintable() and len(name) <= _MAX_REASON else shown(name)
 
 
 @dataclass

@@ -4,12 +4,12 @@ Owns the names and defaults of Hugging Face configurations (those of transformer
 not know tensors or devices.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from charonia.errors import CheckpointError, ConfigError
+from charonia.checkpoint_files import read_json_object
+from charonia.errors import CheckpointError, ConfigError, shown
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -23,6 +23,9 @@ RopeKind = Literal["default", "linear", "llama3"]
 _DEFAULT_SLIDING_WINDOW = 4096
 _DEFAULT_QWEN3_HEAD_DIM = 128
 _DEFAULT_ROPE_THETA = 10_000.0
+# Far beyond any model's; within them no tensor's shape or float32 number overflows.
+_MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class ModelSpec:
         qkv_bias, output_bias, mlp_bias: whether those projections have a bias.
         qk_norm: RMSNorm over each head of queries and keys (Qwen3).
         dtype: of the stored weights.
-        eos_token_ids: of generation_config.json, then of config.json.
+        eos_token_ids: of generation_config.json, then of config.json; those of the vocabulary.
     """
 
     architecture: str
@@ -94,16 +97,16 @@ class ModelSpec:
             CheckpointError: no config.json, an architecture or a feature that is not supported,
                 or a value that is missing or makes no sense; the text names it and what would do.
         """
-        config = _Config(_read_json(path / "config.json"))
-        generation = path / "generation_config.json"
-        eos_token_ids = _eos_token_ids(_read_json(generation) if generation.exists() else {})
-        eos_token_ids += _eos_token_ids(config.values)
+        config = _Config(read_json_object(path / "config.json"))
+        generation = read_json_object(path / "generation_config.json", is_optional=True)
+        eos_token_ids = _eos_token_ids(generation) + _eos_token_ids(config.values)
         return cls._from_config(config, tuple(dict.fromkeys(eos_token_ids)))
 
     @classmethod
     def _from_config(cls, config: "_Config", eos_token_ids: tuple[int, ...]) -> "ModelSpec":
         architecture = _architecture(config.values)
         _refuse_unsupported(config.values)
+        vocab_size = config.integer("vocab_size")
         num_heads = config.integer("num_attention_heads")
         num_kv_heads = config.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -126,7 +129,7 @@ class ModelSpec:
         is_qwen2 = architecture == "Qwen2ForCausalLM"
         return cls(
             architecture=architecture,
-            vocab_size=config.integer("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=config.integer("intermediate_size"),
             num_layers=config.integer("num_hidden_layers"),
@@ -143,7 +146,7 @@ class ModelSpec:
             qk_norm=architecture == "Qwen3ForCausalLM",
             is_tied=config.flag("tie_word_embeddings"),
             dtype=_dtype(config.values),
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=tuple(id_ for id_ in eos_token_ids if id_ < vocab_size),
         )
 
 
@@ -167,21 +170,28 @@ class _Config:
     values: dict[str, Any]
 
     def integer(self, name: str, default: int | None = None) -> int:
-        value = self._get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{name} must be an integer of at least 1, but is {value!r}")
+        value: int = self._get(name, default)
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or not 1 <= value <= _MAX_INTEGER:
+            raise CheckpointError(
+                f"{name} must be an integer from 1 to {_MAX_INTEGER}, but is {shown(value)}"
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise CheckpointError(f"{name} must be a number above 0, but is {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 1 / _MAX_NUMBER <= value <= _MAX_NUMBER:
+            raise CheckpointError(
+                f"{name} must be a number above 0 (from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}),"
+                f" but is {shown(value)}"
+            )
         return float(value)
 
     def flag(self, name: str) -> bool:
         value = self._get(name, False)
         if not isinstance(value, bool):
-            raise CheckpointError(f"{name} must be true or false, but is {value!r}")
+            raise CheckpointError(f"{name} must be true or false, but is {shown(value)}")
         return value
 
     def _get(self, name: str, default: Any) -> Any:
@@ -193,20 +203,6 @@ class _Config:
         return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint's {path.name} cannot be read: {error.strerror}"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"the checkpoint's {path.name} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"the checkpoint's {path.name} is not a JSON object")
-    return values
-
-
 def _architecture(values: dict[str, Any]) -> str:
     architectures = values.get("architectures")
     if isinstance(architectures, list):
@@ -214,7 +210,7 @@ def _architecture(values: dict[str, Any]) -> str:
             if name in ARCHITECTURES:
                 return str(name)
     raise CheckpointError(
-        f"unsupported architecture {architectures!r}; accepted are {', '.join(ARCHITECTURES)}"
+        f"unsupported architecture {shown(architectures)}; accepted are {', '.join(ARCHITECTURES)}"
     )
 
 
@@ -226,14 +222,14 @@ def _refuse_unsupported(values: dict[str, Any]) -> None:
         )
     activation = values.get("hidden_act") or "silu"
     if activation != "silu":
-        raise CheckpointError(f"unsupported hidden_act {activation!r}; accepted is 'silu'")
+        raise CheckpointError(f"unsupported hidden_act {shown(activation)}; accepted is 'silu'")
 
 
 def _dtype(values: dict[str, Any]) -> str:
     # transformers 5 says `dtype`, 4 said `torch_dtype`.
     dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise CheckpointError(f"unsupported dtype {dtype!r}; accepted are {', '.join(DTYPES)}")
+        raise CheckpointError(f"unsupported dtype {shown(dtype)}; accepted are {', '.join(DTYPES)}")
     return str(dtype)
 
 
@@ -242,8 +238,10 @@ def _eos_token_ids(values: dict[str, Any]) -> list[int]:
     if ids is None:
         return []
     ids = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
-        raise CheckpointError(f"eos_token_id must be a token id or a list of them, but is {ids!r}")
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise CheckpointError(
+            f"eos_token_id must be a token id or a list of them, but is {shown(ids)}"
+        )
     return ids
 
 
@@ -265,14 +263,14 @@ def _rope(config: _Config, max_position_embeddings: int) -> RopeSpec:
     values = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
     if not isinstance(values, dict) or any(isinstance(part, dict) for part in values.values()):
         raise CheckpointError(
-            f"rope_parameters must be one flat object for all layers, but is {values!r}"
+            f"rope_parameters must be one flat object for all layers, but is {shown(values)}"
         )
     parameters = _Config(values)
     theta = parameters.number("rope_theta", config.number("rope_theta", _DEFAULT_ROPE_THETA))
     for factors in (values, config.values):
         if factors.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise CheckpointError(
-                f"unsupported partial_rotary_factor {factors['partial_rotary_factor']!r};"
+                f"unsupported partial_rotary_factor {shown(factors['partial_rotary_factor'])};"
                 " accepted is 1"
             )
     # `type` was the older spelling of `rope_type`.
@@ -296,5 +294,5 @@ def _rope(config: _Config, max_position_embeddings: int) -> RopeSpec:
             parameters.integer("original_max_position_embeddings", max_position_embeddings),
         )
     raise CheckpointError(
-        f"unsupported rope type {kind!r}; accepted are 'default', 'linear' and 'llama3'"
+        f"unsupported rope type {shown(kind)}; accepted are 'default', 'linear' and 'llama3'"
     )

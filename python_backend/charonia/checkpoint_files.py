@@ -1,0 +1,37 @@
+"""JSON files of a checkpoint, which come from anywhere.
+
+Owns how such a file is read, and what is said of one that cannot be. Must not know what it means.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from charonia.errors import CheckpointError, shown
+
+
+def read_json_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
+    """Read a file that must hold a JSON object.
+
+    Args:
+        is_optional: a file that does not exist counts as an empty object.
+
+    Raises:
+        CheckpointError: it cannot be read, is no JSON, or nested too deep; the text has its name,
+            never its path.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        if is_optional and isinstance(error, FileNotFoundError):
+            return {}
+        raise CheckpointError(
+            f"the checkpoint's {path.name} cannot be read: {error.strerror}"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint's {path.name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"the checkpoint's {path.name} must be a JSON object, but is {shown(value)}"
+        )
+    return value
