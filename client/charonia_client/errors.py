@@ -4,9 +4,10 @@ Owns the error classes and the mapping from gRPC codes, HTTP codes and texts. Mu
 sockets, nor when to try again (`retry` asks `is_retryable`).
 
 Triton gives no code with an error inside a gRPC stream, nor inside an SSE stream, and its HTTP
-endpoint `generate` answers 400 whatever the model said. So the text decides where it is known,
-and the code only where it means something. Texts are kept as the server sent them, with the
-prefix that Triton gives to errors of an ensemble.
+endpoint `generate` answers 400 whatever the model said. So charonia ends each text with its kind,
+as in "text_input must not be empty [charonia:invalid_request]", and that decides; it is cut off
+from the message. What has no kind is of Triton or of the connection: there the code decides, or
+words of Triton's own where it gives no code.
 """
 
 import re
@@ -18,6 +19,7 @@ class CharoniaClientError(Exception):
 
     Attributes:
         message: what the server said, or what the client noticed.
+        kind: the server's name of what went wrong; None where it is not charonia's own error.
         request_id: of the request, None where there is none (health, metrics).
         is_retryable: whether the same request may succeed a little later.
     """
@@ -27,6 +29,7 @@ class CharoniaClientError(Exception):
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.message = message
+        self.kind: str | None = None
         self.request_id: str | None = None
 
 
@@ -68,21 +71,32 @@ class ServerError(CharoniaClientError):
     """The server failed, or its answer is incomplete or cannot be understood."""
 
 
-# Looked for in this order, in any spelling of upper and lower case. Unknown texts fall to the
-# default of `from_text`: those are, above all, the many ways to say that a request is malformed.
-_KNOWN_TEXTS: tuple[tuple[type[CharoniaClientError], str], ...] = (
-    (QueueFull, r"exceeds maximum queue size"),
+KINDS: dict[str, type[CharoniaClientError]] = {
+    "internal": ServerError,
+    "invalid_request": InvalidRequest,
+    "prompt_too_long": InvalidRequest,
+    "not_supported": InvalidRequest,
+    "unavailable": Unavailable,
+    "queue_full": QueueFull,
+    "engine_down": Unavailable,
+    "shutting_down": Unavailable,
+    "timeout": Timeout,
+    "cancelled": Cancelled,
+    "quarantined": ServerError,
+}
+_SUFFIX = re.compile(r"(.*) \[charonia:([a-z_]+)\]\s*", re.DOTALL)
+
+# Of Triton and gRPC, which say no kind. Looked for in this order, in any spelling of upper and
+# lower case; unknown texts fall to the default of `from_text`.
+_FOREIGN_TEXTS: tuple[tuple[type[CharoniaClientError], str], ...] = (
     (ConnectionFailed, r"failed to connect to all addresses"),
-    (Timeout, r"request timeout expired|deadline.*exceeded"),
-    (Cancelled, r"request was cancelled"),
+    (Timeout, r"deadline exceeded"),
     (InvalidRequest, r"protocol is restricted|unknown model: '[^']*' is not found"),
     (
         Unavailable,
-        r"shutting down|is not healthy|not ready|not at ready state|no available versions"
-        r"|engine is (down|being restarted)|(engine|scheduler) was restarted|recovers from"
-        r"|scheduler gave no answer|unavailable",
+        r"server is shutting down|is not healthy|not ready|not at ready state"
+        r"|no available versions",
     ),
-    (ServerError, r"internal error|stops the engine|incomplete"),
 )
 _GRPC_CODES: dict[str, type[CharoniaClientError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
@@ -111,10 +125,14 @@ _HTTP_CODES: dict[int, type[CharoniaClientError]] = {
 def from_text(
     text: str, default: type[CharoniaClientError] = InvalidRequest
 ) -> CharoniaClientError:
-    """The error that `text` stands for; of class `default` where the text is not known."""
-    for kind, pattern in _KNOWN_TEXTS:
+    """The error that `text` stands for; of class `default` where neither kind nor text is known."""
+    if match := _SUFFIX.fullmatch(text):
+        error = KINDS.get(match[2], default)(match[1])
+        error.kind = match[2]
+        return error
+    for known, pattern in _FOREIGN_TEXTS:
         if re.search(pattern, text, re.IGNORECASE):
-            return kind(text)
+            return known(text)
     return default(text)
 
 

@@ -1,49 +1,146 @@
-"""Typed errors of charonia, each with the status code a client sees.
+"""Typed errors of charonia, each with the kind and the status code that a client sees.
 
-Owns the vocabulary of failure. Must not know Triton: `serving` maps `code` to a Triton error
-code of the same name. Messages name the offending value and what would be accepted; they never
-contain a traceback or a path of the server.
+Owns the vocabulary of failure, and how it is written into an answer. Must not know Triton:
+`serving` maps `code` to a Triton error code of the same name. Messages name the offending value and
+what would be accepted; they never contain a traceback or a path of the server.
+
+A status code gets lost on the way to many clients: Triton's streams carry none, and its HTTP
+`generate` answers 400 for everything. So the text itself ends with the kind::
+
+    text_input must not be empty [charonia:invalid_request]
+
+It is put there last, so no value of a client's within the text can stand for it.
 """
 
+import re
 from typing import ClassVar
 
 
 class CharoniaError(Exception):
-    """Base class. `code` is the name of a Triton status code."""
+    """The server failed.
 
+    Attributes:
+        kind: what went wrong, for programs. code: the name of a Triton status code.
+        is_retryable: whether the same request may succeed a little later.
+        has_suffix: whether the text that a client gets ends with the kind.
+    """
+
+    kind: ClassVar[str] = "internal"
     code: ClassVar[str] = "INTERNAL"
+    is_retryable: ClassVar[bool] = False
+    has_suffix: ClassVar[bool] = True
+
+    @property
+    def answer(self) -> str:
+        """The text that a client gets."""
+        return f"{self} [charonia:{self.kind}]" if self.has_suffix else str(self)
 
 
 class InvalidRequestError(CharoniaError):
-    """The request itself is wrong; sending it again cannot help."""
+    """The request itself is wrong."""
 
+    kind = "invalid_request"
     code = "INVALID_ARG"
 
 
-class NotSupportedError(CharoniaError):
-    """The request asks for something charonia does not do (yet)."""
+class ExactTextError(InvalidRequestError):
+    """The request is wrong in a way for which clients expect an exact text, without a kind."""
 
+    has_suffix = False
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt has more tokens, or bytes, than the engine could ever take."""
+
+    kind = "prompt_too_long"
+
+
+class NotSupportedError(CharoniaError):
+    """The request asks for something that charonia does not do (yet)."""
+
+    kind = "not_supported"
     code = "UNSUPPORTED"
 
 
 class UnavailableError(CharoniaError):
-    """The request is fine, but cannot be served now; a later try may succeed."""
+    """The request is fine, but cannot be served now."""
 
+    kind = "unavailable"
     code = "UNAVAILABLE"
+    is_retryable = True
 
 
 class QueueFullError(UnavailableError):
-    """The bounded queue holds `max_queue_size` waiting requests."""
+    """As many requests wait, or as many bytes of them, as the server holds."""
+
+    kind = "queue_full"
+
+
+class EngineDownError(UnavailableError):
+    """There is no engine to serve the request."""
+
+    kind = "engine_down"
+
+
+class ShuttingDownError(UnavailableError):
+    """The server is being stopped."""
+
+    kind = "shutting_down"
+
+    def __init__(self, message: str = "the server is shutting down") -> None:
+        super().__init__(message)
 
 
 class RequestTimeoutError(UnavailableError):
     """The request waited or ran longer than its own `timeout` or `deadline_ms`."""
 
+    kind = "timeout"
+    is_retryable = False
+
 
 class RequestCancelledError(CharoniaError):
     """The client cancelled the request, or went away."""
 
+    kind = "cancelled"
     code = "CANCELLED"
+
+
+class RequestQuarantinedError(CharoniaError):
+    """The request stops the engine each time it runs."""
+
+    kind = "quarantined"
+
+
+KINDS: dict[str, type[CharoniaError]] = {
+    error.kind: error
+    for error in (
+        CharoniaError,
+        InvalidRequestError,
+        PromptTooLongError,
+        NotSupportedError,
+        UnavailableError,
+        QueueFullError,
+        EngineDownError,
+        ShuttingDownError,
+        RequestTimeoutError,
+        RequestCancelledError,
+        RequestQuarantinedError,
+    )
+}
+"""By the name of the kind, what a client of the public models gets."""
+
+_SUFFIX = re.compile(r"(.*) \[charonia:([a-z_]+)\]", re.DOTALL)
+
+
+def split_answer(text: str) -> tuple[str, str | None]:
+    """The message and the kind of an answer's text; None where it has none."""
+    match = _SUFFIX.fullmatch(text)
+    return (match[1], match[2]) if match else (text, None)
+
+
+def error_of(message: str, kind: str | None) -> CharoniaError:
+    """The error that was told by its message and kind."""
+    return KINDS.get(kind or "", CharoniaError)(message)
 
 
 class ConfigError(CharoniaError):
@@ -61,6 +158,7 @@ class CheckpointError(CharoniaError):
 class PlanRefusedError(CharoniaError):
     """The engine refuses a plan: no or wrong secret, out of sequence, or a value out of range."""
 
+    kind = "invalid_request"
     code = "INVALID_ARG"
 
 
@@ -71,6 +169,7 @@ class StepFailedError(CharoniaError):
 class EngineDiedError(CharoniaError):
     """The engine's process died, hangs, or stopped answering. It must be restarted."""
 
+    kind = "engine_down"
     code = "UNAVAILABLE"
 
 

@@ -2,7 +2,9 @@
 
 import pytest
 
+from charonia import errors as server_errors
 from charonia_client.errors import (
+    KINDS,
     Cancelled,
     CharoniaClientError,
     ConnectionFailed,
@@ -21,29 +23,48 @@ from charonia_client.errors import (
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("Exceeds maximum queue size. Maximum queue size of 8 is reached", QueueFull),
-        ("Request timeout expired", Timeout),
-        ("the request was cancelled", Cancelled),
-        ("the engine is down and cannot be loaded: no memory", Unavailable),
-        ("the engine is not ready yet", Unavailable),
-        ("the engine is being restarted", Unavailable),
-        ("the scheduler was restarted; the request is lost", Unavailable),
-        ("the server is shutting down", Unavailable),
         ("Stub process 'scheduler_0_0' is not healthy.", Unavailable),
-        ("internal error; the server's log has the details", ServerError),
-        ("the request stops the engine each time it runs", ServerError),
+        ("Server not ready", Unavailable),
         ("Request for unknown model: 'nope' is not found", InvalidRequest),
-        ("top_p must be above 0 and at most 1, but is 7", InvalidRequest),
-        ("n = 2 is not supported yet; use n = 1", InvalidRequest),
     ],
 )
-def test_a_known_text_has_its_type_also_behind_the_prefix_of_an_ensemble(
+def test_a_text_of_tritons_own_has_its_type_also_behind_the_prefix_of_an_ensemble(
     text: str, kind: type[CharoniaClientError]
 ) -> None:
     for whole in (text, f"in ensemble 'llm', {text}"):
         error = from_text(whole)
         assert type(error) is kind
         assert str(error) == error.message == whole
+
+
+@pytest.mark.parametrize("kind", server_errors.KINDS)
+def test_every_kind_of_the_server_has_its_type_and_is_cut_off_from_the_message(kind: str) -> None:
+    told = server_errors.KINDS[kind]("no: 'a\nb [charonia:timeout]'")
+    error = from_text(f"in ensemble 'llm', {told.answer}")
+    assert type(error) is KINDS[kind]
+    assert str(error) == error.message == f"in ensemble 'llm', {told}"
+    assert error.kind == kind
+    assert error.is_retryable == told.is_retryable
+
+
+def test_every_kind_of_the_client_is_one_of_the_server() -> None:
+    assert KINDS.keys() == server_errors.KINDS.keys()
+
+
+@pytest.mark.parametrize(
+    "value", ["shutting down", "Exceeds maximum queue size", "x [charonia:queue_full]"]
+)
+def test_a_value_within_the_text_makes_no_other_kind_of_it(value: str) -> None:
+    told = server_errors.InvalidRequestError(f"stop must be a string, but is {value}")
+    error = from_text(told.answer)
+    assert type(error) is InvalidRequest
+    assert not error.is_retryable
+
+
+def test_a_kind_that_is_not_known_yet_leaves_the_code_to_decide() -> None:
+    error = from_http_status(503, "the moon is full [charonia:moonstruck]")
+    assert type(error) is Unavailable
+    assert (error.message, error.kind) == ("the moon is full", "moonstruck")
 
 
 def test_an_unknown_text_is_the_requests_fault_only_where_that_is_the_default() -> None:
@@ -75,7 +96,7 @@ def test_a_grpc_status_counts_where_its_text_is_not_known(
     ("status", "text", "kind"),
     [
         (400, "max_tokens must be at least 1, but is 0", InvalidRequest),
-        (400, "Exceeds maximum queue size", QueueFull),
+        (400, "too much [charonia:queue_full]", QueueFull),
         (404, "Request for unknown model: 'x' is not found", InvalidRequest),
         (429, "slow down", Unavailable),
         (500, "boom", ServerError),

@@ -25,6 +25,8 @@ from client.conftest import REPOSITORY, endless, script, settings
 
 QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.01)
 
+FULL = "[charonia:queue_full]"
+
 
 def test_a_stream_gives_each_chunk_and_ends_after_the_final_one(client: Client) -> None:
     prompt = script(chunks=["one ", "two"], token_ids=[[1, 2], [3]], finish="length")
@@ -228,7 +230,7 @@ def test_the_first_token_timeout_ends_with_the_first_token(client: Client) -> No
 def test_a_full_queue_is_tried_again_until_it_takes_the_request(
     scripted: TritonServer, protocol: Protocol
 ) -> None:
-    prompt = script(chunks=[], error="Exceeds maximum queue size", code="UNAVAILABLE", failures=2)
+    prompt = script(chunks=[], error=f"no {FULL}", code="UNAVAILABLE", failures=2)
     with Client(**settings(scripted, protocol), retry=QUICK) as client:
         # Two failures, then the answer, which has no chunks: the third attempt was made.
         with pytest.raises(ServerError, match="ended before"):
@@ -240,7 +242,7 @@ def test_a_full_queue_is_tried_again_until_it_takes_the_request(
 def test_nothing_is_tried_again_once_a_chunk_was_received(
     scripted: TritonServer, protocol: Protocol
 ) -> None:
-    prompt = script(chunks=["a"], error="Exceeds maximum queue size", failures=1)
+    prompt = script(chunks=["a"], error=f"no {FULL}", failures=1)
     with Client(**settings(scripted, protocol), retry=QUICK) as client:
         stream = client.stream(prompt)
         next(stream)

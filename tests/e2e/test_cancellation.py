@@ -145,7 +145,7 @@ def test_cancel_requests_end_streams_by_their_id(
     streams = end_all(server, cancel)
     after = wait_idle(server, FREE_WITHIN_S)
     errors = [stream.error for stream in streams if stream.finish_reason is None]
-    assert set(errors) == {"the request was cancelled"}
+    assert set(errors) == {"the request was cancelled [charonia:cancelled]"}
     assert len(errors) >= NUM_STREAMS * 0.8
     counted = after["charonia_cancellations_total"] - before["charonia_cancellations_total"]
     assert counted == len(errors)

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -16,7 +16,7 @@ from charonia.launch.processes import free_ports
 from charonia.launch.repository import default_repository
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import infer_grpc, one_torch_thread, request_inputs, wait_for
+from support.e2e import infer_grpc, one_torch_thread, request_inputs, scrape, wait_for
 from support.events import events
 
 DEAF_ENGINE = """
@@ -154,7 +154,11 @@ def test_an_engine_that_no_longer_answers_is_replaced_before_anybody_asks_for_it
     assert target.health("--wait", "10")[0] == 0
 
 
-def test_a_busy_scheduler_is_healthy(
+def rejections(samples: Mapping[str, float]) -> list[float]:
+    return [count for name, count in samples.items() if name.startswith("charonia_rejections")]
+
+
+def test_a_busy_scheduler_is_healthy_and_no_client_pays_for_the_question(
     narrow_server: TritonServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = {"max_tokens": 4000, "ignore_eos": True}
@@ -167,9 +171,14 @@ def test_a_busy_scheduler_is_healthy(
     for call in calls:
         call.start()
     target = Target(narrow_server, [], capsys)
-    busy = wait_for(lambda: target.health()[:2], lambda found: "busy" in found[1])
-    assert busy[0] == 0
-    assert "busy: Exceeds maximum queue size" in busy[1]
+    wait_for(lambda: scrape(narrow_server)["charonia_requests_waiting"], lambda count: count == 2)
+    before = scrape(narrow_server)
+    code, out, _ = target.health()
+    assert code == 0
+    assert "inference  ok" in out
+    after = scrape(narrow_server)
+    assert after["charonia_requests_waiting"] == 2
+    assert rejections(after) == rejections(before)
     for call in calls:
         call.join()
 

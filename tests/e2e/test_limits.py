@@ -30,6 +30,7 @@ from support.e2e import (
     wait_idle,
 )
 
+TIMEOUT = "Request timeout expired [charonia:timeout]"
 PROMPT = "def größer(queue: list[str]) -> int:"
 IN_ENSEMBLE = "in ensemble 'llm', "
 
@@ -104,14 +105,14 @@ def test_a_timeout_in_the_queue_has_the_exact_text(idle_server: TritonServer) ->
     inputs = request_inputs(PROMPT, {"max_tokens": 1})
     with one_running(server):
         unary = error_of(lambda: infer_grpc(server, inputs, timeout=100_000))
-        assert unary.message() == "Request timeout expired"
+        assert unary.message() == TIMEOUT
         assert unary.status() == "StatusCode.UNAVAILABLE"
         stream = error_of(lambda: stream_grpc(server, inputs, timeout=100_000))
-        assert stream.message() == "Request timeout expired"
+        assert stream.message() == TIMEOUT
         llm = error_of(lambda: stream_grpc(server, inputs, "llm", timeout=100_000))
-        assert llm.message() == IN_ENSEMBLE + "Request timeout expired"
+        assert llm.message() == IN_ENSEMBLE + TIMEOUT
         reply = generate(server, {"text_input": PROMPT, "max_tokens": 1, "timeout": 100_000})
-        assert reply.json() == {"error": "Request timeout expired"}
+        assert reply.json() == {"error": TIMEOUT}
 
 
 def test_a_deadline_ends_a_request_that_runs(server: TritonServer) -> None:

@@ -221,7 +221,7 @@ def test_a_held_request_can_be_cancelled_and_runs_out_of_time(
     command.start()
     assert wait_for(
         lambda: target.run([3], max_tokens=3, deadline_ms=300).wait_over().error or "", bool
-    ).endswith("Request timeout expired")
+    ).endswith("Request timeout expired [charonia:timeout]")
     leaving = target.run([4], max_tokens=3)
     assert wait_for(lambda: scrape(target.server)["charonia_requests_waiting"], bool) == 1
     leaving.leave()

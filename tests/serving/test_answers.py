@@ -202,6 +202,7 @@ def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
     text, code = answer_to(request)
     assert text == (
         "the request's tensors have 67108865 bytes; they must have at most 67108864 together"
+        " [charonia:invalid_request]"
     )
     assert code == "INVALID_ARG"
     assert pb_utils.num_calls == 0
@@ -222,7 +223,7 @@ def test_an_error_of_the_scheduler_keeps_its_words_and_code(
     scheduler.take = lambda key, raw, outlet: outlet.fail(error)
     request = text_request()
     host.execute([request])
-    assert answer_to(request) == (str(error), code)
+    assert answer_to(request) == (error.answer, code)
 
 
 def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
@@ -231,11 +232,12 @@ def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
     pb_utils.refusal = "Request for unknown model: 'scheduler' is not found"
     refused, unheard = text_request(), text_request()
     host.execute([refused])
-    assert answer_to(refused) == (pb_utils.refusal, "UNAVAILABLE")
+    assert answer_to(refused) == (f"{pb_utils.refusal} [charonia:unavailable]", "UNAVAILABLE")
     pb_utils.refusal = None
     host.execute([unheard])
     assert answer_to(unheard) == (
-        "the scheduler's socket, scheduler/1/requests.socket: No such file or directory",
+        "the scheduler's socket, scheduler/1/requests.socket: No such file or directory"
+        " [charonia:unavailable]",
         "UNAVAILABLE",
     )
     scheduler = SchedulerEnd(tmp_path)
@@ -254,7 +256,9 @@ def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
     for _ in lost:
         scheduler.next()
     scheduler.relay.close()
-    assert [answer_to(request) for request in lost] == [(LOST, "UNAVAILABLE")] * 2
+    assert [answer_to(request) for request in lost] == [
+        (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
+    ] * 2
     restarted = SchedulerEnd(tmp_path)
     request = text_request()
     host.execute([request])
@@ -271,7 +275,9 @@ def test_an_answer_that_cannot_be_read_ends_the_wait_of_all(
     _, _, outlet = scheduler.next()
     assert isinstance(outlet, RelayedOutlet)
     outlet._connection._outbox.put(b"no answer")
-    assert [answer_to(request) for request in requests] == [(LOST, "UNAVAILABLE")] * 2
+    assert [answer_to(request) for request in requests] == [
+        (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
+    ] * 2
 
 
 def test_a_request_whose_client_has_gone_is_cancelled_and_still_answered_once(
@@ -283,7 +289,7 @@ def test_a_request_whose_client_has_gone_is_cancelled_and_still_answered_once(
     request.sender.has_gone = True
     assert scheduler.cancelled.get(timeout=WAIT_S) == key
     outlet.fail(RequestCancelledError("the request was cancelled"))
-    assert answer_to(request) == ("the request was cancelled", "CANCELLED")
+    assert answer_to(request) == ("the request was cancelled [charonia:cancelled]", "CANCELLED")
     assert scheduler.cancelled.empty()
     assert other.sender.sent.empty()
 
@@ -295,7 +301,10 @@ def test_the_end_of_generate_answers_what_waits_and_hangs_up(
     host.execute([request])
     _, _, outlet = scheduler.next()
     host.finalize()
-    assert answer_to(request) == ("the server is shutting down", "UNAVAILABLE")
+    assert answer_to(request) == (
+        "the server is shutting down [charonia:shutting_down]",
+        "UNAVAILABLE",
+    )
     deadline = time.monotonic() + WAIT_S
     while not outlet.is_cancelled():
         assert time.monotonic() < deadline

@@ -15,7 +15,7 @@ from charonia.serving.tensors import OUTPUT_TYPES
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = ("llm", "tokenizer", "scheduler", "engine", "postprocessor", "generate")
-INTERNAL_INPUTS = {"request_key", "prompt_text"}
+INTERNAL_INPUTS = {"request_key", "prompt_text", "probe"}
 INTERNAL_OUTPUTS = {"request_key"}
 PUBLIC_INPUTS = {
     "text_input",
@@ -78,7 +78,7 @@ def test_the_ensemble_connects_every_tensor_of_its_steps() -> None:
         inputs = {one.name for one in model.input}
         outputs = {one.name for one in model.output}
         if step.model_name == "scheduler":
-            inputs -= {"text_input"}  # it gets ids
+            inputs -= {"text_input", "probe"}  # it gets ids, and is asked itself
         assert set(step.input_map) == inputs
         assert set(step.output_map) == outputs
 

@@ -53,7 +53,9 @@ def test_nothing_follows_the_last_response(outlet: TritonOutlet, sender: Sender)
     outlet.send({"text_output": ["b"]}, is_final=True)
     outlet.fail(UnavailableError("again"))
     assert not outlet.is_cancelled()
-    assert [message.error().message() for message, _ in sender.sent] == ["no"]
+    assert [message.error().message() for message, _ in sender.sent] == [
+        "no [charonia:unavailable]"
+    ]
 
 
 def eventually(condition: Callable[[], object]) -> None:

@@ -92,7 +92,7 @@ def test_each_connection_gets_the_answers_to_its_own_requests(
     second.fail(UnavailableError("down"))
     first.send({"text_output": ["x"], "output_ids": [1]}, is_final=True)
     assert received(channel) == RelayedAnswer("k", {"text_output": ["x"], "output_ids": [1]})
-    assert received(other) == RelayedAnswer("k", error="down", code="UNAVAILABLE")
+    assert received(other) == RelayedAnswer("k", error="down", kind="unavailable")
     other.close()
 
 

@@ -321,5 +321,5 @@ def test_text_leaves_as_utf_8(pb_utils: Any) -> None:
 
 def test_an_error_keeps_its_code_and_words(pb_utils: Any) -> None:
     error = error_response(pb_utils, RequestTimeoutError("Request timeout expired")).error()
-    assert error.message() == "Request timeout expired"
+    assert error.message() == "Request timeout expired [charonia:timeout]"
     assert error.code() == pb_utils.TritonError.UNAVAILABLE

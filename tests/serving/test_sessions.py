@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from charonia.engine.outputs import Chunk
-from charonia.errors import InvalidRequestError, RequestCancelledError, UnavailableError
+from charonia.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
 from charonia.serving.schema import OutputOptions
 from charonia.serving.sessions import MAX_UNDER_WAY, Sessions
 from charonia.serving.tensors import Outputs
@@ -217,5 +217,5 @@ def test_closing_answers_whatever_is_live(new_outlet: Any) -> None:
     eventually(lambda: outlets[2].sent)
     harness.sessions.close()
     for outlet in outlets[:2]:
-        assert [type(error) for error in outlet.failures] == [UnavailableError]
+        assert [type(error) for error in outlet.failures] == [ShuttingDownError]
     assert not outlets[2].failures

@@ -6,7 +6,7 @@ requests there are.
 
 from dataclasses import dataclass
 
-from charonia.errors import ConfigError, InvalidRequestError
+from charonia.errors import ConfigError, InvalidRequestError, PromptTooLongError
 from charonia.protocol import EngineInfo
 
 
@@ -86,12 +86,13 @@ class Limits:
         """Refuse a prompt that can never be served.
 
         Raises:
-            InvalidRequestError: it is empty, or leaves no room for one generated token.
+            InvalidRequestError: it is empty.
+            PromptTooLongError: it leaves no room for one generated token.
         """
         if num_tokens < 1:
             raise InvalidRequestError("the prompt is empty; at least one token is needed")
         if num_tokens >= self.max_model_len:
-            raise InvalidRequestError(
+            raise PromptTooLongError(
                 f"the prompt has {num_tokens} tokens; at most {self.max_model_len - 1} are "
                 f"accepted (max_model_len {self.max_model_len} less one to generate)"
             )

@@ -24,7 +24,7 @@ class Request:
         stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
         cache_scope: what isolates its prefix cache (tenant and salt).
         takes_hits: whether it may start from cached blocks. speculates: whether tokens may be
-            guessed ahead for it.
+            guessed ahead for it. is_probe: whether it is no client's; it is not counted.
         num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
             the target's.
         is_in_flight: whether a step that is planned and not applied computes tokens of it.
@@ -41,6 +41,7 @@ class Request:
     cache_scope: bytes = b""
     takes_hits: bool = True
     speculates: bool = True
+    is_probe: bool = False
     queue_expires_at: float | None = None
     deadline_at: float | None = None
 

@@ -417,9 +417,13 @@ class Scheduler:
         )
 
     def _count_admission(self, request: Request, now: float) -> None:
-        if request.started_at is None:
+        is_first = request.started_at is None
+        if is_first:
             request.started_at = now
             request.num_cached = request.num_computed
+        if request.is_probe:
+            return
+        if is_first:
             self.stats.prompt_tokens_cached += request.num_computed
             self.stats.prompt_tokens_computed += request.num_prompt - request.num_computed
         if self.limits.enable_prefix_caching and request.takes_hits:

@@ -20,6 +20,7 @@ class GenerationRequest:
         key: unique among all live requests. request_id: the client's own, any text.
         timeout_s: how long it may wait for its first step.
         return_cumulative_logprob: count log-probabilities even where none are returned.
+        is_probe: no client's; it appears in no metric of requests.
     """
 
     key: str
@@ -28,6 +29,7 @@ class GenerationRequest:
     request_id: str = ""
     return_cumulative_logprob: bool = False
     timeout_s: float | None = None
+    is_probe: bool = False
 
 
 def check(
@@ -68,6 +70,7 @@ def admit(
         cache_scope=_cache_scope(params),
         takes_hits=params.prompt_logprobs is None,
         speculates=params.speculation,
+        is_probe=request.is_probe,
         queue_expires_at=None if request.timeout_s is None else now + request.timeout_s,
         deadline_at=None if deadline_s is None else now + deadline_s,
     )

@@ -29,9 +29,12 @@ from charonia.engine.streams import OutputStreams
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
+    EngineDownError,
     EngineUnloadedError,
     RequestCancelledError,
+    RequestQuarantinedError,
     RequestTimeoutError,
+    ShuttingDownError,
     StepFailedError,
     UnavailableError,
 )
@@ -58,6 +61,9 @@ class EngineCore:
         deliver: called with every chunk, in this caller's thread; must return quickly.
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
+
+    Attributes:
+        last_step_at: when a step was last applied, None before the first.
     """
 
     def __init__(
@@ -86,6 +92,7 @@ class EngineCore:
         self._held = HeldRequests()
         self._reload: Reload | None = None  # that waits for live requests to finish
         self._stats = SchedulerStats()
+        self.last_step_at: float | None = None
         self._step_times = StepTimes()
         self._recovery = Recovery(executor, metrics=self.metrics, clock=clock, log=log)
         self._scheduler: Scheduler | None = None
@@ -116,7 +123,7 @@ class EngineCore:
             UnavailableError: none was ever there.
         """
         if self._recovery.info is None:
-            raise UnavailableError(self.down_reason or NOT_READY)
+            raise EngineDownError(self.down_reason or NOT_READY)
         return self._recovery.info
 
     def connect(self) -> bool:
@@ -145,7 +152,7 @@ class EngineCore:
         """There is no engine, or it is of no use: nobody waits for it in vain."""
         self._expire(self._clock())
         if self._recovery.fail(error, len(self._streams)):
-            unavailable = UnavailableError(str(self.down_reason))
+            unavailable = EngineDownError(str(self.down_reason))
             if self._reload is None:
                 self._fail_all(unavailable)
             else:  # those that are held wait for another engine
@@ -315,7 +322,7 @@ class EngineCore:
     def _living_scheduler(self) -> Scheduler:
         scheduler = self._scheduler
         if self.down_reason is not None or scheduler is None:
-            raise UnavailableError(self.down_reason or NOT_READY)
+            raise EngineDownError(self.down_reason or NOT_READY)
         return scheduler
 
     def cancel(self, key: str) -> None:
@@ -376,7 +383,7 @@ class EngineCore:
     def close(self) -> None:
         """Fail what is live and let go of the engine."""
         self._drop_reload("the server is shutting down")
-        self._fail_all(UnavailableError("the server is shutting down"))
+        self._fail_all(ShuttingDownError())
         self._recovery.forget("the server is shutting down")
         self._executor.close()
 
@@ -407,6 +414,7 @@ class EngineCore:
         result = step.pending.result(self._step_deadline_s(step.num_tokens))
         arrived = self._clock()
         self._recovery.note_step()
+        self.last_step_at = arrived
         self.metrics.histograms["charonia_step_seconds"].observe(result.seconds)
         self._step_times.observe(step.num_tokens, result.seconds)
         self.metrics.count_collectives(result.collectives or {})
@@ -471,7 +479,7 @@ class EngineCore:
         request_id = self._streams.request_id(key)
         self.metrics.count("charonia_requests_quarantined_total")
         self._log(event("request_quarantined", key=key, request_id=request_id))
-        self._end(key, CharoniaError("the request stops the engine each time it runs"))
+        self._end(key, RequestQuarantinedError("the request stops the engine each time it runs"))
 
     def _fail_all(self, error: CharoniaError) -> None:
         self._fail_live(error)

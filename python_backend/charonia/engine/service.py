@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from charonia.config import EngineArgs, SchedulerArgs
@@ -20,6 +21,7 @@ from charonia.errors import (
     CharoniaError,
     InvalidRequestError,
     QueueFullError,
+    ShuttingDownError,
     UnavailableError,
 )
 from charonia.events import event
@@ -28,6 +30,26 @@ from charonia.text.tokenizer import Tokenizer
 
 Sink = Callable[[Chunk], None]
 IDLE_WAIT_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """How the service is at this moment.
+
+    Attributes:
+        is_up: whether steps can run. down_reason: why requests are refused; None while they are
+            not.
+        num_live: requests that were accepted and have had no end.
+        last_step_at: when a step was last applied, on the monotonic clock; None before the first.
+        last_turn_at: when the thread last began to look for what there is to do, ten times a second
+            at least unless it is held up; None before the first.
+    """
+
+    is_up: bool
+    down_reason: str | None
+    num_live: int
+    last_step_at: float | None
+    last_turn_at: float | None
 
 
 class EngineService:
@@ -63,6 +85,7 @@ class EngineService:
         self._num_arriving = 0
         self._reload: Reload | None = None  # the last that was ordered; never lost on its way
         self._is_closing = False
+        self._last_turn_at: float | None = None
         self._wake = threading.Condition()
         self._is_connected = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-engine", daemon=True)
@@ -76,6 +99,18 @@ class EngineService:
     def info(self) -> EngineInfo:
         """Of the engine. Raises UnavailableError before there was one."""
         return self._core.info
+
+    @property
+    def state(self) -> ServiceState:
+        """How it is now. Reads only; may be asked from any thread."""
+        core = self._core
+        return ServiceState(
+            is_up=core.is_up,
+            down_reason=core.down_reason,
+            num_live=len(self._sinks),
+            last_step_at=core.last_step_at,
+            last_turn_at=self._last_turn_at,
+        )
 
     def start(self, *, wait_s: float = 0.0) -> None:
         """Start the thread, which connects to the engine as soon as there is one.
@@ -100,7 +135,8 @@ class EngineService:
             with self._wake:
                 self._accept(request, sink)
         except CharoniaError as error:
-            self.count_rejection(error)
+            if not request.is_probe:
+                self.count_rejection(error)
             raise
 
     def count_rejection(self, error: CharoniaError) -> None:
@@ -146,7 +182,7 @@ class EngineService:
     def _accept(self, request: GenerationRequest, sink: Sink) -> None:
         """Put a request into the inbox; the caller holds the lock."""
         if self._is_closing:
-            raise UnavailableError("the server is shutting down")
+            raise ShuttingDownError
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")
         self._core.check_queue(self._num_arriving)
@@ -181,6 +217,7 @@ class EngineService:
         self._drop_reload("the server is shutting down")
 
     def _turn(self) -> None:
+        self._last_turn_at = time.monotonic()
         is_up = self._core.is_up or self._core.connect()
         if is_up:
             self._is_connected.set()

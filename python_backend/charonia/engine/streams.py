@@ -89,7 +89,8 @@ class OutputStreams:
             return False
         num_tokens, last_at = stream.num_tokens, stream.last_token_at
         chunk = stream.take(update, now)
-        self._observe_tokens(stream, stream.num_tokens - num_tokens, last_at, now)
+        if not stream.request.is_probe:
+            self._observe_tokens(stream, stream.num_tokens - num_tokens, last_at, now)
         if chunk is None:
             return False
         if chunk.finish_reason is not None:
@@ -108,19 +109,22 @@ class OutputStreams:
         """End a request with an error that was taken in and is not live."""
         del self._names[request.key]
         waited = self._clock() - arrived_at
-        self._metrics.count_end(
-            error.code.lower(),
-            queue_s=waited,
-            total_s=waited,
-            num_prompt=len(request.prompt_ids),
-            num_tokens=0,
-        )
+        if not request.is_probe:
+            self._metrics.count_end(
+                error.code.lower(),
+                queue_s=waited,
+                total_s=waited,
+                num_prompt=len(request.prompt_ids),
+                num_tokens=0,
+            )
         self._deliver(Chunk(request.key, error=error))
 
     def _forget(self, key: str, reason: str, now: float) -> None:
         stream = self._streams.pop(key)
         del self._names[key]
         request = stream.request
+        if request.is_probe:
+            return
         # At the end, so that requests whose time ran out in the queue are seen as well.
         left_queue_at = now if request.started_at is None else request.started_at
         self._metrics.count_end(

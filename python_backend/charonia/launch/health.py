@@ -4,7 +4,7 @@ Owns which parts there are, what counts as healthy, and what is printed. Must no
 is started or mended.
 
 Triton's own word is not enough: it calls itself and the scheduler ready when the scheduler's
-process is dead. So one token is asked for, too.
+process is dead. So the scheduler is asked whether steps run, too.
 """
 
 import contextlib
@@ -22,8 +22,6 @@ from charonia.launch.probe import Health, Probe
 DEFAULT_METRICS_PORT = 8002
 TIMEOUT_S = 5.0
 RETRY_S = 0.5
-BUSY = ("Exceeds maximum queue size", "Request timeout expired")
-"""How the answer of a scheduler begins that lives and has too much to do."""
 SHOWN_METRICS = (
     "charonia_engine_up",
     "charonia_requests_running",
@@ -107,17 +105,12 @@ def _engine_of(client: httpx.Client, scheduler: str) -> str:
 
 
 def _infer(probe: Probe) -> Part:
-    """One token, or the word of a living scheduler that it has too much to do."""
+    """Whether steps of the engine run."""
     started = time.monotonic()
     result = probe.check(TIMEOUT_S)
     if result.health is Health.SERVING:
         return Part("inference", True, f"{(time.monotonic() - started) * 1000:.0f} ms")
-    detail = result.detail
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        detail = json.loads(result.detail)["error"]
-    if result.health is Health.REFUSING and detail.startswith(BUSY):
-        return Part("inference", True, f"busy: {detail}")
-    return Part("inference", False, f"{result.health.value}: {detail}")
+    return Part("inference", False, f"{result.health.value}: {result.detail}")
 
 
 def _read_metrics(url: str) -> Iterator[Part]:

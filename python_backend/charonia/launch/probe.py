@@ -1,37 +1,41 @@
-"""Asks the scheduler for one token, to learn whether it serves.
+"""Asks the scheduler whether it and its engine serve.
 
 Owns what an answer says about the health of the server. Must not know what to do about it.
 
 Triton's own /v2/health/ready stays 200 when the scheduler's process is dead, so only an inference
-tells. The request carries a deadline that a living scheduler keeps even when its queue is long, by
-refusing it: any answer of the scheduler, errors too, shows that it lives.
+tells: the probe of `charonia.serving.probing`, which is answered at once. It is asked again until
+the engine has made a step.
 """
 
 import enum
+import json
 import re
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
+from charonia.errors import split_answer
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import TritonServer
 
 PROBE_ID = "charonia-probe"
 FIRST_TIMEOUT_S = 60.0  # the first inference of all may compile or page in weights
 MAX_REFUSING_S = 60.0  # a new scheduler refuses until it has found its engine, which is loaded
-DEADLINE_SHARE = 0.8  # of the timeout: after it a living scheduler refuses the probe
+FRESH_S = 1.0  # a step that long ago shows that steps run
 POLL_S = 0.05
 
 
 class Health(enum.Enum):
     """What a probe found."""
 
-    SERVING = "a token came"
-    REFUSING = "the scheduler lives, but answers with an error"
+    SERVING = "steps run"
+    REFUSING = "the scheduler lives, but no step runs"
     SILENT = "no answer"
     DEAD = "the scheduler's process is gone or stopped"
 
@@ -60,7 +64,7 @@ class Probe:
         self._client = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
     def check(self, timeout_s: float) -> ProbeResult:
-        """One inference of one token; SILENT after `timeout_s` seconds, or when `stop` is set."""
+        """Ask until a step has run, at most `timeout_s` seconds; SILENT when `stop` is set."""
         answer: Future[ProbeResult] = Future()
         thread = threading.Thread(
             target=lambda: answer.set_result(self._ask(timeout_s)), daemon=True, name=PROBE_ID
@@ -85,29 +89,62 @@ class Probe:
         self._client.close()
 
     def _ask(self, timeout_s: float) -> ProbeResult:
-        request = {
-            "id": PROBE_ID,
-            "text_input": "a",
-            "max_tokens": 1,
-            "temperature": 0,
-            "timeout": int(timeout_s * DEADLINE_SHARE * 1e6),
-        }
-        url = f"{self._base}/{self._model}/generate"
+        began = time.monotonic()
+        while True:
+            waited_s = time.monotonic() - began
+            try:
+                reply = self._client.post(
+                    f"{self._base}/{self._model}/generate",
+                    json={"id": PROBE_ID, "probe": True},
+                    timeout=max(timeout_s - waited_s, POLL_S),
+                )
+            except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: closed meanwhile
+                return ProbeResult(Health.SILENT, str(error) or type(error).__name__)
+            if reply.status_code != 200:
+                return self._refused(reply)
+            waited_s = time.monotonic() - began
+            try:
+                result, is_certain = _judge(json.loads(reply.json()["text_output"]), waited_s)
+            except (ValueError, TypeError, KeyError):
+                return ProbeResult(Health.REFUSING, "the answer cannot be understood")
+            if is_certain or waited_s + POLL_S > timeout_s or self._stop.wait(POLL_S):
+                return result
+
+    def _refused(self, reply: httpx.Response) -> ProbeResult:
         try:
-            reply = self._client.post(url, json=request, timeout=timeout_s)
-        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: closed meanwhile
-            return ProbeResult(Health.SILENT, str(error) or type(error).__name__)
-        if reply.status_code == 200:
-            return ProbeResult(Health.SERVING)
-        # The same words about another model would be the scheduler's own, of its engine.
-        is_dead = re.search(rf"Stub process '{self._model}_\d+_\d+' is not healthy", reply.text)
-        return ProbeResult(Health.DEAD if is_dead else Health.REFUSING, reply.text.strip())
+            text = str(reply.json()["error"])
+        except (ValueError, TypeError, KeyError):
+            text = reply.text.strip()
+        message, kind = split_answer(text)
+        # Triton's own words have no kind.
+        is_dead = kind is None and re.search(
+            rf"Stub process '{self._model}_\d+_\d+' is not healthy", message
+        )
+        return ProbeResult(Health.DEAD if is_dead else Health.REFUSING, message)
+
+
+def _judge(answer: Mapping[str, Any], waited_s: float) -> tuple[ProbeResult, bool]:
+    """What an answer says that came `waited_s` seconds after the first question.
+
+    Returns:
+        The result, and whether asking again soon would find the same.
+    """
+    step_age_s, turn_age_s = answer["step_age_s"], answer["turn_age_s"]
+    if answer["engine_up"] and step_age_s is not None and step_age_s <= max(FRESH_S, waited_s):
+        return ProbeResult(Health.SERVING), True
+    if answer["reason"] is not None:
+        return ProbeResult(Health.REFUSING, answer["reason"]), True
+    if turn_age_s is None or turn_age_s > max(FRESH_S, waited_s):
+        return ProbeResult(Health.SILENT, "the scheduling thread is held up"), False
+    if answer["engine_up"]:
+        return ProbeResult(Health.REFUSING, f"no step within {waited_s:.1f} s"), False
+    return ProbeResult(Health.REFUSING, "the engine is being brought back"), False
 
 
 def wait_serving(
     server: TritonServer, probe: Probe, timeout_s: float, stop: threading.Event | None = None
 ) -> bool:
-    """Wait until Triton is ready and the scheduler gives a token; False when `stop` was set.
+    """Wait until Triton is ready and steps run; False when `stop` was set.
 
     Raises:
         LaunchError: the server ended, or did not get so far within `timeout_s` seconds.

@@ -30,7 +30,13 @@ from typing import Any
 import msgspec
 
 from charonia.connection import Channel
-from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError, StepFailedError
+from charonia.errors import (
+    EngineDiedError,
+    EngineHungError,
+    EngineUnloadedError,
+    StepFailedError,
+    split_answer,
+)
 from charonia.events import event
 from charonia.protocol import (
     EngineInfo,
@@ -324,8 +330,8 @@ def _command_line(pid: int) -> list[str]:
 
 
 def clean(message: str) -> str:
-    """Triton's message without the traceback and the server's paths that it may carry."""
-    message = re.split(r"\n+(?:At:|Traceback)", message)[0]
+    """Triton's message without the traceback, the paths and the kind that it may carry."""
+    message, _ = split_answer(re.split(r"\n+(?:At:|Traceback)", message)[0])
     return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*", "…", message).strip()
 
 

@@ -10,8 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from charonia import errors
-from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
+from charonia.errors import (
+    CharoniaError,
+    InvalidRequestError,
+    ShuttingDownError,
+    UnavailableError,
+    error_of,
+)
 from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
 from charonia.serving.relay import (
     Cancellation,
@@ -26,16 +31,6 @@ from charonia.serving.tensors import Outputs, read_request
 LOST = "the connection to the scheduler has ended; the request is lost"
 MAX_REQUEST_BYTES = 2**26
 """More than all tensors together that the scheduler would take."""
-_ERRORS_BY_CODE: dict[str, type[CharoniaError]] = {
-    kind.code: kind
-    for kind in (
-        CharoniaError,
-        errors.InvalidRequestError,
-        errors.NotSupportedError,
-        errors.UnavailableError,
-        errors.RequestCancelledError,
-    )
-}
 
 
 class GenerateHost:
@@ -71,7 +66,7 @@ class GenerateHost:
         with self._lock:
             connection = self._connection
             outlets = self._take_all()
-        _fail(outlets, UnavailableError("the server is shutting down"))
+        _fail(outlets, ShuttingDownError())
         self._poller.close()
         if connection is not None:
             connection.close()
@@ -138,5 +133,5 @@ def _fail(outlets: list[TritonOutlet], error: CharoniaError) -> None:
 def _outputs(answer: RelayedAnswer) -> Outputs:
     """Raises CharoniaError: that is the answer."""
     if answer.error is not None:
-        raise _ERRORS_BY_CODE.get(answer.code, CharoniaError)(answer.error)
+        raise error_of(answer.error, answer.kind)
     return answer.outputs

@@ -16,7 +16,6 @@ requests that came through it, because their client is seen to have gone.
 """
 
 import contextlib
-import secrets
 import socket
 import threading
 import traceback
@@ -30,11 +29,11 @@ import msgspec
 import numpy as np
 
 from charonia.connection import Channel
-from charonia.errors import CharoniaError, UnavailableError
+from charonia.errors import CharoniaError, UnavailableError, error_of, split_answer
 from charonia.serving.bls import clean
 from charonia.serving.channel import SOCKET_SUFFIX, connect, connections, listen
 from charonia.serving.outlets import Outlet
-from charonia.serving.tensors import REQUEST_KEY, Array, Outputs, RawRequest, tensor
+from charonia.serving.tensors import Array, Outputs, RawRequest
 
 REQUESTS_SOCKET = f"requests{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
@@ -66,12 +65,12 @@ class Delivery(msgspec.Struct, frozen=True, tag=True):
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The whole answer to one request: outputs, or an error with its code's name."""
+    """The whole answer to one request: outputs, or an error and its kind."""
 
     key: str
     outputs: dict[str, list[Any]] = {}
     error: str | None = None
-    code: str = ""
+    kind: str = ""
 
 
 Message = RelayedRequest | Cancellation | Delivery
@@ -203,7 +202,7 @@ class RelayedOutlet:
     def fail(self, error: CharoniaError) -> None:
         """Send an error."""
         self._live.discard(self._key)
-        self._connection.send(RelayedAnswer(self._key, error=str(error), code=error.code))
+        self._connection.send(RelayedAnswer(self._key, error=str(error), kind=error.kind))
 
     def is_cancelled(self) -> bool:
         """Whether the connection has ended. A cancellation comes by message."""
@@ -299,25 +298,23 @@ class SchedulerAddress:
         """Connect, in the thread of `execute`.
 
         The scheduler takes connections once a request has shown it that Triton has loaded it, so it
-        gets one: the cancellation of a request that does not exist. The answer has no tensors,
-        because BLS makes those without holding Python's lock, see `channel`.
+        gets one: a probe whose text is not asked for. The answer has no tensors, because BLS makes
+        those without holding Python's lock, see `channel`.
 
         Raises:
-            UnavailableError: there is no scheduler, or it answers with an error.
+            CharoniaError: there is no scheduler, or it answers with this error.
         """
         pb_utils = self._pb_utils
         try:
             knock = pb_utils.InferenceRequest(
                 model_name=self._scheduler_model,
-                requested_output_names=["text_output"],
-                inputs=[
-                    pb_utils.Tensor("cancel", np.array([True])),
-                    tensor(pb_utils, REQUEST_KEY, [secrets.token_hex(16)]),
-                ],
+                requested_output_names=["timing"],
+                inputs=[pb_utils.Tensor("probe", np.array([True]))],
             )
             for response in knock.exec(decoupled=True):
                 if response.has_error():
-                    raise UnavailableError(clean(response.error().message()))
+                    message, kind = split_answer(response.error().message())
+                    raise error_of(clean(message), kind or UnavailableError.kind)
             return connect(self._path)
         except pb_utils.TritonModelException as error:
             raise UnavailableError(clean(str(error))) from None

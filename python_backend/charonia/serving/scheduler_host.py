@@ -21,6 +21,7 @@ from charonia.serving.bls import RECOVERY_IS_OFF, BlsExecutor
 from charonia.serving.engine_host import MODEL_FILE
 from charonia.serving.metrics import MetricsExporter
 from charonia.serving.outlets import Outlet, TritonOutlet, failing_with_errors
+from charonia.serving.probing import Prober
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.reload import (
     RELOAD_SOCKET,
@@ -28,7 +29,7 @@ from charonia.serving.reload import (
     check_same_tokenizer,
     fingerprint_tokenizer,
 )
-from charonia.serving.schema import CancelCall, GenerateCall, parse
+from charonia.serving.schema import Call, CancelCall, GenerateCall, ProbeCall, parse
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import Outputs, RawRequest, read_request
 from charonia.text.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ class SchedulerHost:
             log=log,
             read_args=partial(_read_args, model_file, fingerprint_tokenizer(engine_args)),
         )
+        self._prober = Prober(self._service, self._tokenizer)
         self._sessions = Sessions(
             self._tokenizer,
             scheduler_args.num_sender_threads,
@@ -157,17 +159,22 @@ class SchedulerHost:
         with failing_with_errors(outlet, self._log):
             self._take(self._parse(raw, key), outlet)
 
-    def _parse(self, raw: RawRequest, relayed_key: str | None = None) -> GenerateCall | CancelCall:
+    def _parse(self, raw: RawRequest, relayed_key: str | None = None) -> Call:
         try:
             return parse(raw, relayed_key)
         except CharoniaError as error:
             self._service.count_rejection(error)
             raise
 
-    def _take(self, call: GenerateCall | CancelCall, outlet: Outlet) -> None:
+    def _take(self, call: Call, outlet: Outlet) -> None:
         match call:
             case GenerateCall():
                 self._generate(call, outlet)
+            case ProbeCall():
+                outlet.send(
+                    {"text_output": [self._prober.answer()]} if call.wants_text else {},
+                    is_final=True,
+                )
             case CancelCall(key=None):
                 self._service.cancel_matching(call.request_id, call.tenant)
                 outlet.send(NOTHING, is_final=True)

@@ -3,7 +3,8 @@
 Owns the meaning of the public tensors (model_repository/README.md). Must not know senders, threads
 or the engine.
 
-Beside the public inputs there are two internal ones, for callers that are models themselves::
+Beside the public inputs there are `probe`, see `probing`, and two internal ones, for callers that
+are models themselves::
 
     request_key   STRING [1]   the caller's own, unguessable name of the request: it can cancel
                                by it, and every response carries it as the output `request_key`
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from charonia.engine.outputs import Chunk, name_logprobs
-from charonia.errors import InvalidRequestError, shown
+from charonia.errors import ExactTextError, InvalidRequestError, shown
 from charonia.protocol import SamplingParams, TokenLogprobs
 from charonia.serving.parameters import parse_sampling_params, parse_timeout
 from charonia.serving.tensors import (
@@ -96,7 +97,21 @@ class CancelCall:
     tenant: str
 
 
-def parse(raw: RawRequest, relayed_key: str | None = None) -> GenerateCall | CancelCall:
+@dataclass(frozen=True)
+class ProbeCall:
+    """Asks how the scheduler and its engine are, see `probing`.
+
+    Attributes:
+        wants_text: whether the answer is to be sent, and not only an empty response.
+    """
+
+    wants_text: bool
+
+
+Call = GenerateCall | CancelCall | ProbeCall
+
+
+def parse(raw: RawRequest, relayed_key: str | None = None) -> Call:
     """Say what a request asks for.
 
     Args:
@@ -107,6 +122,8 @@ def parse(raw: RawRequest, relayed_key: str | None = None) -> GenerateCall | Can
         NotSupportedError: it asks for something that charonia does not do.
     """
     tensors = raw.tensors
+    if read_flag(tensors, "probe"):
+        return ProbeCall(wants_text="text_output" in raw.output_names)
     params = parse_sampling_params(_sampling_values(raw))
     key = _read_internal(tensors, REQUEST_KEY, MAX_KEY_BYTES)
     if read_flag(tensors, "cancel"):
@@ -272,7 +289,7 @@ def _read_options(raw: RawRequest, params: SamplingParams, key: str | None) -> O
     is_streaming = bool(read_flag(raw.tensors, "stream"))
     excludes = read_flag(raw.tensors, "exclude_input_in_output")
     if is_streaming and excludes is False:
-        raise InvalidRequestError(ECHO_IN_STREAM)
+        raise ExactTextError(ECHO_IN_STREAM)
     wanted = {out for flag, out in RETURN_FLAGS.items() if read_flag(raw.tensors, flag)}
     if params.prompt_logprobs is not None:
         wanted.add("prompt_logprobs")

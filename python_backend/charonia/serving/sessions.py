@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from charonia.engine.outputs import Chunk
-from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
+from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError
 from charonia.serving.outlets import CancellationPoller, Outlet
 from charonia.serving.schema import OutputOptions, chunk_outputs
 from charonia.serving.tensors import INTERNAL_ERROR
@@ -138,7 +138,7 @@ class Sessions:
     def close(self) -> None:
         """End what is still live with an error, and stop the threads."""
         for key, session in list(self._sessions.items()):
-            self._take(session, Chunk(key, error=UnavailableError("the server is shutting down")))
+            self._take(session, Chunk(key, error=ShuttingDownError()))
         for _ in self._threads:
             self._ready.put(None)
         for thread in self._threads:

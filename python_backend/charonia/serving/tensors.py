@@ -104,7 +104,7 @@ def response(pb_utils: Any, outputs: Outputs) -> Any:
 
 
 def error_response(pb_utils: Any, error: CharoniaError) -> Any:
-    """A `pb_utils.InferenceResponse` with the error's text and code."""
+    """A `pb_utils.InferenceResponse` with the error's text, kind and code."""
     return pb_utils.InferenceResponse(
-        error=pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, error.code))
+        error=pb_utils.TritonError(error.answer, getattr(pb_utils.TritonError, error.code))
     )

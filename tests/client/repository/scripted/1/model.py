@@ -88,7 +88,7 @@ class TritonPythonModel:
                     # Triton 2.51.0 may crash when an answer ends while its cancellation is
                     # still on its way through the gRPC front end.
                     time.sleep(0.2)
-                    message = "the request was cancelled"
+                    message = "the request was cancelled [charonia:cancelled]"
                     cancelled = pb_utils.TritonError(message, pb_utils.TritonError.CANCELLED)
                     sender.send(pb_utils.InferenceResponse(error=cancelled), flags=final)
                     return "cancelled"

@@ -28,7 +28,18 @@ class TritonPythonModel:
             if parameters.get("hang"):
                 time.sleep(3600)
             sender = request.get_response_sender()
-            threading.Thread(target=answer, args=(sender, parameters), daemon=True).start()
+            is_probe = any(tensor.name() == "probe" for tensor in request.inputs())
+            target = answer_probe if is_probe else answer
+            threading.Thread(target=target, args=(sender, parameters), daemon=True).start()
+
+
+def answer_probe(sender, parameters):
+    if (REPOSITORY / "refuse-to-serve").exists():
+        return answer(sender, parameters)
+    state = {"engine_up": True, "reason": None, "step_age_s": 0, "turn_age_s": 0}
+    text = np.array([json.dumps(state).encode()], dtype=object)
+    response = pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)])
+    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def answer(sender, parameters):

@@ -1,0 +1,83 @@
+"""Whether the scheduler and its engine work: an answer at once, however much there is to do.
+
+Owns what a probe is answered, and the token that it brings about. Must not know who probes.
+
+How to ask, over HTTP `generate` of the scheduler::
+
+    POST /v2/models/scheduler/generate   {"probe": true}
+
+`text_output` of the answer is a JSON object::
+
+    engine_up    bool            whether steps can run now
+    reason       string | null   why requests are refused at once; null while they are taken
+    step_age_s   number | null   seconds since a step of the engine was last applied; null: never
+    turn_age_s   number | null   seconds since the scheduling thread last looked for work; more than
+                                 a step or a load takes means that it hangs
+
+Every step applied shows that the scheduling thread and the engine work together. While clients'
+requests run, theirs show it. While nothing is live, a probe that finds the last step more than
+`TOKEN_INTERVAL_S` ago has the engine generate one token and does not wait for it: ask again until
+the step's age shows that it came. So a probe takes no place in the queue, appears in no metric of
+requests, waits for nothing, and is answered while the engine is down or hangs. Whoever sends many
+gets no more than one token per interval computed.
+"""
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.service import EngineService
+from charonia.errors import CharoniaError
+from charonia.protocol import SamplingParams
+from charonia.text.tokenizer import Tokenizer
+
+TOKEN_INTERVAL_S = 1.0
+_PROMPT = "a"
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, speculation=False)
+
+
+class Prober:
+    """Answers probes.
+
+    Args:
+        clock: seconds, that of the service.
+    """
+
+    def __init__(
+        self,
+        service: EngineService,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._service = service
+        self._prompt_ids = tokenizer.encode(_PROMPT) or [0]
+        self._clock = clock
+
+    def answer(self) -> str:
+        """How the service is, as JSON. Have it generate a token if none has come lately."""
+        state = self._service.state
+        step_age_s = self._age_s(state.last_step_at)
+        is_stale = step_age_s is None or step_age_s > TOKEN_INTERVAL_S
+        if is_stale and state.is_up and not state.num_live:  # its own is live until it has ended
+            self._generate()
+        return json.dumps(
+            {
+                "engine_up": state.is_up,
+                "reason": state.down_reason,
+                "step_age_s": step_age_s,
+                "turn_age_s": self._age_s(state.last_turn_at),
+            }
+        )
+
+    def _age_s(self, at: float | None) -> float | None:
+        return None if at is None else self._clock() - at
+
+    def _generate(self) -> None:
+        request = GenerationRequest(
+            key=secrets.token_hex(16), prompt_ids=self._prompt_ids, params=_PARAMS, is_probe=True
+        )
+        with contextlib.suppress(CharoniaError):  # then it went down this moment
+            self._service.submit(request, lambda chunk: None)

@@ -1,0 +1,161 @@
+"""A probe is answered at once, has a token made when none came lately, and is nobody's request."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.service import EngineService
+from charonia.errors import EngineDiedError
+from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult
+from charonia.serving.probing import TOKEN_INTERVAL_S, Prober
+from engine.test_core import byte_tokenizer
+from support.echo import EchoExecutor
+
+WAIT_S = 20.0
+
+
+class Gated(EchoExecutor):
+    """An engine whose steps wait until they may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(max_num_seqs=1)
+        self.may_step = threading.Event()
+        self.may_step.set()
+        self.num_begun = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_begun += 1
+        assert self.may_step.wait(WAIT_S)
+        return super().execute(plan)
+
+
+@pytest.fixture
+def engine() -> Gated:
+    return Gated()
+
+
+@pytest.fixture
+def service(engine: Gated) -> Iterator[EngineService]:
+    service = serving(engine)
+    yield service
+    engine.may_step.set()
+    service.close()
+
+
+def serving(engine: EchoExecutor) -> EngineService:
+    args = EngineArgs(model="echo")
+    queue = SchedulerArgs(max_queue_size=1)
+    service = EngineService(engine, args, queue, byte_tokenizer(), log=lambda line: None)
+    service.start(wait_s=0.5)
+    return service
+
+
+def ask(prober: Prober) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(prober.answer())
+    assert answer.keys() == {"engine_up", "reason", "step_age_s", "turn_age_s"}
+    return answer
+
+
+def wait_fresh(prober: Prober) -> dict[str, Any]:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        answer = ask(prober)
+        if answer["step_age_s"] is not None and answer["step_age_s"] <= TOKEN_INTERVAL_S:
+            return answer
+        time.sleep(0.01)
+    raise AssertionError("no step")
+
+
+def wait_idle(service: EngineService) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while service.state.num_live:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def counted(service: EngineService) -> dict[Any, float]:
+    """What is counted of requests."""
+    return {
+        series: value
+        for series, value in service.metrics.counters.items()
+        if value and "step_phase" not in series[0]
+    }
+
+
+def test_an_idle_engine_makes_one_token_for_many_probes(
+    engine: Gated, service: EngineService
+) -> None:
+    since_step_s = 0.5 * TOKEN_INTERVAL_S
+    prober = Prober(
+        service, byte_tokenizer(), lambda: (service.state.last_step_at or 0.0) + since_step_s
+    )
+    assert ask(prober)["step_age_s"] is None
+    wait_idle(service)
+    for _ in range(20):
+        assert ask(prober)["step_age_s"] == pytest.approx(since_step_s)
+    assert engine.num_begun == 1
+    since_step_s = 1.5 * TOKEN_INTERVAL_S
+    engine.may_step.clear()
+    for _ in range(20):  # the first of them has one made
+        ask(prober)
+    engine.may_step.set()
+    wait_idle(service)
+    assert engine.num_begun == 2
+
+
+def test_a_probe_is_in_no_metric_of_requests(service: EngineService) -> None:
+    prober = Prober(service, byte_tokenizer())
+    ask(prober)
+    wait_fresh(prober)
+    wait_idle(service)
+    assert counted(service) == {}
+    assert service.metrics.drain() == {}
+
+
+def test_a_probe_is_answered_while_the_queue_is_full_and_an_engine_hangs(
+    engine: Gated, service: EngineService
+) -> None:
+    prober = Prober(service, byte_tokenizer())
+    engine.may_step.clear()
+    params = SamplingParams(max_tokens=5)
+    ends = [threading.Event() for _ in range(2)]
+    for index, end in enumerate(ends):
+        request = GenerationRequest(key=str(index), prompt_ids=[1, 2], params=params)
+        service.submit(request, lambda chunk, end=end: end.set() if chunk.is_final else None)
+    answer = ask(prober)
+    assert answer["engine_up"]
+    assert answer["step_age_s"] is None
+    assert ("charonia_rejections_total", "queue_full") not in counted(service)
+    engine.may_step.set()
+    assert all(end.wait(WAIT_S) for end in ends)
+    assert wait_fresh(prober)["step_age_s"] is not None
+
+
+def test_a_probe_says_why_there_is_no_engine() -> None:
+    class Lost(EchoExecutor):
+        def info(self) -> EngineInfo:
+            raise EngineDiedError("no weights")
+
+    service = serving(Lost())
+    answer = ask(Prober(service, byte_tokenizer()))
+    assert not answer["engine_up"]
+    assert "engine" in answer["reason"]
+    assert answer["step_age_s"] is None
+    assert counted(service).keys() <= {("charonia_engine_failures_total", "load_failed")}
+    service.close()
+
+
+def test_a_thread_that_is_held_up_shows_it(engine: Gated, service: EngineService) -> None:
+    prober = Prober(service, byte_tokenizer())
+    engine.may_step.clear()
+    ask(prober)
+    deadline = time.monotonic() + WAIT_S
+    while ask(prober)["turn_age_s"] < 0.3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert ask(prober)["turn_age_s"] >= 0.3
