@@ -52,6 +52,11 @@ class Installation:
         """The server's executable."""
         return self.root / "bin" / "tritonserver"
 
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it is the server of the wheel, of release 24.10."""
+        return self.stub is not None
+
     @functools.cached_property
     def options(self) -> frozenset[str]:
         """The command-line options that this release knows, without their dashes."""

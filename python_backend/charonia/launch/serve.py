@@ -57,6 +57,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             for path in sweep_stale_runs():
                 say(f"removed what a killed run left in {path}")
             say(server.stack_limit.describe())
+            say(server.guard.describe())
             say(f"starting tritonserver with {prepared.engine_args.model}")
             supervisor = Supervisor(
                 server,

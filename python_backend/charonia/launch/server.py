@@ -22,6 +22,7 @@ import psutil
 from charonia.launch import processes
 from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
 from charonia.launch.errors import LaunchError
+from charonia.launch.guard import make_guard
 from charonia.launch.logs import failure_reason, is_interesting
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.stacks import stack_limit
@@ -52,7 +53,7 @@ class TritonServer:
         on_log: gets the server's log, line by line, from a thread.
 
     Attributes:
-        stack_limit: of its threads.
+        stack_limit: of its threads. guard: against requests that would end it.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TritonServer:
         self.stack_limit = stack_limit()
         self._installation = find_tritonserver()
         self._runtime = runtime or RuntimeDir()
+        self.guard = make_guard(self._installation, self.runtime_dir)
         self._backends = self._installation.link_backends(self.runtime_dir / "backends")
 
     @property
@@ -153,6 +155,7 @@ class TritonServer:
         addresses = {"http_url": self.http_url, "grpc_url": self.grpc_url}
         (self.runtime_dir / SERVER_FILE).write_text(json.dumps(addresses), encoding="utf-8")
         environment = self._installation.environment()
+        self.guard.add_to(environment)
         if self._cores is not None:
             environment[VARIABLE] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         self._process = processes.start_leader(

@@ -1,0 +1,62 @@
+"""What stands in front of the embedded tritonserver's own library: guard.c says why.
+
+Owns its compilation, once per run, and how tritonserver is made to load it. Must not know requests.
+"""
+
+import os
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from charonia.events import event
+from charonia.launch.discovery import Installation
+
+MAX_ELEMENTS = 2**24
+"""Of any input of any model; the longest prompt has a quarter of that."""
+_SOURCE = Path(__file__).with_suffix(".c")
+_FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-DMAX_ELEMENTS={MAX_ELEMENTS}")
+_PRELOAD = "LD_PRELOAD"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Whether a server is guarded.
+
+    Attributes:
+        library: what it is to load; None where nothing is needed, or there is an obstacle.
+        obstacle: why it is open to requests that end it; empty where it is not.
+    """
+
+    library: Path | None = None
+    obstacle: str = ""
+
+    def describe(self) -> str:
+        """A line for the log."""
+        if self.obstacle:
+            return event("request_guard_missing", reason=self.obstacle)
+        return event("request_guard", max_elements=MAX_ELEMENTS if self.library else "none")
+
+    def add_to(self, environment: dict[str, str]) -> None:
+        """Have a server that gets this environment load the library."""
+        if self.library is not None:
+            others = environment.get(_PRELOAD, "").split()
+            environment[_PRELOAD] = " ".join([str(self.library), *others])
+
+
+def make_guard(installation: Installation, directory: Path) -> Guard:
+    """Make the guard of a server in `directory`; it needs a C compiler, and some 0.1 s."""
+    if not installation.is_embedded:
+        return Guard()
+    library = directory / "guard.so"
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    command = [*compiler, *_FLAGS, "-o", str(library), str(_SOURCE), "-ldl"]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except OSError as error:
+        named = f"the C compiler {compiler[0]!r} (the variable CC names another)"
+        return Guard(obstacle=f"{named} cannot be run: {error.strerror}")
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
+        return Guard(obstacle=f"the C compiler {compiler[0]!r} fails: {lines[0]}")
+    return Guard(library)
