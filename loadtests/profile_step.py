@@ -77,7 +77,7 @@ class Engine:
             clock=time.monotonic,
             log=print,
         )
-        self._core.connect()
+        self._core.step()
         self._num_live = 0
 
     def profile(self, concurrency: int, context: int, num_steps: int) -> Profile:

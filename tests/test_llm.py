@@ -78,7 +78,7 @@ def test_after_an_interrupt_in_a_step_it_serves_as_before(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [expected] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
-    runner = llm._core._executor._runner  # type: ignore[attr-defined]
+    runner = llm._core._replica._executor._runner  # type: ignore[attr-defined]
 
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
@@ -101,7 +101,7 @@ def test_a_lost_engine_that_could_not_be_replaced_is_replaced_by_a_later_call(
     monkeypatch.setattr(recovery, "BACKOFF_S", (0.0,))
     with LLM(model, **ARGS) as llm:
         [expected] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
-        executor = llm._core._executor
+        executor = llm._core._replica._executor
         with monkeypatch.context() as patch:
             patch.setattr(executor, "_load", die)
             patch.setattr(executor._runner, "_compute", die)  # type: ignore[attr-defined]

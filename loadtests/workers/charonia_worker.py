@@ -38,7 +38,7 @@ class Charonia:
             clock=time.monotonic,
             log=print,
         )
-        self._core.connect()
+        self._core.step()
         self._wave = Wave(0)
         self._num_live = 0
 

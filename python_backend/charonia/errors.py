@@ -177,6 +177,10 @@ class EngineUnloadedError(EngineDiedError):
     """The engine was unloaded on purpose; another one may follow."""
 
 
+class ServerStoppingError(EngineDiedError):
+    """The server takes no calls: it is shutting down, or has not started yet."""
+
+
 class EngineHungError(EngineDiedError):
     """The engine's process lives, but does not answer."""
 

@@ -81,7 +81,8 @@ class LLM:
             clock=time.monotonic,
             log=log,
         )
-        if not self._core.connect():
+        self._core.step()
+        if not self._core.is_up:
             raise ConfigError(str(self._core.down_reason))
 
     @property
@@ -180,7 +181,7 @@ class LLM:
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
         """Refuse what cannot be served, by an engine that is replaced first where it was lost."""
         if not self._core.is_up:
-            self._core.connect()
+            self._core.step()
         for request in requests:
             self._core.check(request)
 
@@ -214,7 +215,7 @@ class LLM:
             except BaseException as error:  # KeyboardInterrupt too: the step is only half done
                 name = type(error).__name__
                 self._core.abandon(CharoniaError(f"the step was interrupted by {name}"))
-                self._core.connect()
+                self._core.step()
                 raise
         chunk = arrived.popleft()
         if chunk.error is not None:

@@ -16,6 +16,7 @@ refused. A plan with `reset` opens a new epoch: the engine forgets all rows and 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -414,7 +415,7 @@ class Pending(Protocol):
     """A step under way."""
 
     def result(self, timeout: float | None) -> StepResult:
-        """Wait for the step, at most `timeout` seconds.
+        """Wait for the step, at most `timeout` seconds; it may be asked again.
 
         Raises:
             StepFailedError: the step raised, or the plan was refused; the engine lives.
@@ -424,14 +425,35 @@ class Pending(Protocol):
         ...
 
 
+class Opening(Protocol):
+    """An engine that is being looked for or loaded."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is known what came of it."""
+        ...
+
+    def result(self) -> EngineInfo:
+        """What the engine is, once this is done.
+
+        Raises:
+            EngineDiedError: there is none, or it cannot be loaded; the text says why.
+            EngineUnloadedError: none is to be there.
+            ServerStoppingError: nor will there be one, as the server is shutting down.
+        """
+        ...
+
+
 class Executor(Protocol):
     """Any engine, as the scheduler's side sees it."""
 
-    def info(self) -> EngineInfo:
-        """Ask the engine what it is.
+    def open(self, *, replace: bool, on_done: Callable[[], None]) -> Opening:
+        """Begin to look for the engine, or to load one. One at a time; no step is in flight.
 
-        Raises:
-            EngineDiedError: there is none; EngineUnloadedError: none is to be there.
+        Args:
+            replace: kill what is left of the engine and load a fresh one, instead of asking the
+                one that is there what it is.
+            on_done: called at the end, from any thread, unless it is done when this returns.
         """
         ...
 
@@ -444,18 +466,11 @@ class Executor(Protocol):
         ...
 
     def check(self) -> None:
-        """Look after an engine that has nothing to do; cheap enough for ten times a second.
+        """Say whether an engine that has nothing to do is well; waits for nothing.
 
         Raises:
             EngineDiedError: it has gone, or does not answer; EngineUnloadedError: on purpose.
-        """
-        ...
-
-    def restart(self) -> None:
-        """Kill what is left of the engine and bring up a fresh one.
-
-        Raises:
-            EngineDiedError: it cannot be loaded; the text says why.
+            ServerStoppingError: the server is shutting down.
         """
         ...
 

@@ -153,7 +153,7 @@ class Driver:
 
     def run(self) -> None:
         last = max(arrival.at_step for arrival in self.scenario.arrivals)
-        while self.now <= last or self.scheduler.has_requests:
+        while self.now <= last or self.scheduler.requests:
             self._arrive()
             self._step()
             self._check()
@@ -200,7 +200,7 @@ class Driver:
         self._submit()
         self._cancel()  # while steps are in flight
         if not self.in_flight:
-            assert not self.scheduler.has_requests, "live requests, but nothing is planned"
+            assert not self.scheduler.requests, "live requests, but nothing is planned"
             return
         try:
             result = self.in_flight.popleft().result(None)

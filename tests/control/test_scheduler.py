@@ -1,4 +1,4 @@
-"""The scheduler's rules one by one: admission, preemption, caching, expiry, blame, overlap."""
+"""The scheduler's rules one by one: admission, preemption, caching, blame, overlap."""
 
 from collections import deque
 from dataclasses import replace
@@ -6,12 +6,8 @@ from dataclasses import replace
 import pytest
 
 from charonia.control import FixedDepth, Limits, Request, Scheduler, Speculation
-from charonia.errors import (
-    ConfigError,
-    EngineDiedError,
-    InvalidRequestError,
-    QueueFullError,
-)
+from charonia.control.scheduler import PROGRESS
+from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
@@ -59,7 +55,7 @@ def run_step(scheduler: Scheduler, engine: EchoExecutor, now: float = 0.0):
 
 def run_to_end(scheduler: Scheduler, engine: EchoExecutor) -> dict[str, list[int]]:
     outputs: dict[str, list[int]] = {}
-    while scheduler.has_requests:
+    while scheduler.requests:
         for update in run_step(scheduler, engine)[1]:
             outputs.setdefault(update.request.key, []).extend(update.token_ids)
     return outputs
@@ -224,46 +220,6 @@ def test_blocks_of_a_request_that_ends_during_a_step_are_free_after_it_and_not_b
     assert scheduler.finish("unknown") is None
 
 
-def test_a_full_queue_refuses_and_free_rows_do_not_queue():
-    scheduler = make_scheduler(max_num_seqs=2, max_queue_size=1)
-    for key in "abc":
-        scheduler.add(make_request(key))
-    with pytest.raises(QueueFullError, match=r"Exceeds maximum queue size.*Maximum queue size of"):
-        scheduler.add(make_request("d"))
-    run_step(scheduler, make_engine(scheduler))
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
-    with pytest.raises(QueueFullError):
-        scheduler.add(make_request("d"))
-
-
-def test_a_request_expires_in_the_queue_but_not_once_it_runs():
-    scheduler = make_scheduler(max_num_seqs=1)
-    engine = make_engine(scheduler)
-    scheduler.add(make_request("runs", queue_expires_at=5.0))
-    scheduler.add(make_request("waits", queue_expires_at=5.0))
-    run_step(scheduler, engine)
-    assert scheduler.expire(4.9) == []
-    assert [request.key for request in scheduler.expire(5.0)] == ["waits"]
-    assert scheduler.num_running == 1
-    check_invariants(scheduler)
-
-
-def test_a_deadline_ends_a_request_wherever_it_is():
-    scheduler = make_scheduler()
-    engine = make_engine(scheduler)
-    scheduler.add(make_request("a", deadline_at=5.0, queue_expires_at=6.0))
-    scheduler.add(make_request("done", deadline_at=5.0, max_tokens=1))
-    run_step(scheduler, engine)
-    plan = scheduler.plan(0.0)
-    scheduler.finish("a")  # gone already, in the step that is in flight
-    assert scheduler.expire(5.0) == []
-    scheduler.apply(engine.submit(plan).result(None), 5.0)
-    scheduler.add(make_request("b", deadline_at=7.0))
-    run_step(scheduler, engine)
-    assert [request.key for request in scheduler.expire(7.0)] == ["b"]
-    assert scheduler.kv.num_used == 0
-
-
 # ---------------------------------------------------------------------- failures
 
 
@@ -295,7 +251,7 @@ def test_the_request_that_kills_every_engine_is_found_and_the_others_finish():
     outputs: dict[str, list[int]] = {}
     guilty = []
     num_deaths = 0
-    while scheduler.has_requests:
+    while scheduler.requests:
         plan = scheduler.plan(0.0)
         try:
             result = engine.submit(plan).result(None)
@@ -316,6 +272,44 @@ def test_the_request_that_kills_every_engine_is_found_and_the_others_finish():
         assert outputs[key] == echo_run(prompt, seed=1, max_tokens=8, vocab_size=128)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "are_suspects"), [(1, True), (PROGRESS - 1, True), (PROGRESS, False)]
+)
+def test_two_deaths_between_which_requests_got_on_make_no_suspects(num_tokens, are_suspects):
+    """The second death may come an hour later, and has nothing to do with the first."""
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    for key in "ab":
+        scheduler.add(make_request(key, max_tokens=100))
+    assert die(scheduler, engine) is None
+    for _ in range(num_tokens):
+        run_step(scheduler, engine)
+    assert die(scheduler, engine) is None
+    assert len(scheduler.plan(0.0).rows) == (1 if are_suspects else 2)
+
+
+def die(scheduler: Scheduler, engine: EchoExecutor) -> Request | None:
+    """Lose an engine in the middle of a step, and begin on another one; returns who is guilty."""
+    scheduler.plan(0.0)
+    guilty = scheduler.blame()
+    engine.restart()
+    scheduler.reset()
+    return guilty
+
+
+def test_a_suspect_that_has_run_alone_is_no_longer_one_at_the_next_death():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    for key in "ab":
+        scheduler.add(make_request(key, max_tokens=100))
+    for _ in range(2):
+        assert die(scheduler, engine) is None
+    for _ in range(2):
+        run_step(scheduler, engine)  # one after the other
+    assert die(scheduler, engine) is None
+    assert len(scheduler.plan(0.0).rows) == 2
+
+
 def test_a_suspect_that_is_cancelled_frees_the_others():
     scheduler = make_scheduler()
     for key in "ab":
@@ -329,7 +323,7 @@ def test_a_suspect_that_is_cancelled_frees_the_others():
     assert len(plan.rows) == 1
     scheduler.finish("b")
     scheduler.reset()
-    assert not scheduler.has_requests
+    assert not scheduler.requests
 
 
 # ---------------------------------------------------------------------- several steps in flight

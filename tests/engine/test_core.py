@@ -12,7 +12,12 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.metrics import FAILURES, MAX_UNDRAINED, PHASES, Metrics
 from charonia.engine.outputs import Chunk
-from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
+from charonia.errors import (
+    CharoniaError,
+    InvalidRequestError,
+    QueueFullError,
+    UnavailableError,
+)
 from charonia.protocol import SamplingParams
 from charonia.text.tokenizer import Tokenizer
 from support.echo import EchoExecutor, echo_run
@@ -41,6 +46,7 @@ class Bench:
         self.lines: list[str] = []
         self.chunks: dict[str, list[Chunk]] = defaultdict(list)
         self.executor = executor or EchoExecutor()
+        self.executor.clock = lambda: self.now
         self.tokenizer = byte_tokenizer()
         self.core = EngineCore(
             self.executor,
@@ -51,7 +57,8 @@ class Bench:
             clock=lambda: self.now,
             log=self.lines.append,
         )
-        assert self.core.connect()
+        self.core.step()
+        assert self.core.is_up
 
     def add(self, key: str, prompt: list[int] | None = None, timeout_s=None, **params) -> None:
         params = {"max_tokens": 20, "seed": 5} | params
@@ -69,10 +76,13 @@ class Bench:
         while self.core.has_requests and num_steps:
             self.now += 0.01
             num_steps -= 1
-            if not self.core.is_up and not self.core.connect():
+            if not self.core.step() and not self.core.is_up:
                 self.now += 60
-                continue
-            self.core.step()
+
+    def connects(self) -> bool:
+        """Whether there is an engine after another look."""
+        self.core.step()
+        return self.core.is_up
 
     def tokens(self, key: str) -> list[int]:
         return [token_id for chunk in self.chunks[key] for token_id in chunk.token_ids]
@@ -175,7 +185,7 @@ def test_every_failure_is_counted_once_and_has_its_line(fault, failures, lines):
     bench.run()
     while not bench.core.is_up:
         bench.now += 1
-        bench.core.connect()
+        bench.connects()
     counters = bench.core.metrics.counters
     name = "charonia_engine_failures_total"
     assert {kind: counters[name, kind] for kind in FAILURES if counters[name, kind]} == failures
@@ -192,10 +202,11 @@ def test_every_failure_is_counted_once_and_has_its_line(fault, failures, lines):
 
 def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_at_once():
     bench = Bench()
-    bench.core.watch()
+    bench.core.step()
     assert bench.executor.num_restarts == 0
     bench.executor.is_alive = False
-    bench.core.watch()
+    assert bench.core.step(), "nobody would see at once that another one is needed"
+    assert bench.connects()
     assert bench.executor.num_restarts == 1
     bench.add("a")
     bench.run()
@@ -231,55 +242,98 @@ def test_while_the_engine_cannot_be_loaded_requests_fail_with_the_reason():
     with pytest.raises(UnavailableError, match="cannot be loaded"):
         bench.core.check(GenerationRequest(key="b", prompt_ids=[1]))
     bench.add("b")
+    bench.core.step()
     assert isinstance(bench.error("b"), UnavailableError)
     assert bench.core.metrics.gauges["charonia_engine_up", ""] == 0
-    assert not bench.core.connect(), "it tried again without waiting"
+    assert not bench.connects(), "it tried again without waiting"
     bench.now += 1
-    assert not bench.core.connect()
+    assert not bench.connects()
     bench.now += 2
-    assert bench.core.connect()
+    assert bench.connects()
     bench.add("c")
     bench.run()
     assert bench.tokens("c") == expected("c")
 
 
-def test_a_step_that_never_ends_counts_as_death():
-    class Hanging(EchoExecutor):
-        def submit(self, plan):
-            return self if self.num_steps == 3 and not self.num_restarts else super().submit(plan)
+class Hanging(EchoExecutor):
+    """An engine whose step of this number never ends; the others say what they took.
 
-        def result(self, timeout):
-            assert timeout == 7.0
+    Attributes:
+        waited_s: how long the one that hangs was waited for, by the bench's clock.
+    """
+
+    def __init__(self, hanging_step: int, **values) -> None:
+        super().__init__(**values)
+        self.hanging_step = hanging_step
+        self.asked_at: float | None = None
+        self.waited_s = 0.0
+        self.bench: Bench | None = None
+
+    def submit(self, plan):
+        step, number = super().submit(plan), self.num_submitted - 1
+        return _HangingStep(self, step, is_hanging=number == self.hanging_step)
+
+
+class _HangingStep:
+    def __init__(self, engine: Hanging, step, is_hanging: bool) -> None:
+        self.engine = engine
+        self.step = step
+        self.is_hanging = is_hanging
+
+    def result(self, timeout):
+        if self.is_hanging:
+            engine, now = self.engine, self.engine.bench.now
+            engine.asked_at = now if engine.asked_at is None else engine.asked_at
+            engine.bench.now += timeout
+            engine.waited_s = engine.bench.now - engine.asked_at
             raise TimeoutError
-
-    bench = Bench(Hanging(), min_step_deadline_s=7.0)
-    bench.add("a")
-    bench.run()
-    assert bench.executor.num_restarts == 1
-    assert bench.tokens("a") == expected("a")
+        num_tokens = sum(row.num_tokens for row in self.step.plan.rows)
+        return structs.replace(self.step.result(timeout), seconds=3.2 if num_tokens > 1 else 1.0)
 
 
-def test_a_hanging_step_is_given_up_by_the_measure_of_steps_of_its_size():
-    class Slow(EchoExecutor):
-        def submit(self, plan):
-            self.plan = plan
-            return self
+def hanging_bench(hanging_step: int, **values) -> Bench:
+    """A bench whose engine is given up after 7 s at the earliest."""
+    engine = Hanging(hanging_step, **values)
+    engine.bench = Bench(engine, min_step_deadline_s=7.0)
+    return engine.bench
 
-        def result(self, timeout):
-            deadlines.append(timeout)
-            num_tokens = sum(step.num_tokens for step in self.plan.rows)
-            seconds = 3.2 if num_tokens > 1 else 1.0
-            return structs.replace(self.execute(self.plan), seconds=seconds)
 
-    deadlines: list[float] = []
-    bench = Bench(Slow(), min_step_deadline_s=7.0)
+@pytest.mark.parametrize(
+    ("hanging_step", "seconds"),
+    [
+        (0, 7.0),  # a prompt, when nothing is known
+        (2, 10 * 3.2),  # another one; and not 32 times what one token takes
+        (3, 10 * 1.0),
+    ],
+)
+def test_a_step_that_never_ends_counts_as_death_by_the_measure_of_steps_of_its_size(
+    hanging_step, seconds
+):
+    bench = hanging_bench(hanging_step)
     for key in "ab":
         bench.add(key, prompt=[ord(key)] * 32, max_tokens=2)
         bench.run()
-    first_prompt, _, second_prompt, second_token = deadlines
-    assert first_prompt == 7.0
-    assert second_prompt == pytest.approx(10 * 3.2)  # and not 32 times that of one token
-    assert second_token == pytest.approx(10 * 1.0)
+    assert bench.executor.num_restarts == 1
+    assert bench.executor.waited_s == pytest.approx(seconds, abs=0.5)
+    for key in "ab":
+        assert bench.tokens(key) == echo_run([ord(key)] * 32, seed=5, max_tokens=2, vocab_size=256)
+
+
+def test_while_a_step_hangs_others_time_runs_and_they_are_cancelled():
+    bench = hanging_bench(3, max_num_seqs=2)
+    bench.add("a")
+    bench.add("b", deadline_ms=2000)
+    bench.add("waits", timeout_s=1.0)
+    while bench.executor.waited_s < 3:
+        bench.core.step()
+    assert str(bench.error("b")) == str(bench.error("waits")) == "Request timeout expired"
+    bench.core.cancel("a")
+    assert bench.error("a").code == "CANCELLED"
+    assert bench.executor.num_restarts == 0
+    bench.add("c")
+    bench.run()
+    assert bench.tokens("c") == expected("c")
+    assert bench.executor.num_restarts == 1
 
 
 def test_a_new_scheduler_takes_over_a_living_engine():
@@ -349,6 +403,23 @@ def test_a_timeout_in_the_queue_and_a_deadline_end_requests():
     assert bench.tokens("b") == []
     assert max(bench.core.metrics.drain()["charonia_queue_seconds"]) >= 0.2, "b is not seen"
     assert 30 < len(bench.tokens("a")) < 60
+
+
+def test_a_full_queue_refuses_and_free_rows_do_not_queue():
+    bench = Bench(EchoExecutor(max_num_seqs=2), max_queue_size=1)
+    for key in "abc":
+        bench.core.check_queue(0)
+        bench.add(key)
+    full = r"Exceeds maximum queue size.*Maximum queue size of 1 is reached"
+    with pytest.raises(QueueFullError, match=full):
+        bench.core.check_queue(0)
+    bench.run(2)
+    with pytest.raises(QueueFullError, match=full):
+        bench.core.check_queue(0)
+    bench.core.cancel("c")
+    bench.core.check_queue(0)
+    with pytest.raises(QueueFullError, match=full):
+        bench.core.check_queue(1)
 
 
 @pytest.mark.parametrize(
@@ -504,9 +575,9 @@ def test_an_abandoned_core_fails_its_requests_and_serves_new_ones(is_engine_aliv
     bench.executor.is_alive = is_engine_alive
     bench.core.abandon(CharoniaError("internal error: KeyError"))
     assert "KeyError" in str(bench.error("a"))
-    assert bench.core.connect() == is_engine_alive
+    assert bench.connects() == is_engine_alive
     bench.now += 2
-    assert bench.core.connect()
+    assert bench.connects()
     bench.add("b")
     bench.run()
     assert bench.tokens("b") == expected("b")
@@ -519,7 +590,7 @@ def test_a_scheduler_in_an_impossible_state_does_not_keep_its_requests_from_thei
     bench = Bench()
     bench.add("a")
     bench.run(3)
-    bench.core._scheduler._running.clear()  # so nothing can be taken out of it any more
+    bench.core._replica._scheduler._running.clear()  # so nothing can be taken out of it any more
     with pytest.raises(ValueError, match="not in list"):
         bench.core.cancel("a")
     bench.core.abandon(CharoniaError("internal error: ValueError"))
@@ -536,7 +607,8 @@ def test_limits_that_contradict_each_other_are_told_and_not_taken_for_a_slow_sta
         clock=lambda: 0.0,
         log=lambda line: None,
     )
-    assert not core.connect()
+    core.step()
+    assert not core.is_up
     with pytest.raises(UnavailableError, match="max_num_batched_tokens = 8 must be at least"):
         core.check(GenerationRequest(key="a", prompt_ids=[1]))
 
@@ -546,8 +618,8 @@ def test_after_an_error_that_is_no_engines_the_next_try_waits():
     bench.executor.info = lambda: {}["a bug"]
     bench.core.abandon(CharoniaError("internal error"))
     with pytest.raises(KeyError):
-        bench.core.connect()
-    assert not bench.core.connect()
+        bench.connects()
+    assert not bench.connects()
 
 
 def test_observations_that_nobody_drains_do_not_pile_up():

@@ -75,7 +75,8 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(max_steps_in_flight: 
         clock=lambda: now,
         log=lambda line: None,
     )
-    assert core.connect()
+    core.step()
+    assert core.is_up
 
     def run(key: str) -> None:
         nonlocal now
@@ -83,13 +84,13 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(max_steps_in_flight: 
         core.add(GenerationRequest(key=key, prompt_ids=[ord(key)] * 10, params=params))
         while core.has_requests:
             now += 60
-            if core.is_up or core.connect():
-                core.step()
+            core.step()
 
     run("a")
     assert "no memory, for once" in str(errors[-1])
     now += 60
-    assert core.connect()
+    core.step()
+    assert core.is_up
     run("b")
     assert tokens["b"] == expected("b")
     assert num_loads == 3

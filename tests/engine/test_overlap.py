@@ -7,7 +7,7 @@ import pytest
 
 from charonia.errors import CharoniaError
 from charonia.protocol import StepPlan
-from engine.test_core import Bench
+from engine.test_core import Bench, hanging_bench
 from support.echo import EchoExecutor, echo_run
 
 VOCAB = 64
@@ -98,21 +98,11 @@ def test_a_step_that_fails_takes_those_behind_it_with_it(fault, is_early):
 
 
 def test_a_step_that_hangs_behind_another_one_is_given_up_in_its_own_time():
-    class Hanging:
-        def result(self, timeout):
-            assert timeout == 7.0
-            raise TimeoutError
-
-    class HangingEngine(EchoExecutor):
-        def submit(self, plan):
-            step = super().submit(plan)
-            return Hanging() if self.num_submitted == 6 else step
-
-    engine = HangingEngine(vocab_size=VOCAB, max_steps_in_flight=2)
-    bench = Bench(engine, min_step_deadline_s=7.0)
+    bench = hanging_bench(5, vocab_size=VOCAB, max_steps_in_flight=2)
     add(bench, "ab")
     bench.run()
-    assert engine.num_restarts == 1
+    assert bench.executor.num_restarts == 1
+    assert bench.executor.waited_s == pytest.approx(10 * 1.0, abs=0.5)
     for key in "ab":
         assert bench.tokens(key) == expected(key)
 
@@ -123,7 +113,7 @@ def test_an_abandoned_core_forgets_its_steps_in_flight():
     bench.run(3)
     bench.core.abandon(CharoniaError("internal error: KeyError"))
     bench.now += 2
-    assert bench.core.connect()
+    assert bench.connects()
     add(bench, "cd")
     bench.run()
     for key in "cd":

@@ -109,7 +109,7 @@ def test_every_request_is_answered_exactly_once_and_rightly(
         is_early=is_early,
     )
     bench = Bench(executor, speculative_config)
-    executor.watch = lambda: check_invariants(bench.core._scheduler)
+    executor.watch = lambda: check_invariants(bench.core._replica._scheduler)
     step = 0
     while step <= 50 or bench.core.has_requests:
         for index, visit in enumerate(arrivals):
@@ -130,9 +130,9 @@ def test_every_request_is_answered_exactly_once_and_rightly(
         executor.die_next = int(fault in ("die", "cannot load"))
         executor.refuse_restarts = int(fault == "cannot load")
         bench.now += 0.01
-        if bench.core.is_up or bench.core.connect():
-            bench.core.step()
-            scheduler = bench.core._scheduler
+        bench.core.step()
+        if bench.core.is_up:
+            scheduler = bench.core._replica._scheduler
             check_invariants(scheduler)
             # Nothing is computed for nobody: a text that met its stop string is gone by now, or
             # goes with the last step that computes it.

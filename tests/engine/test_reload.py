@@ -21,7 +21,7 @@ class Reloading(Bench):
     def __init__(self, **options) -> None:
         self.args = EngineArgs(model="echo")
         super().__init__(**options)
-        self.core._read_args = lambda: self.args
+        self.core._replica._read_args = lambda: self.args
         self.num_restored = 0
         self.num_settled = 0
         self.is_disk_full = False
@@ -50,14 +50,14 @@ class Reloading(Bench):
 
         order = Reload(install, restore, settle, drain=drain)
         self.core.reload(order)
+        self.core.step()
+        while order.phase == "loading":
+            self.core.step()
         return order
 
     def run(self, num_steps: int = 10**6) -> None:
-        while self.core.has_requests and num_steps:
-            self.core.go_on()
-            super().run(1)
-            num_steps -= 1
-        self.core.go_on()
+        super().run(num_steps)
+        self.core.step()
 
 
 def test_live_requests_go_on_with_another_engine_and_its_arguments():
@@ -194,7 +194,7 @@ def test_a_reload_that_a_bug_ends_is_none_and_the_old_engine_comes_back():
         bench.reload(seed=1)
     bench.executor.restart = restart
     bench.core.abandon(CharoniaError("internal error: KeyError"))
-    assert bench.core.connect()
+    assert bench.connects()
     assert bench.num_restored == 1
     assert bench.lines[-1].startswith("engine_restored")
     check_nothing_replaced(bench.core.metrics)
@@ -289,11 +289,11 @@ def test_the_gauges_are_right_as_soon_as_nobody_waits_for_an_engine_any_more():
         bench.add(key)
     bench.run(3)
     bench.executor.unload()
-    bench.core.watch()
+    bench.core.step()
     gauges = bench.core.metrics.gauges
     assert gauges["charonia_requests_waiting", ""] == 4
     bench.now += UNLOADED_WAIT_S + 1
-    assert not bench.core.connect()
+    assert not bench.connects()
     assert gauges["charonia_requests_waiting", ""] == 0
 
 
@@ -306,13 +306,13 @@ def test_an_engine_that_a_reload_brought_back_is_replaced_at_once_when_it_is_los
     bench.run(1)
     for _ in range(4):
         bench.now += 60
-        assert not bench.core.connect()
+        assert not bench.connects()
     assert bench.reload(seed=1).phase == "done"
     bench.add("b")
     bench.run(3)
     bench.executor.die_next = 1
     bench.core.step()
-    assert bench.core.is_up
+    assert bench.connects()
     bench.run()
     assert bench.tokens("b") == expected("b")
 
@@ -322,10 +322,10 @@ def test_requests_run_out_of_time_also_while_no_try_is_due():
     bench.add("a", deadline_ms=500)
     bench.run(3)
     bench.executor.unload()
-    bench.core.watch()
-    bench.core._recovery.back_off()
+    bench.core.step()
+    bench.core._replica._recovery.back_off()
     bench.now += 0.5
-    assert not bench.core.connect()
+    assert not bench.connects()
     assert str(bench.error("a")) == "Request timeout expired"
 
 
@@ -340,7 +340,7 @@ def test_after_a_failed_step_there_may_be_another_engine(fits):
     def meet_another_engine():
         bench.executor.info = info
         if not fits:
-            bench.core._read_args = refuse_args
+            bench.core._replica._read_args = refuse_args
         bench.executor.pids = [1]
         bench.executor.num_blocks = 8
         bench.executor.max_num_seqs = 1
@@ -351,16 +351,16 @@ def test_after_a_failed_step_there_may_be_another_engine(fits):
         raise ConfigError("model.json is wrong")
 
     bench.executor.info = meet_another_engine
-    bench.core.step()
+    bench.run(2)
     if fits:
         bench.run()
         assert bench.tokens("a") == expected("a", 60)
         assert bench.core.info.max_num_seqs == 1
     else:
         assert "model.json is wrong" in str(bench.error("a"))
-        bench.core._read_args = lambda: bench.args
+        bench.core._replica._read_args = lambda: bench.args
         bench.now += 60
-        assert bench.core.connect()
+        assert bench.connects()
         bench.add("b")
         bench.run()
         assert bench.tokens("b") == expected("b")
@@ -376,7 +376,7 @@ def test_after_a_failed_step_the_same_engine_has_the_same_arguments(is_wrong):
     bench.run(5)
     bench.args = structs.replace(bench.args, enable_prefix_caching=False)
     if is_wrong:
-        bench.core._read_args = refuse_args
+        bench.core._replica._read_args = refuse_args
     bench.executor.fail_next = 1
     bench.run()
     assert bench.tokens("a") == expected("a")
@@ -426,7 +426,7 @@ def test_an_unloaded_engine_is_waited_for_and_nobody_is_blamed():
     assert not bench.core.is_up
     bench.add("c")
     bench.now += 1
-    assert not bench.core.connect()
+    assert not bench.connects()
     assert str(bench.error("b")) == "Request timeout expired"
     bench.executor.load()
     bench.now += 1
@@ -444,15 +444,15 @@ def test_an_unloaded_engine_is_not_waited_for_for_ever_but_taken_whenever_it_com
     bench.add("a")
     bench.run(5)
     bench.executor.unload()
-    bench.core.watch()
+    bench.core.step()
     bench.now += UNLOADED_WAIT_S + 1
-    assert not bench.core.connect()
+    assert not bench.connects()
     assert "the engine was unloaded" in str(bench.error("a"))
     with pytest.raises(UnavailableError, match="the engine was unloaded"):
         bench.core.check(GenerationRequest(key="b", prompt_ids=[1]))
     bench.executor.load()
     bench.now += 1
-    assert bench.core.connect()
+    assert bench.connects()
     bench.add("c")
     bench.run()
     assert bench.tokens("c") == expected("c")
@@ -466,13 +466,13 @@ def test_an_engine_that_dies_as_soon_as_it_was_loaded_again_is_replaced():
     bench.executor.unload()
     bench.core.step()
     bench.now += 1
-    assert not bench.core.connect()
+    assert not bench.connects()
     bench.executor.load()
     bench.executor.is_alive = False
     bench.now += 1
-    assert not bench.core.connect()
+    assert not bench.connects()
     assert bench.core.down_reason is None
-    assert bench.core.connect()
+    assert bench.connects()
     bench.run()
     assert bench.tokens("a") == expected("a")
     counters = bench.core.metrics.counters

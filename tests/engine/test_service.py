@@ -9,6 +9,7 @@ import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
+from charonia.engine.opening import EngineOpening
 from charonia.engine.reload import Reload
 from charonia.engine.service import EngineService
 from charonia.errors import (
@@ -186,13 +187,13 @@ def test_a_bug_on_the_way_in_loses_nobody(service, monkeypatch):
     add = service._core.add
     has_all, may_go_on = threading.Event(), threading.Event()
 
-    def add_or_raise(request):
+    def add_or_raise(request, arrived_at):
         if request.key == "first":
             has_all.set()
             assert may_go_on.wait(20)
         if request.key == "bad":
             raise KeyError("a bug")
-        add(request)
+        add(request, arrived_at)
 
     monkeypatch.setattr(service._core, "add", add_or_raise)
     client.submit("first")
@@ -226,7 +227,7 @@ def test_an_order_that_a_bug_hinders_fails_and_the_next_is_carried_out(service, 
     add = service._core.add
     is_in_bug, may_go_on = threading.Event(), threading.Event()
 
-    def add_and_raise(request):
+    def add_and_raise(request, arrived_at):
         is_in_bug.set()
         assert may_go_on.wait(20)
         raise KeyError("a bug")
@@ -263,10 +264,16 @@ def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_on
     is_restarting, may_go_on = threading.Event(), threading.Event()
 
     class Dying(EchoExecutor):
-        def restart(self):
+        def open(self, *, replace, on_done):
+            opening = EngineOpening(self._replace if replace else self.info)
+            opening.start(on_done)
+            return opening
+
+        def _replace(self):
             is_restarting.set()
             assert may_go_on.wait(20)
-            super().restart()
+            self.restart()
+            return self.info()
 
     executor = Dying()
     service = make_service(executor)
@@ -277,6 +284,11 @@ def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_on
     assert is_restarting.wait(20)
     assert service.metrics.gauges["charonia_engine_up", ""] == 0
     client.submit("b")
+    client.submit("late", deadline_ms=50)
+    client.submit("leaves")
+    service.cancel("leaves")
+    assert str(client.wait("late")[-1].error) == "Request timeout expired"
+    assert client.wait("leaves")[-1].error.code == "CANCELLED"
     may_go_on.set()
     for key in "ab":
         assert client.wait(key)[-1].finish_reason == "length"
@@ -284,7 +296,7 @@ def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_on
 
 
 def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_before_a_request_comes(service):
-    executor = service._core._executor
+    executor = service._core._replica._executor
     executor.is_alive = False
     for _ in range(200):
         if executor.num_restarts:

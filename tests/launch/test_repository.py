@@ -19,7 +19,7 @@ from charonia.launch.repository import (
     prepare_repository,
 )
 from charonia.serving import reload
-from charonia.serving.bls import RELOAD_MARK
+from charonia.serving.engine_model import RELOAD_MARK
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 from charonia.config import EngineArgs
 from charonia.engine.reload import Reload
 from charonia.serving import reload
-from charonia.serving.bls import RELOAD_MARK
 from charonia.serving.channel import connect
 from charonia.serving.engine_host import EngineHost
+from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.liveness import start_time
 from charonia.serving.reload import ReloadOrder, ReloadQuestion, ReloadServer, ReloadState
 

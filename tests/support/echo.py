@@ -6,12 +6,13 @@ output. Its draft model has a cache of the same kind, guesses right three times 
 refuses to guess from a cache that does not hold the row's tokens.
 
 Steps are executed in the order of their submission, each of them as early or as late as an engine
-could: when it is submitted, or when a result is asked for that needs it.
+could: when it is submitted, or when a result is asked for that needs it. Loading it takes as long
+as a test says, by a clock that a test gives.
 """
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from charonia.control import Request
@@ -20,6 +21,7 @@ from charonia.errors import (
     EngineDiedError,
     EngineUnloadedError,
     PlanRefusedError,
+    ServerStoppingError,
     StepFailedError,
 )
 from charonia.protocol import (
@@ -104,6 +106,10 @@ class _Row:
 class EchoExecutor:
     """An engine of the given size; `fail_next`, `die_next` and `hang_next` make steps fail.
 
+    Attributes:
+        load_s: what loading it takes, by `clock`; finding it takes no time.
+        is_server_stopping: whether its server is shutting down.
+
     Args:
         num_blocks: with the null block. poison: a token whose row kills the engine when computed.
         is_early: whether a step is executed when it is submitted, of one step after the other, and
@@ -144,6 +150,9 @@ class EchoExecutor:
         self.num_steps = 0
         self.num_restarts = 0
         self.pids = [os.getpid()]
+        self.load_s = 0.0
+        self.clock = lambda: 0.0
+        self.is_server_stopping = False
         self._boot()
 
     def _boot(self) -> None:
@@ -189,6 +198,9 @@ class EchoExecutor:
             max_steps_in_flight=self.max_steps_in_flight,
         )
 
+    def open(self, *, replace: bool, on_done: Callable[[], None]) -> "_Opening":
+        return _Opening(self, replace)
+
     def submit(self, plan: StepPlan) -> "_Step":
         step = _Step(self, plan)
         self._submitted.append(step)
@@ -199,6 +211,8 @@ class EchoExecutor:
         return step
 
     def check(self) -> None:
+        if self.is_server_stopping:
+            raise ServerStoppingError("the echo server is shutting down")
         if not self.is_loaded:
             raise EngineUnloadedError("the echo engine was unloaded")
         if not self.is_alive:
@@ -206,6 +220,8 @@ class EchoExecutor:
 
     def restart(self) -> None:
         self.num_restarts += 1
+        if self.is_server_stopping:
+            raise ServerStoppingError("the echo server is shutting down")
         if self.refuse_restarts:
             self.refuse_restarts -= 1
             raise EngineDiedError("the echo engine cannot be loaded")
@@ -242,7 +258,7 @@ class EchoExecutor:
         self.check()
         if self.hang_next:
             self.hang_next -= 1
-            raise TimeoutError
+            raise _Hung
         self._check_order(plan)
         if self.fail_next:
             self.fail_next -= 1
@@ -330,6 +346,29 @@ class EchoExecutor:
         return block_id * self.block_size + position % self.block_size
 
 
+class _Opening:
+    """The engine that is there, or another one that takes its time."""
+
+    def __init__(self, executor: EchoExecutor, replace: bool) -> None:
+        self._executor = executor
+        self._replace = replace
+        self._done_at = executor.clock() + executor.load_s * replace
+
+    @property
+    def is_done(self) -> bool:
+        return self._executor.clock() >= self._done_at
+
+    def result(self) -> EngineInfo:
+        assert self.is_done
+        if self._replace:
+            self._executor.restart()
+        return self._executor.info()
+
+
+class _Hung(CharoniaError):
+    """A step never ends."""
+
+
 class _Step:
     """A step that was submitted; given up, it is executed all the same, or refused."""
 
@@ -340,6 +379,8 @@ class _Step:
 
     def result(self, timeout: float | None) -> StepResult:
         self._executor.execute_until(self)
+        if isinstance(self.outcome, _Hung):
+            raise TimeoutError
         if isinstance(self.outcome, CharoniaError):
             raise self.outcome
         return self.outcome

@@ -27,7 +27,7 @@ def make_faulty_repository(target: Path, *, step_s: float | None = None) -> Path
     return target
 
 
-def order_fault(repository: Path, fault: str, value: int, *, pid: int | None = None) -> Path:
+def order_fault(repository: Path, fault: str, value: float, *, pid: int | None = None) -> Path:
     """Order a fault, in one piece: the engine looks at any moment.
 
     Args:

@@ -12,10 +12,12 @@ from charonia.control.request import Request, Update
 from charonia.control.scheduler import Scheduler
 from charonia.control.speculation import Speculation
 from charonia.control.stats import DraftCounts, SchedulerStats
+from charonia.control.step_cost import CostCurve
 from charonia.control.suffix import SuffixDrafter
 
 __all__ = [
     "AdaptiveDepth",
+    "CostCurve",
     "DraftCounts",
     "Drafter",
     "FixedDepth",

@@ -21,7 +21,6 @@ class Limits:
         max_num_seqs: rows. max_num_batched_tokens: token budget of a step.
         max_draft_len: tokens that the engine's draft model can look back on, 0 without one.
         max_steps_in_flight: plans that may be made before the first of them is applied.
-        max_queue_size: waiting requests, None for any number.
     """
 
     num_blocks: int
@@ -31,7 +30,6 @@ class Limits:
     max_num_batched_tokens: int
     max_draft_len: int = 0
     max_steps_in_flight: int = 1
-    max_queue_size: int | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
 
@@ -47,7 +45,6 @@ class Limits:
         cls,
         info: EngineInfo,
         *,
-        max_queue_size: int | None = None,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
     ) -> "Limits":
@@ -68,7 +65,6 @@ class Limits:
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_draft_len=info.max_draft_len,
             max_steps_in_flight=info.max_steps_in_flight,
-            max_queue_size=max_queue_size,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
         )

@@ -28,7 +28,8 @@ class Request:
         num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
             the target's.
         is_in_flight: whether a step that is planned and not applied computes tokens of it.
-        queue_expires_at: when it is given up unless it has run; deadline_at: in any case.
+        num_known_at_death: tokens that it had at the last death of an engine that computed for it,
+            None where there was none.
     """
 
     key: str
@@ -42,8 +43,6 @@ class Request:
     takes_hits: bool = True
     speculates: bool = True
     is_probe: bool = False
-    queue_expires_at: float | None = None
-    deadline_at: float | None = None
 
     rank: int = 0
     row: int | None = None
@@ -58,7 +57,7 @@ class Request:
     num_cached: int = 0
     num_preemptions: int = 0
     num_restarts: int = 0
-    num_deaths_in_a_row: int = 0
+    num_known_at_death: int | None = None
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
     @property

@@ -23,7 +23,6 @@ requests are neither planned again nor preempted, and nothing of theirs is freed
 executes plans in order, so what others free may be used in the next plan, whatever is in flight.
 """
 
-import heapq
 from collections import deque
 from collections.abc import Iterable
 
@@ -35,8 +34,11 @@ from charonia.control.request import Request, Update
 from charonia.control.scheduled import NO_DRAFT, Scheduled, Step
 from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
-from charonia.errors import QueueFullError
 from charonia.protocol import FinishReason, NewRow, RowResult, StepPlan, StepResult
+
+PROGRESS = 16
+"""Tokens. Two deaths of the engine between which a request has generated so many have nothing to do
+with each other: what a request does to an engine it does again at the same place."""
 
 
 class Scheduler:
@@ -66,7 +68,6 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._next_rank = 0
         self._hash_secret = hash_secret
-        self._expiries: list[tuple[float, str]] = []
         self._suspects: list[Request] = []  # by rank
         self._ended: list[Request] = []  # by finish(), not dropped yet
         self._epoch = epoch
@@ -87,9 +88,9 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def has_requests(self) -> bool:
-        """Whether anything is live."""
-        return bool(self._requests)
+    def num_live(self) -> int:
+        """Requests that have had no end."""
+        return len(self._requests) - len(self._ended)
 
     @property
     def requests(self) -> Iterable[Request]:
@@ -98,45 +99,17 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests come and go
 
-    def add(self, request: Request, *, was_accepted: bool = False) -> None:
+    def add(self, request: Request) -> None:
         """Take a request in.
-
-        Args:
-            was_accepted: by another engine's limits; a full queue is no reason any more.
 
         Raises:
             InvalidRequestError: its prompt is empty or too long.
-            QueueFullError: too many wait already.
         """
         self.limits.check_prompt(request.num_prompt)
-        if not was_accepted:
-            self.check_queue(0)
         request.rank = self._next_rank
         self._next_rank += 1
         self._requests[request.key] = request
         self._waiting.push(request)
-        for when in (request.queue_expires_at, request.deadline_at):
-            if when is not None:
-                heapq.heappush(self._expiries, (when, request.key))
-
-    def check_queue(self, num_arriving: int) -> None:
-        """Refuse a request when the queue is full. Rows that are free do not queue.
-
-        Args:
-            num_arriving: requests that were accepted and are not added yet.
-
-        Raises:
-            QueueFullError: `max_queue_size` requests wait.
-        """
-        maximum = self.limits.max_queue_size
-        if maximum is None:
-            return
-        free_rows = self.limits.max_num_seqs - len(self._running)
-        if len(self._waiting) + num_arriving >= maximum + free_rows:
-            raise QueueFullError(
-                "Exceeds maximum queue size: the request is refused. "
-                f"Maximum queue size of {maximum} is reached; try again later"
-            )
 
     def finish(self, key: str) -> Request | None:
         """End a request from outside: its text met a stop string, or its client is gone.
@@ -155,20 +128,6 @@ class Scheduler:
         if not self._in_flight:
             self._drop_ended()
         return request
-
-    def expire(self, now: float) -> list[Request]:
-        """End the requests whose time is over, and return them."""
-        expired = []
-        while self._expiries and self._expiries[0][0] <= now:
-            _, key = heapq.heappop(self._expiries)
-            request = self._requests.get(key)
-            if request is None:
-                continue
-            waits = request.started_at is None and request.queue_expires_at is not None
-            is_late = request.deadline_at is not None and request.deadline_at <= now
-            if (waits or is_late) and self.finish(key) is not None:
-                expired.append(request)
-        return expired
 
     # ------------------------------------------------------------------ one step
 
@@ -269,24 +228,23 @@ class Scheduler:
     def blame(self) -> Request | None:
         """Note that the engine died with the steps in flight; call before `reset`.
 
-        Requests in flight at two deaths in a row become suspects, which run one at a time until
-        each has generated a token more. One that kills the engine alone is guilty.
+        Requests in flight at two deaths in a row, between which they have not got on, become
+        suspects, which run one at a time until each has generated a token more. One that kills the
+        engine alone is guilty.
 
         Returns:
             The guilty request, which is ended, or None.
         """
+        stuck = [request for request in self._requests.values() if _is_stuck(request)]
         for request in self._requests.values():
             request.num_restarts += 1
-            request.num_deaths_in_a_row += 1
-            if not request.is_in_flight:
-                request.num_deaths_in_a_row = 0
+            num_known = len(request.token_ids) if request.is_in_flight else None
+            request.num_known_at_death = num_known
         if self._suspects:  # it ran alone
             guilty = self._suspects[0]
             self.finish(guilty.key)
             return guilty
-        self._suspects = [
-            request for request in self._requests.values() if request.num_deaths_in_a_row >= 2
-        ]
+        self._suspects = stuck
         return None
 
     # ------------------------------------------------------------------ parts of plan()
@@ -480,7 +438,7 @@ class Scheduler:
         self._commit(scheduled, num_accepted)
         if token_ids and request in self._suspects:
             self._suspects.remove(request)
-            request.num_deaths_in_a_row = 0
+            request.num_known_at_death = None
         if reason is not None:
             self._drop(request)
         return Update(
@@ -568,3 +526,11 @@ class Scheduler:
         request.num_published = 0
         request.num_computed = 0
         request.num_draft_computed = 0
+
+
+def _is_stuck(request: Request) -> bool:
+    """Whether the engine died of it, maybe, at the same place as the last time."""
+    before = request.num_known_at_death
+    if before is None or not request.is_in_flight or request.is_ended:
+        return False
+    return len(request.token_ids) - before < PROGRESS

@@ -106,10 +106,17 @@ class CostCurve:
         return (at_low + slope * (size - low)) * self._scale
 
     def at_most(self, size: int) -> float:
-        """As `at`, but pessimistic beyond what was observed: for what is no mere try."""
-        known = [knot for knot, count in zip(_KNOTS, self._counts, strict=True) if count]
-        largest = known[-1] if known else size
-        return self.at(size) * max(1.0, size / largest)
+        """As `at`, but pessimistic about what was not observed: for what is no mere try.
+
+        A step takes no longer than one of more tokens, and at most as many times longer than one of
+        fewer as it has more. Each size that was seen, be it once, bounds all others so.
+        """
+        bounds = (
+            seconds * max(1.0, size / knot)
+            for knot, seconds in zip(_KNOTS, self._seconds, strict=True)
+            if seconds < inf
+        )
+        return min(bounds, default=0.0) * self._scale
 
     def is_measured(self, size: int) -> bool:
         """Whether sizes like this one were observed a few times."""

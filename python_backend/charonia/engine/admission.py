@@ -58,7 +58,6 @@ def admit(
     num_room = limits.max_model_len - len(request.prompt_ids)
     eos_ids = [] if params.ignore_eos else info.eos_token_ids
     stop_ids = frozenset([*eos_ids, *params.stop_token_ids])
-    deadline_s = None if params.deadline_ms is None else params.deadline_ms / 1000
     return Request(
         key=request.key,
         token_ids=list(request.prompt_ids),
@@ -71,8 +70,6 @@ def admit(
         takes_hits=params.prompt_logprobs is None,
         speculates=params.speculation,
         is_probe=request.is_probe,
-        queue_expires_at=None if request.timeout_s is None else now + request.timeout_s,
-        deadline_at=None if deadline_s is None else now + deadline_s,
     )
 
 

@@ -6,6 +6,7 @@ Owns nothing but the adaptation of a runner to `Executor`.
 from collections.abc import Callable
 from typing import Protocol
 
+from charonia.engine.opening import EngineOpening
 from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import EngineInfo, StepPlan, StepResult
 
@@ -38,9 +39,14 @@ class InlineExecutor:
         self._runner: PlanRunner | None = load()
         self._loss: EngineDiedError | None = None
 
-    def info(self) -> EngineInfo:
-        """What the runner is. Raises EngineDiedError when there is none."""
-        return self._living().info()
+    def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
+        """As `Executor.open`; it is done when this returns.
+
+        A runner whose processes live is not loaded again: the next epoch clears its state.
+        """
+        opening = EngineOpening(self._load_if_lost if replace else self._info)
+        opening.run()
+        return opening
 
     def submit(self, plan: StepPlan) -> "_Inline":
         """Keep the plan until its result is asked for, or begin it."""
@@ -51,14 +57,6 @@ class InlineExecutor:
 
     def check(self) -> None:
         """Nothing to do: the next step shows whether the runner's processes live."""
-
-    def restart(self) -> None:
-        """Load the runner again if its processes are lost; else the next epoch clears its state."""
-        if self._loss is not None:
-            self._let_go(self._loss)
-            self._loss = None
-        if self._runner is None:
-            self._runner = self._load()
 
     def close(self) -> None:
         """Let go of all other processes; the runner goes with its last reference."""
@@ -72,6 +70,17 @@ class InlineExecutor:
     def lose(self, error: EngineDiedError) -> None:
         """The runner's processes are lost, as this error says."""
         self._loss = error
+
+    def _info(self) -> EngineInfo:
+        return self._living().info()
+
+    def _load_if_lost(self) -> EngineInfo:
+        if self._loss is not None:
+            self._let_go(self._loss)
+            self._loss = None
+        if self._runner is None:
+            self._runner = self._load()
+        return self._info()
 
     def _living(self) -> PlanRunner:
         if self._runner is None:

@@ -142,6 +142,10 @@ class Metrics:
         """Add to a counter."""
         self.counters[name, label] += amount
 
+    def count_phase(self, phase: str, seconds: float) -> None:
+        """Add to what steps spend beside computing, see `PHASES`."""
+        self.counters["charonia_step_phase_seconds_total", phase] += max(seconds, 0.0)
+
     def count_end(
         self, reason: str, *, queue_s: float, total_s: float, num_prompt: int, num_tokens: int
     ) -> None:

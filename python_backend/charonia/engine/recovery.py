@@ -1,21 +1,28 @@
-"""The life of the engine, as the scheduler's side sees it.
+"""The life of an engine, as the scheduler's side sees it: a state machine, and its one table.
 
-Owns whether there is an engine, when one is looked for and when it must be loaded anew, and what is
-counted and logged of its failures and reloads. Must not know requests, plans, or what becomes of
-them.
+Owns which state an engine is in, what may happen in it and what follows, when an engine is looked
+for or loaded again, and what is counted and logged of that. Must not know requests, plans, how an
+engine is loaded, or what becomes of those who wait for it.
 
-    not there yet ──► serving ──lose(), part()──► gone ──find()──► serving
-                                                  │  ▲
-                                           fail() ▼  │ find(), after a back-off
-                                                  down              requests are refused
+                 ┌────────────────────────────── FOUND ──────────────────────────────┐
+                 ▼                                                                   │
+    STARTING ─FOUND─► SERVING ─DOUBTED─► CHECKING    asked what it is, after a failed step
+                        │                 │ LOST
+                        ├─LOST──────► REPLACING ─FAILED─► DOWN ⟲ FAILED    back-off, requests fail
+                        │                 ▲ LOST            ▲ FAILED
+                        ├─UNLOADED──► UNLOADED ─OVERDUE─► MISSED           requests fail
+                        │                 ▲ │ ORDERED
+                        └─ORDERED───► RELOADING ─FAILED─► RESTORING        the one before comes back
 
-An engine is gone in one of four ways: it is lost, and must be replaced; it is to be replaced by
-another one (reloading); that one cannot be loaded, so it is to come back itself (restoring); or
-Triton has unloaded it, on whose behalf somebody is to load it again.
+    any ─STOPPED─► STOPPED     the server is shutting down; an engine that goes now is no loss
+
+In SERVING steps run. In the other states nothing does, and requests wait, are refused (see
+`down_reason`), are cancelled, and run out of time all the same: whoever looks for an engine or
+loads one does so elsewhere, and an event says what came of it.
 """
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
 
 from charonia.engine.metrics import Metrics
 from charonia.errors import (
@@ -23,136 +30,259 @@ from charonia.errors import (
     EngineDiedError,
     EngineHungError,
     EngineUnloadedError,
+    ServerStoppingError,
     StepFailedError,
 )
 from charonia.events import event
-from charonia.protocol import EngineInfo, Executor
+from charonia.protocol import EngineInfo
 
 CONNECT_RETRY_S = 0.1
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 UNLOADED_WAIT_S = 60.0
 """How long requests wait for an engine that was unloaded; then they fail."""
 NOT_READY = "the engine is not ready yet"
-UNLOADED = "the engine was unloaded; it can be loaded again by Triton's model control"
-Gone = Literal["lost", "reloading", "restoring", "unloaded"]
+MISSING = "the engine was unloaded; it can be loaded again by Triton's model control"
+SHUTTING_DOWN = "the server is shutting down"
+
+
+class State(Enum):
+    """What there is of an engine."""
+
+    STARTING = auto()  # there was none yet; it is looked for
+    SERVING = auto()  # steps run
+    CHECKING = auto()  # it is asked what it is
+    REPLACING = auto()  # it was lost; it is loaded anew
+    DOWN = auto()  # it could not be loaded, or was of no use; that is tried again
+    RELOADING = auto()  # an operator has ordered another one, which is loaded
+    RESTORING = auto()  # that one could not be loaded; the one before is loaded again
+    UNLOADED = auto()  # Triton has unloaded it; it is looked for
+    MISSED = auto()  # for so long that nobody waits any more
+    STOPPED = auto()  # the server is shutting down
+
+
+class Event(Enum):
+    """What happens to one."""
+
+    FOUND = auto()  # the one that was looked for or loaded is there, and fits
+    LOST = auto()  # it died, hangs, or does not answer
+    FAILED = auto()  # it cannot be loaded, or is of no use
+    UNLOADED = auto()  # Triton says that none is loaded
+    DOUBTED = auto()  # a step failed, or what is known of the engine has become void
+    ORDERED = auto()  # an operator orders another one
+    OVERDUE = auto()  # it was waited for long enough
+    STOPPED = auto()  # the server takes no more calls, or this process ends
+
+
+TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
+    State.STARTING: {
+        Event.FOUND: State.SERVING,
+        Event.LOST: State.STARTING,
+        Event.UNLOADED: State.STARTING,
+        Event.FAILED: State.DOWN,
+        Event.DOUBTED: State.STARTING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.SERVING: {
+        Event.LOST: State.REPLACING,
+        Event.UNLOADED: State.UNLOADED,
+        Event.DOUBTED: State.CHECKING,
+        Event.ORDERED: State.RELOADING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.CHECKING: {
+        Event.FOUND: State.SERVING,
+        Event.LOST: State.REPLACING,
+        Event.UNLOADED: State.UNLOADED,
+        Event.FAILED: State.DOWN,
+        Event.DOUBTED: State.CHECKING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.REPLACING: {
+        Event.FOUND: State.SERVING,
+        Event.FAILED: State.DOWN,
+        Event.DOUBTED: State.REPLACING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.DOWN: {
+        Event.FOUND: State.SERVING,
+        Event.FAILED: State.DOWN,
+        Event.DOUBTED: State.DOWN,
+        Event.ORDERED: State.RELOADING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.RELOADING: {
+        Event.FOUND: State.SERVING,
+        Event.FAILED: State.RESTORING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.RESTORING: {
+        Event.FOUND: State.SERVING,
+        Event.FAILED: State.DOWN,
+        Event.DOUBTED: State.RESTORING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.UNLOADED: {
+        Event.FOUND: State.SERVING,
+        Event.LOST: State.REPLACING,  # it was loaded again, and is no good
+        Event.UNLOADED: State.UNLOADED,
+        Event.FAILED: State.DOWN,
+        Event.DOUBTED: State.UNLOADED,
+        Event.ORDERED: State.RELOADING,
+        Event.OVERDUE: State.MISSED,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.MISSED: {
+        Event.FOUND: State.SERVING,
+        Event.LOST: State.DOWN,
+        Event.UNLOADED: State.MISSED,
+        Event.FAILED: State.DOWN,
+        Event.DOUBTED: State.MISSED,
+        Event.ORDERED: State.RELOADING,
+        Event.STOPPED: State.STOPPED,
+    },
+    State.STOPPED: {
+        Event.DOUBTED: State.STOPPED,
+        Event.STOPPED: State.STOPPED,
+    },
+}
+"""The state that follows when something happens in one. What is not here cannot happen."""
+
+_IS_LOADED = frozenset({State.REPLACING, State.DOWN, State.RELOADING, State.RESTORING})
+_IS_LOOKED_FOR = frozenset({State.STARTING, State.CHECKING, State.UNLOADED, State.MISSED})
+
+
+class IllegalTransitionError(RuntimeError):
+    """Something happened that cannot, by the table: a bug of ours."""
+
+
+def next_state(state: State, happened: Event) -> State:
+    """What the table says.
+
+    Raises:
+        IllegalTransitionError: it says nothing of that.
+    """
+    try:
+        return TRANSITIONS[state][happened]
+    except KeyError:
+        raise IllegalTransitionError(f"{happened.name} in state {state.name}") from None
 
 
 class Recovery:
-    """Notices, counts and mends what befalls one engine.
+    """The state of one engine, its history as far as it matters, and its counts and log lines.
 
     Args:
         clock: seconds, monotonic. log: takes one line.
 
     Attributes:
         info: of the engine as last seen, None before there was one.
-        down_reason: why there is none that requests could wait for; None while there is.
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        *,
-        metrics: Metrics,
-        clock: Callable[[], float],
-        log: Callable[[str], None],
+        self, *, metrics: Metrics, clock: Callable[[], float], log: Callable[[str], None]
     ) -> None:
         self.info: EngineInfo | None = None
-        self.down_reason: str | None = NOT_READY
-        self._executor = executor
+        self._state = State.STARTING
         self._metrics = metrics
         self._clock = clock
         self._log = log
         self._num_failed_steps = 0
         self._num_failed_loads = 0
         self._retry_at = 0.0
-        self._gone: Gone | None = None
         self._gone_at = 0.0
+        self._failure = ""  # why the last load failed
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def state(self) -> State:
+        """What there is of the engine."""
+        return self._state
 
     @property
     def is_serving(self) -> bool:
         """Whether there is an engine that steps can run on at this very moment."""
-        return self.down_reason is None and self._gone is None
+        return self._state is State.SERVING
 
-    def knows(self, info: EngineInfo) -> bool:
-        """Whether this is the engine that served last, of the same processes."""
-        return self._gone is None and self.info is not None and info.pids == self.info.pids
+    @property
+    def down_reason(self) -> str | None:
+        """Why requests do not wait for an engine; None while they do, or there is one."""
+        match self._state:
+            case State.STARTING:
+                return NOT_READY
+            case State.DOWN:
+                return f"the engine is down and cannot be loaded: {self._failure}"
+            case State.MISSED:
+                return MISSING
+            case State.STOPPED:
+                return SHUTTING_DOWN
+            case _:
+                return None
 
-    # ------------------------------------------------------------------ looking for an engine
+    @property
+    def is_to_be_loaded(self) -> bool:
+        """Whether what is there is to be replaced, and not only looked for."""
+        return self._state in _IS_LOADED
 
     @property
     def is_due(self) -> bool:
-        """Whether an engine may be looked for now."""
-        return self._clock() >= self._retry_at
+        """Whether an engine is to be looked for or loaded now."""
+        is_wanted = self._state in _IS_LOADED or self._state in _IS_LOOKED_FOR
+        return is_wanted and self._clock() >= self._retry_at
 
-    def find(self) -> EngineInfo:
-        """Ask the engine that is there what it is; one that is to be replaced is so first.
+    @property
+    def is_overdue(self) -> bool:
+        """Whether an engine that was unloaded has been waited for long enough."""
+        return self._state is State.UNLOADED and self._clock() - self._gone_at >= UNLOADED_WAIT_S
 
-        Raises:
-            EngineDiedError: there is none; EngineUnloadedError: none is loaded.
-        """
-        if self._gone in ("lost", "reloading", "restoring"):
-            self._executor.restart()
-        return self._executor.info()
+    def may(self, happened: Event) -> bool:
+        """Whether the table has this event in the present state."""
+        return happened in TRANSITIONS[self._state]
 
-    def succeed(self, info: EngineInfo, num_live: int) -> None:
-        """The engine that was found serves, and so many requests go on with it."""
+    def knows(self, info: EngineInfo) -> bool:
+        """Whether this is the engine that served last, of the same processes."""
+        is_same = self.info is not None and info.pids == self.info.pids
+        return is_same and self._state is State.CHECKING
+
+    # ------------------------------------------------------------------ what was looked for
+
+    def find(self, info: EngineInfo, num_live: int) -> None:
+        """The engine that was looked for or loaded serves, and so many requests go on with it."""
+        before = self._state
+        self._move(Event.FOUND)
         self.info = info
-        self.down_reason = None
-        self._num_failed_loads = 0
-        self._num_failed_steps = 0
         self._retry_at = 0.0  # the next loss is another matter
-        gone, self._gone = self._gone, None
-        if gone is None:
+        if before is State.CHECKING:
+            return  # a step that fails next is the second in a row
+        self._num_failed_loads = self._num_failed_steps = 0
+        if before is State.STARTING:
             return
         seconds = self._clock() - self._gone_at
         self._metrics.count("charonia_requests_recomputed_total", num_live)
-        if gone == "lost":
+        if before in (State.REPLACING, State.DOWN):
             self._metrics.count("charonia_engine_restarts_total")
             self._metrics.observe_request("charonia_recovery_seconds", seconds)
             self._log(event("engine_back", seconds=seconds, recomputed=num_live))
-        elif gone == "restoring":
+        elif before is State.RESTORING:
             self._log(event("engine_restored", seconds=seconds, recomputed=num_live))
         else:
             self._metrics.count("charonia_engine_reloads_total")
             self._log(event("engine_reloaded", seconds=seconds, recomputed=num_live))
 
-    def fail(self, error: CharoniaError, num_live: int) -> bool:
-        """No engine was found, or it is of no use.
+    def miss(self, error: CharoniaError, num_live: int) -> None:
+        """The engine that was looked for or loaded is not there, or of no use.
 
         Args:
             num_live: requests that wait for it.
-
-        Returns:
-            Whether it is down now, so that nobody should wait any longer.
         """
-        if self.info is None and isinstance(error, EngineDiedError):
-            self._retry_at = self._clock() + CONNECT_RETRY_S
-            return False
-        if self._gone == "unloaded" and isinstance(error, EngineDiedError):
-            if isinstance(error, EngineUnloadedError):
-                return self._wait_for_load(num_live)
-            self.lose(error, num_live)  # it was loaded again; the next try replaces it
-            return False
-        wait = self.back_off()
-        kind = "load_failed"
-        if self.info is not None and self._gone is None:
-            self._go("lost")
-            kind = _kind(error)
-        self.down_reason = f"the engine is down and cannot be loaded: {error}"
-        self._count(kind)
-        self._log(
-            event("engine_load_failed", retry_in=wait, failed_requests=num_live, reason=error)
-        )
-        return True
-
-    def _wait_for_load(self, num_live: int) -> bool:
-        """Nobody has loaded the engine again yet; whoever unloaded it may do so at any time."""
-        self._retry_at = self._clock() + CONNECT_RETRY_S
-        if self.down_reason is not None or self._clock() - self._gone_at < UNLOADED_WAIT_S:
-            return False
-        self.down_reason = UNLOADED
-        self._log(event("engine_missed", failed_requests=num_live, reason=UNLOADED))
-        return True
+        is_looked_for = self._state in _IS_LOOKED_FOR
+        if isinstance(error, ServerStoppingError) and self._state is not State.STARTING:
+            self.stop(num_live)
+        elif is_looked_for and isinstance(error, EngineUnloadedError):
+            self.unload(num_live)
+        elif is_looked_for and isinstance(error, EngineDiedError):
+            self.lose(error, num_live)
+        else:
+            self._fail(error, num_live)
 
     def back_off(self) -> float:
         """Put the next try off, further each time; return for how many seconds."""
@@ -161,7 +291,23 @@ class Recovery:
         self._retry_at = self._clock() + wait
         return wait
 
-    # ------------------------------------------------------------------ failures
+    def _fail(self, error: CharoniaError, num_live: int) -> None:
+        if self._state in (State.STARTING, State.CHECKING):
+            self._gone_at = self._clock()
+        self._failure = str(error)
+        self._count("load_failed")
+        if self._state is State.RELOADING:
+            self._move(Event.FAILED)
+            self._retry_at = 0.0
+            self._log(event("engine_reload_failed", live=num_live, reason=error))
+            return
+        self._move(Event.FAILED)
+        wait = self.back_off()
+        self._log(
+            event("engine_load_failed", retry_in=wait, failed_requests=num_live, reason=error)
+        )
+
+    # ------------------------------------------------------------------ what happens by itself
 
     def note_step(self) -> None:
         """A step succeeded."""
@@ -178,14 +324,23 @@ class Recovery:
         self._log(event("step_failed", live=num_live, reason=error))
         return self._num_failed_steps > 1
 
+    def doubt(self) -> None:
+        """What is known of the engine is void: it is asked anew before it serves."""
+        self._move(Event.DOUBTED)
+
     def lose(self, error: Exception, num_live: int) -> None:
-        """The engine is gone: whatever is left of it is to be replaced.
+        """The engine has gone, or hangs: whatever is left of it is to be replaced.
 
         Args:
             error: what showed it. num_live: requests that wait for the next one.
         """
-        self._num_failed_steps = 0
-        self._go("lost")
+        before = self._state
+        self._move(Event.LOST)
+        if before is State.STARTING:
+            self._retry_at = self._clock() + CONNECT_RETRY_S
+            return
+        self._gone(num_live)
+        self._failure = str(error)
         kind = _kind(error)
         if kind != "step_failed":  # those are counted already
             self._count(kind)
@@ -195,35 +350,44 @@ class Recovery:
                 kind=kind,
                 live=num_live,
                 restarts=int(self._metrics.counters["charonia_engine_restarts_total", ""]),
-                reason=str(error) or "no answer in time",
+                reason=error,
             )
         )
 
-    def part(self, gone: Gone, num_live: int) -> None:
-        """The engine goes, and nobody is to blame.
+    def unload(self, num_live: int) -> None:
+        """Triton has unloaded the engine, or has not loaded it again yet; nobody is to blame."""
+        before = self._state
+        self._move(Event.UNLOADED)
+        self._retry_at = self._clock() + CONNECT_RETRY_S
+        if self._state is not before:
+            self._gone(num_live)
+            self._retry_at = 0.0
+            self._log(event("engine_unloaded", live=num_live))
 
-        Args:
-            gone: how. num_live: requests that wait for the next one.
-        """
+    def wait_no_longer(self, num_live: int) -> None:
+        """Nobody has loaded the engine again for long enough."""
+        self._move(Event.OVERDUE)
+        self._log(event("engine_missed", failed_requests=num_live, reason=MISSING))
+
+    def order(self, num_live: int) -> None:
+        """An operator has ordered another engine: this one is to be replaced."""
+        self._move(Event.ORDERED)
+        self._gone(num_live)
+        self._log(event("engine_reloading", live=num_live))
+
+    def stop(self, num_live: int = 0) -> None:
+        """The server is shutting down: whatever becomes of the engine is no loss."""
+        if self._state is not State.STOPPED:
+            self._move(Event.STOPPED)
+            self._log(event("shutting_down", failed_requests=num_live))
+
+    def _gone(self, num_live: int) -> None:
         self._num_failed_steps = 0
-        self._go(gone)
-        self._log(event(f"engine_{gone}", live=num_live))
-
-    def give_up_reload(self, reason: str, num_live: int) -> None:
-        """The engine that was to be loaded cannot be; the one before it is to come back."""
-        self._gone = "restoring"
         self._retry_at = 0.0
-        self._count("load_failed")
-        self._log(event("engine_reload_failed", live=num_live, reason=reason))
-
-    def forget(self, reason: str) -> None:
-        """What is known of the engine is void; it is asked anew before it serves."""
-        self.down_reason = reason
-        self._num_failed_steps = 0
-
-    def _go(self, gone: Gone) -> None:
-        self._gone = gone
         self._gone_at = self._clock()
+
+    def _move(self, happened: Event) -> None:
+        self._state = next_state(self._state, happened)
 
     def _count(self, kind: str) -> None:
         self._metrics.count("charonia_engine_failures_total", label=kind)
@@ -233,7 +397,7 @@ def _kind(error: Exception) -> str:
     match error:
         case StepFailedError():
             return "step_failed"
-        case EngineHungError() | TimeoutError():
+        case EngineHungError():
             return "hung"
         case _:
             return "died"

@@ -1,20 +1,19 @@
-"""Another engine under a living scheduler: what is asked for, who waits, and what is taken over.
+"""Another engine under a living scheduler: what is asked for, and what is taken over.
 
-Owns the order to change the engine, the requests that wait while the old one finishes, and moving
-live requests to a scheduler with other limits. Must not know how an engine is loaded.
+Owns the order to change the engine, and moving live requests to a scheduler with other limits. Must
+not know how an engine is loaded, nor who waits for it.
 
-    reload() ──► [draining: live requests finish, new ones are held] ──► loading ──► done
-                                                                            │
-                              the old configuration is loaded again ◄───────┘──► failed
+    waiting ──► [draining: live requests finish, new ones are held] ──► loading ──► done
+                                                                           │
+                             the old configuration is loaded again ◄───────┘──► failed
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from charonia.control import Limits, Request, Scheduler, SchedulerStats, Speculation
-from charonia.engine.admission import GenerationRequest
 from charonia.protocol import EngineInfo
 
 Phase = Literal["waiting", "draining", "loading", "done", "failed"]
@@ -34,7 +33,7 @@ class Reload:
         phase: how far it is. seconds: since the old engine stopped computing, once over.
         num_live: requests that must finish first, while draining; that went on, when done.
         num_held: requests that came since, while draining.
-        reason: why it failed.
+        reason: why it failed, or cannot succeed any more.
         is_cancelled: set by whoever gave the order, to have it undone while it is draining.
     """
 
@@ -48,11 +47,22 @@ class Reload:
     num_held: int = 0
     reason: str = ""
     is_cancelled: bool = False
+    _began_at: float | None = None
 
     @property
     def is_over(self) -> bool:
         """Whether nothing comes of it any more."""
         return self.phase in ("done", "failed")
+
+    def begin(self, now: float) -> None:
+        """The old engine computes no more, and the new one is to be loaded."""
+        self.phase = "loading"
+        self._began_at = now
+
+    def finish(self, now: float) -> None:
+        """The new engine serves."""
+        self._take_time(now)
+        self.phase = "done"
 
     def undo(self, reason: str) -> str:
         """Restore the old configuration; returns the reason for that, and what hindered it."""
@@ -62,50 +72,16 @@ class Reload:
             return f"{reason}; the old configuration cannot be restored: {error.strerror}"
         return reason
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, now: float | None = None) -> None:
         """It did not come about."""
+        if now is not None:
+            self._take_time(now)
         self.reason = reason
         self.phase = "failed"
 
-
-class HeldRequests:
-    """Requests that were accepted and wait for the next engine, in order."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, tuple[GenerationRequest, float]] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def hold(self, request: GenerationRequest, now: float) -> None:
-        """Have a request wait."""
-        self._held[request.key] = (request, now)
-
-    def keys(self) -> list[str]:
-        """Of all that wait."""
-        return list(self._held)
-
-    def remove(self, key: str) -> tuple[GenerationRequest, float] | None:
-        """Take one out, with the time at which it came; None when it is not here."""
-        return self._held.pop(key, None)
-
-    def find_expired(self, now: float) -> list[str]:
-        """Keys of those whose time is over."""
-        return [key for key, held in self._held.items() if _expires_at(*held) <= now]
-
-    def release(self) -> Iterator[tuple[GenerationRequest, float]]:
-        """Take all out, each with the time at which it came."""
-        held, self._held = self._held, {}
-        yield from held.values()
-
-
-def _expires_at(request: GenerationRequest, arrived_at: float) -> float:
-    limits = [float("inf")]
-    if request.timeout_s is not None:
-        limits.append(arrived_at + request.timeout_s)
-    if request.params.deadline_ms is not None:
-        limits.append(arrived_at + request.params.deadline_ms / 1000)
-    return min(limits)
+    def _take_time(self, now: float) -> None:
+        if self._began_at is not None:
+            self.seconds = now - self._began_at
 
 
 def take_over(
@@ -126,7 +102,7 @@ def take_over(
     if old is not None:
         old.reset()  # nothing is in flight, and no request has a row
         for request in sorted(old.requests, key=lambda request: request.rank):
-            new.add(request, was_accepted=True)
+            new.add(request)
     return new
 
 

@@ -78,14 +78,16 @@ class EngineService:
             clock=time.monotonic,
             log=log,
             read_args=read_args,
+            wake=self._wake_up,
         )
         self._log = log
         self._sinks: dict[str, Sink] = {}
         self._inbox: list[Callable[[], None]] = []
         self._num_arriving = 0
-        self._reload: Reload | None = None  # the last that was ordered; never lost on its way
+        self._reload: Reload | None = None  # the last that was ordered; it is always told its end
         self._is_closing = False
         self._last_turn_at: float | None = None
+        self._is_woken = False
         self._wake = threading.Condition()
         self._is_connected = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-engine", daemon=True)
@@ -166,6 +168,7 @@ class EngineService:
                 reload.fail("another reload is under way")
             else:
                 self._reload = reload
+                self._inbox.append(partial(self._core.reload, reload))
                 self._wake.notify()
 
     def close(self) -> None:
@@ -188,7 +191,7 @@ class EngineService:
         self._core.check_queue(self._num_arriving)
         self._sinks[request.key] = sink
         self._num_arriving += 1
-        self._inbox.append(partial(self._core.add, request))
+        self._inbox.append(partial(self._core.add, request, time.monotonic()))
         self._wake.notify()
 
     def _post(self, call: Callable[[], None]) -> None:
@@ -218,20 +221,20 @@ class EngineService:
 
     def _turn(self) -> None:
         self._last_turn_at = time.monotonic()
-        is_up = self._core.is_up or self._core.connect()
-        if is_up:
-            self._is_connected.set()
         self._take_inbox()
-        if (reload := self._waiting_reload()) is not None:
-            self._core.reload(reload)
-        self._core.go_on()
+        if self._core.step():
+            return
         if self._core.is_up:
-            if self._core.step():
-                return
-            self._core.watch()
+            self._is_connected.set()
         with self._wake:
-            if not (self._inbox or self._is_closing or self._waiting_reload()):
+            if not (self._inbox or self._is_closing or self._is_woken):
                 self._wake.wait(IDLE_WAIT_S)
+            self._is_woken = False
+
+    def _wake_up(self) -> None:
+        with self._wake:
+            self._is_woken = True
+            self._wake.notify()
 
     def _abandon(self, error: CharoniaError) -> None:
         """A bug of ours. Every client must get an answer, and the service must go on."""
@@ -244,11 +247,6 @@ class EngineService:
             self._num_arriving = 0
         for key, sink in sinks.items():
             sink(Chunk(key, error=error))
-
-    def _waiting_reload(self) -> Reload | None:
-        """What was ordered and the core has not taken yet."""
-        reload = self._reload
-        return reload if reload is not None and reload.phase == "waiting" else None
 
     def _drop_reload(self, reason: str) -> None:
         """Whoever ordered it must not wait for ever."""

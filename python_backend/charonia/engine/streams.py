@@ -67,6 +67,11 @@ class OutputStreams:
         stream = self._streams.get(key)
         return 0 if stream is None else stream.num_tokens
 
+    def has_started(self, key: str) -> bool:
+        """Whether a step has computed anything of a request."""
+        stream = self._streams.get(key)
+        return stream is not None and stream.request.started_at is not None
+
     # ------------------------------------------------------------------ from first to last
 
     def take_in(self, request: GenerationRequest) -> None:

@@ -34,9 +34,10 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving.bls import STEPS_SOCKET, clean, is_reload
+from charonia.serving.bls import STEPS_SOCKET
 from charonia.serving.channel import Answer, ChannelServer
 from charonia.serving.cores import has_core_to_itself, take_engine_cores
+from charonia.serving.engine_model import clean, is_reload
 from charonia.serving.reload import restore
 from charonia.serving.tensors import error_response
 

@@ -30,8 +30,8 @@ import numpy as np
 
 from charonia.connection import Channel
 from charonia.errors import CharoniaError, UnavailableError, error_of, split_answer
-from charonia.serving.bls import clean
 from charonia.serving.channel import SOCKET_SUFFIX, connect, connections, listen
+from charonia.serving.engine_model import clean
 from charonia.serving.outlets import Outlet
 from charonia.serving.tensors import Array, Outputs, RawRequest
 

@@ -17,8 +17,9 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.service import EngineService
 from charonia.errors import CharoniaError, ConfigError
-from charonia.serving.bls import RECOVERY_IS_OFF, BlsExecutor
+from charonia.serving.bls import BlsExecutor
 from charonia.serving.engine_host import MODEL_FILE
+from charonia.serving.engine_model import RECOVERY_IS_OFF
 from charonia.serving.metrics import MetricsExporter
 from charonia.serving.outlets import Outlet, TritonOutlet, failing_with_errors
 from charonia.serving.probing import Prober
@@ -101,7 +102,7 @@ class SchedulerHost:
                 own_dir / RELOAD_SOCKET,
                 model_file,
                 self._service.reload,
-                refusal=None if executor.can_restart else RECOVERY_IS_OFF,
+                refusal=None if executor.can_replace else RECOVERY_IS_OFF,
             )
         self._exporter = MetricsExporter(
             pb_utils,

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from charonia.data.step_tensors import StepTensors
@@ -16,6 +17,7 @@ from charonia.protocol import NewRow
 VERSION = Path(__file__).parent
 STARTUP = VERSION / "startup"
 POISON = VERSION.parents[1] / "poison"
+LOAD_SECONDS = VERSION.parents[1] / "load-seconds"
 
 # Python loads sitecustomize.py from there when a rank starts.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -25,6 +27,8 @@ sys.path.append(str(STARTUP))
 import faulty_steps  # noqa: E402
 
 faulty_steps.install()
+if LOAD_SECONDS.exists():
+    time.sleep(float(LOAD_SECONDS.read_text(encoding="utf-8")))
 
 _spec = importlib.util.spec_from_file_location("product_model", VERSION / "product_model.py")
 assert _spec is not None

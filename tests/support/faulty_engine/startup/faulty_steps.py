@@ -7,6 +7,7 @@ Files in the model repository's root order the faults:
     hang-in-step     a number: so many of the next steps never end
     poison           a token id: a row that joins with it in its prompt kills rank 0
     step-seconds     how long a step takes at least, from the engine's start
+    load-seconds     by how much longer it takes to load rank 0, the next times
 
 The first three may name a process behind the number, whose steps are meant; without one it is the
 next step of any. A step lasts a while, so that streams are still under way when a fault is ordered.

@@ -1,0 +1,181 @@
+"""The engine as one of Triton's models: whether it is loaded, and having another one loaded.
+
+Owns the calls to Triton, and the end of the processes that are left of an engine. Must not know
+plans, or how an engine is spoken to.
+
+Triton is asked over BLS, with a request that lacks its input: that is refused before it gets into
+the model's queue, so the answer waits neither for the engine nor behind anybody's requests. BLS
+works in `execute` and, once the model is loaded, in threads; its errors are harmless, and so are
+answers without tensors (`channel` says what the others do). Model control is not: each call of
+`pb_utils` that fails has a chance of taking the whole server down (seen after 3 to 26 of them, on
+2.51.0). So nothing is asked for that may be refused: whether control is explicit is read from the
+server's command line, a server that is shutting down is asked for nothing, and an engine that is
+loaded *again* comes up even when it cannot work, says why in answer to a hello, and is unloaded.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from charonia.errors import (
+    EngineDiedError,
+    EngineUnloadedError,
+    ServerStoppingError,
+    split_answer,
+)
+from charonia.protocol import EngineInfo
+from charonia.serving.liveness import UNLOADED, start_time
+
+ANSWER = "answer"
+"""The engine model's output, which nobody gets."""
+RECOVERY_IS_OFF = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
+RELOAD_MARK = "reload.mark"
+_CONTROL_OPTION = "--model-control-mode"
+_KILL_TIMEOUT_S = 10.0
+_IS_LOADED = "missing required input"
+"""What Triton says to a request without inputs for a model that is loaded."""
+_IS_NOT_LOADED = "is not ready"
+_IS_STOPPING = "Server not ready"
+"""What it says of all models while it shuts down, and before it has started."""
+
+
+class EngineModel:
+    """The engine's model in the Triton that this process belongs to.
+
+    Args:
+        name: of the model. directory: its version directory.
+
+    Attributes:
+        can_be_replaced: whether Triton loads and unloads models on a model's order.
+    """
+
+    def __init__(self, pb_utils: Any, name: str, directory: Path) -> None:
+        self._pb_utils = pb_utils
+        self._name = name
+        self._mark = directory / RELOAD_MARK
+        self.can_be_replaced = has_explicit_control(_command_line(os.getppid()))
+
+    def check_loaded(self) -> None:
+        """Ask whether it is loaded.
+
+        Raises:
+            EngineUnloadedError: it is not. ServerStoppingError: no model is, any more.
+            EngineDiedError: there is no such model.
+        """
+        pb_utils = self._pb_utils
+        try:
+            response = pb_utils.InferenceRequest(
+                model_name=self._name, requested_output_names=[ANSWER], inputs=[]
+            ).exec()
+            text = response.error().message()
+        except pb_utils.TritonModelException as error:
+            text = str(error)
+        if _IS_STOPPING in text:
+            raise ServerStoppingError("the server takes no calls")
+        if _IS_NOT_LOADED in text:
+            raise EngineUnloadedError(UNLOADED)  # its farewell may still be to come
+        if _IS_LOADED not in text:
+            raise EngineDiedError(clean(text))
+
+    def replace(self, processes: dict[int, int], reach: Callable[[], EngineInfo]) -> EngineInfo:
+        """Kill what is left of the engine, unload its model and load it again.
+
+        Args:
+            processes: of the old engine, see `kill_processes`.
+            reach: connects to the new one; where it cannot work, which is an EngineDiedError, it is
+                unloaded.
+
+        Raises:
+            EngineDiedError: it cannot be loaded, or Triton is not in explicit model control.
+            ServerStoppingError: nothing can be loaded any more.
+        """
+        if not self.can_be_replaced:
+            raise EngineDiedError(RECOVERY_IS_OFF)
+        self._check_server()
+        kill_processes(processes)
+        own_pid = os.getpid()
+        try:
+            self._mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
+            self._pb_utils.unload_model(self._name)
+            self._check_server()
+            self._pb_utils.load_model(self._name)
+            return self._reach(reach)
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            raise EngineDiedError(clean(str(error))) from None
+        finally:
+            # One that stays says nothing once this process has gone.
+            with contextlib.suppress(OSError):
+                self._mark.unlink(missing_ok=True)
+
+    def _reach(self, reach: Callable[[], EngineInfo]) -> EngineInfo:
+        try:
+            return reach()
+        except EngineDiedError:
+            self._check_server()
+            self._pb_utils.unload_model(self._name)
+            raise
+
+    def _check_server(self) -> None:
+        """Raises ServerStoppingError: whatever it is asked for now will be refused."""
+        try:
+            self.check_loaded()
+        except ServerStoppingError:
+            raise
+        except EngineDiedError:
+            pass  # the engine's end is no news
+
+
+def is_reload(engine_dir: Path) -> bool:
+    """Whether a living scheduler is loading the engine of this directory again."""
+    try:
+        pid, started = (engine_dir / RELOAD_MARK).read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return False
+    return str(start_time(int(pid))) == started
+
+
+def has_explicit_control(command_line: list[str]) -> bool:
+    """Whether a tritonserver started by this lets models load and unload others."""
+    modes = re.findall(rf"^{_CONTROL_OPTION}[=\n](.*)$", "\n".join(command_line), re.MULTILINE)
+    return modes[-1:] == ["explicit"]
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return (
+            Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+        )
+    except OSError:
+        return []
+
+
+def clean(message: str) -> str:
+    """Triton's message without the traceback, the paths and the kind that it may carry."""
+    message, _ = split_answer(re.split(r"\n+(?:At:|Traceback)", message)[0])
+    return re.sub(r"(?<![\w.])/(?:[\w.+-]+/)+[\w.+-]*", "…", message).strip()
+
+
+def kill_processes(processes: dict[int, int]) -> None:
+    """SIGKILL processes, given as pid and start time, and wait until they have ended.
+
+    A pid that belongs to another process by now is left alone.
+
+    Raises:
+        EngineDiedError: one does not end.
+    """
+    living = {pid for pid, started in processes.items() if start_time(pid) == started}
+    for pid in living:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while living := {pid for pid in living if start_time(pid) == processes[pid]}:
+        if time.monotonic() > deadline:
+            raise EngineDiedError(f"{len(living)} processes of the engine do not end")
+        time.sleep(0.005)
