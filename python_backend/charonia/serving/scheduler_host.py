@@ -32,6 +32,7 @@ from charonia.serving.reload import (
 )
 from charonia.serving.schema import Call, CancelCall, GenerateCall, ProbeCall, parse
 from charonia.serving.sessions import Sessions
+from charonia.serving.succession import SUCCESSION_SOCKET, Succession
 from charonia.serving.tensors import Outputs, RawRequest, read_request
 from charonia.text.tokenizer import Tokenizer
 
@@ -39,6 +40,7 @@ NOTHING: Outputs = {"text_output": [""]}
 """Answers a client's request that generates no text."""
 START_DELAY_S = 3.0
 FIRST_CONNECT_S = 2.0
+TAKE_OVER_S = 5.0
 
 
 def own_parameters(model_config: str) -> dict[str, str]:
@@ -52,7 +54,8 @@ class SchedulerHost:
 
     A BLS call from a thread at the moment when `initialize` returns can crash the whole server. So
     the service, whose thread makes such calls, starts with the first request, which shows that
-    the model is loaded, or some seconds later.
+    the model is loaded, or some seconds later. An older scheduler, over which this one was loaded,
+    ends its work then, see `succession`.
 
     Args:
         args: what Triton gives to `initialize`. log: takes one line, from any thread.
@@ -114,8 +117,11 @@ class SchedulerHost:
         )
         self._start_lock = threading.Lock()
         self._is_started = False
+        self._is_stopped = False
         self._timer = threading.Timer(START_DELAY_S, self._start)
         self._timer.daemon = True
+        with _needing_a_socket(SUCCESSION_SOCKET):
+            self._succession = Succession(own_dir / SUCCESSION_SOCKET, self._stop)
         self._timer.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -128,17 +134,32 @@ class SchedulerHost:
 
     def finalize(self) -> None:
         """Answer what is still live, and stop."""
+        self._stop()
+        self._succession.close()
+
+    def _stop(self) -> None:
+        """Answer what is still live; nothing is served from now on. The second call waits."""
         self._timer.cancel()
-        self._reload_server.close()
-        self._service.close()
-        self._sessions.close()
-        self._relay.close()
-        self._exporter.close()
+        with self._start_lock:
+            if self._is_stopped:
+                return
+            self._take_over()  # a younger one knows nothing of an older one than this
+            self._is_started = self._is_stopped = True
+            self._reload_server.close()
+            self._service.close()
+            self._sessions.close()
+            self._relay.close()
+            self._exporter.close()
+
+    def _take_over(self) -> None:
+        if not self._succession.take_over(TAKE_OVER_S):
+            self._log(f"warning: an older scheduler does not end within {TAKE_OVER_S:g} s")
 
     def _start(self) -> None:
         with self._start_lock:
             if not self._is_started:
                 self._is_started = True
+                self._take_over()
                 # The engine is loaded by now: the first request need not be refused.
                 try:
                     self._service.start(wait_s=FIRST_CONNECT_S)

@@ -1,0 +1,79 @@
+"""One scheduler after the other: who is loaded while another one lives has it end its work first.
+
+Owns the socket by which the younger one says so. Must not know what a scheduler does to end.
+
+Triton loads a model that is loaded already beside the old one, sends it every new request from then
+on, and lets the old one go when its last request is over. Two schedulers on one engine would throw
+each other's rows out step after step, and none of their requests would ever end::
+
+    older                                        younger
+      serves                                       initialize: connects, and listens in its place
+      serves                                       its first request, or some seconds later:
+      ends all it has  ◄──── step down ─────       waits
+      hangs up         ────────────────────►       starts, on the same engine
+      finalize
+"""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from charonia.connection import Channel
+from charonia.serving.channel import SOCKET_SUFFIX, Answer, ChannelServer, connect
+
+SUCCESSION_SOCKET = f"succession{SOCKET_SUFFIX}"
+"""Beside the scheduler's model.py."""
+_STEP_DOWN = b""
+
+
+class Succession:
+    """A scheduler's place in the row of those that were loaded over each other.
+
+    Args:
+        path: where the socket is made; that of an older one is replaced.
+        step_down: ends all work of this one; called in another thread when a younger one asks.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(self, path: Path, step_down: Callable[[], None]) -> None:
+        self._step_down = step_down
+        self._older = _connect(path)
+        self._server = ChannelServer(path, self._begin)
+
+    def take_over(self, timeout: float) -> bool:
+        """Have the older one end its work; waits at most `timeout` seconds.
+
+        Returns:
+            Whether there is none any more that could do anything.
+        """
+        older, self._older = self._older, None
+        if older is None:
+            return True
+        try:
+            older.send(_STEP_DOWN, timeout)
+            return older.receive(timeout) is None
+        except TimeoutError:
+            return False  # it hangs
+        except OSError:
+            return True  # it has gone
+        finally:
+            older.close()
+
+    def close(self) -> None:
+        """Stop listening, and leave an older one to itself."""
+        self._server.close()
+        if self._older is not None:
+            self._older.close()
+
+    def _begin(self, message: bytes) -> Answer | None:
+        self._step_down()
+        return None  # hangs up, which is the answer
+
+
+def _connect(path: Path) -> Channel | None:
+    """To the scheduler that listens there; None where there is none."""
+    with contextlib.suppress(OSError):
+        return connect(path)
+    return None

@@ -1,0 +1,99 @@
+"""Triton's own model control: models that are loaded again while they are loaded and used."""
+
+import tritonclient.grpc as grpc
+
+from charonia.launch.server import TritonServer
+from support.e2e import ids_of, infer_grpc, request_inputs, stream_grpc, wait_for, wait_idle
+from support.live_stream import LiveStream
+
+PROMPT = [1, 2, 3]
+SAMPLING = {"seed": 1, "ignore_eos": True}
+LONG, SHORT = 3000, 8
+
+
+def load(server: TritonServer, model: str) -> None:
+    """Have Triton load a model that is loaded; it does so only where a file has changed."""
+    (server.repository / model / "config.pbtxt").touch()
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        client.load_model(model, headers=server.api_headers)
+
+
+def unload(server: TritonServer, model: str) -> None:
+    with grpc.InferenceServerClient(server.grpc_url) as client:
+        client.unload_model(model, headers=server.api_headers)
+
+
+def start(server: TritonServer, model: str) -> LiveStream:
+    """A stream that has begun, and goes on for seconds."""
+    stream = LiveStream(server.grpc_url, PROMPT, model=model, max_tokens=LONG, **SAMPLING)
+    stream.wait_tokens(3)
+    return stream
+
+
+def short_answers(server: TritonServer) -> list[list[int]]:
+    """What each way in makes of the same prompt now."""
+    inputs = request_inputs(PROMPT, SAMPLING | {"max_tokens": SHORT})
+    inputs |= {"return_token_ids": True}
+    streamed = [
+        ids_of(stream_grpc(server, inputs | {"stream": True}, model))
+        for model in ("scheduler", "llm")
+    ]
+    return [*streamed, infer_grpc(server, inputs).outputs["output_ids"]]
+
+
+def wait_alone(server: TritonServer, model: str, num_processes: int = 1) -> None:
+    """Wait until Triton has let the processes go that it has replaced."""
+    pids = wait_for(lambda: server.pids(model), lambda pids: len(pids) == num_processes)
+    assert len(pids) == num_processes, f"{len(pids)} processes of {model}"
+
+
+def test_a_scheduler_loaded_over_another_takes_over_and_ends_its_requests(
+    server: TritonServer,
+) -> None:
+    expected = short_answers(server)
+    before = wait_idle(server)
+    for _ in range(3):
+        streams = [start(server, model) for model in ("scheduler", "llm")]
+        load(server, "scheduler")
+        assert short_answers(server) == expected
+        for stream in streams:
+            stream.wait_over()
+            assert "shutting_down" in (stream.error or "")
+        wait_alone(server, "scheduler")
+    after = wait_idle(server)
+    failures = [name for name in after if name.startswith("charonia_engine_failures")]
+    assert [after[name] for name in failures] == [before[name] for name in failures]
+    assert after["charonia_engine_up"] == 1
+    assert server.is_running
+
+
+def test_loading_the_ensemble_again_and_again_leaves_the_server_whole(server: TritonServer) -> None:
+    expected = short_answers(server)
+    for _ in range(3):
+        load(server, "llm")
+        assert short_answers(server) == expected
+        wait_alone(server, "scheduler")
+    assert server.is_running
+
+
+def test_streams_outlive_the_models_around_the_scheduler(server: TritonServer) -> None:
+    expected = short_answers(server)
+    undisturbed = start(server, "scheduler").wait_over().token_ids
+    streams = [start(server, model) for model in ("scheduler", "llm")]
+    for model in ("tokenizer", "postprocessor", "generate"):
+        load(server, model)
+    assert not any(stream.is_over for stream in streams), "the loads took longer than the streams"
+    for stream in streams:
+        stream.wait_over()
+        assert (stream.error, stream.token_ids) == (None, undisturbed)
+    assert short_answers(server) == expected
+
+
+def test_a_scheduler_that_was_unloaded_serves_again_once_it_is_loaded(server: TritonServer) -> None:
+    expected = short_answers(server)
+    stream = start(server, "scheduler")
+    unload(server, "scheduler")
+    stream.wait_over()
+    load(server, "scheduler")
+    assert short_answers(server) == expected
+    wait_alone(server, "scheduler")
