@@ -25,7 +25,7 @@ help:
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
 	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
-	@echo "make bench-faults   break the engine 200 times while streams run, and judge what they got; arguments in ARGS"
+	@echo "make bench-faults   break the server 300 times while clients call, and judge what they got; arguments in ARGS"
 	@echo "make clean   remove caches and build output; $(VENV) stays"
 
 setup: $(KERNELS)

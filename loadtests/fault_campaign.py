@@ -1,35 +1,38 @@
-"""Break the engine again and again while streams run; no client may notice more than a pause.
+"""Break a server again and again while clients call it; none may notice more than it must.
 
-    python loadtests/fault_campaign.py                          # 200 faults, 16 streams, 2 ranks
+    python loadtests/fault_campaign.py                          # 300 faults, 16 clients, 2 ranks
     python loadtests/fault_campaign.py --faults 20 --tensor-parallel-size 1
+    python loadtests/fault_campaign.py --faults 10 --only poison kill-in-reload
 
-A real tritonserver serves a small random model in float32. First every request is run undisturbed;
-then each stream repeats its request without an end, half of them greedy and half sampled, over gRPC
-to `scheduler` and `llm` and over HTTP, while faults of these kinds come in random order:
+A real tritonserver, under the supervisor of `charonia serve`, serves a small random model in
+float32. First every request is run undisturbed; then each client repeats its request without an
+end, half of them greedy and half sampled: streams over gRPC to `scheduler` and `llm` and over HTTP
+to `scheduler`, and unary calls to `generate`. Meanwhile faults come in random order:
 
-  kill       a random process of the engine is killed with SIGKILL
-  stop       a random process of the engine is stopped with SIGSTOP
-  exception  a step of the engine raises
-  memory     a step of the engine asks for more memory than there is
-  poison     a request comes that kills the engine each time it runs
+{kinds}
 
-Each fault waits until all streams go on after the one before. What must hold is judged at the end,
-and the exit code is 0 only where all of it does.
+Each fault waits until all clients have got tokens after the one before. Those that cost the whole
+server come last. What must hold is judged at the end, and the exit code is 0 only where all of it
+does.
 """
 
 import argparse
 import contextlib
 import json
+import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
@@ -37,27 +40,26 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests"))
 
 from charonia.errors import CharoniaError  # noqa: E402
-from charonia.launch.run import running_server  # noqa: E402
-from charonia.launch.server import TritonServer  # noqa: E402
-from faults.campaign import Campaign, CampaignError, run_undisturbed  # noqa: E402
-from faults.footprint import (  # noqa: E402
-    own_temporary_directory,
-    processes_of,
-    ranks_of,
-    take_footprint,
-)
-from faults.lanes import Lane, Request, make_requests  # noqa: E402
+from charonia.launch.repository import RepositoryOptions  # noqa: E402
+from faults.campaign import Campaign, schedule  # noqa: E402
+from faults.clients import Clients, ClientsError  # noqa: E402
+from faults.footprint import own_temporary_directory, processes_of, ranks_of  # noqa: E402
+from faults.kinds import KINDS, Arguments  # noqa: E402
 from faults.outcome import Outcome  # noqa: E402
 from faults.plot import write_plot  # noqa: E402
 from faults.report import Report, as_markdown  # noqa: E402
-from faults.strikes import urls_of  # noqa: E402
+from faults.target import Target, TargetError, serving_target  # noqa: E402
 from record import circumstances, new_stem, positive  # noqa: E402
 from support.checkpoints import VOCAB_SIZE, make_checkpoint  # noqa: E402
 from support.faults import make_faulty_repository, order_fault  # noqa: E402
 from support.leftovers import leftovers  # noqa: E402
 
 POISON = VOCAB_SIZE - 1
-MAX_MODEL_LEN = 1024
+LONG_PROMPT = 8000  # tokens, in 33 chunks
+MAX_MODEL_LEN = 8192
+BLOCKS_PER_CLIENT = 40  # the longest request
+NARROW_BLOCKS_PER_CLIENT = 8  # two thirds of what they need on average
+DRAFT_NOISE = 0.03  # of a weight's size: most guesses are right, many are not
 STEP_S = 0.01  # so that the client, which shares the machine, keeps up with the streams
 STEP_DEADLINE_S = 8
 END_TIMEOUT_S = 10.0
@@ -71,7 +73,7 @@ def main() -> None:
     about = _about(options)
     try:
         outcome = _run(options)
-    except (CampaignError, CharoniaError) as error:
+    except (ClientsError, TargetError, CharoniaError) as error:
         raise SystemExit(f"fault_campaign: {error}") from None
     report = Report(about, outcome)
     print(as_markdown(report))
@@ -89,18 +91,26 @@ def _run(options: argparse.Namespace) -> Outcome:
     """The campaign on a server of its own, and what is left when that has ended.
 
     Raises:
-        CampaignError, CharoniaError: the campaign cannot even begin.
+        ClientsError, TargetError, CharoniaError: the campaign cannot even begin.
     """
     outcome = Outcome(options.faults)
     seen: set[psutil.Process] = set()
     with contextlib.ExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
+        log = stack.enter_context(options.log.open("w", encoding="utf-8")) if options.log else None
         model = _make_model(files / "checkpoint", options.tensor_parallel_size)
-        source = make_faulty_repository(files / "model_repository", step_s=STEP_S)
+        arguments = _arguments(options.clients, _make_draft_model(model, files / "draft"))
+        what = RepositoryOptions(
+            source=make_faulty_repository(files / "model_repository", step_s=STEP_S),
+            model=model,
+            settings=_settings(options, arguments["plain"]),
+        )
         temporary = stack.enter_context(own_temporary_directory())
-        with _server(model, source, options) as server:
-            runtime_dir = server.runtime_dir
-            _break(server, options, outcome, seen)
+        with serving_target(
+            what, lambda line: print(line, file=log) if log else None, STEP_DEADLINE_S
+        ) as target:
+            runtime_dir = target.server.runtime_dir
+            _break(target, options, arguments, outcome, seen)
         outcome.left = [
             *leftovers(runtime_dir),
             *(f"process {process.pid}" for process in _wait_for_end(seen)),
@@ -131,76 +141,87 @@ def _make_model(directory: Path, num_ranks: int) -> Path:
     )
 
 
-@contextlib.contextmanager
-def _server(model: Path, source: Path, options: argparse.Namespace) -> Iterator[TritonServer]:
-    """A server of the model; its log is kept where that is asked for."""
-    settings = (
+def _make_draft_model(model: Path, directory: Path) -> Path:
+    """The model with some noise in its weights: a drafter that is often right."""
+    shutil.copytree(model, directory)
+    path = directory / "model.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    noisy = {
+        name: weight + DRAFT_NOISE * weight.std() * torch.randn(weight.shape, generator=generator)
+        for name, weight in load_file(path).items()
+    }
+    save_file(noisy, path, metadata={"format": "pt"})
+    return directory
+
+
+def _arguments(num_clients: int, draft_model: Path) -> dict[Arguments, dict[str, Any]]:
+    """The engine's arguments for each kind of fault; each names all that another changes."""
+    plain = {
+        "num_gpu_blocks_override": BLOCKS_PER_CLIENT * num_clients + MAX_MODEL_LEN // 16,
+        "speculative_config": None,
+    }
+    draft = {"model": str(draft_model), "num_speculative_tokens": 4}
+    return {
+        "plain": plain,
+        "draft": plain | {"speculative_config": draft},
+        "suffix": plain | {"speculative_config": {"method": "suffix"}},
+        "narrow": plain
+        | {
+            "num_gpu_blocks_override": max(
+                NARROW_BLOCKS_PER_CLIENT * num_clients, BLOCKS_PER_CLIENT + 2
+            )
+        },
+    }
+
+
+def _settings(options: argparse.Namespace, arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
         "dtype=float32",
-        f"max_num_seqs={options.streams + 1}",
-        "max_num_batched_tokens=512",
-        f"num_gpu_blocks_override={64 * (options.streams + 1)}",
+        f"max_num_seqs={options.clients + 2}",  # one that kills, and one with a long prompt
+        "max_num_batched_tokens=256",
         "cpu_threads=1",
         f"tensor_parallel_size={options.tensor_parallel_size}",
         f"scheduler.min_step_deadline_s={STEP_DEADLINE_S}",
+        *(f"{name}={json.dumps(value)}" for name, value in arguments.items()),
     )
-    with contextlib.ExitStack() as stack:
-        log = stack.enter_context(options.log.open("w", encoding="utf-8")) if options.log else None
-        server = running_server(
-            model=model,
-            settings=settings,
-            source=source,
-            on_log=lambda line: print(line, file=log) if log else None,
-        )
-        yield stack.enter_context(server)
 
 
 def _break(
-    server: TritonServer,
+    target: Target,
     options: argparse.Namespace,
+    arguments: Mapping[Arguments, Mapping[str, Any]],
     outcome: Outcome,
     seen: set[psutil.Process],
 ) -> None:
     """Fill in the outcome, and the processes that the server ever had."""
-    num_found = len(ranks_of(server))
+    num_found = len(ranks_of(target.server))
     if num_found < options.tensor_parallel_size:
-        raise CampaignError(f"the engine has {num_found} processes, fewer than ranks")
-    order_fault(server.repository, "poison", POISON)
-    requests = make_requests(options.streams, 1, POISON - 1, options.seed)
-    undisturbed = run_undisturbed(server, requests, options.deadline)
-    outcome.before = take_footprint(server)
-    lanes = [
-        Lane(index, request, urls_of(server), tokens)
-        for index, (request, tokens) in enumerate(zip(requests, undisturbed, strict=True))
-    ]
-    campaign = Campaign(
-        server, lanes, _poisoned(requests), seed=options.seed, deadline=options.deadline
+        raise TargetError(f"the engine has {num_found} processes, fewer than ranks")
+    order_fault(target.server.repository, "poison", POISON)
+    clients = Clients(
+        target,
+        num_lanes=options.clients,
+        poison=POISON,
+        long_prompt=LONG_PROMPT,
+        seed=options.seed,
+        timeout=options.deadline,
     )
+    draw = random.Random(options.seed)
+    campaign = Campaign(target, clients, arguments, outcome, draw, options.deadline)
+    faults = schedule([KINDS[name] for name in options.only], options.faults, draw)
     try:
         with tqdm(total=options.faults, unit="fault", smoothing=0.1) as progress:
-            for record in campaign.run(options.faults):
-                outcome.faults.append(record)
-                seen |= set(processes_of(server))
+            for record in campaign.run(faults):
+                seen |= set(processes_of(target.server))
                 progress.set_postfix_str(f"{record.kind} {record.recovery[-1:] or 'hangs'}")
                 progress.update()
-        outcome.hanging = campaign.end()
-        outcome.idle = campaign.wait_idle()
-        outcome.after = take_footprint(server)
-    except CampaignError as error:
+    except TargetError as error:
         outcome.stopped_by = str(error)
-    outcome.answers = [answer for lane in lanes for answer in lane.answers]
-
-
-def _poisoned(requests: list[Request]) -> list[Request]:
-    """Requests like these, each with the token that kills at the end of its prompt."""
-    return [
-        Request([*each.prompt_ids, POISON], each.protocol, each.model, each.sampling)
-        for each in requests
-    ]
 
 
 def _about(options: argparse.Namespace) -> dict[str, Any]:
     names = ("charonia", "nvidia-pytriton", "torch", "tritonclient")
-    settings = ("faults", "streams", "seed", "tensor_parallel_size", "deadline")
+    settings = ("faults", "only", "clients", "seed", "tensor_parallel_size", "deadline")
     return {
         **circumstances("fault_campaign.py"),
         "versions": {name: version(name) for name in names},
@@ -212,11 +233,20 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=(__doc__ or "").format(kinds=_list_kinds()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     number = {"type": positive, "metavar": "N"}
-    parser.add_argument("--faults", default=200, help="how many (default: 200)", **number)
-    parser.add_argument("--streams", default=16, help="that run meanwhile (default: 16)", **number)
+    parser.add_argument("--faults", default=300, help="how many (default: 300)", **number)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=KINDS,
+        metavar="KIND",
+        default=list(KINDS),
+        help="kinds of faults, as listed above (default: all)",
+    )
+    parser.add_argument("--clients", default=16, help="that call meanwhile (default: 16)", **number)
     parser.add_argument(
         "--tensor-parallel-size", default=2, help="ranks of the engine (default: 2)", **number
     )
@@ -228,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="SECONDS",
         default=90.0,
-        help="a stream that has not gone on so long after a fault hangs (default: 90)",
+        help="a client that has got nothing so long after a fault hangs (default: 90)",
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the server's log goes")
     parser.add_argument(
@@ -239,6 +269,11 @@ def _parser() -> argparse.ArgumentParser:
         "numbered where that exists)",
     )
     return parser
+
+
+def _list_kinds() -> str:
+    width = max(map(len, KINDS))
+    return "\n".join(f"  {name:{width}}  {kind.title}" for name, kind in KINDS.items())
 
 
 if __name__ == "__main__":

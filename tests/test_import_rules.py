@@ -47,7 +47,7 @@ RULES = {
     "protocol": rule("errors", "msgspec"),
     "config": rule("errors", "msgspec"),
     "checkpoint_files": rule("errors"),
-    "sockets": rule("events"),
+    "connection": rule(),
     "events": rule(),
     # No threads and no clock: time is an argument.
     "control": rule("protocol errors", never="threading concurrent asyncio multiprocessing time"),
@@ -58,13 +58,13 @@ RULES = {
     ),
     # psutil tells which network interface an address belongs to.
     "parallel": rule(
-        "data protocol config sockets errors events version", "torch numpy msgspec psutil"
+        "data protocol config connection errors events version", "torch numpy msgspec psutil"
     ),
     "engine": rule(
         "protocol control text config errors events", "msgspec", inside_functions="torch"
     ),
     # It makes the tokenizer that it hands to the engine's service.
-    "serving": rule("engine text protocol config sockets errors events", "numpy msgspec"),
+    "serving": rule("engine text protocol config connection errors events", "numpy msgspec"),
 }
 # These may import anything, and only each other may import them (and "" the Python API, lazily).
 FREE = {"launch", "demo", "llm"}

@@ -6,21 +6,25 @@ of what is seen.
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from typing import Any
 
-from charonia.launch.server import TritonServer
+from faults.calls import Call
+from faults.clients import Clients
 from faults.footprint import take_footprint
-from faults.lanes import Lane, Request
-from faults.outcome import FaultRecord
-from faults.recovery import resumed_at
-from faults.strikes import KINDS, Kind, Strike, strike, urls_of
-from support.e2e import EXPORT_INTERVAL_S, scrape, wait_for
+from faults.kinds import ENTRIES, Arguments, Kind
+from faults.lanes import Lane
+from faults.outcome import FaultRecord, Outcome, Rest
+from faults.recovery import Arrival, resumed_at
+from faults.strikes import STRIKES, Scene, Strike
+from faults.target import Counts, Target, TargetError
+from support.e2e import EXPORT_INTERVAL_S, wait_for
 
 POLL_S = 0.2
 # The metrics page is up to date after the shortest one.
-PAUSE_S = (2 * EXPORT_INTERVAL_S, 5 * EXPORT_INTERVAL_S)
-MIN_DISTINCT = 0.2
-RESTARTS = "charonia_engine_restarts_total"
+PAUSE_S = (2 * EXPORT_INTERVAL_S, 4 * EXPORT_INTERVAL_S)
+QUIET_S = 3.0
 IDLE = (
     "charonia_requests_running",
     "charonia_requests_waiting",
@@ -28,147 +32,183 @@ IDLE = (
 )
 
 
-class CampaignError(Exception):
-    """The campaign cannot be run, or not go on; the text says why."""
+def schedule(kinds: Sequence[Kind], num_faults: int, draw: random.Random) -> list[Kind]:
+    """So many faults: rounds of all kinds, each in random order.
 
-
-def run_undisturbed(
-    server: TritonServer, requests: Sequence[Request], timeout: float
-) -> list[list[int]]:
-    """The tokens of each request when nothing happens.
-
-    Raises:
-        CampaignError: a request is not answered as it should, or its text is a loop.
+    Those that cost the whole server come last, so that its processes live through all others.
     """
-    streams = [request.send(urls_of(server)) for request in requests]
-    wait_for(lambda: all(stream.is_over for stream in streams), bool, timeout)
-    for stream, request in zip(streams, requests, strict=True):
-        num_tokens = len(stream.token_ids)
-        if stream.error is not None or num_tokens != request.sampling["max_tokens"]:
-            raise CampaignError(
-                f"an undisturbed request came to {num_tokens} tokens, error {stream.error}"
-            )
-        if len(set(stream.token_ids)) < MIN_DISTINCT * num_tokens:
-            raise CampaignError("an undisturbed text is a loop, which would hide wrong tokens")
-    return [stream.token_ids for stream in streams]
+    num_rounds = -(-num_faults // len(kinds))
+    rounds = [kind for _ in range(num_rounds) for kind in draw.sample(kinds, len(kinds))]
+    return sorted(rounds[:num_faults], key=lambda kind: kind.max_servers)
 
 
 class Campaign:
     """Faults one after the other; each waits until all lanes have recovered from the one before.
 
     Args:
-        poisoned: requests that kill the engine, one of which is sent where that is the fault.
+        arguments: of the engine, by their name.
+        outcome: is filled in.
+        draw: of faults and their moments.
         deadline: seconds after which a lane that has not recovered from a fault hangs.
     """
 
     def __init__(
         self,
-        server: TritonServer,
-        lanes: Sequence[Lane],
-        poisoned: Sequence[Request],
-        *,
-        seed: int,
+        target: Target,
+        clients: Clients,
+        arguments: Mapping[Arguments, Mapping[str, Any]],
+        outcome: Outcome,
+        draw: random.Random,
         deadline: float,
     ) -> None:
-        self._server = server
-        self._lanes = lanes
-        self._poisoned = poisoned
-        self._draw = random.Random(seed)
+        self._target = target
+        self._clients = clients
+        self._arguments = arguments
+        self._outcome = outcome
+        self._draw = draw
         self._deadline = deadline
-        self._started = time.monotonic()
+        self._lanes: list[Lane] = []
 
-    def run(self, num_faults: int) -> Iterator[FaultRecord]:
-        """Bring so many faults about: rounds of all kinds, each in random order.
+    def run(self, faults: Iterable[Kind]) -> Iterator[FaultRecord]:
+        """Bring them about. The server comes to rest before those that cost all of it.
 
         Raises:
-            CampaignError: the server has ended, or a lane hangs.
+            TargetError: the server is not brought back, or a lane hangs.
         """
-        if not wait_for(self._is_all_streaming, bool, self._deadline):
-            raise CampaignError("not all lanes have begun")
-        num_rounds = -(-num_faults // len(KINDS))
-        kinds = [
-            kind for _ in range(num_rounds) for kind in self._draw.sample([*KINDS], len(KINDS))
-        ]
-        for number, kind in enumerate(kinds[:num_faults], 1):
-            record = self._break_once(number, kind)
-            yield record
-            if record.hanging:
-                raise CampaignError(f"lanes {record.hanging} hang after fault {number}")
+        self._rest()
+        for _, part in groupby(faults, key=lambda kind: kind.max_servers):
+            self._lanes = self._clients.start_lanes()
+            try:
+                if not wait_for(self._has_begun, bool, self._deadline):
+                    raise TargetError("not all lanes have begun")
+                for kind in part:
+                    yield self._break_once(kind)
+            except TargetError:
+                self._end()
+                raise
+            self._end()
+            self._rest()
 
-    def end(self) -> list[int]:
-        """Let every lane come to the end of its request; returns those that hang."""
+    def _has_begun(self) -> bool:
+        return all(lane.has_begun for lane in self._lanes)
+
+    def _end(self) -> None:
+        """Let every lane come to the end of its request."""
         for lane in self._lanes:
             lane.end()
         wait_for(lambda: all(lane.is_over for lane in self._lanes), bool, self._deadline)
-        return [lane.index for lane in self._lanes if not lane.is_over]
+        self._outcome.hanging += [lane.index for lane in self._lanes if not lane.is_over]
+        self._outcome.answers += [answer for lane in self._lanes for answer in lane.answers]
 
-    def wait_idle(self) -> dict[str, float]:
-        """What must be 0 at rest, as soon as it is."""
-        time.sleep(2 * EXPORT_INTERVAL_S)  # the page may still be from before
+    def _rest(self) -> None:
+        """Look at the server when nothing runs."""
+        self._target.ensure(self._arguments["plain"])
+        time.sleep(QUIET_S)  # longer than the metrics page lags behind
 
         def ask() -> dict[str, float]:
-            samples = scrape(self._server)
-            return {name: samples[name] for name in IDLE}
+            samples = self._target.samples()
+            return {name: samples.get(name, 1.0) for name in IDLE}
 
-        return wait_for(ask, lambda samples: not any(samples.values()), self._deadline)
+        busy = wait_for(ask, lambda samples: not any(samples.values()), self._deadline)
+        footprint = take_footprint(self._target.server)
+        self._outcome.rests.append(Rest(len(self._outcome.faults), busy, footprint))
 
-    def _is_all_streaming(self) -> bool:
-        return all(lane.is_streaming for lane in self._lanes)
-
-    def _break_once(self, number: int, kind: Kind) -> FaultRecord:
+    def _break_once(self, kind: Kind) -> FaultRecord:
         """Bring a fault about, wait for what comes of it, and some time more."""
+        self._target.ensure(self._arguments[self._draw.choice(kind.arguments)])
         for lane in self._lanes:
             lane.watch()
-        num_live = sum(lane.is_streaming for lane in self._lanes)
-        before = self._num_restarts()
-        done = strike(kind, self._server, self._draw.choice(self._poisoned), self._draw)
-        resumed = self._wait_resumed(done, before)
-        pause = self._draw.uniform(*PAUSE_S)
-        time.sleep(pause)
-        num_deaths = self._num_restarts() - before
-        footprint = take_footprint(self._server)
-        return FaultRecord(
-            number=number,
-            kind=kind,
+        before = self._counts()
+        num_live = sum(lane.call is not None for lane in self._lanes)
+        done = STRIKES[kind.name](self._scene(kind, before))
+        resumed, mended_at = self._wait_resumed(done, before)
+        until = time.monotonic()
+        time.sleep(self._draw.uniform(*PAUSE_S))
+        after = self._counts()
+        if done.call is not None and not done.is_poisoned and done.call.is_over:
+            self._outcome.answers.append(done.call.answer())
+        num_servers = after.servers - before.servers
+        delays = ENTRIES if num_servers else kind.delays
+        delayed = {lane.index for lane in self._lanes if lane.entry in delays}
+        spared = [lane for lane in self._lanes if lane.index not in delayed]
+        footprint = take_footprint(self._target.server)
+        record = FaultRecord(
+            number=len(self._outcome.faults) + 1,
+            kind=kind.name,
             victim=done.victim,
-            at=done.at - self._started,
-            pause=pause,
+            at=done.at,
+            until=until,
             num_live=num_live,
-            num_deaths=num_deaths,
-            has_struck=done.has_struck(num_deaths),
+            num_engines=after.engines_since(before),
+            num_servers=num_servers,
+            outage=None if mended_at is None else mended_at - done.at,
             is_answered_right=done.is_answered_right,
-            recovery=sorted(at - done.at for at in resumed.values()),
+            recovery=sorted(at - done.at for index, at in resumed.items() if index in delayed),
+            pause=max((_longest_pause(lane.arrivals(), done.at) for lane in spared), default=None),
             hanging=[lane.index for lane in self._lanes if lane.index not in resumed],
+            rss_bytes=footprint.rss_bytes,
             shm_bytes=footprint.shm_bytes,
-            scheduler_rss_bytes=footprint.scheduler_rss_bytes,
         )
+        self._outcome.faults.append(record)
+        if record.hanging:
+            raise TargetError(f"lanes {record.hanging} hang after fault {record.number}")
+        return record
 
-    def _wait_resumed(self, done: Strike, before: int) -> dict[int, float]:
-        """When each lane went on, by its index; those that hang are missing.
+    def _wait_resumed(self, done: Strike, before: Counts) -> tuple[dict[int, float], float | None]:
+        """When each lane went on, by its index, without those that hang; when it was mended.
 
         Args:
-            before: restarts of the engine before the fault.
+            before: the fault.
         """
         resumed: dict[int, float] = {}
+        mended_at: float | None = None
         sure_from: float | None = None
         deadline = time.monotonic() + self._deadline
         while len(resumed) < len(self._lanes) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            if not self._server.is_running:
-                raise CampaignError(self._server.explain_end())
+            self._target.check()
             since = done.ended_at
             if since is None:
                 continue
             if sure_from is None:
-                if not done.has_struck(self._num_restarts() - before):
+                now = time.monotonic()
+                if done.is_mended():
+                    mended_at = now
+                # Whatever was broken, it is gone with a server that nobody meant to strike.
+                elif self._target.num_restarts == before.servers:
                     continue
-                sure_from = time.monotonic()
+                sure_from = now
             for lane in self._lanes:
                 if lane.index not in resumed:
                     at = resumed_at(lane.arrivals(), since, sure_from)
                     if at is not None:
                         resumed[lane.index] = at
-        return resumed
+        return resumed, mended_at
 
-    def _num_restarts(self) -> int:
-        return int(scrape(self._server)[RESTARTS])
+    def _scene(self, kind: Kind, before: Counts) -> Scene:
+        def exposed() -> list[Call]:
+            under_way = [(lane.entry, lane.call) for lane in self._lanes]
+            return [
+                call
+                for entry, call in under_way
+                if call is not None and kind.may_fail(entry, len(call.token_ids))
+            ]
+
+        clients = self._clients
+        return Scene(self._target, before, self._draw, clients.poison, clients.long, exposed)
+
+    def _counts(self) -> Counts:
+        """What has been lost so far.
+
+        Raises:
+            TargetError: the server does not say it.
+        """
+        counts = wait_for(self._target.counts, lambda found: found is not None, self._deadline)
+        if counts is None:
+            raise TargetError("the metrics page says nothing of the engine")
+        return counts
+
+
+def _longest_pause(arrivals: Iterable[Arrival], since: float) -> float:
+    times = [since, *(at for at, _ in arrivals if at >= since)]
+    return max((after - before for before, after in pairwise(times)), default=0.0)

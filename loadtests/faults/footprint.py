@@ -1,4 +1,4 @@
-"""What a server holds of the machine: processes, shared memory, temporary files.
+"""What a server holds of the machine: processes, memory, shared memory, temporary files.
 
 Owns how that is counted, and a directory that takes the temporary files of one campaign. Must not
 know faults.
@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,26 +20,51 @@ from charonia.launch.server import TritonServer
 
 
 @dataclass(frozen=True)
-class Footprint:
-    """At one moment.
+class ProcessFootprint:
+    """Of one process.
 
     Attributes:
-        processes: how many there are, by role.
-        shm_bytes: in /dev/shm, of this server.
-        scheduler_rss_bytes, scheduler_fds, scheduler_threads: of its process; 0 if there is none.
+        role: the model's name for its own process, else what it runs.
+        created: when, which tells it from another that is given the same number.
     """
 
-    processes: dict[str, int]
+    role: str
+    pid: int
+    created: float
+    rss_bytes: int
+    num_fds: int
+    num_threads: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Of a server at one moment.
+
+    Attributes:
+        shm_bytes: in /dev/shm.
+    """
+
+    processes: Sequence[ProcessFootprint]
     shm_bytes: int
-    scheduler_rss_bytes: int
-    scheduler_fds: int
-    scheduler_threads: int
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """How many processes there are, by role."""
+        return dict(sorted(Counter(process.role for process in self.processes).items()))
+
+    @property
+    def rss_bytes(self) -> dict[str, int]:
+        """By role, of all its processes together."""
+        sums: Counter[str] = Counter()
+        for process in self.processes:
+            sums[process.role] += process.rss_bytes
+        return dict(sorted(sums.items()))
 
 
 def processes_of(server: TritonServer) -> list[psutil.Process]:
     """tritonserver and all that it has started, and what these have, whatever their session."""
-    assert server.pid is not None, "the server is not running"
-    found = {process.pid: process for process in session_members(server.pid)}
+    members = session_members(server.pid) if server.pid is not None else []
+    found = {process.pid: process for process in members}
     for process in list(found.values()):
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in process.children(recursive=True):
@@ -56,15 +81,12 @@ def ranks_of(server: TritonServer) -> list[psutil.Process]:
 
 
 def take_footprint(server: TritonServer) -> Footprint:
-    """Count what a server holds now."""
-    schedulers = server.model_processes("scheduler")
-    return Footprint(
-        processes=_roles(server),
-        shm_bytes=_shm_bytes(server.runtime_dir.name),
-        scheduler_rss_bytes=sum(process.memory_info().rss for process in schedulers),
-        scheduler_fds=sum(process.num_fds() for process in schedulers),
-        scheduler_threads=sum(process.num_threads() for process in schedulers),
-    )
+    """Measure what a server holds now."""
+    measured = []
+    for process in processes_of(server):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            measured.append(_measure(process, server.repository))
+    return Footprint(measured, _shm_bytes(server.runtime_dir.name))
 
 
 @contextlib.contextmanager
@@ -86,12 +108,15 @@ def own_temporary_directory() -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _roles(server: TritonServer) -> dict[str, int]:
-    roles: Counter[str] = Counter()
-    for process in processes_of(server):
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            roles[_role(process.cmdline(), server.repository)] += 1
-    return dict(sorted(roles.items()))
+def _measure(process: psutil.Process, repository: Path) -> ProcessFootprint:
+    return ProcessFootprint(
+        _role(process.cmdline(), repository),
+        process.pid,
+        process.create_time(),
+        process.memory_info().rss,
+        process.num_fds(),
+        process.num_threads(),
+    )
 
 
 def _role(command: list[str], repository: Path) -> str:

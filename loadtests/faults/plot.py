@@ -1,32 +1,34 @@
 """The picture of a campaign: how long streams waited, by kind of fault."""
 
 import random
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 
+from faults.kinds import KINDS
 from faults.report import Report
-from faults.strikes import KINDS, Kind
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import LogLocator, NullFormatter
 
-_COLORS = ("#1f5fa8", "#e08a2e", "#5a9c57", "#7b5ba6")
-_POISON_COLOR = "#c0392b"
+_COLORS = ("#1f5fa8", "#e08a2e", "#5a9c57", "#7b5ba6", "#c0392b", "#2b9aa8", "#8a8a3c", "#b05a8c")
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Two panels, of the first and the last stream to go on; a dot is a fault, a box its kind."""
+    """Two panels, of the first and the last client to go on; a dot is a fault, a box its kind."""
     kinds = list(report.outcome.summary())
+    victims = sorted({fault.victim for fault in report.outcome.faults})
+    colors = dict(zip(victims, cycle(_COLORS), strict=False))
     size = (11.0, 1.6 + 0.62 * max(len(kinds), 2))
     figure, axes = pyplot.subplots(
         1, 2, figsize=size, sharex=True, sharey=True, layout="constrained"
     )
     for axis, title, place in zip(axes, ("first", "last"), (0, -1), strict=True):
-        _draw_panel(axis, report, kinds, place)
-        axis.set_title(f"until the {title} stream went on", fontsize=10)
+        _draw_panel(axis, report, kinds, place, colors)
+        axis.set_title(f"until the {title} client went on", fontsize=10)
         axis.set_xlabel("seconds after the fault")
         axis.set_xscale("log")  # a failed step costs a fraction of a second, a lost engine some
         axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
@@ -35,13 +37,13 @@ def write_plot(report: Report, path: Path) -> None:
         axis.margins(x=0.08)
         axis.grid(axis="x", which="both", lw=0.4, alpha=0.4)
         axis.spines[["top", "right"]].set_visible(False)
-    labels = [f"{KINDS[kind]} ({len(report.outcome.of_kind(kind))})" for kind in kinds]
+    labels = [f"{KINDS[kind].title} ({report.outcome.summary()[kind].count})" for kind in kinds]
     axes[0].set_yticks(range(len(kinds)), labels)
     axes[0].set_ylim(len(kinds) - 0.4, -0.6)
     _add_legend(figure, axes[1])
     about = report.about
     figure.suptitle(
-        f"{len(report.outcome.faults)} faults while {about['streams']} streams ran, "
+        f"{len(report.outcome.faults)} faults while {about['clients']} clients called, "
         f"tensor_parallel_size {about['tensor_parallel_size']}, "
         f"{about['machine'].get('CPU(s)', '?')} cores, {about['date'][:10]}",
         fontsize=11,
@@ -50,10 +52,12 @@ def write_plot(report: Report, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_panel(axis: Any, report: Report, kinds: list[Kind], place: int) -> None:
+def _draw_panel(
+    axis: Any, report: Report, kinds: list[str], place: int, colors: dict[str, str]
+) -> None:
     jitter = random.Random(0)
     for row, kind in enumerate(kinds):
-        faults = report.outcome.of_kind(kind)
+        faults = report.outcome.of_kind(KINDS[kind])
         axis.boxplot(
             [fault.recovery[place] for fault in faults],
             positions=[row],
@@ -74,23 +78,15 @@ def _draw_panel(axis: Any, report: Report, kinds: list[Kind], place: int) -> Non
                 ms=4,
                 alpha=0.7,
                 mew=0,
-                color=_color(fault.victim),
-                label=_label(fault.victim),
+                color=colors[fault.victim],
+                label=fault.victim,
             )
-
-
-def _color(victim: int | None) -> str:
-    return _POISON_COLOR if victim is None else _COLORS[victim % len(_COLORS)]
-
-
-def _label(victim: int | None) -> str:
-    return "a request" if victim is None else f"rank {victim}"
 
 
 def _add_legend(figure: Any, axis: Any) -> None:
     """One entry per victim."""
     by_label = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    labels = sorted(by_label, key=lambda label: (label == _label(None), label))
+    labels = sorted(by_label)
     figure.legend(
         [by_label[label] for label in labels],
         labels,

@@ -6,8 +6,9 @@ Owns what the file holds and how it is shown. Must not know how anything was obs
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from faults.kinds import KINDS
 from faults.outcome import Outcome, Spread, Summary
-from faults.strikes import KINDS, Kind
+from faults.verdicts import verdicts
 from report import markdown_table
 
 
@@ -21,29 +22,29 @@ class Report:
     @property
     def holds(self) -> bool:
         """Whether all verdicts are good."""
-        return all(verdict.holds for verdict in self.outcome.verdicts())
+        return all(verdict.holds for verdict in verdicts(self.outcome))
 
     def as_json(self) -> dict[str, Any]:
-        """For the file. Of the answers only those that are wrong are kept."""
+        """For the file. Of the answers only those with an error or wrong tokens are kept."""
         outcome = self.outcome
+        excused = {id(answer) for answer in outcome.excused()}
         return {
             "about": self.about,
-            "verdicts": [asdict(verdict) for verdict in outcome.verdicts()],
-            "summary": {kind: asdict(each) for kind, each in outcome.summary().items()},
+            "verdicts": [asdict(verdict) for verdict in verdicts(outcome)],
+            "summary": {name: asdict(each) for name, each in outcome.summary().items()},
             "faults": [asdict(fault) for fault in outcome.faults],
             "requests": {
                 "answered": len(outcome.answers),
                 "tokens": sum(answer.num_tokens for answer in outcome.answers),
                 "outlived_restarts": sum(answer.restarts for answer in outcome.answers),
-                "wrong": [
-                    asdict(answer)
+                "failed": [
+                    asdict(answer) | {"is_excused": id(answer) in excused}
                     for answer in outcome.answers
                     if answer.error is not None or not answer.equals
                 ],
             },
-            "before": outcome.before and asdict(outcome.before),
-            "after": outcome.after and asdict(outcome.after),
-            "idle": outcome.idle,
+            "rests": [asdict(rest) for rest in outcome.rests],
+            "hanging": outcome.hanging,
             "left": outcome.left,
         }
 
@@ -51,47 +52,51 @@ class Report:
 def as_markdown(report: Report) -> str:
     """Verdicts, recovery by kind, and what the server held."""
     outcome = report.outcome
-    verdicts = [
+    rows = [
         [verdict.what, "yes" if verdict.holds else "NO", verdict.found]
-        for verdict in outcome.verdicts()
+        for verdict in verdicts(outcome)
     ]
     parts = [
-        markdown_table(["what must hold", "holds", "found"], verdicts),
-        "Seconds from the fault until the first and the last stream went on:",
+        markdown_table(["what must hold", "holds", "found"], rows),
+        "Seconds from the fault until the first and the last client that had to wait got tokens"
+        " again, and the longest pause of those that had not to wait:",
         markdown_table(
-            ["fault", "count", *(f"{each}: median, p90, max" for each in ("first", "last"))],
-            [_summary_line(kind, each) for kind, each in outcome.summary().items()],
+            [
+                "fault",
+                "count",
+                *(f"{each}: median, p90, max" for each in ("first", "last", "pause")),
+            ],
+            [_summary_line(name, each) for name, each in outcome.summary().items()],
         ),
     ]
-    if outcome.before is not None and outcome.after is not None:
-        parts.append(_footprint_table(outcome))
+    if outcome.rests:
+        parts += ["At rest:", _rests_table(outcome)]
     return "\n\n".join(parts)
 
 
-def _summary_line(kind: Kind, summary: Summary) -> list[str]:
-    return [KINDS[kind], str(summary.count), _spread(summary.first), _spread(summary.last)]
+def _summary_line(name: str, summary: Summary) -> list[str]:
+    spreads = map(_spread, (summary.first, summary.last, summary.pause))
+    return [KINDS[name].title, str(summary.count), *spreads]
 
 
-def _spread(spread: Spread) -> str:
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
     return f"{spread.median:.2f}, {spread.percentile_90:.2f}, {spread.max:.2f}"
 
 
-def _footprint_table(outcome: Outcome) -> str:
-    before, after = outcome.before, outcome.after
-    assert before is not None
-    assert after is not None
-    rows = [
-        ("processes", sum(before.processes.values()), sum(after.processes.values())),
-        ("/dev/shm, MiB", _mib(before.shm_bytes), _mib(after.shm_bytes)),
-        (
-            "scheduler's memory, MiB",
-            _mib(before.scheduler_rss_bytes),
-            _mib(after.scheduler_rss_bytes),
-        ),
-        ("scheduler's open files", before.scheduler_fds, after.scheduler_fds),
-        ("scheduler's threads", before.scheduler_threads, after.scheduler_threads),
+def _rests_table(outcome: Outcome) -> str:
+    """What the server held each time."""
+    footprints = [rest.footprint for rest in outcome.rests]
+    rows: list[list[object]] = [
+        ["processes", *(len(each.processes) for each in footprints)],
+        ["/dev/shm, MiB", *(_mib(each.shm_bytes) for each in footprints)],
     ]
-    return markdown_table(["at rest", "before", "after"], [list(map(str, row)) for row in rows])
+    for role in footprints[0].rss_bytes:
+        held = (_mib(each.rss_bytes.get(role, 0)) for each in footprints)
+        rows.append([f"{role}: resident, MiB", *held])
+    titles = ["after so many faults", *(str(rest.num_faults) for rest in outcome.rests)]
+    return markdown_table(titles, [list(map(str, row)) for row in rows])
 
 
 def _mib(num_bytes: int) -> str:

@@ -1,42 +1,29 @@
-"""The kinds of faults, and how each is brought about.
+"""How each kind of fault is brought about.
 
-Owns what is done to the engine. Must not know the streams that suffer from it.
+Owns what is done to the server's processes. Must not know the streams that suffer from it.
 """
 
 import os
 import random
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from functools import partial
 
-from charonia.launch.server import TritonServer
+from faults.calls import Call
 from faults.footprint import ranks_of
-from faults.lanes import Request
+from faults.kinds import DEATHS_BY_POISON
+from faults.target import Counts, Target, TargetError
+from support.e2e import wait_for
 from support.faults import order_fault
-from support.live_stream import LiveStream
 
-Kind = Literal["kill", "stop", "exception", "memory", "poison"]
-KINDS: dict[Kind, str] = {
-    "kill": "kill -9",
-    "stop": "SIGSTOP",
-    "exception": "exception in a step",
-    "memory": "out of memory in a step",
-    "poison": "poisoned request",
-}
 SAID_OF_POISON = "the request stops the engine each time it runs"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_ORDERS = {"exception": "raise-in-step", "memory": "exhaust-memory"}
-_DEATHS_OF_POISON = 3  # two with all others, and one alone
-MAX_DEATHS: dict[Kind, int] = {
-    "kill": 1,
-    "stop": 1,
-    "exception": 1,
-    "memory": 1,
-    "poison": _DEATHS_OF_POISON,
-}
-"""Engines that one fault may cost."""
+_RELOADED = {"max_num_batched_tokens": (256, 240)}  # in turns, for a reload that changes something
+_WAIT_S = 30.0
+_LOAD_S = (0.0, 1.0)  # an engine that is loaded needs longer than that
+_PREFILL_S = (0.1, 0.25)  # a long prompt needs longer than that, and has begun by then
 
 
 @dataclass(frozen=True)
@@ -44,56 +31,185 @@ class Strike:
     """A fault that has been brought about.
 
     Attributes:
-        victim: which of the engine's processes was struck, 0 is rank 0; None by a poisoned request.
-        at: `time.monotonic`. min_deaths: engines that it costs at least.
-        poisoned: the request that kills. order: gone when it was obeyed.
+        victim: what was struck. at: `time.monotonic`.
+        is_mended: asks whether it broke what it should, and that serves again.
+        call: one that has a part in it. is_poisoned: it kills, and so it must fail.
     """
 
-    kind: Kind
+    victim: str
     at: float
-    min_deaths: int
-    victim: int | None = None
-    poisoned: LiveStream | None = None
-    order: Path | None = None
+    is_mended: Callable[[], bool]
+    call: Call | None = None
+    is_poisoned: bool = False
 
     @property
     def ended_at(self) -> float | None:
-        """When the last of it broke, or None: a poisoned request kills until it is answered."""
-        return self.at if self.poisoned is None else self.poisoned.ended_at
+        """When the last of it broke, or None: a poisoned call kills until it is answered."""
+        if not self.is_poisoned:
+            return self.at
+        assert self.call is not None
+        return self.call.ended_at
 
     @property
     def is_answered_right(self) -> bool:
-        """Whether a poisoned request got the error that it should, and no token."""
-        if self.poisoned is None:
+        """Whether a poisoned call got the error that it should, and no token."""
+        if not self.is_poisoned:
             return True
-        return SAID_OF_POISON in (self.poisoned.error or "") and not self.poisoned.token_ids
-
-    def has_struck(self, num_deaths: int) -> bool:
-        """Whether it broke what it should, given how many engines were lost to it."""
-        was_obeyed = self.order is None or not self.order.exists()
-        return was_obeyed and num_deaths >= self.min_deaths
+        assert self.call is not None
+        answer = self.call.answer()
+        return SAID_OF_POISON in (answer.error or "") and not answer.num_tokens
 
 
-def strike(kind: Kind, server: TritonServer, poisoned: Request, draw: random.Random) -> Strike:
-    """Bring a fault about, on a random victim.
+@dataclass(frozen=True)
+class Scene:
+    """Where a fault is brought about.
 
-    Args:
-        poisoned: a request that kills the engine, in case it is wanted.
+    Attributes:
+        before: it. draw: the only source of chance.
+        poison, long: send a call that kills the engine, or one with a long prompt.
+        exposed: calls under way that may fail.
     """
+
+    target: Target
+    before: Counts
+    draw: random.Random
+    poison: Callable[[], Call]
+    long: Callable[[], Call]
+    exposed: Callable[[], Sequence[Call]]
+
+    def has_lost_engines(self, least: int) -> bool:
+        """Whether so many engines were lost and replaced."""
+        now = self.target.counts()
+        return now is not None and now.engines_since(self.before) >= least
+
+
+def _signal_engine(signum: signal.Signals, scene: Scene) -> Strike:
+    ranks = ranks_of(scene.target.server)
+    victim = scene.draw.randrange(len(ranks))
     at = time.monotonic()
-    if kind == "poison":
-        return Strike(kind, at, _DEATHS_OF_POISON, poisoned=poisoned.send(urls_of(server)))
-    ranks = ranks_of(server)
-    victim = draw.randrange(len(ranks))
-    pid = ranks[victim].pid
-    if kind in _SIGNALS:
-        os.kill(pid, _SIGNALS[kind])
-        return Strike(kind, at, min_deaths=1, victim=victim)
-    order = order_fault(server.repository, _ORDERS[kind], 1, pid=pid)
+    ranks[victim].send_signal(signum)
+    return Strike(f"rank {victim}", at, partial(scene.has_lost_engines, 1))
+
+
+def _fail_step(order_name: str, scene: Scene) -> Strike:
+    ranks = ranks_of(scene.target.server)
+    victim = scene.draw.randrange(len(ranks))
+    at = time.monotonic()
+    order = order_fault(scene.target.server.repository, order_name, 1, pid=ranks[victim].pid)
     # One rank alone can go on after a step that failed; several are out of step.
-    return Strike(kind, at, min_deaths=int(len(ranks) > 1), victim=victim, order=order)
+    least = int(len(ranks) > 1)
+    return Strike(
+        f"rank {victim}", at, lambda: not order.exists() and scene.has_lost_engines(least)
+    )
 
 
-def urls_of(server: TritonServer) -> dict[str, str]:
-    """By protocol."""
-    return {"grpc": server.grpc_url, "http": server.http_url}
+def _poison(scene: Scene) -> Strike:
+    at = time.monotonic()
+    is_mended = partial(scene.has_lost_engines, DEATHS_BY_POISON)
+    return Strike("a request", at, is_mended, scene.poison(), is_poisoned=True)
+
+
+def _kill_twice(scene: Scene) -> Strike:
+    old = _engine_pids(scene)
+    first = _signal_engine(signal.SIGKILL, scene)
+    victim = _kill_while_loading(scene, old)
+    return Strike(victim, first.at, first.is_mended)
+
+
+def _kill_in_reload(scene: Scene) -> Strike:
+    old = _engine_pids(scene)
+    current = scene.target.engine_arguments()
+    change = {name: values[current[name] == values[0]] for name, values in _RELOADED.items()}
+    at = time.monotonic()  # it takes the old engine, and with that it begins
+    reload = scene.target.start_reload(change)
+    victim = _kill_while_loading(scene, old)
+    return Strike(victim, at, lambda: reload.poll() is not None)
+
+
+def _kill_in_prefill(scene: Scene) -> Strike:
+    call = scene.long()
+    time.sleep(scene.draw.uniform(*_PREFILL_S))
+    has_begun = bool(call.token_ids)
+    done = _signal_engine(signal.SIGKILL, scene)
+    return Strike(
+        done.victim, done.at, lambda: not has_begun and call.is_over and done.is_mended(), call
+    )
+
+
+def _kill_when_growing(metric: str, scene: Scene) -> Strike:
+    """Kill the engine once a counter grows, which shows that it does what it counts."""
+    before = scene.target.samples()[metric]
+    now = wait_for(
+        lambda: scene.target.samples().get(metric, 0.0), lambda now: now > before, _WAIT_S
+    )
+    does = now > before
+    done = _signal_engine(signal.SIGKILL, scene)
+    return Strike(done.victim, done.at, lambda: does and done.is_mended())
+
+
+def _signal_model(signum: signal.Signals, model: str, scene: Scene) -> Strike:
+    """Strike a process of a model that is brought back alone, if the calls in it can be ended."""
+    processes = scene.target.server.model_processes(model)
+    victim = scene.draw.choice(processes)
+    exposed = scene.exposed()
+    at = time.monotonic()
+    victim.send_signal(signum)
+
+    def is_mended() -> bool:
+        # Also what was stopped must be gone.
+        now = scene.target.server.model_processes(model)
+        is_replaced = victim not in now and len(now) == len(processes)
+        return is_replaced and all(call.is_over for call in exposed)
+
+    return Strike(model, at, is_mended)
+
+
+def _signal_server(signum: signal.Signals, model: str | None, scene: Scene) -> Strike:
+    """Strike a model's process, or tritonserver's own, with which the whole server is lost."""
+    server = scene.target.server
+    assert server.pid is not None
+    pid = server.pid if model is None else server.pids(model)[0]
+    at = time.monotonic()
+    os.kill(pid, signum)
+    return Strike(
+        model or "tritonserver", at, lambda: scene.target.num_restarts > scene.before.servers
+    )
+
+
+def _engine_pids(scene: Scene) -> set[int]:
+    return {*scene.target.server.pids("engine")}
+
+
+def _kill_while_loading(scene: Scene, old: set[int]) -> str:
+    """Kill a process of the engine that replaces those; returns which one it was."""
+    if not wait_for(lambda: _engine_pids(scene) - old, bool, _WAIT_S):
+        raise TargetError(f"no engine was loaded within {_WAIT_S:g} s")
+    time.sleep(scene.draw.uniform(*_LOAD_S))
+    ranks = [rank for rank in ranks_of(scene.target.server) if rank.pid not in old]
+    victim = scene.draw.randrange(len(ranks))
+    ranks[victim].kill()
+    return f"rank {victim}"
+
+
+STRIKES: dict[str, Callable[[Scene], Strike]] = {
+    **{name: partial(_signal_engine, signum) for name, signum in _SIGNALS.items()},
+    "exception": partial(_fail_step, "raise-in-step"),
+    "memory": partial(_fail_step, "exhaust-memory"),
+    "poison": _poison,
+    "kill-in-recovery": _kill_twice,
+    "kill-in-reload": _kill_in_reload,
+    "kill-in-prefill": _kill_in_prefill,
+    "kill-with-drafts": partial(_kill_when_growing, "charonia_accepted_tokens_total"),
+    "kill-when-full": partial(_kill_when_growing, "charonia_preemptions_total"),
+    **{
+        f"{name}-{model}": partial(_signal_model, signum, model)
+        for model in ("tokenizer", "postprocessor", "generate")
+        for name, signum in _SIGNALS.items()
+    },
+    **{
+        f"{name}-{model or 'tritonserver'}": partial(_signal_server, signum, model)
+        for model in ("scheduler", None)
+        for name, signum in _SIGNALS.items()
+    },
+}
+"""By the name of the kind."""

@@ -1,7 +1,8 @@
 """Streams that a test can watch, leave or break while they run, each read by a thread of its own.
 
 Owns the connections: one per stream, gRPC by tritonclient's stub and HTTP by the standard library,
-so that one can be cut at any moment, also while nothing comes. Must not know what the server does.
+so that one can be cut at any moment, also while nothing comes. A unary call is a stream with one
+response. Must not know what the server does.
 """
 
 import http.client
@@ -20,7 +21,8 @@ from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
 from tritonclient.utils import serialize_byte_tensor
 
 Outputs = dict[str, Any]
-_OUTPUT_FLAGS = ("stream", "return_token_ids", "return_finish_reason", "return_timing")
+Protocol = Literal["grpc", "http", "unary"]
+_OUTPUT_FLAGS = ("return_token_ids", "return_finish_reason", "return_timing")
 _CLIENT_TIMEOUT_S = 90.0  # so that a test fails rather than hangs
 _WAIT_TURN_S = 0.002
 _IS_FINAL = "triton_final_response"  # over gRPC alone
@@ -32,7 +34,7 @@ class LiveStream:
     """One request under way; it is sent when this is made.
 
     Args:
-        url: `host:port` of the protocol.
+        url: `host:port` of the protocol; of gRPC for "unary".
         timeout: seconds after which the client gives up (over HTTP, without a response).
         sampling: sampling parameters.
 
@@ -53,7 +55,7 @@ class LiveStream:
         url: str,
         prompt_ids: Sequence[int],
         *,
-        protocol: Literal["grpc", "http"] = "grpc",
+        protocol: Protocol = "grpc",
         model: str = "scheduler",
         request_id: str = "",
         timeout: float = _CLIENT_TIMEOUT_S,
@@ -69,8 +71,7 @@ class LiveStream:
         self.finish_reason: str | None = None
         self.timing: dict[str, float] = {}
         self._has_left = False
-        connect = _GrpcConnection if protocol == "grpc" else _HttpConnection
-        self._connection = connect(
+        self._connection = _CONNECTIONS[protocol](
             url, model, request_id, list(prompt_ids), json.dumps(sampling), timeout
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -166,13 +167,8 @@ class _GrpcConnection:
         timeout: float,
     ) -> None:
         self._channel = grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)])
-        request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
-        _add_input(request, "input_ids", "INT32", np.array(prompt_ids, dtype=np.int32))
-        text = serialize_byte_tensor(np.array([sampling.encode()], dtype=np.object_))
-        request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
-        request.raw_input_contents.append(text.item())
-        for name in _OUTPUT_FLAGS:
-            _add_input(request, name, "BOOL", np.array([True]))
+        request = _infer_request(model, request_id, prompt_ids, sampling)
+        _add_input(request, "stream", "BOOL", np.array([True]))
         # Triton would keep an empty last response to itself.
         request.parameters["triton_enable_empty_final_response"].bool_param = True
         # Without the header `triton_grpc_error`, which would tell an error's code: server 2.51.0
@@ -199,6 +195,34 @@ class _GrpcConnection:
         self._channel.close()
 
 
+class _UnaryConnection:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: str,
+        timeout: float,
+    ) -> None:
+        self._channel = grpc.insecure_channel(url, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._request = _infer_request(model, request_id, prompt_ids, sampling)
+        self._timeout = timeout
+
+    def responses(self) -> Iterator[Outputs]:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        try:
+            yield _values(InferResult(stub.ModelInfer(self._request, timeout=self._timeout)))
+        except grpc.RpcError as error:
+            raise _ServerError(error.details() or str(error.code())) from None
+
+    def cut(self) -> None:
+        self._channel.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+
 class _HttpConnection:
     def __init__(
         self,
@@ -210,7 +234,8 @@ class _HttpConnection:
         timeout: float,
     ) -> None:
         body: dict[str, Any] = {"id": request_id, "input_ids": prompt_ids}
-        body |= {"sampling_parameters": sampling} | dict.fromkeys(_OUTPUT_FLAGS, True)
+        body |= {"sampling_parameters": sampling}
+        body |= dict.fromkeys(("stream", *_OUTPUT_FLAGS), True)
         self._connection = http.client.HTTPConnection(url, timeout=timeout)
         self._connection.connect()
         self._socket = self._connection.sock  # http.client lets go of it too early for `cut`
@@ -236,6 +261,20 @@ class _HttpConnection:
     def close(self) -> None:
         self._connection.close()
         self._socket.close()
+
+
+_CONNECTIONS = {"grpc": _GrpcConnection, "unary": _UnaryConnection, "http": _HttpConnection}
+
+
+def _infer_request(model: str, request_id: str, prompt_ids: list[int], sampling: str) -> Any:
+    request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    _add_input(request, "input_ids", "INT32", np.array(prompt_ids, dtype=np.int32))
+    text = serialize_byte_tensor(np.array([sampling.encode()], dtype=np.object_))
+    request.inputs.add(name="sampling_parameters", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(text.item())
+    for name in _OUTPUT_FLAGS:
+        _add_input(request, name, "BOOL", np.array([True]))
+    return request
 
 
 def _add_input(request: Any, name: str, datatype: str, values: Any) -> None:

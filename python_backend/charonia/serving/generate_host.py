@@ -4,7 +4,6 @@ Owns what waits for an answer, and the connection that brings answers. Must not 
 the scheduler but its name and the messages of `relay`.
 """
 
-import contextlib
 import secrets
 import threading
 from collections.abc import Callable
@@ -21,14 +20,13 @@ from charonia.errors import (
 from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
 from charonia.serving.relay import (
     Cancellation,
+    Connection,
     RelayedAnswer,
     RelayedRequest,
     SchedulerAddress,
     decode_answer,
-    post,
 )
 from charonia.serving.tensors import Outputs, read_request
-from charonia.sockets.connection import Connection
 
 LOST = "the connection to the scheduler has ended; the request is lost"
 MAX_REQUEST_BYTES = 2**26
@@ -86,19 +84,18 @@ class GenerateHost:
         with self._lock:
             if self._connection is None:
                 raise UnavailableError(LOST)
-            post(self._connection, message)
+            self._connection.send(message)
             self._waiting[message.key] = outlet
             self._poller.add(message.key, outlet)
 
     def _connect(self) -> None:
         channel = self._scheduler.connect()
         with self._lock:  # which `_on_end` waits for
-            self._connection = Connection(channel)
-            self._connection.follow(self._on_answer, self._on_end, log=self._log)
+            self._connection = Connection(channel, self._on_answer, self._on_end, log=self._log)
 
     # ------------------------------------------------------------------ the connection's threads
 
-    def _on_answer(self, data: bytes) -> None:
+    def _on_answer(self, _: Connection, data: bytes) -> None:
         answer = decode_answer(data)
         with self._lock:
             self._poller.remove(answer.key)
@@ -117,9 +114,7 @@ class GenerateHost:
         """The answer, an error by then, comes as any other."""
         with self._lock:
             if self._connection is not None:
-                # Where nobody takes it, the request is lost with the connection.
-                with contextlib.suppress(UnavailableError):
-                    post(self._connection, Cancellation(key))
+                self._connection.send(Cancellation(key))
 
     def _take_all(self) -> list[TritonOutlet]:
         """The caller holds the lock."""

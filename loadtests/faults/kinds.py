@@ -1,0 +1,88 @@
+"""The kinds of faults: what each breaks, under which arguments of the engine, what it may cost.
+
+Owns the table. Must not know how a fault is brought about, nor how its cost is measured.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+ENTRIES = frozenset({"scheduler", "llm", "generate"})
+"""The models that clients call."""
+
+Arguments = Literal["plain", "draft", "suffix", "narrow"]
+"""Of the engine: `draft` and `suffix` guess tokens ahead, `narrow` has too few blocks for all."""
+
+Part = Literal["engine", "tokenizer", "postprocessor", "generate", "server"]
+"""What is lost: the processes of one model, or the whole server."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    Attributes:
+        name: on the command line and in the record. title: in tables.
+        loses: what does not outlive it.
+        delays: entries whose calls wait until it has been mended; others go on as if nothing was.
+        max_engines, max_servers: engines, and restarts of the whole server, that it may cost.
+        arguments: of the engine when it comes; one of them is drawn.
+    """
+
+    name: str
+    title: str
+    loses: Part = "engine"
+    delays: frozenset[str] = ENTRIES
+    max_engines: int = 1
+    max_servers: int = 0
+    arguments: tuple[Arguments, ...] = ("plain",)
+
+    def may_fail(self, entry: str, num_tokens: int) -> bool:
+        """Whether a call that ended while this was being mended may have ended with an error.
+
+        Args:
+            num_tokens: that had come by then. A call that has one is past the tokenizer.
+        """
+        if self.loses == "engine" or entry not in self.delays:
+            return False
+        return num_tokens == 0 or self.loses != "tokenizer"
+
+
+DEATHS_BY_POISON = 3  # two with all others, and one alone
+
+_ENGINE = (
+    Kind("kill", "kill -9"),
+    Kind("stop", "SIGSTOP"),
+    Kind("exception", "exception in a step"),
+    Kind("memory", "out of memory in a step"),
+    Kind("poison", "poisoned request", max_engines=DEATHS_BY_POISON),
+    Kind("kill-in-recovery", "kill -9, and again while it is loaded", max_engines=2),
+    Kind("kill-in-reload", "kill -9 during a reload", max_engines=2),
+    Kind("kill-in-prefill", "kill -9 during a long prefill"),
+    Kind("kill-with-drafts", "kill -9 with speculation", arguments=("draft", "suffix")),
+    Kind("kill-when-full", "kill -9 with the KV pool exhausted", arguments=("narrow",)),
+)
+
+
+def _of_process(
+    part: Part, process: str, delays: frozenset[str] = ENTRIES, max_servers: int = 0
+) -> Iterator[Kind]:
+    """A process that is killed, and one that is stopped."""
+    for name, title in (("kill", "kill -9"), ("stop", "SIGSTOP")):
+        yield Kind(
+            f"{name}-{process}", f"{title} of {process}", part, delays, 0, max_servers=max_servers
+        )
+
+
+_BESIDE = (
+    *_of_process("tokenizer", "tokenizer", frozenset({"llm"})),
+    *_of_process("postprocessor", "postprocessor", frozenset({"llm"})),
+    # Triton ends calls that are open there with the whole server alone.
+    *_of_process("generate", "generate", frozenset({"generate"}), max_servers=1),
+)
+_SERVER = (
+    *_of_process("server", "scheduler", max_servers=1),
+    *_of_process("server", "tritonserver", max_servers=1),
+)
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*_ENGINE, *_BESIDE, *_SERVER)}
+"""By name, in the order of the report."""
