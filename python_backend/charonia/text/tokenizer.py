@@ -12,8 +12,9 @@ embedding for it.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tokenizers import AddedToken
 
 from charonia.checkpoint_files import read_json_object
 from charonia.errors import CharoniaError, CheckpointError, InvalidRequestError, shown
+from charonia.text.bounds import max_bytes_per_token
 from charonia.text.decoding import Decoding, decoding_of
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -86,11 +88,22 @@ class Tokenizer:
             backend.encode("")  # puts the template around it
         return tokenizer
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    @cached_property
+    def max_bytes_per_token(self) -> int | None:
+        """The most bytes of a text for one of its tokens; None where there is no such number."""
+        return max_bytes_per_token(self._backend)
+
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        check_length: Callable[[int], object] = lambda num_ids: None,
+    ) -> list[int]:
         """Return the ids of a text.
 
         Args:
             add_special_tokens: also put what the tokenizer's template says around it, e.g. a BOS.
+            check_length: raises what it likes when there are too many ids to make a list of.
 
         Raises:
             InvalidRequestError: the text has unpaired surrogates, so it is not valid Unicode; or
@@ -106,6 +119,7 @@ class Tokenizer:
                 raise InvalidRequestError(
                     f"text must be valid Unicode, but {shown(text)} has unpaired surrogates"
                 ) from None
+        check_length(len(batch[0]))
         return batch[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
