@@ -64,7 +64,9 @@ RULES = {
         "protocol control text config errors events", "msgspec", inside_functions="torch"
     ),
     # It makes the tokenizer that it hands to the engine's service.
-    "serving": rule("engine text protocol config connection errors events", "numpy msgspec"),
+    "serving": rule(
+        "engine text protocol config connection errors events checkpoint_files", "numpy msgspec"
+    ),
 }
 # These may import anything, and only each other may import them (and "" the Python API, lazily).
 FREE = {"launch", "demo", "llm"}

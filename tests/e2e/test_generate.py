@@ -76,14 +76,14 @@ def test_a_client_that_goes_away_ends_its_request(
     assert wait_idle(server)[counter] == before + 1
 
 
-def test_a_cancellation_by_key_is_answered_without_tensors(
+def test_a_probe_without_a_wish_for_its_text_is_answered_without_tensors(
     client: grpc.InferenceServerClient,
 ) -> None:
-    """It comes over BLS, which makes the tensors of an answer without Python's lock."""
+    """So it comes over BLS, which makes the tensors of an answer without Python's lock."""
     answers: list[Any] = []
     client.start_stream(lambda result, error: answers.append(error or result))
-    inputs = {"cancel": np.array([True]), "request_key": "of nobody"}
-    client.async_stream_infer("scheduler", tensors(inputs))
+    wish = [grpc.InferRequestedOutput("timing")]
+    client.async_stream_infer("scheduler", tensors({"probe": np.array([True])}), outputs=wish)
     client.stop_stream()
     (answer,) = answers
     assert list(answer.get_response().outputs) == []

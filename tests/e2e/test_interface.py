@@ -96,7 +96,7 @@ def test_a_model_has_the_tensors_of_the_interface(server: TritonServer, model: s
     if model != "generate":
         expected["stream"] = "TYPE_BOOL"
     assert expected.items() <= types.items()
-    assert set(types) - set(expected) <= {"request_key", "prompt_text"}
+    assert set(types) - set(expected) <= {"request_key", "prompt_text", "probe"}
     assert all(tensor["optional"] for tensor in config["input"])
     outputs = {tensor["name"] for tensor in config["output"]}
     assert {"text_output", *RETURN_FLAGS.values()} <= outputs

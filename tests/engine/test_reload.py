@@ -104,7 +104,7 @@ def test_while_requests_finish_new_ones_wait_for_the_next_engine():
     assert (order.phase, order.num_live, order.num_held) == ("draining", 1, 5)
     assert bench.core.metrics.gauges["charonia_requests_waiting", ""] == 5
     bench.core.cancel("d")
-    bench.core.cancel_matching("id-e", "")
+    bench.core.cancel("e")
     bench.now += 0.05
     bench.run()
     assert order.phase == "done"

@@ -12,8 +12,9 @@ from hypothesis.extra import numpy as arrays
 
 from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.serving.parameters import PARAMETER_NAMES
-from charonia.serving.schema import RETURN_FLAGS, CancelCall, GenerateCall, parse
+from charonia.serving.schema import RETURN_FLAGS, Call, GenerateCall
 from charonia.serving.tensors import RawRequest, read_request
+from support.calls import parse
 from support.fuzzing import (
     DEEP,
     HUGE_INTEGER,
@@ -50,7 +51,7 @@ TENSORS = (
 
 def read(
     tensors: dict[str, Any], parameters: dict[str, Any] | None = None, **options: Any
-) -> GenerateCall | CancelCall | None:
+) -> Call | None:
     """The call; None where there is an error that it may have."""
     call = None
     with only_clear_errors(InvalidRequestError, NotSupportedError):
@@ -69,7 +70,7 @@ def string(data: bytes | str) -> Any:
     return np.array([value], dtype=np.object_)
 
 
-def with_sampling(data: bytes | str) -> GenerateCall | CancelCall | None:
+def with_sampling(data: bytes | str) -> Call | None:
     return read({"text_input": string("x"), "sampling_parameters": string(data)})
 
 
@@ -161,6 +162,12 @@ class Request:
 
     def __init__(self, parameters: str) -> None:
         self._parameters = parameters
+
+    def request_id(self) -> str:
+        return ""
+
+    def inputs(self) -> list[Any]:
+        return []
 
     def parameters(self) -> str:
         return self._parameters

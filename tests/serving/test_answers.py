@@ -19,10 +19,12 @@ from charonia.errors import (
     RequestCancelledError,
 )
 from charonia.serving.generate_host import LOST, GenerateHost
+from charonia.serving.ledger import Ledger
 from charonia.serving.relay import RelayedOutlet
-from charonia.serving.schema import GenerateCall, OutputOptions, parse
+from charonia.serving.schema import GenerateCall, OutputOptions
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import Outputs, RawRequest
+from support.calls import parse
 from support.sockets import WAIT_S, SchedulerEnd
 
 
@@ -163,7 +165,8 @@ def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
 
 @pytest.fixture
 def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[GenerateHost]:
-    host = GenerateHost(pb_utils, "scheduler", tmp_path, log=lambda line: None)
+    ledger = Ledger(3, 2**27)
+    host = GenerateHost(pb_utils, "scheduler", tmp_path, ledger, log=lambda line: None)
     yield host
     host.finalize()
 
@@ -201,7 +204,7 @@ def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
     host.execute([request])
     text, code = answer_to(request)
     assert text == (
-        "the request's tensors have 67108865 bytes; they must have at most 67108864 together"
+        "the request's tensors take 67108865 bytes; at most 67108864 are accepted"
         " [charonia:invalid_request]"
     )
     assert code == "INVALID_ARG"
@@ -340,9 +343,9 @@ class SlowOutlet:
 
 def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_response() -> None:
     options = OutputOptions(is_streaming=True, has_echo=False, names=frozenset())
-    sessions = Sessions(None, 2, cancel=lambda key: None, log=lambda line: None)  # type: ignore[arg-type]
+    sessions = Sessions(None, 2, Ledger(9, 9), cancel=lambda key: None, log=lambda line: None)  # type: ignore[arg-type]
     outlet = SlowOutlet()
-    sink = sessions.open("key", options, "", outlet)
+    sink = sessions.open("key", options, str, outlet)
     sink(Chunk("key", text="a", token_ids=(1,)))
     assert outlet.is_sending.wait(WAIT_S)
     closing = threading.Thread(target=sessions.close)
@@ -370,8 +373,8 @@ def test_a_relayed_request_cannot_stream() -> None:
 
 def test_a_key_is_short_and_an_empty_one_is_none() -> None:
     text = np.array([b"x"], dtype=object)
-    long = np.array([b"k" * 65], dtype=object)
-    with pytest.raises(InvalidRequestError, match="request_key must have at most 64 bytes"):
+    long = np.array([b"k" * 129], dtype=object)
+    with pytest.raises(InvalidRequestError, match="request_key must have at most 128 bytes"):
         parse(internal(text_input=text, request_key=long))
     call = parse(internal(text_input=text, request_key=np.array([b""], dtype=object)))
     assert isinstance(call, GenerateCall)
@@ -397,5 +400,5 @@ def test_what_would_occupy_the_process_for_long_is_refused(
 
 
 def test_too_many_token_ids_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="input_ids must have at most 4194304 ids"):
+    with pytest.raises(InvalidRequestError, match="at most 4194304 are accepted"):
         parse(internal(input_ids=np.zeros(2**22 + 1, dtype=np.int32)))

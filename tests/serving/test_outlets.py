@@ -69,7 +69,7 @@ def test_an_idle_poller_wakes_up_for_a_client_and_for_a_farewell(
     outlet: TritonOutlet, sender: Sender
 ) -> None:
     cancelled: list[str] = []
-    poller = CancellationPoller(cancelled.append)
+    poller = CancellationPoller(cancelled.append, log=print)
     time.sleep(2 * poller.INTERVAL_S)
     poller.add("k", outlet)
     eventually(lambda: cancelled == ["k"])
@@ -81,7 +81,7 @@ def test_an_idle_poller_wakes_up_for_a_client_and_for_a_farewell(
 
 
 def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:
-    poller = CancellationPoller(lambda key: None)
+    poller = CancellationPoller(lambda key: None, log=print)
     clear = poller._has_work.clear
     in_clear, may_go_on = threading.Event(), threading.Event()
 
@@ -105,7 +105,7 @@ def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(
     outlet: TritonOutlet, sender: Sender
 ) -> None:
     cancelled: list[str] = []
-    poller = CancellationPoller(cancelled.append)
+    poller = CancellationPoller(cancelled.append, log=print)
     poller.fail_later(outlet, RequestCancelledError("the request was cancelled"))
     assert not sender.sent
     poller.close()

@@ -1,5 +1,6 @@
 """Chunks are handed on as they are, and the scheduler hears what became of them."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from charonia.serving import postprocessor_host
 from charonia.serving.postprocessor_host import PostprocessorHost
 from support.sockets import WAIT_S, SchedulerEnd
+
+KEY, OTHER = "0" * 32, "f" * 32
 
 
 class Call:
@@ -64,10 +67,13 @@ def hand_on(
 ) -> Iterator[Callable[..., Any]]:
     """Hands one chunk of a request on and returns the outputs."""
     host = PostprocessorHost(triton, "scheduler", tmp_path, log=log.append)
+    numbers = itertools.count(1)
 
     def one(key: str, *, has_gone: bool = False) -> dict[str, Any]:
         chunk = pb_utils.Tensor("chunk_text_output", np.array([b"a"], dtype=object))
-        name = pb_utils.Tensor("request_key", np.array([key.encode()], dtype=object))
+        name = pb_utils.Tensor(
+            "request_key", np.array([f"{key}.{next(numbers)}".encode()], dtype=object)
+        )
         request = pb_utils.Request([chunk, name])
         request.is_cancelled = lambda: has_gone
         (response,) = host.execute([request])
@@ -80,9 +86,9 @@ def hand_on(
 def test_every_chunk_is_handed_on_and_reported(
     scheduler: SchedulerEnd, triton: Triton, hand_on: Callable[..., Any]
 ) -> None:
-    for key in ("k", "k", "other"):
+    for number, key in enumerate((KEY, KEY, OTHER), start=1):
         assert hand_on(key) == {"text_output": [b"a"]}
-        assert scheduler.delivered.get(timeout=WAIT_S) == key
+        assert scheduler.delivered.get(timeout=WAIT_S) == (key, number)
     assert triton.num_calls == 1, "one connection is enough"
 
 
@@ -90,21 +96,21 @@ def test_a_client_that_has_gone_cancels_its_request_once(
     scheduler: SchedulerEnd, hand_on: Callable[..., Any]
 ) -> None:
     for _ in range(3):
-        hand_on("k", has_gone=True)
-    hand_on("other")
-    assert scheduler.delivered.get(timeout=WAIT_S) == "other"
-    assert scheduler.cancelled.get(timeout=WAIT_S) == "k"
+        hand_on(KEY, has_gone=True)
+    hand_on(OTHER)
+    assert scheduler.delivered.get(timeout=WAIT_S) == (OTHER, 4)
+    assert scheduler.cancelled.get(timeout=WAIT_S) == KEY
     assert scheduler.cancelled.empty()
 
 
 def test_a_new_scheduler_is_found_at_once(
     scheduler: SchedulerEnd, tmp_path: Path, hand_on: Callable[..., Any], log: list[str]
 ) -> None:
-    hand_on("k")
+    hand_on(KEY)
     scheduler.relay.close()
     new = SchedulerEnd(tmp_path)
-    hand_on("k")
-    assert new.delivered.get(timeout=WAIT_S) == "k"
+    hand_on(KEY)
+    assert new.delivered.get(timeout=WAIT_S) == (KEY, 2)
     assert log == []
     new.relay.close()
 
@@ -118,13 +124,13 @@ def test_without_a_scheduler_chunks_are_handed_on_and_not_each_asks_for_it(
 ) -> None:
     triton.refusal = "it is not ready"
     for _ in range(3):
-        assert hand_on("k", has_gone=True) == {"text_output": [b"a"]}
+        assert hand_on(KEY, has_gone=True) == {"text_output": [b"a"]}
     assert triton.num_calls == 1
     assert log == ["the scheduler could not be told of a chunk: it is not ready"]
     triton.refusal = ""
     now = postprocessor_host.time.monotonic()
     monkeypatch.setattr(postprocessor_host.time, "monotonic", lambda: now + 6)
     scheduler = SchedulerEnd(tmp_path)
-    hand_on("k", has_gone=True)
-    assert scheduler.cancelled.get(timeout=WAIT_S) == "k"
+    hand_on(KEY, has_gone=True)
+    assert scheduler.cancelled.get(timeout=WAIT_S) == KEY
     scheduler.relay.close()

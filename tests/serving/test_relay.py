@@ -104,8 +104,8 @@ def test_a_cancellation_names_its_request(server: SchedulerEnd, channel: Channel
 def test_deliveries_name_their_request_and_end_with_their_connection(
     server: SchedulerEnd, channel: Channel
 ) -> None:
-    channel.send(encode(Delivery("k")))
-    assert server.delivered.get(timeout=WAIT_S) == "k"
+    channel.send(encode(Delivery("k", 3)))
+    assert server.delivered.get(timeout=WAIT_S) == ("k", 3)
     channel.hang_up()
     assert server.delivered.get(timeout=WAIT_S) is None
 
@@ -197,7 +197,8 @@ def test_closing_what_was_never_started_waits_for_nothing(tmp_path: Path) -> Non
         tmp_path / REQUESTS_SOCKET,
         lambda *request: None,
         cancel=lambda key: None,
-        delivered=lambda key: None,
+        delivered=lambda key, number: None,
+        end_deliveries=lambda: None,
         log=lambda line: None,
     )
     early = connect(tmp_path / REQUESTS_SOCKET)

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 
 from charonia.engine.outputs import Chunk
-from charonia.errors import InvalidRequestError, RequestTimeoutError
+from charonia.errors import InvalidRequestError, PromptTooLongError, RequestTimeoutError
 from charonia.protocol import TokenLogprobs
+from charonia.serving.request_key import Sealer
 from charonia.serving.schema import (
     RETURN_FLAGS,
     CancelCall,
     GenerateCall,
     OutputOptions,
+    PromptLimits,
     chunk_outputs,
-    parse,
 )
 from charonia.serving.tensors import OUTPUT_TYPES, RawRequest, error_response, read_request, tensor
 from charonia.text.tokenizer import Tokenizer
+from support.calls import SEALER, parse
 
 ECHO_TEXT = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
@@ -48,16 +50,18 @@ def generate_call(raw: RawRequest) -> GenerateCall:
 
 def test_a_text_is_enough(strings: Any) -> None:
     call = generate_call(RawRequest({"text_input": strings("héllo")}, {}))
-    assert (call.text, call.prompt_ids, call.prompt_text) == ("héllo", None, "héllo")
+    assert (call.text, call.prompt_ids, call.prompt_text) == ("héllo", None, None)
     assert call.options == OutputOptions(
-        is_streaming=False, has_echo=True, names=frozenset(), request_key=None
+        is_streaming=False, has_echo=True, names=frozenset(), has_key=False
     )
     assert call.timeout_s is None
 
 
 def test_token_ids_are_enough(strings: Any) -> None:
     call = generate_call(RawRequest({"input_ids": ids(1, 2)}, {}))
-    assert (call.text, call.prompt_ids, call.prompt_text) == (None, [1, 2], None)
+    assert (call.text, call.prompt_text) == (None, None)
+    assert call.prompt_ids is not None
+    assert call.prompt_ids.tolist() == [1, 2]
 
 
 def test_every_request_has_a_key_of_its_own() -> None:
@@ -200,40 +204,85 @@ def test_a_malformed_request_is_refused_in_clear_words(
 
 def test_cancelling_needs_an_id_and_no_prompt(strings: Any) -> None:
     raw = RawRequest({"cancel": flag(True)}, {"tenant": "t"}, request_id="7")
-    assert parse(raw) == CancelCall(key=None, request_id="7", tenant="t")
-    raw = RawRequest({"cancel": flag(True), "request_key": strings("k")}, {})
-    assert parse(raw) == CancelCall(key="k", request_id="", tenant="")
+    assert parse(raw) == CancelCall(request_id="7", tenant="t")
+    with pytest.raises(InvalidRequestError, match="cancel needs the id"):
+        parse(RawRequest({"cancel": flag(True), "request_key": strings("k")}, {}))
     call = generate_call(RawRequest({"cancel": flag(False), "input_ids": ids(1)}, {}))
-    assert call.prompt_ids == [1]
+    assert call.prompt_ids is not None
 
 
 def test_an_ensembles_cancel_has_an_empty_key(strings: Any) -> None:
     tensors = {"cancel": flag(True), "request_key": strings(), "input_ids": ids()}
-    assert parse(RawRequest(tensors, {}, request_id="7")) == CancelCall(None, "7", "")
+    assert parse(RawRequest(tensors, {}, request_id="7")) == CancelCall("7", "")
 
 
 def test_the_ensemble_brings_ids_and_the_text_that_they_came_from(strings: Any) -> None:
+    key = SEALER.new_key(ids(5), "five")
     tensors = {
         "input_ids": ids(5),
         "prompt_text": strings("five"),
-        "request_key": strings("k"),
+        "request_key": strings(key),
     }
     call = generate_call(RawRequest(tensors, {}))
-    assert (call.prompt_ids, call.prompt_text, call.key) == ([5], "five", "k")
-    assert call.options.request_key == "k"
-    tensors["prompt_text"] = strings()
+    assert (call.prompt_text, call.key) == ("five", key[:32])
+    assert call.options.has_key
+    tensors |= {"prompt_text": strings(), "request_key": strings(SEALER.new_key(ids(5), ""))}
     assert generate_call(RawRequest(tensors, {})).prompt_text is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "key"),
+    [
+        ((5,), "four", None),
+        ((6,), "five", None),
+        ((5,), "", None),
+        ((5,), "five", ""),
+        ((5,), "five", "k" * 96),
+        ((5,), "", "k"),
+        ((5,), "five", "é" * 48),
+    ],
+)
+def test_nobody_but_the_tokenizer_names_a_request_or_gives_its_text(
+    strings: Any, tokens: tuple[int, ...], text: str, key: str | None
+) -> None:
+    sealed = SEALER.new_key(ids(5), "five") if key is None else key
+    tensors = {
+        "input_ids": ids(*tokens),
+        "prompt_text": strings(text),
+        "request_key": strings(sealed),
+    }
+    with pytest.raises(InvalidRequestError, match="are for other models"):
+        parse(RawRequest(tensors, {}))
+    other = Sealer(b"1" * 32).new_key(ids(*tokens), text)
+    with pytest.raises(InvalidRequestError, match="are for other models"):
+        parse(RawRequest(tensors | {"request_key": strings(other)}, {}))
 
 
 def test_a_relayed_requests_key_is_not_shown_to_its_client() -> None:
     call = parse(RawRequest({"input_ids": ids(1)}, {}), "k")
     assert isinstance(call, GenerateCall)
-    assert (call.key, call.options.request_key) == ("k", None)
+    assert (call.key, call.options.has_key) == ("k", False)
 
 
 def test_a_relayed_cancel_names_a_request_by_its_id() -> None:
     raw = RawRequest({"cancel": flag(True)}, {"tenant": "t"}, request_id="7")
-    assert parse(raw, "k") == CancelCall(key=None, request_id="7", tenant="t")
+    assert parse(raw, "k") == CancelCall(request_id="7", tenant="t")
+
+
+def test_a_prompt_that_is_too_long_is_refused_by_its_size(strings: Any) -> None:
+    limits = PromptLimits.of(3, 4)
+    for tensors in (
+        {"text_input": strings("x" * 13)},
+        {"text_input": np.array([b"\xff" * 13], dtype=object)},  # which nobody decodes
+        {"input_ids": ids(1, 2, 3, 4)},
+    ):
+        with pytest.raises(PromptTooLongError, match=r"12 bytes, but has 13|at most 3 are"):
+            parse(RawRequest(tensors, {}), limits=limits)
+    assert isinstance(
+        parse(RawRequest({"text_input": strings("x" * 12)}, {}), limits=limits), GenerateCall
+    )
+    assert PromptLimits.of(2**40, 1) == PromptLimits()
+    assert PromptLimits.of(7, None) == PromptLimits(max_ids=7)
 
 
 ALL = frozenset(OUTPUT_TYPES) - {"text_output"}

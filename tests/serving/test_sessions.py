@@ -12,6 +12,7 @@ import pytest
 
 from charonia.engine.outputs import Chunk
 from charonia.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
+from charonia.serving.ledger import Ledger
 from charonia.serving.schema import OutputOptions
 from charonia.serving.sessions import MAX_UNDER_WAY, Sessions
 from charonia.serving.tensors import Outputs
@@ -29,8 +30,13 @@ class Harness:
 
         self.cancelled: list[str] = []
         self.log: list[str] = []
+        self.ledger = Ledger(100, 1000)
         self.sessions = Sessions(
-            Tokenizer(make_tokenizer()), 2, cancel=self.cancelled.append, log=self.log.append
+            Tokenizer(make_tokenizer()),
+            2,
+            self.ledger,
+            cancel=self.cancelled.append,
+            log=self.log.append,
         )
 
 
@@ -60,14 +66,14 @@ def texts(sent: list[tuple[Outputs, bool]]) -> str:
 
 def test_few_responses_are_under_way_to_who_reports_them(harness: Harness, new_outlet: Any) -> None:
     outlet = new_outlet()
-    sink = harness.sessions.open("k", STREAMING, "", outlet)
+    sink = harness.sessions.open("k", STREAMING, str, outlet)
     sink(chunk(0))
     eventually(lambda: len(outlet.sent) == 1)
-    harness.sessions.report("k")  # from now on there are reports
+    harness.sessions.report("k", 1)  # from now on there are reports
     for step in range(1, 20):
         sink(chunk(step))
         eventually(lambda step=step: len(outlet.sent) == 1 + min(step, MAX_UNDER_WAY))
-    harness.sessions.report("k")
+    harness.sessions.report("k", 2)
     eventually(lambda: len(outlet.sent) == 2 + MAX_UNDER_WAY)
     assert texts(outlet.sent) == "".join(f"{step} " for step in range(20))
     sink(chunk(20))
@@ -78,15 +84,15 @@ def test_few_responses_are_under_way_to_who_reports_them(harness: Harness, new_o
 
 def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: Any) -> None:
     outlet = new_outlet()
-    sink = harness.sessions.open("k", STREAMING, "", outlet)
-    harness.sessions.report("k")
+    sink = harness.sessions.open("k", STREAMING, str, outlet)
+    harness.sessions.report("k", 0)
     for step in range(20):
         sink(chunk(step))
         time.sleep(0.01)  # each goes out by itself, if it may
     assert len(texts(outlet.sent).split()) < 20
-    harness.sessions.report(None)
+    harness.sessions.stop_reports()
     eventually(lambda: len(texts(outlet.sent).split()) == 20)
-    harness.sessions.report("of nobody")
+    harness.sessions.report("of nobody", 1)
 
 
 def test_a_stream_keeps_its_order_and_ends_with_its_last_token(
@@ -94,7 +100,7 @@ def test_a_stream_keeps_its_order_and_ends_with_its_last_token(
 ) -> None:
     outlets = [new_outlet() for _ in range(20)]
     sinks = [
-        harness.sessions.open(str(index), STREAMING, "", outlet)
+        harness.sessions.open(str(index), STREAMING, str, outlet)
         for index, outlet in enumerate(outlets)
     ]
     for step in range(100):
@@ -121,7 +127,7 @@ def test_what_piles_up_during_a_send_leaves_as_one_response(
         record(outputs, is_final=is_final)
 
     outlet.send = slow_send
-    sink = harness.sessions.open("k", STREAMING, "", outlet)
+    sink = harness.sessions.open("k", STREAMING, str, outlet)
     sink(chunk(0))
     eventually(lambda: harness.sessions._ready.empty())
     time.sleep(0.02)  # the first chunk is with a sender thread by now
@@ -137,7 +143,7 @@ def test_without_streaming_there_is_one_response_with_the_echo(
     harness: Harness, new_outlet: Any
 ) -> None:
     outlet = new_outlet()
-    sink = harness.sessions.open("k", AT_ONCE, "prompt: ", outlet)
+    sink = harness.sessions.open("k", AT_ONCE, lambda: "prompt: ", outlet)
     for index in range(5):
         sink(chunk(index, is_last=index == 4))
     eventually(lambda: outlet.sent)
@@ -151,7 +157,7 @@ def test_an_error_comes_last_and_once(
     harness: Harness, new_outlet: Any, options: OutputOptions, num_sent: int
 ) -> None:
     outlet = new_outlet()
-    sink = harness.sessions.open("k", options, "", outlet)
+    sink = harness.sessions.open("k", options, str, outlet)
     sink(chunk(0))
     error = RequestCancelledError("the request was cancelled")
     sink(Chunk("k", error=error))
@@ -163,8 +169,8 @@ def test_an_error_comes_last_and_once(
 def test_a_send_that_raises_ends_that_request_alone(harness: Harness, new_outlet: Any) -> None:
     broken, sound = new_outlet(), new_outlet()
     broken.errors.append(RuntimeError("no connection"))
-    broken_sink = harness.sessions.open("broken", STREAMING, "", broken)
-    sound_sink = harness.sessions.open("sound", STREAMING, "", sound)
+    broken_sink = harness.sessions.open("broken", STREAMING, str, broken)
+    sound_sink = harness.sessions.open("sound", STREAMING, str, sound)
     broken_sink(chunk(0))
     sound_sink(chunk(0, is_last=True))
     eventually(lambda: broken.failures and sound.sent)
@@ -178,7 +184,7 @@ def test_a_client_that_has_gone_is_noticed_and_its_request_cancelled(
 ) -> None:
     outlets = {key: new_outlet() for key in "abc"}
     for key, outlet in outlets.items():
-        harness.sessions.open(key, STREAMING, "", outlet)
+        harness.sessions.open(key, STREAMING, str, outlet)
     outlets["b"].has_gone = True
     eventually(lambda: harness.cancelled)
     time.sleep(0.1)
@@ -186,17 +192,17 @@ def test_a_client_that_has_gone_is_noticed_and_its_request_cancelled(
 
 
 def test_a_key_cannot_be_live_twice(harness: Harness, new_outlet: Any) -> None:
-    sink = harness.sessions.open("k", STREAMING, "", new_outlet())
+    sink = harness.sessions.open("k", STREAMING, str, new_outlet())
     with pytest.raises(InvalidRequestError, match="request_key belongs to a live request"):
-        harness.sessions.open("k", STREAMING, "", new_outlet())
+        harness.sessions.open("k", STREAMING, str, new_outlet())
     sink(chunk(0, is_last=True))
     eventually(lambda: "k" not in harness.sessions._sessions)
-    harness.sessions.open("k", STREAMING, "", new_outlet())
+    harness.sessions.open("k", STREAMING, str, new_outlet())
 
 
 def test_a_request_that_was_refused_is_forgotten(harness: Harness, new_outlet: Any) -> None:
     outlet = new_outlet()
-    harness.sessions.open("k", STREAMING, "", outlet)
+    harness.sessions.open("k", STREAMING, str, outlet)
     harness.sessions.drop("k")
     outlet.has_gone = True
     time.sleep(0.1)
@@ -208,7 +214,7 @@ def test_closing_answers_whatever_is_live(new_outlet: Any) -> None:
     harness = Harness()
     outlets = [new_outlet() for _ in range(3)]
     sinks = [
-        harness.sessions.open(str(index), options, "", outlet)
+        harness.sessions.open(str(index), options, str, outlet)
         for index, (outlet, options) in enumerate(
             zip(outlets, (STREAMING, AT_ONCE, STREAMING), strict=True)
         )

@@ -155,7 +155,7 @@ WRONG_SAMPLING: list[tuple[dict[str, Any] | str, tuple[str, ...]]] = [
     ({"logit_bias": {"x": 1}}, ("token id of logit_bias must be an integer", "'x'")),
     ({"logit_bias": {"5": 101}}, ("logit_bias of token 5 must be from -100", "is 101")),
     ({"logit_bias": {"5": NAN}}, ("logit_bias of token 5 must be from -100", "is nan")),
-    ({"logit_bias": {"5": "much"}}, ("logit_bias of 5 must be a number", "'much'")),
+    ({"logit_bias": {"5": "much"}}, ("logit_bias of '5' must be a number", "'much'")),
     ({"logit_bias": [1]}, ("logit_bias must be an object", r"\[1\]")),
     ({"logprobs": -1}, ("logprobs must be from 0 to 20", "is -1")),
     ({"logprobs": 21}, ("logprobs must be from 0 to 20", "is 21")),
@@ -217,6 +217,11 @@ WRONG_PROMPTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         "a text longer than the limit",
         {"text_input": "xq" * 9000},
         ("the prompt has", "at most 4095"),
+    ),
+    (
+        "a text that no tokens of that number could be",
+        {"text_input": b"\xff" * 2**20},
+        ("text_input must have at most", "but has 1048576"),
     ),
     (
         "a text that is not UTF-8",

@@ -30,14 +30,15 @@ class SchedulerEnd:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.taken: SimpleQueue[tuple[str, RawRequest, Outlet]] = SimpleQueue()
         self.cancelled: SimpleQueue[str] = SimpleQueue()
-        self.delivered: SimpleQueue[str | None] = SimpleQueue()
+        self.delivered: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
         self.log: list[str] = []
         self.take = lambda *request: self.taken.put(request)
         self.relay = RelayServer(
             self.path,
             lambda *request: self.take(*request),
             cancel=self.cancelled.put,
-            delivered=self.delivered.put,
+            delivered=lambda *delivery: self.delivered.put(delivery),
+            end_deliveries=lambda: self.delivered.put(None),
             log=self.log.append,
         )
         self.relay.start()

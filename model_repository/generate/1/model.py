@@ -6,7 +6,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from charonia.errors import CharoniaError
 from charonia.serving.generate_host import GenerateHost
+from charonia.serving.ledger import Ledger
 from charonia.serving.logs import logger
 
 
@@ -19,7 +21,11 @@ class TritonPythonModel:
         scheduler_model = parameters["scheduler_model"]["string_value"]
         repository = Path(args["model_repository"]).parent
         log = logger(args["model_name"])
-        self._host = GenerateHost(pb_utils, scheduler_model, repository, log=log)
+        try:
+            ledger = Ledger.configured(parameters)
+        except CharoniaError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._host = GenerateHost(pb_utils, scheduler_model, repository, ledger, log=log)
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests in; the answers come from another thread."""

@@ -7,6 +7,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
+from charonia.serving.ledger import Ledger
 from charonia.serving.logs import logger
 from charonia.serving.tokenizer_host import TokenizerHost
 
@@ -19,11 +20,16 @@ class TritonPythonModel:
         parameters = json.loads(args["model_config"])["parameters"]
         engine_model = parameters["engine_model"]["string_value"]
         model_file = Path(args["model_repository"]).parent / engine_model / "1" / "model.json"
+        log = logger(args["model_name"])
         try:
-            self._host = TokenizerHost(pb_utils, model_file, log=logger(args["model_name"]))
+            self._host = TokenizerHost(pb_utils, model_file, Ledger.configured(parameters), log=log)
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """Tokenize prompts."""
-        return self._host.execute(requests)
+    def execute(self, requests: list[Any]) -> None:
+        """Tokenize prompts; the answers to long ones come from another thread."""
+        self._host.execute(requests)
+
+    def finalize(self) -> None:
+        """Stop."""
+        self._host.finalize()

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Update
+from charonia.control import Limits, Update
 from charonia.engine.admission import GenerationRequest, admit, check
 from charonia.engine.deadlines import Deadlines
 from charonia.engine.metrics import Metrics
@@ -129,6 +129,15 @@ class EngineCore:
         return self._replica.info
 
     @property
+    def limits(self) -> Limits:
+        """What requests must stay within.
+
+        Raises:
+            UnavailableError: there is no engine that they could wait for.
+        """
+        return self._replica.limits
+
+    @property
     def last_step_at(self) -> float | None:
         """When a step was last applied, None before the first."""
         return self._replica.last_step_at
@@ -144,7 +153,7 @@ class EngineCore:
         Raises:
             InvalidRequestError, UnavailableError.
         """
-        check(request, self._replica.info, self._replica.limits, self._tokenizer)
+        check(request, self._replica.info, self.limits, self._tokenizer)
 
     def check_queue(self, num_arriving: int) -> None:
         """Refuse a request when the queue is full. Reads only; may be called from any thread.
@@ -157,7 +166,7 @@ class EngineCore:
         Raises:
             QueueFullError, UnavailableError.
         """
-        num_rows = self._replica.limits.max_num_seqs
+        num_rows = self.limits.max_num_seqs
         num_live = len(self._streams) + len(self._held) + num_arriving
         if num_live >= self._max_queue_size + num_rows:
             raise QueueFullError(
@@ -189,11 +198,6 @@ class EngineCore:
             request_id, num_tokens = self._streams.request_id(key), self._streams.num_tokens(key)
             self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
             self._end(key, RequestCancelledError("the request was cancelled"))
-
-    def cancel_matching(self, request_id: str, tenant: str) -> None:
-        """Cancel all live requests that a client gave this id."""
-        for key in self._streams.find(request_id, tenant):
-            self.cancel(key)
 
     def reload(self, reload: Reload) -> None:
         """Go on with the engine that `reload` configures: soon, or when all live is over."""

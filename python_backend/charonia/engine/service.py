@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from charonia.config import EngineArgs, SchedulerArgs
+from charonia.control import Limits
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.metrics import Metrics
@@ -123,11 +124,14 @@ class EngineService:
         self._thread.start()
         self._is_connected.wait(wait_s)
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+    def submit(
+        self, request: GenerationRequest, sink: Sink, arrived_at: float | None = None
+    ) -> None:
         """Take a request in. Its chunks go to `sink`, the last one with a reason or an error.
 
         Args:
             sink: called in the service's thread; must return quickly and not raise.
+            arrived_at: when it came, by the monotonic clock; None is now.
 
         Raises:
             InvalidRequestError, QueueFullError, UnavailableError: at once; `sink` is not called.
@@ -135,7 +139,7 @@ class EngineService:
         try:
             self._core.check(request)
             with self._wake:
-                self._accept(request, sink)
+                self._accept(request, sink, arrived_at)
         except CharoniaError as error:
             if not request.is_probe:
                 self.count_rejection(error)
@@ -146,13 +150,22 @@ class EngineService:
         with self._wake:
             self.metrics.count("charonia_rejections_total", label=_rejection(error))
 
+    @property
+    def limits(self) -> Limits:
+        """What requests must stay within. May be asked from any thread.
+
+        Raises:
+            UnavailableError: there is no engine that they could wait for.
+        """
+        return self._core.limits
+
+    def count_cancellation(self) -> None:
+        """Count a request whose client cancelled it before it was submitted."""
+        self._post(partial(self.metrics.count, "charonia_cancellations_total"))
+
     def cancel(self, key: str) -> None:
         """Cancel a request; nothing happens when it is not live."""
         self._post(partial(self._core.cancel, key))
-
-    def cancel_matching(self, request_id: str, tenant: str) -> None:
-        """Cancel all live requests to which a client gave this id."""
-        self._post(partial(self._core.cancel_matching, request_id, tenant))
 
     @property
     def engine_args(self) -> EngineArgs:
@@ -182,7 +195,7 @@ class EngineService:
         elif self._thread.is_alive():
             self._thread.join()
 
-    def _accept(self, request: GenerationRequest, sink: Sink) -> None:
+    def _accept(self, request: GenerationRequest, sink: Sink, arrived_at: float | None) -> None:
         """Put a request into the inbox; the caller holds the lock."""
         if self._is_closing:
             raise ShuttingDownError
@@ -191,7 +204,8 @@ class EngineService:
         self._core.check_queue(self._num_arriving)
         self._sinks[request.key] = sink
         self._num_arriving += 1
-        self._inbox.append(partial(self._core.add, request, time.monotonic()))
+        arrived_at = time.monotonic() if arrived_at is None else arrived_at
+        self._inbox.append(partial(self._core.add, request, arrived_at))
         self._wake.notify()
 
     def _post(self, call: Callable[[], None]) -> None:

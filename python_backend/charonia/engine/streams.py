@@ -57,11 +57,6 @@ class OutputStreams:
         """What its client calls a request that was taken in."""
         return self._names[key][0]
 
-    def find(self, request_id: str, tenant: str) -> list[str]:
-        """Keys of all that were taken in and to which a client gave this id."""
-        wanted = (request_id, tenant)
-        return [key for key, name in self._names.items() if name == wanted]
-
     def num_tokens(self, key: str) -> int:
         """Tokens that a request has generated so far."""
         stream = self._streams.get(key)

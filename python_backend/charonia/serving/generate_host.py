@@ -12,11 +12,11 @@ from typing import Any
 
 from charonia.errors import (
     CharoniaError,
-    InvalidRequestError,
     ShuttingDownError,
     UnavailableError,
     error_of,
 )
+from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
 from charonia.serving.relay import (
     Cancellation,
@@ -29,8 +29,6 @@ from charonia.serving.relay import (
 from charonia.serving.tensors import Outputs, read_request
 
 LOST = "the connection to the scheduler has ended; the request is lost"
-MAX_REQUEST_BYTES = 2**26
-"""More than all tensors together that the scheduler would take."""
 
 
 class GenerateHost:
@@ -40,19 +38,28 @@ class GenerateHost:
 
     Args:
         scheduler_model: its name. repository: the models' folders.
+        ledger: what requests may hold here until they are answered.
         log: takes one line, from any thread.
     """
 
     def __init__(
-        self, pb_utils: Any, scheduler_model: str, repository: Path, *, log: Callable[[str], None]
+        self,
+        pb_utils: Any,
+        scheduler_model: str,
+        repository: Path,
+        ledger: Ledger,
+        *,
+        log: Callable[[str], None],
     ) -> None:
         self._pb_utils = pb_utils
+        self._ledger = ledger
         self._log = log
         self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._waiting: dict[str, TritonOutlet] = {}  # all came through this connection
-        self._poller = CancellationPoller(self._on_cancelled)
+        # All came through this connection; each with the bytes that it holds.
+        self._waiting: dict[str, tuple[TritonOutlet, int]] = {}
+        self._poller = CancellationPoller(self._on_cancelled, log=log)
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests in to the scheduler; the answers come later."""
@@ -73,20 +80,20 @@ class GenerateHost:
 
     def _hand_in(self, request: Any, outlet: TritonOutlet) -> None:
         raw = read_request(request)
-        if raw.num_bytes > MAX_REQUEST_BYTES:
-            raise InvalidRequestError(
-                f"the request's tensors have {raw.num_bytes} bytes;"
-                f" they must have at most {MAX_REQUEST_BYTES} together"
-            )
         message = RelayedRequest(secrets.token_hex(16), raw)
-        if self._connection is None:
-            self._connect()
-        with self._lock:
+        self._ledger.take(raw.num_bytes)
+        try:
             if self._connection is None:
-                raise UnavailableError(LOST)
-            self._connection.send(message)
-            self._waiting[message.key] = outlet
-            self._poller.add(message.key, outlet)
+                self._connect()
+            with self._lock:
+                if self._connection is None:
+                    raise UnavailableError(LOST)
+                self._connection.send(message)
+                self._waiting[message.key] = (outlet, raw.num_bytes)
+                self._poller.add(message.key, outlet)
+        except BaseException:
+            self._ledger.give_back(raw.num_bytes)
+            raise
 
     def _connect(self) -> None:
         channel = self._scheduler.connect()
@@ -99,8 +106,9 @@ class GenerateHost:
         answer = decode_answer(data)
         with self._lock:
             self._poller.remove(answer.key)
-            outlet = self._waiting.pop(answer.key, None)
+            outlet, num_bytes = self._waiting.pop(answer.key, (None, 0))
         if outlet is not None:
+            self._ledger.give_back(num_bytes)
             with failing_with_errors(outlet, self._log):
                 outlet.send(_outputs(answer), is_final=True)
 
@@ -120,9 +128,11 @@ class GenerateHost:
         """The caller holds the lock."""
         for key in self._waiting:
             self._poller.remove(key)
-        outlets = list(self._waiting.values())
+        waiting = list(self._waiting.values())
         self._waiting.clear()
-        return outlets
+        for _, num_bytes in waiting:
+            self._ledger.give_back(num_bytes)
+        return [outlet for outlet, _ in waiting]
 
 
 def _fail(outlets: list[TritonOutlet], error: CharoniaError) -> None:

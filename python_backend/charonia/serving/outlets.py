@@ -54,6 +54,17 @@ def failing_with_errors(outlet: Outlet, log: Callable[[str], None]) -> Iterator[
         outlet.fail(CharoniaError(INTERNAL_ERROR))
 
 
+def answered(pb_utils: Any, make: Callable[[], Any], log: Callable[[str], None]) -> Any:
+    """The response that `make` makes, or one with what it raises; that is logged as above."""
+    try:
+        return make()
+    except CharoniaError as error:
+        return error_response(pb_utils, error)
+    except Exception:
+        log(f"a request failed: {traceback.format_exc()}")
+        return error_response(pb_utils, CharoniaError(INTERNAL_ERROR))
+
+
 class TritonOutlet:
     """The client of one Triton request.
 
@@ -100,14 +111,20 @@ class CancellationPoller:
 
     The last response to a client that has gone is sent `FAREWELL_S` later: Triton 2.51.0 crashes
     now and then when a gRPC stream ends in the moment of its cancellation.
+
+    An outlet that cannot be asked is not asked again; its request goes on.
+
+    Args:
+        log: takes one line, from any thread.
     """
 
     MAX_POLLS_PER_S = 200
     INTERVAL_S = 0.05
     FAREWELL_S = 0.2
 
-    def __init__(self, on_cancelled: Callable[[str], None]) -> None:
+    def __init__(self, on_cancelled: Callable[[str], None], *, log: Callable[[str], None]) -> None:
         self._on_cancelled = on_cancelled
+        self._log = log
         self._outlets: dict[str, Outlet] = {}
         self._farewells: deque[tuple[float, Outlet, CharoniaError]] = deque()
         self._stop = threading.Event()
@@ -147,12 +164,22 @@ class CancellationPoller:
                 continue
             self._say_farewells(until=time.monotonic())
             for key, outlet in list(self._outlets.items()):
-                if outlet.is_cancelled() and self._outlets.pop(key, None) is not None:
-                    self._on_cancelled(key)
+                self._ask(key, outlet)
                 if self._stop.wait(pause):
                     return
+
+    def _ask(self, key: str, outlet: Outlet) -> None:
+        try:
+            if outlet.is_cancelled() and self._outlets.pop(key, None) is not None:
+                self._on_cancelled(key)
+        except Exception:
+            self._outlets.pop(key, None)
+            self._log(f"a client could not be asked after: {traceback.format_exc()}")
 
     def _say_farewells(self, *, until: float) -> None:
         while self._farewells and self._farewells[0][0] <= until:
             _, outlet, error = self._farewells.popleft()
-            outlet.fail(error)
+            try:
+                outlet.fail(error)
+            except Exception:
+                self._log(f"an error could not be sent: {traceback.format_exc()}")

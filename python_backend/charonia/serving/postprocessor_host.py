@@ -8,21 +8,25 @@ has but a few of each request on this way, see `sessions`, and sends more when i
 been handed on.
 """
 
+import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from charonia.connection import Channel
-from charonia.errors import CharoniaError
+from charonia.errors import CharoniaError, InvalidRequestError
+from charonia.serving.outlets import answered
 from charonia.serving.relay import Cancellation, Delivery, SchedulerAddress, encode
-from charonia.serving.tensors import REQUEST_KEY
+from charonia.serving.tensors import REQUEST_KEY, Array
 
 PREFIX = "chunk_"
 """Input `chunk_x` is handed on as output `x`."""
 
+_KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
 _NUM_REMEMBERED = 4096
 """Cancelled requests that are remembered: no chunk of theirs asks for a second cancellation."""
 _SEND_TIMEOUT_S = 1.0
@@ -49,7 +53,10 @@ class PostprocessorHost:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Hand on each chunk as it is; an input that did not come is an output that does not."""
-        return [self._hand_on(request) for request in requests]
+        return [
+            answered(self._pb_utils, partial(self._hand_on, request), self._log)
+            for request in requests
+        ]
 
     def finalize(self) -> None:
         """Hang up."""
@@ -62,16 +69,16 @@ class PostprocessorHost:
                 name = chunk.name().removeprefix(PREFIX)
                 outputs.append(self._pb_utils.Tensor(name, np.array(chunk.as_numpy())))
             else:
-                self._report(str(chunk.as_numpy().item(), "utf-8"), request)
+                self._report(*_key_and_number(chunk.as_numpy()), request)
         return self._pb_utils.InferenceResponse(outputs)
 
-    def _report(self, key: str, request: Any) -> None:
+    def _report(self, key: str, number: int, request: Any) -> None:
         """Say that a chunk is handed on, or that there is nobody to hand it to."""
         if key in self._cancelled or time.monotonic() < self._connect_at:
             return
         has_gone = request.is_cancelled()
         try:
-            self._send(Cancellation(key) if has_gone else Delivery(key))
+            self._send(Cancellation(key) if has_gone else Delivery(key, number))
         except (OSError, CharoniaError) as error:
             self._disconnect()
             self._connect_at = time.monotonic() + _TRY_AGAIN_S  # each chunk would wait for it
@@ -98,3 +105,16 @@ class PostprocessorHost:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+
+def _key_and_number(array: Array) -> tuple[str, int]:
+    """What the scheduler calls a request, and which response this is.
+
+    Raises:
+        InvalidRequestError: it is no scheduler's.
+    """
+    text = array.item() if array.size == 1 and array.dtype == np.object_ else b""
+    match = _KEY.fullmatch(text) if isinstance(text, bytes) else None
+    if match is None:
+        raise InvalidRequestError(f"{REQUEST_KEY} must be one string that the scheduler made")
+    return match[1].decode(), int(match[2])

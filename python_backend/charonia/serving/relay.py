@@ -59,9 +59,10 @@ class Cancellation(msgspec.Struct, frozen=True, tag=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, tag=True):
-    """One response of the request of this key has been handed on to its client."""
+    """Responses of the request of this key, up to this one, have been handed on to its client."""
 
     key: str
+    number: int
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -217,8 +218,9 @@ class RelayServer:
         take: gets each request: its key, itself, and where its answer goes. Called in several
             threads; answers its own errors.
         cancel: called with the key of a request to be cancelled.
-        delivered: called with the key of a request of which a response was handed on; with None
-            when a connection has ended, through which such words may have come.
+        delivered: called with the key of a request of which responses were handed on, and the
+            number of the last. end_deliveries: called when a connection has ended, through which
+            such words may have come.
         log: takes one line, from any thread.
 
     Raises:
@@ -231,12 +233,14 @@ class RelayServer:
         take: Callable[[str, RawRequest, Outlet], None],
         *,
         cancel: Callable[[str], None],
-        delivered: Callable[[str | None], None],
+        delivered: Callable[[str, int], None],
+        end_deliveries: Callable[[], None],
         log: Callable[[str], None],
     ) -> None:
         self._take = take
         self._cancel = cancel
         self._delivered = delivered
+        self._end_deliveries = end_deliveries
         self._is_closing = False
         self._log = log
         self._connections: list[Connection] = []
@@ -269,15 +273,15 @@ class RelayServer:
 
     def _on_message(self, live: set[str], connection: Connection, data: bytes) -> None:
         match decode_message(data):
-            case Delivery(key):
-                self._delivered(key)
+            case Delivery(key, number):
+                self._delivered(key, number)
             case Cancellation(key):
                 self._cancel(key)
             case RelayedRequest(key, raw):
                 self._take(key, raw, RelayedOutlet(connection, key, live))
 
     def _on_end(self, live: set[str]) -> None:
-        self._delivered(None)
+        self._end_deliveries()
         for key in list(live):
             self._cancel(key)
 

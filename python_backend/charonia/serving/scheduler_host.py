@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.engine.admission import GenerationRequest
 from charonia.engine.service import EngineService
-from charonia.errors import CharoniaError, ConfigError
+from charonia.errors import ConfigError
 from charonia.serving.bls import BlsExecutor
 from charonia.serving.engine_host import MODEL_FILE
 from charonia.serving.engine_model import RECOVERY_IS_OFF
+from charonia.serving.intake import Intake
+from charonia.serving.ledger import Ledger
 from charonia.serving.metrics import MetricsExporter
-from charonia.serving.outlets import Outlet, TritonOutlet, failing_with_errors
-from charonia.serving.probing import Prober
+from charonia.serving.outlets import Outlet, TritonOutlet
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.reload import (
     RELOAD_SOCKET,
@@ -30,14 +30,13 @@ from charonia.serving.reload import (
     check_same_tokenizer,
     fingerprint_tokenizer,
 )
-from charonia.serving.schema import Call, CancelCall, GenerateCall, ProbeCall, parse
+from charonia.serving.request_key import Sealer
 from charonia.serving.sessions import Sessions
 from charonia.serving.succession import SUCCESSION_SOCKET, Succession
-from charonia.serving.tensors import Outputs, RawRequest, read_request
+from charonia.serving.tensors import RawRequest, read_request
+from charonia.serving.tokenizing import Tokenizing
 from charonia.text.tokenizer import Tokenizer
 
-NOTHING: Outputs = {"text_output": [""]}
-"""Answers a client's request that generates no text."""
 START_DELAY_S = 3.0
 FIRST_CONNECT_S = 2.0
 TAKE_OVER_S = 5.0
@@ -91,11 +90,25 @@ class SchedulerHost:
             log=log,
             read_args=partial(_read_args, model_file, fingerprint_tokenizer(engine_args)),
         )
-        self._prober = Prober(self._service, self._tokenizer)
+        most_requests = scheduler_args.max_queue_size + engine_args.max_num_seqs
         self._sessions = Sessions(
             self._tokenizer,
             scheduler_args.num_sender_threads,
-            cancel=self._service.cancel,
+            Ledger(2 * most_requests, scheduler_args.max_queue_bytes),
+            cancel=self._cancel,
+            log=log,
+        )
+        self._tokenizing = Tokenizing(
+            scheduler_args.num_tokenizer_threads,
+            Ledger(scheduler_args.max_queue_size, scheduler_args.max_queue_bytes),
+            log=log,
+        )
+        self._intake = Intake(
+            self._service,
+            self._sessions,
+            self._tokenizer,
+            self._tokenizing,
+            Sealer.from_dir(engine_dir),
             log=log,
         )
         own_dir = Path(args["model_repository"]) / "1"
@@ -129,8 +142,7 @@ class SchedulerHost:
         self._start()
         for request in requests:
             outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
-            with failing_with_errors(outlet, self._log):
-                self._take(self._parse(read_request(request)), outlet)
+            self._intake.take(partial(read_request, request), outlet)
 
     def finalize(self) -> None:
         """Answer what is still live, and stop."""
@@ -146,6 +158,7 @@ class SchedulerHost:
             self._take_over()  # a younger one knows nothing of an older one than this
             self._is_started = self._is_stopped = True
             self._reload_server.close()
+            self._tokenizing.close()
             self._service.close()
             self._sessions.close()
             self._relay.close()
@@ -174,62 +187,15 @@ class SchedulerHost:
                 self._take_relayed,
                 cancel=self._sessions.abandon,
                 delivered=self._sessions.report,
+                end_deliveries=self._sessions.stop_reports,
                 log=self._log,
             )
 
     def _take_relayed(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
-        with failing_with_errors(outlet, self._log):
-            self._take(self._parse(raw, key), outlet)
+        self._intake.take(lambda: raw, outlet, key)
 
-    def _parse(self, raw: RawRequest, relayed_key: str | None = None) -> Call:
-        try:
-            return parse(raw, relayed_key)
-        except CharoniaError as error:
-            self._service.count_rejection(error)
-            raise
-
-    def _take(self, call: Call, outlet: Outlet) -> None:
-        match call:
-            case GenerateCall():
-                self._generate(call, outlet)
-            case ProbeCall():
-                outlet.send(
-                    {"text_output": [self._prober.answer()]} if call.wants_text else {},
-                    is_final=True,
-                )
-            case CancelCall(key=None):
-                self._service.cancel_matching(call.request_id, call.tenant)
-                outlet.send(NOTHING, is_final=True)
-            case CancelCall(key=key):
-                self._sessions.abandon(str(key))
-                outlet.send({}, is_final=True)  # over BLS, which must carry no tensors
-
-    def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
-        prompt_ids = call.prompt_ids
-        if prompt_ids is None:
-            prompt_ids = self._tokenizer.encode(call.text or "")
-        prompt_text = call.prompt_text
-        # Ids below 0 have no text; the service refuses them and says what is accepted.
-        if prompt_text is None and call.options.has_echo and min(prompt_ids, default=0) >= 0:
-            prompt_text = self._tokenizer.decode(
-                prompt_ids, skip_special_tokens=call.params.skip_special_tokens
-            )
-        sink = self._sessions.open(call.key, call.options, prompt_text or "", outlet)
-        try:
-            self._service.submit(
-                GenerationRequest(
-                    key=call.key,
-                    request_id=call.request_id,
-                    prompt_ids=prompt_ids,
-                    params=call.params,
-                    return_cumulative_logprob=call.wants_cumulative_logprob,
-                    timeout_s=call.timeout_s,
-                ),
-                sink,
-            )
-        except BaseException:
-            self._sessions.drop(call.key)
-            raise
+    def _cancel(self, key: str) -> None:
+        self._intake.cancel(key)
 
 
 @contextlib.contextmanager

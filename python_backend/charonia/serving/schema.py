@@ -6,23 +6,27 @@ or the engine.
 Beside the public inputs there are `probe`, see `probing`, and two internal ones, for callers that
 are models themselves::
 
-    request_key   STRING [1]   the caller's own, unguessable name of the request: it can cancel
-                               by it, and every response carries it as the output `request_key`
+    request_key   STRING [-1]  the name that `tokenizer` gave the request, sealed: every response
+                               carries the name, and its own number, as the output `request_key`
     prompt_text   STRING [-1]  with `input_ids`: the text that they came from, for the echo
+
+Neither is taken from anybody else, see `request_key`.
 """
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from charonia.engine.outputs import Chunk, name_logprobs
-from charonia.errors import ExactTextError, InvalidRequestError, shown
+from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongError, shown
 from charonia.protocol import SamplingParams, TokenLogprobs
 from charonia.serving.parameters import parse_sampling_params, parse_timeout
+from charonia.serving.request_key import Sealer
 from charonia.serving.tensors import (
     INPUT_IDS,
     PROMPT_TEXT,
@@ -45,11 +49,50 @@ RETURN_FLAGS = {
     "return_timing": "timing",
 }
 """Input that asks for an output, and that output."""
-MAX_PROMPT_BYTES = 2**24
-MAX_PROMPT_IDS = 2**22
 MAX_SAMPLING_BYTES = 2**20
-MAX_KEY_BYTES = 64
-"""Far beyond what anybody needs; so that one request cannot occupy the process for minutes."""
+_MAX_KEY_BYTES = 128
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """How long a prompt may be; what is longer is refused by its size, unread.
+
+    The defaults are far beyond what anybody needs, and bound what one request can take.
+    """
+
+    max_ids: int = 2**22
+    max_bytes: int = 2**24
+
+    @classmethod
+    def of(cls, max_ids: int, max_bytes_per_token: int | None) -> "PromptLimits":
+        """For prompts of so many tokens.
+
+        Args:
+            max_bytes_per_token: of the tokenizer; None where a text of few tokens may be long.
+        """
+        widest = cls()
+        max_bytes = (
+            widest.max_bytes if max_bytes_per_token is None else max_ids * max_bytes_per_token
+        )
+        return cls(min(max_ids, widest.max_ids), min(max_bytes, widest.max_bytes))
+
+    def check_bytes(self, name: str, num_bytes: int) -> None:
+        """Raises PromptTooLongError."""
+        if num_bytes > self.max_bytes:
+            raise PromptTooLongError(
+                f"{name} must have at most {self.max_bytes} bytes, but has {num_bytes}; "
+                f"a prompt of {self.max_ids} tokens, the longest, has no more"
+            )
+
+    def check_ids(self, num_ids: int) -> None:
+        """Raises PromptTooLongError."""
+        if num_ids > self.max_ids:
+            known = self.max_ids < PromptLimits.max_ids
+            length = self.max_ids + 1
+            reason = f" (max_model_len {length} less one to generate)" if known else ""
+            raise PromptTooLongError(
+                f"the prompt has {num_ids} tokens; at most {self.max_ids} are accepted{reason}"
+            )
 
 
 @dataclass(frozen=True)
@@ -60,27 +103,32 @@ class OutputOptions:
         is_streaming: one response per new text, else one in all.
         has_echo: the prompt is prepended (never when streaming).
         names: outputs to give, beside `text_output`.
-        request_key: given back on every response when the caller chose it.
+        has_key: the name of the request is on every response, for `postprocessor`.
     """
 
     is_streaming: bool
     has_echo: bool
     names: frozenset[str]
-    request_key: str | None = None
+    has_key: bool = False
 
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """A request for text. Exactly one of `text` and `prompt_ids` is set."""
+    """A request for text. Exactly one of `text` and `prompt_ids` is set.
+
+    Attributes:
+        prompt_text: what the ids were made from. num_bytes: of the request as it came.
+    """
 
     key: str
     request_id: str
     text: str | None
-    prompt_ids: list[int] | None
+    prompt_ids: Array | None
     prompt_text: str | None
     params: SamplingParams
     timeout_s: float | None
     options: OutputOptions
+    num_bytes: int
 
     @property
     def wants_cumulative_logprob(self) -> bool:
@@ -90,9 +138,8 @@ class GenerateCall:
 
 @dataclass(frozen=True)
 class CancelCall:
-    """Cancels one request by key, or all of this id and tenant."""
+    """Cancels all requests of this id and tenant."""
 
-    key: str | None
     request_id: str
     tenant: str
 
@@ -111,32 +158,39 @@ class ProbeCall:
 Call = GenerateCall | CancelCall | ProbeCall
 
 
-def parse(raw: RawRequest, relayed_key: str | None = None) -> Call:
+def parse(
+    raw: RawRequest,
+    relayed_key: str | None = None,
+    *,
+    limits: PromptLimits,
+    sealer: Sealer,
+) -> Call:
     """Say what a request asks for.
 
     Args:
         relayed_key: names a request that `relay` brought; only its caller gets to see it.
+        sealer: of the names that are taken from `tokenizer`.
 
     Raises:
         InvalidRequestError: it is malformed; the text names the tensor or parameter.
+        PromptTooLongError: by its size.
         NotSupportedError: it asks for something that charonia does not do.
     """
     tensors = raw.tensors
     if read_flag(tensors, "probe"):
         return ProbeCall(wants_text="text_output" in raw.output_names)
     params = parse_sampling_params(_sampling_values(raw))
-    key = _read_internal(tensors, REQUEST_KEY, MAX_KEY_BYTES)
     if read_flag(tensors, "cancel"):
-        if key is None and not raw.request_id:
+        if not raw.request_id:
             raise InvalidRequestError("cancel needs the id of the request that it cancels")
-        return CancelCall(key, raw.request_id, params.tenant)
-    text, prompt_ids = read_prompt(tensors)
-    prompt_text = text or _read_internal(tensors, PROMPT_TEXT, MAX_PROMPT_BYTES)
-    options = _read_options(raw, params, key)
+        return CancelCall(raw.request_id, params.tenant)
+    text, prompt_ids = read_prompt(tensors, limits)
+    name, prompt_text = _read_internal(tensors, prompt_ids, limits, sealer)
+    options = _read_options(raw, params, has_key=name is not None)
     if relayed_key is not None and options.is_streaming:
         raise InvalidRequestError("a relayed request cannot stream")
     return GenerateCall(
-        key=relayed_key or key or secrets.token_hex(16),
+        key=relayed_key or name or secrets.token_hex(16),
         request_id=raw.request_id,
         text=text,
         prompt_ids=prompt_ids,
@@ -144,16 +198,19 @@ def parse(raw: RawRequest, relayed_key: str | None = None) -> Call:
         params=params,
         timeout_s=_timeout_s(raw),
         options=options,
+        num_bytes=raw.num_bytes,
     )
 
 
-def read_prompt(tensors: Mapping[str, Array]) -> tuple[str | None, list[int] | None]:
+def read_prompt(
+    tensors: Mapping[str, Array], limits: PromptLimits
+) -> tuple[str | None, Array | None]:
     """The prompt: a text or token ids, one of the two.
 
     Raises:
-        InvalidRequestError: both, none, an empty one, or one far beyond any model's length.
+        InvalidRequestError: both, none, or an empty one. PromptTooLongError: by its size.
     """
-    text = read_text(tensors, "text_input", MAX_PROMPT_BYTES)
+    text = read_text(tensors, "text_input", limits.check_bytes)
     ids = tensors.get(INPUT_IDS)
     if (text is None) == (ids is None):
         problem = "there is none" if text is None else "both are given"
@@ -167,18 +224,20 @@ def read_prompt(tensors: Mapping[str, Array]) -> tuple[str | None, list[int] | N
             f"input_ids must be a list of at least one INT32, but has shape {list(ids.shape)} "
             f"and type {ids.dtype}"
         )
-    if ids.size > MAX_PROMPT_IDS:
-        raise InvalidRequestError(
-            f"input_ids must have at most {MAX_PROMPT_IDS} ids, but has {ids.size}"
-        )
-    return None, ids.tolist()
+    limits.check_ids(ids.size)
+    return None, ids
 
 
-def read_text(tensors: Mapping[str, Array], name: str, max_bytes: int | None = None) -> str | None:
+def read_text(
+    tensors: Mapping[str, Array], name: str, check_bytes: Callable[[str, int], None]
+) -> str | None:
     """A STRING [1] input as text; None where it did not come.
 
+    Args:
+        check_bytes: raises for a name and a number of bytes that are too many.
+
     Raises:
-        InvalidRequestError: another shape or type, too long, or not UTF-8.
+        InvalidRequestError: another shape or type, or not UTF-8.
     """
     array = tensors.get(name)
     if array is None:
@@ -186,10 +245,7 @@ def read_text(tensors: Mapping[str, Array], name: str, max_bytes: int | None = N
     if array.size != 1 or array.dtype != np.object_:
         raise InvalidRequestError(_one_element(name, "string", array))
     value = array.item()
-    if max_bytes is not None and len(value) > max_bytes:
-        raise InvalidRequestError(
-            f"{name} must have at most {max_bytes} bytes, but has {len(value)}"
-        )
+    check_bytes(name, len(value))
     if isinstance(value, str):
         return value
     try:
@@ -215,12 +271,16 @@ def read_flag(tensors: Mapping[str, Array], name: str) -> bool | None:
 
 
 def chunk_outputs(
-    chunk: Chunk, options: OutputOptions, prompt_text: str, tokenizer: Tokenizer
+    chunk: Chunk,
+    options: OutputOptions,
+    prompt_text: str,
+    tokenizer: Tokenizer,
+    request_key: str = "",
 ) -> dict[str, list[Any]]:
     """The outputs of one response.
 
     Args:
-        chunk: without an error. prompt_text: for the echo.
+        chunk: without an error. prompt_text: for the echo. request_key: where it has one.
     """
     candidates: dict[str, Any] = {
         "finish_reason": chunk.finish_reason or "None",
@@ -244,8 +304,8 @@ def chunk_outputs(
     }
     if "output_ids" in options.names:
         outputs["output_ids"] = list(chunk.token_ids)
-    if options.request_key is not None:
-        outputs[REQUEST_KEY] = [options.request_key]
+    if options.has_key:
+        outputs[REQUEST_KEY] = [request_key]
     return outputs
 
 
@@ -258,7 +318,7 @@ def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
 
     `priority` is Triton's own parameter too, so it counts in either place.
     """
-    text = read_text(raw.tensors, "sampling_parameters", MAX_SAMPLING_BYTES)
+    text = read_text(raw.tensors, "sampling_parameters", partial(_check_bytes, MAX_SAMPLING_BYTES))
     if text is None:
         return raw.parameters
     try:
@@ -279,13 +339,30 @@ def _timeout_s(raw: RawRequest) -> float | None:
     return min((limit / 1e6 for limit in limits_us if limit), default=None)
 
 
-def _read_internal(tensors: Mapping[str, Array], name: str, max_bytes: int) -> str | None:
-    """A string of another model; in an ensemble an empty tensor says that there is none."""
-    array = tensors.get(name)
-    return None if array is None or not array.size else read_text(tensors, name, max_bytes) or None
+def _check_bytes(max_bytes: int, name: str, num_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise InvalidRequestError(
+            f"{name} must have at most {max_bytes} bytes, but has {num_bytes}"
+        )
 
 
-def _read_options(raw: RawRequest, params: SamplingParams, key: str | None) -> OutputOptions:
+def _read_internal(
+    tensors: Mapping[str, Array], ids: Array | None, limits: PromptLimits, sealer: Sealer
+) -> tuple[str | None, str | None]:
+    """The name and the text that `tokenizer` put beside the ids, if they came from there.
+
+    In an ensemble an empty tensor says that there is none.
+    """
+    given = {name: one for name, one in tensors.items() if one.size}
+    key = read_text(given, REQUEST_KEY, partial(_check_bytes, _MAX_KEY_BYTES))
+    text = read_text(given, PROMPT_TEXT, limits.check_bytes)
+    if not key and not text:
+        return None, None
+    no_ids = np.array([], dtype=np.int32)
+    return sealer.name_of(key or "", no_ids if ids is None else ids, text or ""), text or None
+
+
+def _read_options(raw: RawRequest, params: SamplingParams, *, has_key: bool) -> OutputOptions:
     is_streaming = bool(read_flag(raw.tensors, "stream"))
     excludes = read_flag(raw.tensors, "exclude_input_in_output")
     if is_streaming and excludes is False:
@@ -297,7 +374,7 @@ def _read_options(raw: RawRequest, params: SamplingParams, key: str | None) -> O
         is_streaming=is_streaming,
         has_echo=not (is_streaming or excludes),
         names=frozenset(wanted) & raw.output_names,
-        request_key=key,
+        has_key=has_key,
     )
 
 

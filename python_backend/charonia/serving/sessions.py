@@ -12,7 +12,12 @@ out as one response. A session that does not stream waits for its last chunk.
 Where another model hands responses on, a send says nothing of that: Triton takes any number and
 keeps them for that model. If it reports what it has handed on, a session has no more than
 `MAX_UNDER_WAY` responses on that way, but for the last one, and the rest piles up here. Otherwise a
-model that is slower than the engine would delay every request by all that it has not done yet.
+model that is slower than the engine would delay every request by all that it has not done yet. Each
+response has its number, and a report names one: so whatever words were lost, the next one makes up
+for all of them.
+
+What piles up is bounded by `max_tokens`, one small chunk per token; how many requests there may be,
+and of how many bytes as they came, is the ledger's.
 """
 
 import threading
@@ -23,6 +28,7 @@ from typing import Any
 
 from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError
+from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import CancellationPoller, Outlet
 from charonia.serving.schema import OutputOptions, chunk_outputs
 from charonia.serving.tensors import INTERNAL_ERROR
@@ -35,22 +41,35 @@ class Session:
     """One live request.
 
     Attributes:
+        name: request id and tenant. num_bytes: of the request as it came.
         chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
-        is_abandoned: its client has gone.
+        is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
         is_reported: somebody says when a response has been handed on.
-        num_under_way: responses that were sent and not reported.
+        num_sent: responses so far; num_delivered: those of them that were handed on.
     """
 
-    def __init__(self, key: str, options: OutputOptions, prompt_text: str, outlet: Outlet) -> None:
+    def __init__(
+        self,
+        key: str,
+        options: OutputOptions,
+        echo: Callable[[], str],
+        outlet: Outlet,
+        name: tuple[str, str],
+        num_bytes: int,
+    ) -> None:
         self.key = key
         self.options = options
-        self.prompt_text = prompt_text
+        self.echo = echo
         self.outlet = outlet
+        self.name = name
+        self.num_bytes = num_bytes
         self.chunks: list[Chunk] = []
         self.is_queued = False
+        self.is_cancelled = False
         self.is_abandoned = False
         self.is_reported = False
-        self.num_under_way = 0
+        self.num_sent = 0
+        self.num_delivered = 0
         self.lock = threading.Lock()
 
     def may_send(self) -> bool:
@@ -59,7 +78,7 @@ class Session:
             return False
         if self.chunks[-1].is_final:
             return True
-        is_full = self.is_reported and self.num_under_way >= MAX_UNDER_WAY
+        is_full = self.is_reported and self.num_sent - self.num_delivered >= MAX_UNDER_WAY
         return self.options.is_streaming and not is_full
 
 
@@ -67,7 +86,8 @@ class Sessions:
     """All live requests of the scheduler's process.
 
     Args:
-        cancel: called with the key of a request whose client has gone.
+        ledger: what all of them may hold. cancel: called with the key of a request to be ended,
+            once per request.
         log: takes one line, from any thread.
     """
 
@@ -75,16 +95,18 @@ class Sessions:
         self,
         tokenizer: Tokenizer,
         num_threads: int,
+        ledger: Ledger,
         *,
         cancel: Callable[[str], None],
         log: Callable[[str], None],
     ) -> None:
         self._tokenizer = tokenizer
+        self._ledger = ledger
         self._cancel = cancel
         self._log = log
         self._sessions: dict[str, Session] = {}
         self._ready: SimpleQueue[Session | None] = SimpleQueue()
-        self._poller = CancellationPoller(self.abandon)
+        self._poller = CancellationPoller(self.abandon, log=log)
         self._threads = [
             threading.Thread(target=self._run, name=f"charonia-sender-{index}", daemon=True)
             for index in range(num_threads)
@@ -93,15 +115,29 @@ class Sessions:
             thread.start()
 
     def open(
-        self, key: str, options: OutputOptions, prompt_text: str, outlet: Outlet
+        self,
+        key: str,
+        options: OutputOptions,
+        echo: Callable[[], str],
+        outlet: Outlet,
+        *,
+        request_id: str = "",
+        tenant: str = "",
+        num_bytes: int = 0,
     ) -> Callable[[Chunk], None]:
         """Take a request in; returns the sink for its chunks, which never blocks.
 
+        Args:
+            echo: gives the prompt's text, where that is prepended.
+
         Raises:
             InvalidRequestError: there is a live request with this key.
+            QueueFullError: there are too many, or they hold too much.
         """
-        session = Session(key, options, prompt_text, outlet)
+        self._ledger.take(num_bytes)
+        session = Session(key, options, echo, outlet, (request_id, tenant), num_bytes)
         if self._sessions.setdefault(key, session) is not session:
+            self._ledger.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
         if outlet.is_polled:
             self._poller.add(key, outlet)
@@ -109,30 +145,50 @@ class Sessions:
 
     def drop(self, key: str) -> None:
         """Forget a request that got no further than `open`; nothing is sent."""
-        self._poller.remove(key)
-        self._sessions.pop(key, None)
+        self._end(key)
+
+    def find(self, request_id: str, tenant: str) -> list[str]:
+        """Keys of the live requests that a client of this tenant gave this id."""
+        name = (request_id, tenant)
+        return [key for key, one in list(self._sessions.items()) if one.name == name]
+
+    def cancel(self, key: str) -> None:
+        """End a request at its client's wish; nothing happens when it is not live."""
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        with session.lock:
+            is_news, session.is_cancelled = not session.is_cancelled, True
+        if is_news:
+            self._cancel(key)
+
+    def is_cancelled(self, key: str) -> bool:
+        """Whether a live request was to be ended."""
+        session = self._sessions.get(key)
+        return session is not None and session.is_cancelled
 
     def abandon(self, key: str) -> None:
-        """Cancel a request whose client has gone; nothing happens when it is not live."""
+        """End a request whose client has gone; nothing happens when it is not live."""
         session = self._sessions.get(key)
         if session is not None:
             session.is_abandoned = True
-        self._cancel(key)
+            self.cancel(key)
 
-    def report(self, key: str | None) -> None:
-        """A response of this request has been handed on; None: nobody reports any more."""
-        if key is not None:
-            session = self._sessions.get(key)
-            if session is not None:
-                with session.lock:
-                    session.is_reported = True
-                    session.num_under_way -= 1
-                    self._queue(session)
-            return
+    def report(self, key: str, number: int) -> None:
+        """All responses of this request up to one, counted from 1, have been handed on."""
+        session = self._sessions.get(key)
+        if session is not None:
+            with session.lock:
+                session.is_reported = True
+                number = min(number, session.num_sent)
+                session.num_delivered = max(number, session.num_delivered)
+                self._queue(session)
+
+    def stop_reports(self) -> None:
+        """Nobody reports any more, or not until the next report."""
         for session in list(self._sessions.values()):
             with session.lock:
                 session.is_reported = False
-                session.num_under_way = 0
                 self._queue(session)
 
     def close(self) -> None:
@@ -163,7 +219,7 @@ class Sessions:
         while (session := self._ready.get()) is not None:
             with session.lock:
                 chunks, session.chunks = session.chunks, []
-                session.num_under_way += 1
+                session.num_sent += 1
             try:
                 self._send(session, chunks)
             except Exception:
@@ -180,7 +236,7 @@ class Sessions:
         else:
             if session.options.is_streaming and chunks[:-1]:
                 self._send_outputs(session, chunks[:-1], is_final=False)
-            self._end(session)
+            self._end(session.key)
             if session.is_abandoned:
                 self._poller.fail_later(session.outlet, last.error)
             else:
@@ -188,20 +244,26 @@ class Sessions:
 
     def _send_outputs(self, session: Session, chunks: list[Chunk], *, is_final: bool) -> None:
         outputs: dict[str, list[Any]] = chunk_outputs(
-            Chunk.merge(chunks), session.options, session.prompt_text, self._tokenizer
+            Chunk.merge(chunks),
+            session.options,
+            session.echo() if session.options.has_echo else "",
+            self._tokenizer,
+            f"{session.key}.{session.num_sent}",
         )
         if is_final:
-            self._end(session)
+            self._end(session.key)
         session.outlet.send(outputs, is_final=is_final)
 
-    def _end(self, session: Session) -> None:
-        self._poller.remove(session.key)
-        self._sessions.pop(session.key, None)
+    def _end(self, key: str) -> None:
+        self._poller.remove(key)
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self._ledger.give_back(session.num_bytes)
 
     def _give_up(self, session: Session) -> None:
         """Cancel a request whose response could not be made or sent, and tell the client."""
         self._cancel(session.key)
-        self._end(session)
+        self._end(session.key)
         try:
             session.outlet.fail(CharoniaError(INTERNAL_ERROR))
         except Exception:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from charonia.errors import CharoniaError, InvalidRequestError
 
 Array = npt.NDArray[Any]
-Outputs = Mapping[str, list[Any]]
-"""Values of a response by output name; each is a one-dimensional tensor."""
+Outputs = Mapping[str, Any]
+"""Values of a response by output name; each is a list, or an array, of one dimension."""
 
 OUTPUT_TYPES: dict[str, type] = {
     "text_output": np.object_,
@@ -39,6 +39,10 @@ _TYPES: dict[str, type] = OUTPUT_TYPES | {
     PROMPT_TEXT: np.object_,
     INPUT_IDS: np.int32,
 }
+MAX_REQUEST_BYTES = 2**26
+MAX_PARAMETER_BYTES = 2**20
+MAX_ID_BYTES = 1024
+"""Of a request; each more than anybody needs."""
 INTERNAL_ERROR = "internal error; the server's log has the details"
 
 
@@ -48,7 +52,7 @@ class RawRequest:
 
     Attributes:
         tensors: the inputs that came, by name. parameters: its own parameters.
-        timeout_us: of gRPC, 0 where there is none.
+        timeout_us: of gRPC, 0 where there is none. num_bytes: of all of it.
         output_names: what the client wants to get; all outputs when it named none.
     """
 
@@ -57,35 +61,56 @@ class RawRequest:
     request_id: str = ""
     timeout_us: int = 0
     output_names: frozenset[str] = frozenset(OUTPUT_TYPES)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all tensors."""
-        return sum(
-            sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
-            for array in self.tensors.values()
-        )
+    num_bytes: int = 0
 
 
 def read_request(request: Any) -> RawRequest:
-    """Copy everything out of a `pb_utils.InferenceRequest`.
+    """Copy everything out of a `pb_utils.InferenceRequest`, if it is not far too large.
 
     Raises:
-        InvalidRequestError: its parameters are not a JSON object.
+        InvalidRequestError: it is; or its parameters are not a JSON object, or a name or value of
+            its own is not UTF-8.
     """
     try:
-        parameters = json.loads(request.parameters() or "{}")
+        return _read_request(request)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"the request's id and parameters must be UTF-8: {error.reason} at byte {error.start}"
+        ) from None
+
+
+def _read_request(request: Any) -> RawRequest:
+    request_id, text = request.request_id(), request.parameters() or "{}"
+    _check_size("id", len(request_id.encode()), MAX_ID_BYTES)
+    _check_size("parameters", len(text), MAX_PARAMETER_BYTES)
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    num_bytes = sum(map(_num_bytes, arrays.values()))
+    _check_size("tensors", num_bytes, MAX_REQUEST_BYTES)
+    try:
+        parameters = json.loads(text)
     except (ValueError, RecursionError):
         raise InvalidRequestError("the request's parameters are not valid JSON") from None
     if not isinstance(parameters, dict):
         raise InvalidRequestError("the request's parameters are not a JSON object")
     return RawRequest(
-        tensors={tensor.name(): np.array(tensor.as_numpy()) for tensor in request.inputs()},
+        tensors={name: np.array(array) for name, array in arrays.items()},
         parameters=parameters,
-        request_id=request.request_id(),
+        request_id=request_id,
         timeout_us=request.timeout(),
         output_names=frozenset(request.requested_output_names()),
+        num_bytes=num_bytes + len(text) + len(request_id),
     )
+
+
+def _num_bytes(array: Array) -> int:
+    return sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
+
+
+def _check_size(what: str, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise InvalidRequestError(
+            f"the request's {what} take {num_bytes} bytes; at most {max_bytes} are accepted"
+        )
 
 
 def tensor(pb_utils: Any, name: str, values: Iterable[Any]) -> Any:
@@ -93,7 +118,9 @@ def tensor(pb_utils: Any, name: str, values: Iterable[Any]) -> Any:
     dtype = _TYPES[name]
     if dtype is np.object_:
         values = [v.encode() if isinstance(v, str) else v for v in values]
-    return pb_utils.Tensor(name, np.array(list(values), dtype=dtype))
+    if not isinstance(values, np.ndarray):
+        values = np.array(list(values), dtype=dtype)
+    return pb_utils.Tensor(name, values)
 
 
 def response(pb_utils: Any, outputs: Outputs) -> Any:

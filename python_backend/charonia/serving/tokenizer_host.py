@@ -4,24 +4,30 @@ Owns checking the prompt and naming the request by a key. Must not know sequence
 """
 
 import locale
-import secrets
-import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from charonia.checkpoint_files import read_json_object
 from charonia.config import EngineArgs
-from charonia.errors import CharoniaError
-from charonia.serving.schema import read_flag, read_prompt
+from charonia.errors import CharoniaError, PromptTooLongError
+from charonia.serving.ledger import Ledger
+from charonia.serving.outlets import TritonOutlet, failing_with_errors
+from charonia.serving.request_key import Sealer
+from charonia.serving.schema import PromptLimits, read_flag, read_prompt
 from charonia.serving.tensors import (
     INPUT_IDS,
-    INTERNAL_ERROR,
     PROMPT_TEXT,
     REQUEST_KEY,
-    error_response,
+    Array,
+    Outputs,
+    RawRequest,
     read_request,
-    response,
 )
+from charonia.serving.tokenizing import INLINE_BYTES, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 
 
@@ -29,40 +35,90 @@ class TokenizerHost:
     """One tokenizer behind Triton.
 
     Args:
-        model_file: the engine's model.json, which names the tokenizer. log: takes one line.
+        model_file: the engine's model.json, which names the tokenizer.
+        ledger: how much may wait to be tokenized. log: takes one line, from any thread.
 
     Raises:
         ConfigError, CheckpointError: there is no usable tokenizer.
     """
 
-    def __init__(self, pb_utils: Any, model_file: Path, *, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, pb_utils: Any, model_file: Path, ledger: Ledger, *, log: Callable[[str], None]
+    ) -> None:
         # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
         locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         self._pb_utils = pb_utils
+        self._model_file = model_file
         self._log = log
         self._tokenizer = Tokenizer.from_dir(EngineArgs.from_file(model_file).tokenizer_dir)
+        self._limits = self._read_limits()
+        self._sealer = Sealer.from_dir(model_file.parent)
+        self._tokenizing = Tokenizing(1, ledger, log=log)
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request with ids, the text that they came from, and a new key."""
-        return [self._answer(request) for request in requests]
+    def execute(self, requests: list[Any]) -> None:
+        """Answer each request with ids, the text that they came from, and a new key.
 
-    def _answer(self, request: Any) -> Any:
+        Long prompts are answered later, so that the others do not wait for them.
+        """
+        for request in requests:
+            outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
+            with failing_with_errors(outlet, self._log):
+                self._take(read_request(request), outlet)
+
+    def finalize(self) -> None:
+        """Answer what waits, and stop."""
+        self._tokenizing.close()
+
+    def _take(self, raw: RawRequest, outlet: TritonOutlet) -> None:
+        if read_flag(raw.tensors, "cancel"):
+            outlet.send({INPUT_IDS: [], PROMPT_TEXT: [], REQUEST_KEY: []}, is_final=True)
+            return
+        text, ids = self._read_prompt(raw.tensors)
+        if text is None:
+            assert ids is not None
+            outlet.send(self._outputs(ids, ""), is_final=True)
+        elif len(text) <= INLINE_BYTES:
+            outlet.send(self._outputs(self._encode(text), text), is_final=True)
+        else:
+            self._tokenizing.submit(
+                Prompt(
+                    key=str(id(outlet)),
+                    encode=partial(self._encode, text),
+                    num_bytes=raw.num_bytes,
+                    expires_at=None,  # the scheduler looks after that
+                    done=partial(self._answer, text, outlet),
+                )
+            )
+
+    def _answer(self, text: str, outlet: TritonOutlet, ids: list[int] | CharoniaError) -> None:
+        with failing_with_errors(outlet, self._log):
+            if isinstance(ids, CharoniaError):
+                raise ids
+            outlet.send(self._outputs(ids, text), is_final=True)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, check_length=self._limits.check_ids)
+
+    def _read_prompt(self, tensors: Mapping[str, Array]) -> tuple[str | None, Array | None]:
         try:
-            return response(self._pb_utils, self._outputs(read_request(request).tensors))
-        except CharoniaError as error:
-            return error_response(self._pb_utils, error)
-        except Exception:
-            self._log(f"a prompt could not be tokenized: {traceback.format_exc()}")
-            return error_response(self._pb_utils, CharoniaError(INTERNAL_ERROR))
+            return read_prompt(tensors, self._limits)
+        except PromptTooLongError:
+            self._limits = self._read_limits()  # of another engine, perhaps
+            return read_prompt(tensors, self._limits)
 
-    def _outputs(self, tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
-        if read_flag(tensors, "cancel"):
-            return {INPUT_IDS: [], PROMPT_TEXT: [], REQUEST_KEY: []}
-        text, ids = read_prompt(tensors)
-        if text is not None:
-            ids = self._tokenizer.encode(text)
+    def _read_limits(self) -> PromptLimits:
+        """What is certain of prompts before the scheduler looks at them."""
+        args = EngineArgs.from_file(self._model_file)
+        config = read_json_object(Path(args.model) / "config.json", is_optional=True)
+        max_model_len = args.max_model_len or config.get("max_position_embeddings")
+        if not isinstance(max_model_len, int):
+            return PromptLimits()
+        return PromptLimits.of(max_model_len - 1, self._tokenizer.max_bytes_per_token)
+
+    def _outputs(self, ids: list[int] | Array, text: str) -> Outputs:
+        array = np.asarray(ids, dtype=np.int32)
         return {
-            INPUT_IDS: ids or [],
-            PROMPT_TEXT: [] if text is None else [text],
-            REQUEST_KEY: [secrets.token_hex(16)],
+            INPUT_IDS: array,
+            PROMPT_TEXT: [text] if text else [],
+            REQUEST_KEY: [self._sealer.new_key(array, text)],
         }

@@ -1,0 +1,145 @@
+"""Long prompts to token ids, in threads of their own.
+
+Owns the queue of prompts that wait for that, and their ends while they do: by cancellation, or when
+their time is over. Must not know what becomes of the ids.
+
+    any thread ─submit─► queue ─► tokenizing thread ─► done(ids)
+                           └──── cancelled, expired or closed ─► done(error)
+
+The library takes 0.3 to 0.5 s per MB and releases the interpreter's lock meanwhile. A prompt that
+is being tokenized cannot be stopped: its request is answered at once, and its ids are dropped.
+"""
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from charonia.errors import (
+    CharoniaError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ShuttingDownError,
+)
+from charonia.serving.ledger import Ledger
+from charonia.serving.tensors import INTERNAL_ERROR
+
+INLINE_BYTES = 4096
+"""A prompt of no more takes less time than handing it to another thread is worth."""
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt that waits.
+
+    Attributes:
+        key: of its request. encode: makes the ids. num_bytes: of the text.
+        expires_at: when its request's time is over, on the monotonic clock.
+        done: called once, with the ids or why there are none; must return quickly and not raise.
+    """
+
+    key: str
+    encode: Callable[[], list[int]]
+    num_bytes: int
+    expires_at: float | None
+    done: Callable[[list[int] | CharoniaError], None]
+
+
+class Tokenizing:
+    """Threads that tokenize.
+
+    Args:
+        ledger: how much may wait. log: takes one line, from any thread.
+    """
+
+    def __init__(self, num_threads: int, ledger: Ledger, *, log: Callable[[str], None]) -> None:
+        self._ledger = ledger
+        self._log = log
+        self._queue: deque[Prompt] = deque()
+        self._live: dict[str, Prompt] = {}  # whose `done` was not called
+        self._is_closing = False
+        # Held while `done` is called: so that whoever finds a request no longer here finds it
+        # where `done` brings it.
+        self._wake = threading.Condition(threading.RLock())
+        self._threads = [
+            threading.Thread(target=self._run, name=f"charonia-tokenizing-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._expire, name="charonia-tokenizing-times", daemon=True)
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, prompt: Prompt) -> None:
+        """Have a prompt tokenized.
+
+        Raises:
+            QueueFullError: too many wait. ShuttingDownError: there will be no ids any more.
+        """
+        with self._wake:
+            if self._is_closing:
+                raise ShuttingDownError
+            self._ledger.take(prompt.num_bytes)
+            self._live[prompt.key] = prompt
+            self._queue.append(prompt)
+            self._wake.notify_all()
+
+    def cancel(self, key: str) -> bool:
+        """End a request at its client's wish; whether it was here."""
+        return self._end(key, RequestCancelledError("the request was cancelled"))
+
+    def close(self) -> None:
+        """End all that wait, and stop the threads."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify_all()
+            for key in list(self._live):
+                self._end(key, ShuttingDownError())
+        for thread in self._threads:
+            thread.join()
+
+    def _end(self, key: str, outcome: list[int] | CharoniaError) -> bool:
+        with self._wake:
+            prompt = self._live.pop(key, None)
+            if prompt is None:
+                return False
+            if prompt in self._queue:
+                self._queue.remove(prompt)
+                self._ledger.give_back(prompt.num_bytes)
+            prompt.done(outcome)
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._queue or self._is_closing):
+                    self._wake.wait()
+                if self._is_closing:
+                    return
+                prompt = self._queue.popleft()
+            outcome = self._outcome_of(prompt)
+            self._ledger.give_back(prompt.num_bytes)
+            self._end(prompt.key, outcome)
+            del prompt, outcome  # not to be kept while nothing comes
+
+    def _outcome_of(self, prompt: Prompt) -> list[int] | CharoniaError:
+        try:
+            return prompt.encode()
+        except CharoniaError as error:
+            return error
+        except Exception:
+            self._log(f"a prompt could not be tokenized: {traceback.format_exc()}")
+            return CharoniaError(INTERNAL_ERROR)
+
+    def _expire(self) -> None:
+        with self._wake:
+            while not self._is_closing:
+                self._wake.wait(_LOOK_S if self._live else None)
+                now = time.monotonic()
+                for key, prompt in list(self._live.items()):
+                    if prompt.expires_at is not None and prompt.expires_at <= now:
+                        self._end(key, RequestTimeoutError("Request timeout expired"))

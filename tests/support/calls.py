@@ -1,0 +1,16 @@
+"""Requests taken apart as the scheduler does, with a sealer that the tests know."""
+
+from charonia.serving.request_key import Sealer
+from charonia.serving.schema import Call, PromptLimits
+from charonia.serving.schema import parse as parse_call
+from charonia.serving.tensors import RawRequest
+
+SEALER = Sealer(bytes(32))
+WIDEST = PromptLimits()
+
+
+def parse(
+    raw: RawRequest, relayed_key: str | None = None, *, limits: PromptLimits = WIDEST
+) -> Call:
+    """As `schema.parse`."""
+    return parse_call(raw, relayed_key, limits=limits, sealer=SEALER)
