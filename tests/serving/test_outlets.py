@@ -80,6 +80,32 @@ def test_an_idle_poller_wakes_up_for_a_client_and_for_a_farewell(
     poller.close()
 
 
+def test_an_outlet_that_cannot_be_asked_or_ended_costs_no_other_its_poller(
+    outlet: TritonOutlet,
+) -> None:
+    class Broken:
+        is_polled = True
+
+        def is_cancelled(self) -> bool:
+            raise OSError("no such request")
+
+        def fail(self, error: Exception) -> None:
+            raise OSError("no such response")
+
+    log: list[str] = []
+    cancelled: list[str] = []
+    poller = CancellationPoller(cancelled.append, log=log.append)
+    broken: Any = Broken()
+    poller.add("broken", broken)
+    poller.fail_later(broken, RequestCancelledError("the request was cancelled"))
+    eventually(lambda: len(log) == 2)
+    poller.add("k", outlet)
+    eventually(lambda: cancelled == ["k"])
+    time.sleep(2 * poller.INTERVAL_S)
+    assert len(log) == 2  # it is not asked again
+    poller.close()
+
+
 def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:
     poller = CancellationPoller(lambda key: None, log=print)
     clear = poller._has_work.clear

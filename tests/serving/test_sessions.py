@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from charonia.engine.outputs import Chunk
-from charonia.errors import InvalidRequestError, RequestCancelledError, ShuttingDownError
+from charonia.errors import (
+    InvalidRequestError,
+    QueueFullError,
+    RequestCancelledError,
+    ShuttingDownError,
+)
 from charonia.serving.ledger import Ledger
 from charonia.serving.schema import OutputOptions
 from charonia.serving.sessions import MAX_UNDER_WAY, Sessions
@@ -93,6 +98,71 @@ def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: 
     harness.sessions.stop_reports()
     eventually(lambda: len(texts(outlet.sent).split()) == 20)
     harness.sessions.report("of nobody", 1)
+
+
+def test_a_stream_goes_on_when_somebody_reports_again_after_a_pause(
+    harness: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    sink = harness.sessions.open("k", STREAMING, str, outlet)
+    for step in range(20):  # nobody tells of these
+        sink(chunk(step))
+        eventually(lambda step=step: len(outlet.sent) == step + 1)
+    harness.sessions.report("k", 20)
+    for step in range(20, 20 + MAX_UNDER_WAY):
+        sink(chunk(step))
+        eventually(lambda step=step: len(outlet.sent) == step + 1)
+    sink(chunk(30))
+    time.sleep(0.05)
+    assert len(outlet.sent) == 20 + MAX_UNDER_WAY
+    harness.sessions.report("k", 19)  # late, and of no use
+    harness.sessions.report("k", 22)  # and one was lost before it
+    eventually(lambda: len(outlet.sent) == 21 + MAX_UNDER_WAY)
+    harness.sessions.report("k", 10**9)  # which cannot be
+    num_sent = len(outlet.sent)
+    for step in range(MAX_UNDER_WAY):
+        sink(chunk(31 + step))
+        eventually(lambda step=step: len(outlet.sent) == num_sent + step + 1)
+    sink(chunk(40))
+    time.sleep(0.05)
+    assert len(outlet.sent) == num_sent + MAX_UNDER_WAY
+
+
+def test_each_response_of_a_named_request_has_its_number(harness: Harness, new_outlet: Any) -> None:
+    outlet = new_outlet()
+    options = OutputOptions(is_streaming=True, has_echo=False, names=frozenset(), has_key=True)
+    sink = harness.sessions.open("k", options, str, outlet)
+    for step in range(3):
+        sink(chunk(step, is_last=step == 2))
+        eventually(lambda step=step: len(outlet.sent) == step + 1)
+    assert [outputs["request_key"] for outputs, _ in outlet.sent] == [["k.1"], ["k.2"], ["k.3"]]
+
+
+def test_what_requests_hold_is_bounded_and_given_back(harness: Harness, new_outlet: Any) -> None:
+    sink = harness.sessions.open("a", STREAMING, str, new_outlet(), num_bytes=600)
+    with pytest.raises(QueueFullError, match="1000 bytes"):
+        harness.sessions.open("b", STREAMING, str, new_outlet(), num_bytes=500)
+    with pytest.raises(InvalidRequestError):
+        harness.sessions.open("a", STREAMING, str, new_outlet(), num_bytes=100)
+    harness.sessions.open("b", STREAMING, str, new_outlet(), num_bytes=400)
+    harness.sessions.drop("b")
+    harness.sessions.drop("b")
+    sink(chunk(0, is_last=True))
+    eventually(lambda: harness.ledger.held == (0, 0))
+
+
+def test_a_flood_of_cancellations_is_one(harness: Harness, new_outlet: Any) -> None:
+    for key, name in (("a", "x"), ("b", "x"), ("c", "y")):
+        harness.sessions.open(key, STREAMING, str, new_outlet(), request_id=name, tenant="t")
+    assert harness.sessions.find("x", "another") == []
+    for _ in range(100):
+        for key in harness.sessions.find("x", "t"):
+            harness.sessions.cancel(key)
+        harness.sessions.cancel("nobody")
+        harness.sessions.abandon("nobody")
+    assert harness.cancelled == ["a", "b"]
+    assert harness.sessions.is_cancelled("a")
+    assert not harness.sessions.is_cancelled("c")
 
 
 def test_a_stream_keeps_its_order_and_ends_with_its_last_token(

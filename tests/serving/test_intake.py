@@ -1,0 +1,248 @@
+"""Requests on their way in: refused by their size, cancelled and timed wherever they are."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.engine.service import EngineService
+from charonia.errors import (
+    EngineDiedError,
+    EngineDownError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ShuttingDownError,
+)
+from charonia.protocol import EngineInfo
+from charonia.serving.intake import Intake
+from charonia.serving.ledger import Ledger
+from charonia.serving.sessions import Sessions
+from charonia.serving.tensors import RawRequest
+from charonia.serving.tokenizing import INLINE_BYTES, Tokenizing
+from charonia.text.tokenizer import Tokenizer
+from support.calls import SEALER
+from support.checkpoints import make_tokenizer
+from support.echo import EchoExecutor
+
+WAIT_S = 20.0
+LONG = "x" * (INLINE_BYTES + 1)
+
+
+class Gated(Tokenizer):
+    """Tokenizes long texts, to a few ids, when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(make_tokenizer())
+        self.may_go_on = threading.Event()
+        self.num_long = 0
+
+    def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
+        if len(text) > INLINE_BYTES:
+            self.num_long += 1
+            assert self.may_go_on.wait(WAIT_S)
+            text = text[:20]
+        return super().encode(text, *args, **options)
+
+
+class Bench:
+    """An intake before an echoing engine."""
+
+    def __init__(
+        self,
+        new_outlet: Callable[[], Any],
+        engine: EchoExecutor | None = None,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self.tokenizer = Gated()
+        self.new_outlet = new_outlet
+        self.service = EngineService(
+            engine or EchoExecutor(max_model_len=2**13, num_blocks=2**10, vocab_size=384),
+            EngineArgs(model="echo"),
+            SchedulerArgs(),
+            self.tokenizer,
+            log=lambda line: None,
+        )
+        self.log: list[str] = []
+        self.ledger = Ledger(8, 10**6)
+        self.sessions = Sessions(
+            self.tokenizer,
+            2,
+            self.ledger,
+            cancel=lambda key: self.intake.cancel(key),
+            log=self.log.append,
+        )
+        self.tokenizing = Tokenizing(1, Ledger(2, 10**6), log=self.log.append)
+        self.intake = Intake(
+            self.service,
+            self.sessions,
+            self.tokenizer,
+            self.tokenizing,
+            SEALER,
+            log=self.log.append,
+        )
+        self.service.start(wait_s=wait_s)
+
+    def take(self, text: str = LONG, *, request_id: str = "", **parameters: Any) -> Any:
+        """Take a request in; its outlet."""
+        outlet = self.new_outlet()
+        tensors = {"text_input": np.array([text.encode()], dtype=object)}
+        raw = RawRequest(tensors, parameters, request_id=request_id, num_bytes=len(text))
+        self.intake.take(lambda: raw, outlet)
+        return outlet
+
+    def take_ids(self, num_ids: int, **tensors: Any) -> Any:
+        outlet = self.new_outlet()
+        raw = RawRequest({"input_ids": np.full(num_ids, 5, dtype=np.int32)} | tensors, {})
+        self.intake.take(lambda: raw, outlet)
+        return outlet
+
+    def count(self, name: str, label: str = "") -> float:
+        return self.service.metrics.counters[name, label]
+
+    def close(self) -> None:
+        self.tokenizer.may_go_on.set()
+        self.tokenizing.close()
+        self.service.close()
+        self.sessions.close()
+
+
+@pytest.fixture
+def bench(new_outlet: Callable[[], Any]) -> Iterator[Bench]:
+    made = Bench(new_outlet)
+    yield made
+    made.close()
+    assert made.ledger.held == (0, 0)
+
+
+def error_of(outlet: Any) -> Exception:
+    eventually(lambda: outlet.failures)
+    (error,) = outlet.failures
+    assert not outlet.sent
+    return error  # type: ignore[no-any-return]
+
+
+def text_of(outlet: Any) -> str:
+    eventually(lambda: outlet.sent or outlet.failures)
+    assert not outlet.failures
+    ((outputs, is_final),) = outlet.sent
+    assert is_final
+    return outputs["text_output"][0]  # type: ignore[no-any-return]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
+def test_a_short_prompt_passes_while_long_ones_wait(bench: Bench) -> None:
+    outlets = [bench.take(LONG + str(index)) for index in range(2)]
+    assert text_of(bench.take("short")).startswith("short")
+    assert not any(outlet.sent for outlet in outlets)
+    bench.tokenizer.may_go_on.set()
+    for index, outlet in enumerate(outlets):
+        assert text_of(outlet).startswith(LONG + str(index))
+
+
+def test_too_many_long_prompts_are_refused_at_once(bench: Bench) -> None:
+    waiting = [bench.take() for _ in range(2)]
+    error = error_of(bench.take())
+    assert isinstance(error, QueueFullError)
+    assert "Exceeds maximum queue size" in str(error)
+    assert bench.count("charonia_rejections_total", "queue_full") == 1
+    bench.tokenizer.may_go_on.set()
+    assert all(text_of(outlet).startswith(LONG) for outlet in waiting)
+
+
+def test_a_prompt_that_is_tokenized_can_be_cancelled_by_its_id_and_by_leaving(
+    bench: Bench,
+) -> None:
+    by_id, gone = bench.take(request_id="7"), bench.take()
+    raw = RawRequest({"cancel": np.array([True])}, {}, request_id="7")
+    bench.intake.take(lambda: raw, bench.new_outlet())
+    gone.has_gone = True
+    assert isinstance(error_of(by_id), RequestCancelledError)
+    assert isinstance(error_of(gone), RequestCancelledError)
+    eventually(lambda: bench.count("charonia_cancellations_total") == 2)
+    bench.tokenizer.may_go_on.set()
+    assert text_of(bench.take("short")).startswith("short")
+
+
+@pytest.mark.parametrize("parameters", [{"timeout": 50_000}, {"deadline_ms": 50}])
+def test_the_time_of_a_prompt_that_is_tokenized_runs(
+    bench: Bench, parameters: dict[str, int]
+) -> None:
+    assert isinstance(error_of(bench.take(**parameters)), RequestTimeoutError)
+    assert bench.count("charonia_rejections_total", "unavailable") == 1
+
+
+def test_time_counts_from_a_requests_arrival(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[float | None] = []
+    submit = bench.service.submit
+
+    def record(request: Any, sink: Any, arrived_at: float | None = None) -> None:
+        submitted.append(arrived_at)
+        submit(request, sink, arrived_at)
+
+    monkeypatch.setattr(bench.service, "submit", record)
+    outlet = bench.take()
+    after = time.monotonic()
+    time.sleep(0.05)
+    bench.tokenizer.may_go_on.set()
+    text_of(outlet)
+    assert submitted[0] is not None
+    assert submitted[0] <= after
+
+
+def test_what_is_too_long_is_refused_by_its_size(new_outlet: Callable[[], Any]) -> None:
+    bench = Bench(new_outlet, EchoExecutor(max_model_len=64, num_blocks=2**10, vocab_size=384))
+    per_token = bench.tokenizer.max_bytes_per_token
+    assert per_token is not None
+    error = error_of(bench.take("x" * (63 * per_token + 1)))
+    assert isinstance(error, PromptTooLongError)
+    assert f"at most {63 * per_token} bytes" in str(error)
+    assert bench.tokenizer.num_long == 0
+    assert isinstance(error_of(bench.take_ids(64)), PromptTooLongError)
+    assert isinstance(error_of(bench.take("x" * (63 * per_token))), PromptTooLongError)
+    assert bench.count("charonia_rejections_total", "invalid") == 3
+    bench.close()
+
+
+def test_ids_that_nobody_has_are_not_looked_up_for_the_echo(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_up: list[Any] = []
+    monkeypatch.setattr(bench.tokenizer, "decode", lambda ids, **_: looked_up.append(ids) or "")
+    outlet = bench.new_outlet()
+    raw = RawRequest({"input_ids": np.array([2**31 - 1], dtype=np.int32)}, {})
+    bench.intake.take(lambda: raw, outlet)
+    assert "2147483647 at place 0" in str(error_of(outlet))
+    assert not looked_up
+
+
+def test_without_an_engine_nothing_is_tokenized(new_outlet: Callable[[], Any]) -> None:
+    class Lost(EchoExecutor):
+        def info(self) -> EngineInfo:
+            raise EngineDiedError("no weights")
+
+    bench = Bench(new_outlet, Lost(), wait_s=0.2)
+    assert isinstance(error_of(bench.take()), EngineDownError)
+    assert bench.tokenizer.num_long == 0
+    bench.close()
+
+
+def test_the_end_of_the_server_answers_what_is_tokenized(new_outlet: Callable[[], Any]) -> None:
+    bench = Bench(new_outlet)
+    outlets = [bench.take() for _ in range(2)]
+    threading.Timer(0.1, bench.tokenizer.may_go_on.set).start()
+    bench.tokenizing.close()
+    assert all(isinstance(error_of(outlet), ShuttingDownError) for outlet in outlets)
+    assert isinstance(error_of(bench.take()), ShuttingDownError)
+    bench.close()

@@ -1,0 +1,46 @@
+"""What requests hold is bounded, and the bounds are read from the configuration."""
+
+from typing import Any
+
+import pytest
+
+from charonia.errors import ConfigError, QueueFullError
+from charonia.serving.ledger import Ledger
+
+
+def parameters(**values: str) -> dict[str, Any]:
+    return {name: {"string_value": value} for name, value in values.items()}
+
+
+def test_what_was_given_back_can_be_taken_again() -> None:
+    ledger = Ledger(2, 10)
+    ledger.take(4)
+    ledger.take(6)
+    with pytest.raises(QueueFullError, match="2 requests"):
+        ledger.take(0)
+    ledger.give_back(4)
+    with pytest.raises(QueueFullError, match="10 bytes"):
+        ledger.take(5)
+    ledger.take(4)
+    assert ledger.held == (2, 10)
+
+
+def test_one_request_may_be_as_large_as_it_likes_when_it_is_alone() -> None:
+    ledger = Ledger(2, 10)
+    ledger.take(11)
+    with pytest.raises(QueueFullError):
+        ledger.take(0)
+
+
+def test_the_configuration_names_both_bounds() -> None:
+    ledger = Ledger.configured(parameters(max_queue_size="1", max_queue_bytes="5", other="x"))
+    ledger.take(3)
+    with pytest.raises(QueueFullError, match="Maximum queue size of 1 requests"):
+        ledger.take(1)
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "1e3", "²", "x" * 1000, "9" * 19])
+def test_a_wrong_bound_is_named(value: str) -> None:
+    with pytest.raises(ConfigError, match="max_queue_bytes must be a number") as caught:
+        Ledger.configured(parameters(max_queue_size="1", max_queue_bytes=value))
+    assert len(str(caught.value)) < 200
