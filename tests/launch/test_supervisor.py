@@ -15,44 +15,29 @@ import psutil
 import pytest
 
 from charonia.launch.errors import LaunchError
+from charonia.launch.patience import Silence, SupervisionLimits
 from charonia.launch.server import TritonServer
-from charonia.launch.supervisor import Silence, SupervisionLimits, Supervisor
 from support.e2e import wait_for
 from support.leftovers import leftovers
+from support.supervised import ALLOWED_S, Supervised
 
-QUICK = SupervisionLimits(probe_interval_s=0.5, probe_timeout_s=1.0, hang_s=2.0, backoff_s=0.1)
-ALLOWED_S = 15.0  # from the fault until the server answers again
+QUICK = SupervisionLimits(
+    probe_interval_s=0.5,
+    probe_timeout_s=1.0,
+    hang_s=2.0,
+    stopped_s=0.5,
+    server_hang_s=1.0,
+    unload_s=3.0,
+    stranded_s=4.0,
+    backoff_s=0.1,
+)
+UNPROBED = SupervisionLimits(probe_interval_s=3600, stopped_s=0.5)
+KINDS = {signal.SIGKILL: "died", signal.SIGSTOP: "stopped"}
+LONG = {"text_input": "x", "max_tokens": 60, "delay": 0.05}
 
 
-class Supervised:
-    """A supervisor at work in a thread, and what it reported."""
-
-    def __init__(self, server: TritonServer, limits: SupervisionLimits = QUICK) -> None:
-        self.server = server
-        self.stop = threading.Event()
-        self.serving = threading.Semaphore(0)
-        self.lines: list[str] = []
-        self.error: LaunchError | None = None
-        self.supervisor = Supervisor(
-            server,
-            stop=self.stop,
-            log=self.lines.append,
-            on_serving=self.serving.release,
-            limits=limits,
-        )
-        self.thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        try:
-            self.supervisor.run()
-        except LaunchError as error:
-            self.error = error
-
-    def wait_serving(self) -> float:
-        """Seconds until the server serves (again)."""
-        started = time.monotonic()
-        assert self.serving.acquire(timeout=ALLOWED_S), self.error or self.lines
-        return time.monotonic() - started
+class Target(Supervised):
+    """A supervised server with the stand-ins, and how to use them."""
 
     def generate(self, **parameters: object) -> httpx.Response:
         return httpx.post(
@@ -60,6 +45,11 @@ class Supervised:
             json={"text_input": "x", **parameters},
             timeout=ALLOWED_S,
         )
+
+    def ask_helper(self, text: str, timeout: float = ALLOWED_S) -> httpx.Response:
+        """One call of the model beside the scheduler."""
+        url = f"http://{self.server.http_url}/v2/models/helper/generate"
+        return httpx.post(url, json={"text_input": text}, timeout=timeout)
 
     def hang(self) -> None:
         """Make the scheduler deaf to whatever comes later."""
@@ -79,15 +69,12 @@ class Supervised:
 
 
 @pytest.fixture
-def supervise(make_server: Callable[..., TritonServer]) -> Iterator[Callable[..., Supervised]]:
+def supervise(make_server: Callable[..., TritonServer]) -> Iterator[Callable[..., Target]]:
     """Starts a supervised server and waits until it serves."""
     with contextlib.ExitStack() as stack:
 
-        def start(limits: SupervisionLimits = QUICK) -> Supervised:
-            supervised = Supervised(make_server(), limits)
-            supervised.thread.start()
-            stack.callback(supervised.thread.join)
-            stack.callback(supervised.stop.set)
+        def start(limits: SupervisionLimits = QUICK) -> Target:
+            supervised = stack.enter_context(Target(make_server(), limits))
             supervised.wait_serving()
             return supervised
 
@@ -96,10 +83,10 @@ def supervise(make_server: Callable[..., TritonServer]) -> Iterator[Callable[...
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_error(
-    supervise: Callable[..., Supervised], fault: signal.Signals
+    supervise: Callable[..., Target], fault: signal.Signals
 ) -> None:
     # Without its regular probes: what changed in the process list must be noticed by itself.
-    supervised = supervise(SupervisionLimits(probe_interval_s=3600))
+    supervised = supervise(UNPROBED)
     url = f"http://{supervised.server.http_url}/v2/models/scheduler/generate_stream"
     endless = {"text_input": "x", "max_tokens": 10_000, "delay": 0.05}
     (old,) = supervised.server.pids("scheduler")
@@ -116,11 +103,11 @@ def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_e
     assert new != old
     assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
     # Triton's core may itself abort when a model's process dies in the middle of a response.
-    noticed = ("the scheduler process died or was stopped", "tritonserver was ended by SIGABRT")
+    noticed = (f"process_lost model=scheduler kind={KINDS[fault]}", "was ended by SIGABRT")
     assert any(reason in supervised.lines[0] for reason in noticed)
 
 
-def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Supervised]) -> None:
+def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Target]) -> None:
     supervised = supervise()
     assert supervised.server.pid is not None
     os.kill(supervised.server.pid, signal.SIGKILL)
@@ -133,7 +120,102 @@ def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Supervised]) 
     assert re.fullmatch(r"server_back seconds=\d[\d.]*", back)
 
 
-def test_a_scheduler_that_hangs_is_restarted(supervise: Callable[..., Supervised]) -> None:
+def test_a_stopped_tritonserver_is_restarted(supervise: Callable[..., Target]) -> None:
+    supervised = supervise(UNPROBED)
+    assert supervised.server.pid is not None
+    os.kill(supervised.server.pid, signal.SIGSTOP)
+    supervised.wait_serving()
+    assert supervised.generate().status_code == 200
+    assert supervised.lines[0].endswith('reason="tritonserver was stopped"')
+
+
+def test_a_tritonserver_that_answers_nobody_is_restarted(
+    supervise: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The process table cannot tell; the scheduler would be given longer.
+    monkeypatch.setattr("charonia.launch.lookout.Lookout.look", lambda *_: [])
+    supervised = supervise(dataclasses.replace(QUICK, hang_s=3600))
+    assert supervised.server.pid is not None
+    os.kill(supervised.server.pid, signal.SIGSTOP)
+    supervised.wait_serving(timeout=3 * ALLOWED_S)
+    assert "tritonserver has not answered for" in supervised.lines[0]
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_another_lost_model_is_brought_back_alone_and_streams_go_on(
+    supervise: Callable[..., Target], fault: signal.Signals
+) -> None:
+    supervised = supervise(UNPROBED)
+    (old,) = supervised.server.pids("helper")
+    pid = supervised.server.pid
+    url = f"http://{supervised.server.http_url}/v2/models/scheduler/generate_stream"
+    with httpx.stream("POST", url, json=LONG, timeout=ALLOWED_S) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(old, fault)
+        wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines == 2)
+        words = [line for line in lines if line]
+    lost, back = supervised.lines
+    assert lost == f"process_lost model=helper kind={KINDS[fault]} pid={old}"
+    assert re.fullmatch(r"model_back model=helper seconds=\d[\d.]*", back)
+    assert len(words) == LONG["max_tokens"] - 1
+    assert supervised.ask_helper("x").json()["text_output"] == "x"
+    assert (supervised.server.pid, supervised.supervisor.num_restarts) == (pid, 0)
+    assert old not in supervised.server.pids("helper")
+    # All that was open in the lost one has ended, so there is nothing to restart for.
+    assert wait_for(lambda: supervised.server.num_unloads("helper"), bool) == 1
+
+
+def test_calls_that_a_lost_model_leaves_open_end_with_the_server(
+    supervise: Callable[..., Target],
+) -> None:
+    supervised = supervise(QUICK)
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            supervised.ask_helper("hold", timeout=3 * ALLOWED_S)
+        except httpx.HTTPError as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    time.sleep(0.5)
+    os.kill(supervised.server.pids("helper")[0], signal.SIGKILL)
+    wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines == 2)
+    assert supervised.ask_helper("x").status_code == 200, "new calls wait for nobody"
+    supervised.wait_serving()
+    caller.join(timeout=ALLOWED_S)
+    assert [type(error) for error in errors] == [httpx.RemoteProtocolError]
+    assert supervised.lines[2] == "calls_stranded model=helper"
+    assert "calls of the lost helper process can end in no other way" in supervised.lines[3]
+
+
+def test_a_model_that_cannot_be_loaded_again_costs_the_server(
+    supervise: Callable[..., Target], repository: Path
+) -> None:
+    supervised = supervise(dataclasses.replace(UNPROBED, max_quick_failures=1))
+    (repository / "refuse-to-load-again").touch()
+    os.kill(supervised.server.pids("helper")[0], signal.SIGKILL)
+    supervised.thread.join(timeout=60)
+    assert "the stand-in refuses to load again" in str(supervised.error)
+
+
+def test_a_model_that_an_operator_unloads_or_loads_again_is_no_loss(
+    supervise: Callable[..., Target],
+) -> None:
+    supervised = supervise(UNPROBED)
+    for operation in ("unload", "load"):
+        supervised.control(f"helper/{operation}")
+        time.sleep(1.0)
+        assert supervised.lines == []
+    (pid,) = supervised.server.pids("helper")
+    os.kill(pid, signal.SIGKILL)  # the one that is looked after now
+    wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines == 2)
+    assert supervised.lines[0] == f"process_lost model=helper kind=died pid={pid}"
+
+
+def test_a_scheduler_that_hangs_is_restarted(supervise: Callable[..., Target]) -> None:
     supervised = supervise()
     supervised.hang()
     supervised.wait_serving()
@@ -142,7 +224,7 @@ def test_a_scheduler_that_hangs_is_restarted(supervise: Callable[..., Supervised
 
 
 def test_a_scheduler_that_refuses_or_is_slow_is_left_alone(
-    supervise: Callable[..., Supervised], repository: Path
+    supervise: Callable[..., Target], repository: Path
 ) -> None:
     supervised = supervise()
     (pid,) = supervised.server.pids("scheduler")
@@ -154,7 +236,7 @@ def test_a_scheduler_that_refuses_or_is_slow_is_left_alone(
 
 
 def test_a_scheduler_without_its_engine_is_given_time_to_reload_it(
-    supervise: Callable[..., Supervised],
+    supervise: Callable[..., Target],
 ) -> None:
     supervised = supervise()
     supervised.control("engine/unload")
@@ -166,7 +248,7 @@ def test_a_scheduler_without_its_engine_is_given_time_to_reload_it(
 
 
 def test_a_server_that_keeps_failing_is_given_up(
-    supervise: Callable[..., Supervised], repository: Path
+    supervise: Callable[..., Target], repository: Path
 ) -> None:
     supervised = supervise(dataclasses.replace(QUICK, max_quick_failures=1))
     (repository / "refuse-to-load").touch()
@@ -182,14 +264,14 @@ def test_a_first_start_that_fails_is_not_repeated(
     make_server: Callable[..., TritonServer], repository: Path
 ) -> None:
     (repository / "refuse-to-load").touch()
-    supervised = Supervised(make_server())
+    supervised = Target(make_server(), QUICK)
     with pytest.raises(LaunchError, match="the stand-in refuses to load"):
         supervised.supervisor.run()
     assert supervised.supervisor.num_restarts == 0
 
 
 def test_a_stop_while_a_probe_waits_for_an_answer_is_quick(
-    supervise: Callable[..., Supervised],
+    supervise: Callable[..., Target],
 ) -> None:
     supervised = supervise(SupervisionLimits(probe_interval_s=0.1))
     supervised.hang()

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 from charonia.launch.logs import is_interesting
+from charonia.launch.patience import SupervisionLimits
 from charonia.launch.repository import RepositoryOptions
 from charonia.launch.run import prepared_server
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import DEFAULT_ADDRESS, TritonServer
-from charonia.launch.supervisor import SupervisionLimits, Supervisor
+from charonia.launch.supervisor import Supervisor
 
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
 HANG_MARGIN_S = 15.0

@@ -1,0 +1,171 @@
+"""Watches one started server: who is lost, and whether it can be brought back alone.
+
+Owns when a process counts as lost and what is done then. Must not know how a server is started or
+stopped, nor what a model does.
+
+::
+
+    who               noticed by                             brought back
+    tritonserver      its process; HTTP and gRPC silent      with all its models
+                      for `server_hang_s`
+    scheduler         its process; no probe answered         with the whole server, as nothing less
+                      for `hang_s`                           ends its open streams
+    engine            the scheduler                          by the scheduler
+    any other model   its process                            alone: killed, unloaded, loaded; with
+    in Python                                                the whole server where that fails
+
+A process is looked at several times a second. It is lost when it is gone, or has been stopped for
+`stopped_s`. Calls of a lost model that can end in no other way are ended with the server: as soon
+as no other request runs, at the latest after `stranded_s`.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from charonia.events import event
+from charonia.launch.background import in_background
+from charonia.launch.errors import LaunchError
+from charonia.launch.lookout import TRITONSERVER, Lookout, Loss
+from charonia.launch.metrics_page import read_metrics
+from charonia.launch.model_control import ModelControl, Replacement
+from charonia.launch.patience import Silence, SupervisionLimits
+from charonia.launch.probe import Health, Probe
+from charonia.launch.server import TritonServer
+
+_RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What a probe found, and where no answer came, who else answers."""
+
+    health: Health
+    is_server_live: bool = True
+    is_engine_loaded: bool = True
+
+
+class Watch:
+    """Watches a server from when it serves until it must be restarted.
+
+    Args:
+        scheduler, engine: names of the models.
+        stop: once set, nothing is waited for any more.
+        log: gets one line per event.
+    """
+
+    def __init__(
+        self,
+        server: TritonServer,
+        probe: Probe,
+        *,
+        scheduler: str,
+        engine: str,
+        limits: SupervisionLimits,
+        stop: threading.Event,
+        log: Callable[[str], None],
+    ) -> None:
+        self._server = server
+        self._probe = probe
+        self._scheduler = scheduler
+        self._engine = engine
+        self._limits = limits
+        self._stop = stop
+        self._log = log
+        self._control = ModelControl(server, stop)
+        self._lookout = Lookout(server, leave=(engine,), stopped_s=limits.stopped_s)
+        self._replacements: list[Replacement] = []
+        self._stranded: set[str] = set()
+        self._examined: Future[_Finding] | None = None
+        self._probed = self._live = time.monotonic()
+        self._silence = Silence(limits, self._probed)
+
+    def keep(self) -> str | None:
+        """Return why the server must be restarted, or None when `stop` is set."""
+        while not self._stop.wait(self._limits.watch_interval_s):
+            now = time.monotonic()
+            reason = self._look(now) or self._ask(now) or self._end_stranded(now)
+            if reason is not None:
+                return reason
+        return None
+
+    # ------------------------------------------------------------------ processes
+
+    def _look(self, now: float) -> str | None:
+        if not self._server.is_running:
+            return self._server.explain_end()
+        for loss in self._lookout.look(now):
+            if loss.model == TRITONSERVER:
+                return "tritonserver was stopped"
+            if not self._control.is_served(loss.model):
+                continue  # an operator has unloaded it, or loads another
+            if self._lookout.has_successors(loss.model):
+                self._lookout.adopt(loss.model)
+                continue
+            self._log(event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))
+            if loss.model == self._scheduler:
+                return f"the {self._scheduler} process {loss.describe()}"
+            return self._replace(loss, now)
+        return None
+
+    def _replace(self, loss: Loss, now: float) -> str | None:
+        processes = self._lookout.processes(loss.model)
+        try:
+            replacement = self._control.replace(loss.model, processes, now, self._limits.replace_s)
+        except LaunchError as error:
+            return str(error)
+        self._lookout.adopt(loss.model)
+        self._replacements.append(replacement)
+        self._log(event("model_back", model=loss.model, seconds=time.monotonic() - now))
+        return None
+
+    def _end_stranded(self, now: float) -> str | None:
+        """Whether to restart the server for calls that nothing else ends."""
+        self._replacements = [one for one in self._replacements if not one.is_complete]
+        for replacement in self._replacements:
+            age = now - replacement.at
+            if age < self._limits.unload_s:
+                continue
+            if replacement.model not in self._stranded:
+                self._stranded.add(replacement.model)
+                self._log(event("calls_stranded", model=replacement.model))
+            if age > self._limits.stranded_s or self._is_idle():
+                return f"calls of the lost {replacement.model} process can end in no other way"
+        return None
+
+    def _is_idle(self) -> bool:
+        found = read_metrics(self._server.metrics_url)
+        return bool(found) and not any(found.get(name) for name in _RUNNING)
+
+    # ------------------------------------------------------------------ probes
+
+    def _ask(self, now: float) -> str | None:
+        """Begin an examination when it is time, and judge it when it is done."""
+        if self._examined is None:
+            if now - self._probed >= self._limits.probe_interval_s:
+                self._examined = in_background(self._examine)
+            return None
+        if not self._examined.done():
+            return None
+        finding, self._examined, self._probed = self._examined.result(), None, now
+        if finding.health is Health.DEAD:
+            return f"the {self._scheduler} process does not answer tritonserver"
+        if finding.health is not Health.SILENT:
+            self._silence.note_answer(now)
+        if finding.is_server_live:
+            self._live = now
+        elif now - self._live > self._limits.server_hang_s:
+            return f"tritonserver has not answered for {now - self._live:.0f} s"
+        if finding.health is Health.SILENT:
+            excess = self._silence.note_silence(now, is_loaded=finding.is_engine_loaded)
+            return None if excess is None else f"the {self._scheduler} {excess}"
+        return None
+
+    def _examine(self) -> _Finding:
+        health = self._probe.check(self._limits.probe_timeout_s).health
+        if health is not Health.SILENT:
+            return _Finding(health)
+        is_engine_loaded = self._probe.is_loaded(self._engine)
+        return _Finding(health, is_engine_loaded or self._control.is_live(), is_engine_loaded)

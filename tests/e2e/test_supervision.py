@@ -1,0 +1,203 @@
+"""Whatever process of the real server is lost comes back, and streams beside it go on."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from charonia.launch.patience import SupervisionLimits
+from charonia.launch.repository import RepositoryOptions
+from charonia.launch.run import prepared_server
+from support.e2e import generate, infer_grpc, one_torch_thread, request_inputs, scrape, wait_for
+from support.events import events
+from support.faults import make_faulty_repository
+from support.leftovers import leftovers
+from support.live_stream import LiveStream
+from support.many_streams import check_complete
+from support.supervised import Supervised
+
+LIMITS = SupervisionLimits(stopped_s=0.5, unload_s=4.0, stranded_s=60.0, backoff_s=0.1)
+SETTINGS = ("num_gpu_blocks_override=1025", "max_num_seqs=8")
+STARTS_S = 60.0
+PROMPT = [5, 6, 7]
+SAMPLING = {"temperature": 1.5, "seed": 3, "ignore_eos": True, "max_tokens": 1200}
+STEP_S = 0.008  # so that streams run for as long as anything takes
+FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+KINDS = {"killed": "died", "stopped": "stopped"}
+
+
+@pytest.fixture(scope="module")
+def supervised(
+    small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Supervised]:
+    """A supervised server; each test leaves it serving."""
+    source = tmp_path_factory.mktemp("slow") / "model_repository"
+    make_faulty_repository(source, step_s=STEP_S)
+    options = RepositoryOptions(source=source, model=small_checkpoint, settings=SETTINGS)
+    with one_torch_thread(), prepared_server(options) as (server, _):
+        with Supervised(server, LIMITS) as supervised:
+            supervised.wait_serving(STARTS_S)
+            yield supervised
+        runtime_dir = server.runtime_dir
+    assert supervised.error is None
+    assert leftovers(runtime_dir) == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(supervised: Supervised) -> list[int]:
+    """The tokens of a stream that nothing happens to."""
+    return start_stream(supervised, "scheduler").wait_over().token_ids
+
+
+class UnaryCall:
+    """A call of `generate` under way; `error` is why it ended without an answer."""
+
+    def __init__(self, supervised: Supervised) -> None:
+        self.error: InferenceServerException | None = None
+        self._server = supervised.server
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait_over(self, timeout: float) -> None:
+        """Wait for its end."""
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "the call hangs"
+
+    def _run(self) -> None:
+        try:
+            infer_grpc(self._server, request_inputs(PROMPT, SAMPLING))
+        except InferenceServerException as error:
+            self.error = error
+
+
+def start_stream(supervised: Supervised, model: str) -> LiveStream:
+    """A long stream that has begun."""
+    stream = LiveStream(supervised.server.grpc_url, PROMPT, model=model, **SAMPLING)
+    stream.wait_tokens(3)
+    return stream
+
+
+def start_call(supervised: Supervised) -> UnaryCall:
+    """A long unary call that runs, beside a stream."""
+    call = UnaryCall(supervised)
+    running = wait_for(
+        lambda: scrape(supervised.server)["charonia_requests_running"], lambda n: n >= 2
+    )
+    assert running >= 2
+    return call
+
+
+def leave_undisturbed(stream: LiveStream, undisturbed: list[int]) -> None:
+    """Assert that the stream still runs and has the right tokens, and end it."""
+    num_tokens = len(stream.token_ids)
+    stream.wait_tokens(num_tokens + 1)
+    assert not stream.is_over, stream.error or "it ended too early to tell"
+    stream.leave()
+    stream.wait_over()
+    assert stream.token_ids == undisturbed[: len(stream.token_ids)]
+
+
+def strike(supervised: Supervised, model: str, fault: str) -> tuple[int, int]:
+    """Kill or stop one process of a model; its pid, and how many lines were logged before."""
+    num_lines = len(supervised.lines)
+    pid = supervised.server.pids(model)[0]
+    os.kill(pid, FAULTS[fault])
+    return pid, num_lines
+
+
+def check_every_door(supervised: Supervised) -> None:
+    """Assert that all three ways in lead to an answer, and every model has its processes."""
+    body = {"text_input": "a", "max_tokens": 2, "ignore_eos": True}
+    for model in ("scheduler", "llm", "generate"):
+        reply = generate(supervised.server, body, model)
+        assert (model, reply.status_code) == (model, 200), reply.text
+    pids = {model: supervised.server.pids(model) for model in supervised.server.stubs()}
+    assert {model: len(found) for model, found in pids.items()} == {
+        "engine": 1,
+        "generate": 1,
+        "postprocessor": 1,
+        "scheduler": 1,
+        "tokenizer": 2,
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("model", ["tokenizer", "postprocessor", "generate"])
+def test_a_lost_process_beside_the_scheduler_comes_back_alone(
+    supervised: Supervised, undisturbed: list[int], model: str, fault: str
+) -> None:
+    num_restarts = supervised.supervisor.num_restarts
+    stream, through_llm = (start_stream(supervised, name) for name in ("scheduler", "llm"))
+    pid, num_lines = strike(supervised, model, fault)
+    wait_for(lambda: events(supervised.lines[num_lines:], "model_back"), bool)
+    (lost,) = events(supervised.lines[num_lines:], "process_lost")
+    assert lost == {"model": model, "kind": KINDS[fault], "pid": str(pid)}
+    check_every_door(supervised)
+    leave_undisturbed(stream, undisturbed)
+    if model == "postprocessor":
+        lost = through_llm.wait_over().error
+        assert lost == "in ensemble 'llm', Stub process 'postprocessor_0_0' is not healthy."
+    else:
+        leave_undisturbed(through_llm, undisturbed)
+    assert supervised.supervisor.num_restarts == num_restarts
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_calls_in_a_lost_generate_end_once_no_other_request_is_disturbed(
+    supervised: Supervised, undisturbed: list[int]
+) -> None:
+    stream = start_stream(supervised, "scheduler")
+    call = start_call(supervised)
+    _, num_lines = strike(supervised, "generate", "killed")
+    check_complete(stream.wait_over(), undisturbed)
+    call.wait_over(timeout=30)
+    assert call.error is not None
+    supervised.wait_serving(STARTS_S)
+    assert events(supervised.lines[num_lines:], "calls_stranded") == [{"model": "generate"}]
+    check_every_door(supervised)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_lost_scheduler_ends_every_open_call_and_comes_back_with_the_server(
+    supervised: Supervised, fault: str
+) -> None:
+    streams = [start_stream(supervised, name) for name in ("scheduler", "llm")]
+    call = start_call(supervised)
+    pid, num_lines = strike(supervised, "scheduler", fault)
+    struck = time.monotonic()
+    call.wait_over(timeout=15)
+    for stream in streams:
+        stream.wait_over(15)
+        assert stream.error is not None
+    assert call.error is not None
+    print(f"{fault}: all calls ended within {time.monotonic() - struck:.1f} s")
+    supervised.wait_serving(STARTS_S)
+    lost = events(supervised.lines[num_lines:], "process_lost")
+    assert lost == [{"model": "scheduler", "kind": KINDS[fault], "pid": str(pid)}]
+    check_every_door(supervised)
+
+
+def test_a_stopped_tritonserver_comes_back(supervised: Supervised) -> None:
+    stream = start_stream(supervised, "scheduler")
+    assert supervised.server.pid is not None
+    os.kill(supervised.server.pid, signal.SIGSTOP)
+    stream.wait_over(15)
+    assert stream.error is not None
+    supervised.wait_serving(STARTS_S)
+    check_every_door(supervised)
+
+
+def test_a_lost_engine_is_left_to_the_scheduler(
+    supervised: Supervised, undisturbed: list[int]
+) -> None:
+    stream = start_stream(supervised, "scheduler")
+    _, num_lines = strike(supervised, "engine", "killed")
+    check_complete(stream.wait_over(), undisturbed)
+    assert supervised.lines[num_lines:] == []
+    check_every_door(supervised)

@@ -1,0 +1,27 @@
+"""Answers with what came, through the response sender; "hold" is never answered.
+
+A file `refuse-to-load-again` in the repository makes `initialize` raise.
+"""
+
+from pathlib import Path
+
+import triton_python_backend_utils as pb_utils
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        if (REPOSITORY / "refuse-to-load-again").exists():
+            raise RuntimeError("the stand-in refuses to load again")
+        self.held = []
+
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy()
+            if text[0] == b"hold":
+                self.held.append(sender)
+                continue
+            response = pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)])
+            sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
