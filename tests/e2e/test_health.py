@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from charonia.launch.cli import main
+from charonia.launch.model_control import ModelControl
 from charonia.launch.processes import free_ports
 from charonia.launch.repository import default_repository
 from charonia.launch.run import running_server
@@ -30,7 +31,7 @@ def _execute_or_hang(self, requests, _execute=TritonPythonModel.execute):
 TritonPythonModel.execute = _execute_or_hang
 """
 """Appended to the product's engine model: a file with its pid makes it hang in its next hello."""
-PARTS = ["server", "scheduler", "engine", "inference", "metrics"]
+PARTS = ["server", "scheduler", "engine", "inference", "llm", "generate", "metrics"]
 
 
 class Target:
@@ -194,7 +195,22 @@ def test_a_dead_scheduler_is_seen_although_triton_calls_it_ready(
     assert code == 1
     assert "scheduler  ok" in out
     assert "inference  FAILED  the scheduler's process is gone or stopped" in out
-    assert err == "charonia: not healthy: inference\n"
+    assert err.startswith("charonia: not healthy: inference")
+
+
+@pytest.mark.parametrize(("model", "door"), [("generate", "generate"), ("postprocessor", "llm")])
+def test_a_dead_model_on_a_way_in_is_seen_although_triton_calls_it_ready(
+    target: Target, model: str, door: str
+) -> None:
+    server = target.server
+    (process,) = server.stubs()[model]
+    process.kill()
+    code, out, err = target.health()
+    assert code == 1
+    assert f"{door:<10} FAILED" in out
+    assert err == f"charonia: not healthy: {door}\n"
+    ModelControl(server, threading.Event()).replace(model, [], now=0.0, timeout_s=30)
+    assert target.health("--wait", "10")[0] == 0
 
 
 def test_a_server_that_is_not_there_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from charonia.launch.errors import LaunchError
 from charonia.launch.patience import Silence, SupervisionLimits
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
+from support.events import events
 from support.leftovers import leftovers
 from support.supervised import ALLOWED_S, Supervised
 
@@ -46,10 +47,17 @@ class Target(Supervised):
             timeout=ALLOWED_S,
         )
 
-    def ask_helper(self, text: str, timeout: float = ALLOWED_S) -> httpx.Response:
+    def ask_generate(self, text: str, timeout: float = ALLOWED_S) -> httpx.Response:
         """One call of the model beside the scheduler."""
-        url = f"http://{self.server.http_url}/v2/models/helper/generate"
+        url = f"http://{self.server.http_url}/v2/models/generate/generate"
         return httpx.post(url, json={"text_input": text}, timeout=timeout)
+
+    def lose_generate(self) -> None:
+        """Kill it; it is back, and serves, when this returns."""
+        num_back = len(events(self.lines, "model_back"))
+        os.kill(self.server.pids("generate")[0], signal.SIGKILL)
+        wait_for(lambda: events(self.lines, "model_back"), lambda back: len(back) > num_back)
+        assert self.ask_generate("x").status_code == 200, "new calls wait for nobody"
 
     def hang(self) -> None:
         """Make the scheduler deaf to whatever comes later."""
@@ -146,7 +154,7 @@ def test_another_lost_model_is_brought_back_alone_and_streams_go_on(
     supervise: Callable[..., Target], fault: signal.Signals
 ) -> None:
     supervised = supervise(UNPROBED)
-    (old,) = supervised.server.pids("helper")
+    (old,) = supervised.server.pids("generate")
     pid = supervised.server.pid
     url = f"http://{supervised.server.http_url}/v2/models/scheduler/generate_stream"
     with httpx.stream("POST", url, json=LONG, timeout=ALLOWED_S) as stream:
@@ -156,14 +164,24 @@ def test_another_lost_model_is_brought_back_alone_and_streams_go_on(
         wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines == 2)
         words = [line for line in lines if line]
     lost, back = supervised.lines
-    assert lost == f"process_lost model=helper kind={KINDS[fault]} pid={old}"
-    assert re.fullmatch(r"model_back model=helper seconds=\d[\d.]*", back)
+    assert lost == f"process_lost model=generate kind={KINDS[fault]} pid={old}"
+    assert re.fullmatch(r"model_back model=generate seconds=\d[\d.]*", back)
     assert len(words) == LONG["max_tokens"] - 1
-    assert supervised.ask_helper("x").json()["text_output"] == "x"
+    assert supervised.ask_generate("x").json()["text_output"] == "x"
     assert (supervised.server.pid, supervised.supervisor.num_restarts) == (pid, 0)
-    assert old not in supervised.server.pids("helper")
+    assert old not in supervised.server.pids("generate")
     # All that was open in the lost one has ended, so there is nothing to restart for.
-    assert wait_for(lambda: supervised.server.num_unloads("helper"), bool) == 1
+    assert wait_for(lambda: supervised.server.num_unloads("generate"), bool) == 1
+
+
+def test_another_model_that_hangs_is_brought_back(supervise: Callable[..., Target]) -> None:
+    supervised = supervise(dataclasses.replace(QUICK, model_hang_s=2.0))
+    (old,) = supervised.server.pids("generate")
+    with pytest.raises(httpx.ReadTimeout):
+        supervised.ask_generate("hang", timeout=0.5)
+    wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines >= 2)
+    assert supervised.lines[0] == f"process_lost model=generate kind=hung pid={old}"
+    assert supervised.ask_generate("x").status_code == 200
 
 
 def test_calls_that_a_lost_model_leaves_open_end_with_the_server(
@@ -174,21 +192,21 @@ def test_calls_that_a_lost_model_leaves_open_end_with_the_server(
 
     def call() -> None:
         try:
-            supervised.ask_helper("hold", timeout=3 * ALLOWED_S)
+            supervised.ask_generate("hold", timeout=3 * ALLOWED_S)
         except httpx.HTTPError as error:
             errors.append(error)
 
     caller = threading.Thread(target=call)
     caller.start()
     time.sleep(0.5)
-    os.kill(supervised.server.pids("helper")[0], signal.SIGKILL)
-    wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines == 2)
-    assert supervised.ask_helper("x").status_code == 200, "new calls wait for nobody"
+    supervised.lose_generate()
+    supervised.lose_generate()  # this one lets go of all its calls, which must not hide the first
     supervised.wait_serving()
     caller.join(timeout=ALLOWED_S)
     assert [type(error) for error in errors] == [httpx.RemoteProtocolError]
-    assert supervised.lines[2] == "calls_stranded model=helper"
-    assert "calls of the lost helper process can end in no other way" in supervised.lines[3]
+    assert events(supervised.lines, "calls_stranded") == [{"model": "generate"}]
+    (restarting,) = events(supervised.lines, "server_restarting")
+    assert restarting["reason"] == "calls of the lost generate process can end in no other way"
 
 
 def test_a_model_that_cannot_be_loaded_again_costs_the_server(
@@ -196,7 +214,7 @@ def test_a_model_that_cannot_be_loaded_again_costs_the_server(
 ) -> None:
     supervised = supervise(dataclasses.replace(UNPROBED, max_quick_failures=1))
     (repository / "refuse-to-load-again").touch()
-    os.kill(supervised.server.pids("helper")[0], signal.SIGKILL)
+    os.kill(supervised.server.pids("generate")[0], signal.SIGKILL)
     supervised.thread.join(timeout=60)
     assert "the stand-in refuses to load again" in str(supervised.error)
 
@@ -206,13 +224,13 @@ def test_a_model_that_an_operator_unloads_or_loads_again_is_no_loss(
 ) -> None:
     supervised = supervise(UNPROBED)
     for operation in ("unload", "load"):
-        supervised.control(f"helper/{operation}")
+        supervised.control(f"generate/{operation}")
         time.sleep(1.0)
         assert supervised.lines == []
-    (pid,) = supervised.server.pids("helper")
+    (pid,) = supervised.server.pids("generate")
     os.kill(pid, signal.SIGKILL)  # the one that is looked after now
     wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines == 2)
-    assert supervised.lines[0] == f"process_lost model=helper kind=died pid={pid}"
+    assert supervised.lines[0] == f"process_lost model=generate kind=died pid={pid}"
 
 
 def test_a_scheduler_that_hangs_is_restarted(supervise: Callable[..., Target]) -> None:

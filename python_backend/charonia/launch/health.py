@@ -3,8 +3,8 @@
 Owns which parts there are, what counts as healthy, and what is printed. Must not know how a server
 is started or mended.
 
-Triton's own word is not enough: it calls itself and the scheduler ready when the scheduler's
-process is dead. So the scheduler is asked whether steps run, too.
+Triton's own word is not enough: it calls itself and a model ready when the model's process is dead.
+So the scheduler is asked whether steps run, and the other ways in for an answer.
 """
 
 import contextlib
@@ -16,12 +16,16 @@ from dataclasses import dataclass
 
 import httpx
 
+from charonia.launch.doors import Reply, ask
 from charonia.launch.errors import LaunchError
+from charonia.launch.metrics_page import read_metrics
 from charonia.launch.probe import Health, Probe
 
 DEFAULT_METRICS_PORT = 8002
 TIMEOUT_S = 5.0
 RETRY_S = 0.5
+DOORS = ("llm", "generate")
+"""The ways in beside the scheduler's own; between them they need every other model."""
 SHOWN_METRICS = (
     "charonia_engine_up",
     "charonia_requests_running",
@@ -85,7 +89,9 @@ def examine(url: str, metrics_url: str, scheduler: str) -> Iterator[Part]:
         yield _ask_ready(client, "engine", f"models/{_engine_of(client, scheduler)}/ready")
     with contextlib.closing(Probe(url, scheduler)) as probe:
         yield _infer(probe)
-    yield from _read_metrics(metrics_url)
+    for door in DOORS:
+        yield from _ask_door(url, door)
+    yield from _show_metrics(metrics_url)
 
 
 def _ask_ready(client: httpx.Client, name: str, path: str) -> Part:
@@ -113,18 +119,26 @@ def _infer(probe: Probe) -> Part:
     return Part("inference", False, f"{result.health.value}: {result.detail}")
 
 
-def _read_metrics(url: str) -> Iterator[Part]:
+def _ask_door(url: str, model: str) -> Iterator[Part]:
+    """Whether a model answers, with all that it needs; nothing where there is none of the name."""
+    started = time.monotonic()
+    asked = ask(url, model, TIMEOUT_S)
+    if asked.reply is Reply.ANSWER:
+        yield Part(model, True, f"{(time.monotonic() - started) * 1000:.0f} ms")
+    elif asked.reply is not Reply.UNKNOWN:
+        yield Part(model, False, f"{asked.reply.value}: {asked.detail}")
+
+
+def _show_metrics(url: str) -> Iterator[Part]:
     """What the metrics page says of interest; nothing where it cannot be reached."""
-    try:
-        page = httpx.get(f"http://{url}/metrics", timeout=TIMEOUT_S).text
-    except httpx.HTTPError:
+    found = read_metrics(f"http://{url}/metrics")
+    if found is None:
         return
-    shown = []
-    for line in page.splitlines():
-        series, _, value = line.rpartition(" ")
-        name = series.partition("{")[0]
-        if name in SHOWN_METRICS:
-            shown.append(f"{name.removeprefix('charonia_')}={float(value):g}")
+    shown = [
+        f"{name.removeprefix('charonia_')}={found[name]:g}"
+        for name in SHOWN_METRICS
+        if name in found
+    ]
     yield Part("metrics", bool(shown), " ".join(shown) or "the page has none of charonia's")
 
 

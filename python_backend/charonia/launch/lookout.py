@@ -22,7 +22,7 @@ class Loss:
 
     Attributes:
         model: its name, or `TRITONSERVER`. pid: its.
-        kind: "died" or "stopped".
+        kind: "died", "stopped" or "hung".
     """
 
     model: str
@@ -31,7 +31,7 @@ class Loss:
 
     def describe(self) -> str:
         """What happened to the process, as the end of a sentence."""
-        return "died" if self.kind == "died" else "was stopped"
+        return {"died": "died", "stopped": "was stopped", "hung": "hangs"}[self.kind]
 
 
 class Lookout:
@@ -50,6 +50,11 @@ class Lookout:
         self._stopped_since: dict[int, float] = {}
         for model in server.stubs().keys() - self._leave:
             self.adopt(model)
+
+    @property
+    def models(self) -> frozenset[str]:
+        """Names of those that are watched."""
+        return frozenset(self._known)
 
     def adopt(self, model: str) -> None:
         """Take the processes that the model has now for those that it must have."""

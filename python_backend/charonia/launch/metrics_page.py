@@ -8,8 +8,8 @@ import httpx
 _TIMEOUT_S = 5.0
 
 
-def read_metrics(url: str) -> dict[str, float]:
-    """Values by name, without labels; empty where the page cannot be reached.
+def read_metrics(url: str) -> dict[str, float] | None:
+    """Values by name, without labels; None where the page cannot be reached.
 
     Args:
         url: of the page.
@@ -17,7 +17,7 @@ def read_metrics(url: str) -> dict[str, float]:
     try:
         page = httpx.get(url, timeout=_TIMEOUT_S).text
     except httpx.HTTPError:
-        return {}
+        return None
     found = {}
     for line in page.splitlines():
         series, _, value = line.rpartition(" ")

@@ -31,16 +31,17 @@ class Replacement:
     keeps the lost model as long as such calls are open, and says in its log when it lets it go.
     """
 
-    def __init__(self, server: TritonServer, model: str, num_unloads: int, at: float) -> None:
+    def __init__(self, server: TritonServer, model: str, num_open: int, at: float) -> None:
         self.model = model
         self.at = at
         self._server = server
-        self._num_unloads = num_unloads
+        # The log does not say which of several lost ones was let go of: all of them must be.
+        self._num_needed = server.num_unloads(model) + num_open + 1
 
     @property
     def is_complete(self) -> bool:
         """Whether no call is open in the lost model any more."""
-        return self._server.num_unloads(self.model) > self._num_unloads
+        return self._server.num_unloads(self.model) >= self._num_needed
 
 
 class ModelControl:
@@ -72,14 +73,23 @@ class ModelControl:
         return True
 
     def replace(
-        self, model: str, processes: Iterable[psutil.Process], now: float, timeout_s: float
+        self,
+        model: str,
+        processes: Iterable[psutil.Process],
+        *,
+        num_open: int = 0,
+        now: float,
+        timeout_s: float,
     ) -> Replacement:
         """Kill what is left of a model, unload it and load it again.
+
+        Args:
+            num_open: replacements of the model before that are not complete.
 
         Raises:
             LaunchError: it could not be loaded within `timeout_s` seconds.
         """
-        replacement = Replacement(self._server, model, self._server.num_unloads(model), now)
+        replacement = Replacement(self._server, model, num_open, now)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()  # ends stopped ones, too

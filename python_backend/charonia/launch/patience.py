@@ -20,6 +20,7 @@ class SupervisionLimits:
             at once.
         reload_s: without any answer while the engine is not loaded: the scheduler is then reloading
             it.
+        model_hang_s: without any answer of another model.
         server_hang_s: without any answer of tritonserver, over HTTP and over gRPC.
         replace_s: for loading a lost model again.
         unload_s: until calls that are still open in a lost model are taken for stranded.
@@ -36,6 +37,7 @@ class SupervisionLimits:
     probe_timeout_s: float = 5.0
     hang_s: float = 45.0
     reload_s: float = 900.0
+    model_hang_s: float = 60.0
     server_hang_s: float = 15.0
     replace_s: float = 60.0
     unload_s: float = 5.0

@@ -11,8 +11,8 @@ stopped, nor what a model does.
     scheduler         its process; no probe answered         with the whole server, as nothing less
                       for `hang_s`                           ends its open streams
     engine            the scheduler                          by the scheduler
-    any other model   its process                            alone: killed, unloaded, loaded; with
-    in Python                                                the whole server where that fails
+    any other model   its process; the project's own also    alone: killed, unloaded, loaded; with
+    in Python         unanswered for `model_hang_s`          the whole server where that fails
 
 A process is looked at several times a second. It is lost when it is gone, or has been stopped for
 `stopped_s`. Calls of a lost model that can end in no other way are ended with the server: as soon
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from charonia.events import event
 from charonia.launch.background import in_background
+from charonia.launch.doors import QUESTIONS, Inquiry
 from charonia.launch.errors import LaunchError
 from charonia.launch.lookout import TRITONSERVER, Lookout, Loss
 from charonia.launch.metrics_page import read_metrics
@@ -76,9 +77,14 @@ class Watch:
         self._log = log
         self._control = ModelControl(server, stop)
         self._lookout = Lookout(server, leave=(engine,), stopped_s=limits.stopped_s)
+        self._inquiries = [
+            Inquiry(server.http_url, model, limits.probe_interval_s, limits.probe_timeout_s)
+            for model in QUESTIONS.keys() & self._lookout.models
+        ]
         self._replacements: list[Replacement] = []
         self._stranded: set[str] = set()
         self._examined: Future[_Finding] | None = None
+        self._is_silent = False  # the scheduler, when it was last asked
         self._probed = self._live = time.monotonic()
         self._silence = Silence(limits, self._probed)
 
@@ -86,7 +92,12 @@ class Watch:
         """Return why the server must be restarted, or None when `stop` is set."""
         while not self._stop.wait(self._limits.watch_interval_s):
             now = time.monotonic()
-            reason = self._look(now) or self._ask(now) or self._end_stranded(now)
+            reason = (
+                self._look(now)
+                or self._ask_scheduler(now)
+                or self._ask_others(now)
+                or self._end_stranded(now)
+            )
             if reason is not None:
                 return reason
         return None
@@ -104,16 +115,21 @@ class Watch:
             if self._lookout.has_successors(loss.model):
                 self._lookout.adopt(loss.model)
                 continue
-            self._log(event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))
-            if loss.model == self._scheduler:
-                return f"the {self._scheduler} process {loss.describe()}"
             return self._replace(loss, now)
         return None
 
     def _replace(self, loss: Loss, now: float) -> str | None:
-        processes = self._lookout.processes(loss.model)
+        self._log(event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))
+        if loss.model == self._scheduler:
+            return f"the {self._scheduler} process {loss.describe()}"
         try:
-            replacement = self._control.replace(loss.model, processes, now, self._limits.replace_s)
+            replacement = self._control.replace(
+                loss.model,
+                self._lookout.processes(loss.model),
+                num_open=sum(one.model == loss.model for one in self._replacements),
+                now=now,
+                timeout_s=self._limits.replace_s,
+            )
         except LaunchError as error:
             return str(error)
         self._lookout.adopt(loss.model)
@@ -136,12 +152,12 @@ class Watch:
         return None
 
     def _is_idle(self) -> bool:
-        found = read_metrics(self._server.metrics_url)
+        found = read_metrics(self._server.metrics_url) or {}
         return bool(found) and not any(found.get(name) for name in _RUNNING)
 
     # ------------------------------------------------------------------ probes
 
-    def _ask(self, now: float) -> str | None:
+    def _ask_scheduler(self, now: float) -> str | None:
         """Begin an examination when it is time, and judge it when it is done."""
         if self._examined is None:
             if now - self._probed >= self._limits.probe_interval_s:
@@ -152,15 +168,27 @@ class Watch:
         finding, self._examined, self._probed = self._examined.result(), None, now
         if finding.health is Health.DEAD:
             return f"the {self._scheduler} process does not answer tritonserver"
-        if finding.health is not Health.SILENT:
+        self._is_silent = finding.health is Health.SILENT
+        if not self._is_silent:
             self._silence.note_answer(now)
         if finding.is_server_live:
             self._live = now
         elif now - self._live > self._limits.server_hang_s:
             return f"tritonserver has not answered for {now - self._live:.0f} s"
-        if finding.health is Health.SILENT:
+        if self._is_silent:
             excess = self._silence.note_silence(now, is_loaded=finding.is_engine_loaded)
             return None if excess is None else f"the {self._scheduler} {excess}"
+        return None
+
+    def _ask_others(self, now: float) -> str | None:
+        for inquiry in self._inquiries:
+            if self._is_silent:
+                inquiry.excuse(now)  # `generate` cannot answer without the scheduler
+            elif inquiry.silent_s(now) > self._limits.model_hang_s:
+                inquiry.excuse(now)
+                processes = self._lookout.processes(inquiry.model)
+                if processes:
+                    return self._replace(Loss(inquiry.model, processes[0].pid, "hung"), now)
         return None
 
     def _examine(self) -> _Finding:

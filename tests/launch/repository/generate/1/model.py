@@ -1,10 +1,13 @@
-"""Answers with what came, through the response sender; "hold" is never answered.
+"""Answers with what came, through the response sender.
 
-A file `refuse-to-load-again` in the repository makes `initialize` raise.
+"hold" is never answered, and after "hang" nothing is. A file `refuse-to-load-again` in the
+repository makes `initialize` raise.
 """
 
+import time
 from pathlib import Path
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 
 REPOSITORY = Path(__file__).parents[2]
@@ -19,7 +22,10 @@ class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
             sender = request.get_response_sender()
-            text = pb_utils.get_input_tensor_by_name(request, "text_input").as_numpy()
+            tensor = pb_utils.get_input_tensor_by_name(request, "text_input")
+            text = np.array([b""], dtype=object) if tensor is None else tensor.as_numpy()
+            if text[0] == b"hang":
+                time.sleep(3600)
             if text[0] == b"hold":
                 self.held.append(sender)
                 continue

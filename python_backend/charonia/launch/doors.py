@@ -1,0 +1,96 @@
+"""Asks the models beside the scheduler for an answer that costs nothing.
+
+Owns one question for each, by the name that it has in the project's repository, and how long it has
+gone unanswered. Must not know what is done about that.
+
+`llm` and `generate` are asked to cancel a request that does not exist: that goes through every
+process on their way, the scheduler's too, but takes no place in its queue.
+"""
+
+import enum
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from charonia.launch.background import in_background
+
+_CANCEL = {"id": "charonia-probe", "cancel": True}
+QUESTIONS: Mapping[str, Mapping[str, Any]] = {
+    "llm": _CANCEL,
+    "generate": _CANCEL,
+    "tokenizer": {"cancel": True},
+    "postprocessor": {"chunk_text_output": ["a"]},
+}
+_UNKNOWN = "is not found"
+"""How Triton says that no such model is in its repository."""
+
+
+class Reply(enum.Enum):
+    """What came of a question."""
+
+    ANSWER = "an answer"
+    ERROR = "an error"
+    NOTHING = "no answer"
+    UNKNOWN = "there is no such model"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`detail` is the error's text, where there is one."""
+
+    reply: Reply
+    detail: str = ""
+
+
+def ask(http_url: str, model: str, timeout_s: float) -> Asked:
+    """Ask a model of `QUESTIONS` once."""
+    url = f"http://{http_url}/v2/models/{model}/generate"
+    try:
+        answer = httpx.post(url, json=QUESTIONS[model], timeout=timeout_s)
+    except httpx.HTTPError as error:
+        return Asked(Reply.NOTHING, str(error) or type(error).__name__)
+    if answer.status_code == 200:
+        return Asked(Reply.ANSWER)
+    try:
+        text = str(answer.json()["error"])
+    except (ValueError, TypeError, KeyError):
+        text = answer.text.strip()
+    return Asked(Reply.UNKNOWN if text.endswith(_UNKNOWN) else Reply.ERROR, text)
+
+
+class Inquiry:
+    """One model, asked again and again in the background.
+
+    Args:
+        interval_s: between two questions. timeout_s: for an answer to one.
+    """
+
+    def __init__(self, http_url: str, model: str, interval_s: float, timeout_s: float) -> None:
+        self.model = model
+        self._http_url = http_url
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._asked: Future[Asked] | None = None
+        self._asked_at = self._answered_at = time.monotonic()
+
+    def excuse(self, now: float) -> None:
+        """Take what came so far for answered: somebody else keeps it from answering."""
+        self._answered_at = now
+
+    def silent_s(self, now: float) -> float:
+        """For how long nothing came, an error neither. Asks again when it is time."""
+        if self._asked is None:
+            if now - self._asked_at >= self._interval_s:
+                self._asked_at = now
+                self._asked = in_background(
+                    lambda: ask(self._http_url, self.model, self._timeout_s)
+                )
+        elif self._asked.done():
+            if self._asked.result().reply is not Reply.NOTHING:
+                self._answered_at = now
+            self._asked = None
+        return now - self._answered_at
