@@ -172,7 +172,7 @@ def _check_range(name: str, value: float | None, low: float, high: float) -> Non
     _check(name, value, math.isfinite(value) and low <= value <= high, f"from {low} to {high}")
 
 
-class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
     """What the engine needs of a request's SamplingParams: everything is token ids by now.
 
     Attributes:

@@ -1,7 +1,9 @@
 """Drawing in C++ against drawing in torch: the same token, whatever the logits and parameters."""
 
+import weakref
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from charonia.config import EngineArgs
+from charonia.data.runner import Runner
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import Sampled, SampledRow, Sampler
-from charonia.protocol import RowSampling
+from charonia.protocol import NewRow, RowSampling, RowStep, StepPlan
 from support.chi_square import assert_drawn_from
 from support.kernels import ISAS, kernels_for
 
@@ -210,6 +214,45 @@ def test_parameters_are_taken_over_anew_for_each_request() -> None:
         drawn += ids(of.sample(logits, [SampledRow(RowSampling(seed=seed), known, 3)]))
     rows = [SampledRow(RowSampling(seed=seed), known, 3) for seed in range(6000)]
     assert drawn == ids(Sampler(vocab, "cpu").sample(logits.expand(6000, -1), rows))
+
+
+def test_parameters_live_as_long_as_the_row_that_has_them() -> None:
+    of = native_draw(ISAS[0])
+    rows = [RowSampling(seed=seed, logit_bias={1: 2.0}) for seed in range(5)]
+    taken = [weakref.ref(of.parameters(row)) for row in rows]
+    assert all(of.parameters(row) is ref() for row, ref in zip(rows, taken, strict=True))
+    del rows[2:4]
+    assert [ref() is None for ref in taken] == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("ending", ["leaves", "reset"])
+def test_an_engine_keeps_the_parameters_of_its_rows_alone(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    taken: list[weakref.ref[object]] = []
+    take_over = NativeDraw._take_over
+
+    def note(self: NativeDraw, sampling: RowSampling) -> object:
+        parameters = take_over(self, sampling)
+        taken.append(weakref.ref(parameters))
+        return parameters
+
+    monkeypatch.setattr(NativeDraw, "_take_over", note)
+    args = EngineArgs(model=str(checkpoint()), cpu_kernels=ISAS[0], num_gpu_blocks_override=16)
+    runner = Runner(args, log=lambda line: None)
+    for step in range(6):
+        is_reset = ending == "reset" or step == 0
+        runner.execute(
+            StepPlan(
+                epoch=step + 1 if ending == "reset" else 1,
+                step_id=0 if is_reset else step,
+                reset=is_reset,
+                leaves=[] if is_reset else [0],
+                joins=[NewRow(0, [5, 6], 2, 0, [1], RowSampling(seed=step, top_k=9))],
+                rows=[RowStep(0, 2)],
+            )
+        )
+    assert [ref() is not None for ref in taken] == [False] * 5 + [True]
 
 
 def test_logits_of_any_floating_type_and_layout_are_accepted() -> None:

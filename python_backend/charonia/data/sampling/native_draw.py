@@ -4,6 +4,7 @@ Owns the way from requests' parameters to `ops/native/sampling.cpp`, which draws
 `constraints` and `draw` do. Must not know log-probabilities.
 """
 
+import weakref
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,6 @@ from torch import Tensor
 
 from charonia.data.sampling.constraints import SampledRow
 from charonia.protocol import RowSampling
-
-_MAX_KNOWN = 4096
 
 
 class NativeDraw:
@@ -25,9 +24,9 @@ class NativeDraw:
 
     def __init__(self, kernels: ModuleType) -> None:
         self._kernels = kernels
-        # A request has the same parameters at every step: they are taken over once. Keeping the
-        # struct keeps its id from being given to another.
-        self._known: dict[int, tuple[RowSampling, Any]] = {}
+        # A request has the same parameters at every step: they are taken over once, by the id of
+        # the struct that its row keeps. They go with that, before its id can be another's.
+        self._known: dict[int, tuple[weakref.ref[RowSampling], Any]] = {}
 
     def draw(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
         """Draw a token for each row.
@@ -46,11 +45,11 @@ class NativeDraw:
 
     def parameters(self, sampling: RowSampling) -> Any:
         """A request's parameters as the kernels know them."""
-        known = self._known.get(id(sampling))
+        key, forget = id(sampling), self._known.pop
+        known = self._known.get(key)
         if known is None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            known = self._known[id(sampling)] = (sampling, self._take_over(sampling))
+            lifetime = weakref.ref(sampling, lambda _: forget(key, None))
+            known = self._known[key] = (lifetime, self._take_over(sampling))
         return known[1]
 
     def _take_over(self, sampling: RowSampling) -> Any:
