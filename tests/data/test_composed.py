@@ -126,3 +126,27 @@ def test_int8_is_within_half_a_step_of_the_weights(seed: int, dtype: torch.dtype
     assert whole.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127]
     error = (whole * steps[:, None] - weight.float()).abs()
     assert (error <= steps[:, None] * 0.50001).all()
+
+
+@on_every_device
+@every_dtype
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_int8_is_scaled_in_float32_and_rounded_once(
+    device: str, dtype: torch.dtype, has_bias: bool
+) -> None:
+    """Of one input at a time, the whole number itself is exact in every dtype."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = random_matrix(generator, 97, HIDDEN, has_bias, dtype)
+    norm = NormWeights(torch.ones(HIDDEN, dtype=dtype), 0.0)
+    # The norm of one input of 48 is sqrt(48), so these are ones behind it, but for its rounding.
+    inputs = torch.eye(HIDDEN, dtype=dtype)
+    ones = TorchOps().rms_norm(inputs, norm.weight, norm.eps)[0].diagonal()[0]
+    whole, steps = quantize_int8(matrix.weight)
+    products = (whole.to(dtype) * ones).float() * steps[:, None]
+    bias = 0 if matrix.bias is None else matrix.bias[:, None]
+    head = ComposedOps(TorchOps(), is_int8=True).head(
+        norm_on(device, norm), matrix_on(device, matrix)
+    )
+    zeros = torch.zeros_like(inputs, device=device)
+    logits = head(inputs.to(device), zeros)
+    assert torch.equal(logits.cpu(), (products + bias).to(dtype).float().T)
