@@ -163,7 +163,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     scheduling_policy: Literal["fcfs"] = "fcfs"
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    cpu_kernels: Literal["auto", "amx_bf16", "avx512_bf16", "avx2", "portable", "torch"] = "auto"
+    cpu_kernels: Literal[
+        "auto", "amx_bf16", "avx512_bf16", "avx512", "avx2", "portable", "torch"
+    ] = "auto"
     cpu_threads: PositiveInt | None = None
     cpu_binding: str = "auto"
 

@@ -321,6 +321,26 @@ def test_infinite_biases_reach_the_pages_as_the_largest_number_stored(
 
 
 @both_dtypes
+@pytest.mark.parametrize("scale", [1e5, 1e15])
+def test_large_keys_and_values_are_stored_as_they_are(
+    isa: str, dtype: torch.dtype, scale: float
+) -> None:
+    """As in transformers, whose models have them where a head has an outlier."""
+    inputs = AttentionCase(seed=3, rows=[(20, 1), (0, 5)]).inputs(dtype)
+    _, values = inputs.weights.qkv.weight.view(-1, 16, HIDDEN).split([6, 2])
+    values *= scale
+    inputs.weights.qkv.bias.view(-1, 16)[6:] *= scale
+    x, residual = inputs.x.clone(), inputs.residual.clone()
+    pages, ops = packed(inputs.pages), native_ops(isa)
+    step = ops.begin(inputs.batch, inputs.rotation)
+    actual = ops.attention(inputs.weights)(x, residual, step, pages)
+    assert_close(actual / scale, inputs.expected(is_int8=False) / scale)
+    stored = unpacked(pages, 16).values
+    assert stored.abs().max() > scale
+    assert_close(stored / scale, inputs.pages.values / scale)
+
+
+@both_dtypes
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**31),

@@ -27,6 +27,7 @@ from charonia.errors import RankLostError
 from charonia.parallel.comm import SharedMemoryComm
 from charonia.protocol import KVLayout
 from support.kernels import ISAS, kernels_for, native_ops
+from support.memory import limited_memory
 from support.ranks import LONG, Ranks, shared_memory
 
 CPU = torch.device("cpu")
@@ -257,6 +258,31 @@ def test_layers_without_their_ranks_end_with_an_error_and_leave_the_kernels_free
         ):
             Part(SPECS[0], torch.float32, ops, exchange).run([5], steps)
     assert torch.equal(alone.run([5], steps)[0], expected)
+
+
+def run_out_of_memory(exchange: Any, isa: str) -> str:
+    """Compute, where rank 1 has no memory in the middle; say how it ends."""
+    part = Part(SPECS[0], torch.float32, native_ops(isa, 1), exchange)
+    part.run([40], [[(0, 40)]])
+    layers = part.layers
+
+    def without_memory(*args: Any) -> Tensor:
+        with limited_memory(0):
+            return layers(*args)
+
+    if exchange.rank == 1:
+        part.layers = without_memory
+    with pytest.raises((RankLostError, RuntimeError, MemoryError)) as caught:
+        part.run([700] * 100, [[(i, 700) for i in range(100)]])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_that_fails_in_the_middle_of_layers_ends_the_others_waiting() -> None:
+    ranks = Ranks(2)
+    first, second = ranks.run(2, ISAS[0], run_out_of_memory, ISAS[0])
+    ranks.close()
+    assert first == "RankLostError: rank 1 of the group has failed in a step"
+    assert "memory" in second or "bad_alloc" in second
 
 
 def test_layers_that_wait_for_ranks_let_other_threads_run() -> None:

@@ -11,8 +11,12 @@ from torch import Tensor
 from charonia.data.ops.base import Pages, Rotation, StepBatch
 from charonia.data.ops.composed import PagedAttention
 
-LARGEST_STORED = 6e4
-"""Bound of what replaces infinities in the pages; within float16's range of 65,504."""
+IN_PLACE_OF_INFINITY = 6e4
+"""What replaces infinities in the pages; finite numbers are stored as they are.
+
+An infinity there would spoil other requests: times their zero weight it is no number. The request
+that computed it has lost its meaning already, so any number does; this one is within float16's
+range of 65,504, and leaves the sums that it goes into finite."""
 
 
 class ReferenceOps:
@@ -65,7 +69,7 @@ class ReferenceOps:
 
 
 def _finite(x: Tensor) -> Tensor:
-    return torch.nan_to_num(x, nan=0.0, posinf=LARGEST_STORED, neginf=-LARGEST_STORED)
+    return torch.nan_to_num(x, nan=0.0, posinf=IN_PLACE_OF_INFINITY, neginf=-IN_PLACE_OF_INFINITY)
 
 
 def _rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from charonia.data.ops.base import Pages, Rotation, StepBatch
 from charonia.data.ops.composed import PagedAttention
-from charonia.data.ops.reference import LARGEST_STORED
+from charonia.data.ops.reference import IN_PLACE_OF_INFINITY
 
 
 class TorchOps:
@@ -54,7 +54,7 @@ class TorchOps:
 
 def _store(pages: Tensor, slots: Tensor, x: Tensor) -> None:
     """Write `x` [tokens, kv_heads, head_dim] to its slots, finite."""
-    finite = torch.nan_to_num(x, nan=0.0, posinf=LARGEST_STORED, neginf=-LARGEST_STORED)
+    finite = torch.nan_to_num(x, nan=0.0, posinf=IN_PLACE_OF_INFINITY, neginf=-IN_PLACE_OF_INFINITY)
     pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, finite)
 
 

@@ -9,31 +9,113 @@
 #include <utility>
 #include <vector>
 
+#include "check.h"
 #include "matrix.h"
 #include "pool.h"
 #include "vectors.h"
 
 namespace charonia {
 
-// What is stored must be finite, or masking it out by a zero weight would not.
-constexpr float kLargestStored = 6e4f;
-inline float finite(float x) { return x != x ? 0 : std::clamp(x, -kLargestStored, kLargestStored); }
+// What is stored must be finite, or masking it out by a zero weight would not: others may read it
+// there. Finite numbers stay as they are. Of a request that has computed infinities nothing right
+// can come; with this number, which every type has, its sums are finite again in most cases.
+constexpr float kInPlaceOfInfinity = 6e4f;
+inline float finite(float x) {
+  if (std::fabs(x) <= std::numeric_limits<float>::max()) return x;
+  return x != x ? 0 : std::copysign(kInPlaceOfInfinity, x);
+}
 inline bf16 finite(bf16 x) {
   return (x.bits & 0x7f80) == 0x7f80 ? rounded<bf16>(finite(to_float(x))) : x;
 }
 
-// The tokens of one step and where their context lies; see StepBatch in ops/base.py.
+using PagesOfLayer = std::pair<at::Tensor, at::Tensor>;  // keys, values; see Pages
+
+struct HeadShape {
+  int64_t heads, kv_heads, head_dim;
+
+  void require_sound() const {
+    require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0 && head_dim > 0 && head_dim % 2 == 0,
+            heads, " heads of ", head_dim, " numbers cannot share ", kv_heads, " of keys");
+  }
+};
+
+// The tokens of one step and where their context lies; see StepBatch in ops/base.py. Whatever says
+// where something lies has been checked, so the tensors must not change any more.
 struct Step {
   Step(at::Tensor positions, at::Tensor slots, std::vector<int64_t> query_starts,
        std::vector<int64_t> context_lens, at::Tensor block_tables, at::Tensor cos, at::Tensor sin)
       : positions(std::move(positions)), slots(std::move(slots)),
         query_starts(std::move(query_starts)), context_lens(std::move(context_lens)),
-        block_tables(std::move(block_tables)), cos(std::move(cos)), sin(std::move(sin)) {}
+        block_tables(std::move(block_tables)), cos(std::move(cos)), sin(std::move(sin)) {
+    require_tensor(this->positions, "positions", at::kLong, {kAnySize});
+    require_tensor(this->slots, "slots", at::kLong, {num_tokens()});
+    const auto rows = static_cast<int64_t>(this->context_lens.size());
+    require_tensor(this->block_tables, "block_tables", at::kLong, {rows, kAnySize});
+    require_rows(rows);
+    require_tensor(this->cos, "cos", this->cos.scalar_type(), {kAnySize, kAnySize});
+    require_tensor(this->sin, "sin", this->cos.scalar_type(),
+                   {this->cos.size(0), this->cos.size(1)});
+    require_below(data<int64_t>(this->positions), num_tokens(), this->cos.size(0), "positions");
+    end_of_slots_ = end_of(this->slots);
+    end_of_blocks_ = end_of(this->block_tables);
+  }
+
+  int64_t num_tokens() const { return positions.size(0); }
+
+  // The angles are for such heads, and all slots and blocks lie in these pages.
+  void require_fit(at::ScalarType type, const HeadShape& shape, const PagesOfLayer& pages) const {
+    const auto& [keys, values] = pages;
+    const int64_t pair = type == at::kBFloat16 ? Format<bf16>::kStep : Format<float>::kStep;
+    const int64_t dim = (shape.head_dim + kFill - 1) / kFill * kFill;
+    require_tensor(cos, "cos", type, {kAnySize, shape.head_dim / 2});
+    require_tensor(keys, "keys", type, {kAnySize, shape.kv_heads, dim / pair, kAnySize, pair});
+    const int64_t blocks = keys.size(0), block_size = keys.size(3);
+    require(block_size > 0 && block_size % kFill == 0, "blocks must be of a multiple of ", kFill,
+            " tokens, not of ", block_size);
+    require_tensor(values, "values", type,
+                   {blocks, shape.kv_heads, block_size / pair, dim, pair});
+    require(end_of_slots_ <= blocks * block_size, "slots has ", end_of_slots_ - 1, "; there are ",
+            blocks, " blocks of ", block_size);
+    require(end_of_blocks_ <= blocks, "block_tables has ", end_of_blocks_ - 1, "; there are ",
+            blocks, " blocks");
+    require(longest_ <= block_tables.size(1) * block_size, "context_lens has ", longest_,
+            "; block_tables has ", block_tables.size(1), " blocks of ", block_size,
+            " for each row");
+  }
 
   at::Tensor positions, slots;  // [tokens]
   std::vector<int64_t> query_starts, context_lens;
   at::Tensor block_tables;  // [rows, blocks]
   at::Tensor cos, sin;      // [positions, head_dim / 2]
+
+ private:
+  static constexpr int64_t kFill = 16;  // the widest vectors; as `_LANES` in ops.py
+
+  void require_rows(int64_t rows) {
+    require(static_cast<int64_t>(query_starts.size()) == rows + 1 && query_starts.front() == 0 &&
+                query_starts.back() == num_tokens(),
+            "query_starts must go from 0 to ", num_tokens(), ", and have a number more than the ",
+            rows, " rows");
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t count = query_starts[row + 1] - query_starts[row];
+      require(0 <= count && count <= context_lens[row], "row ", row, " of context_lens has ",
+              context_lens[row], ", and by query_starts ", count, " of these are of this step");
+      longest_ = std::max(longest_, context_lens[row]);
+    }
+  }
+
+  static int64_t end_of(const at::Tensor& numbers) {
+    const int64_t* first = data<int64_t>(numbers);
+    int64_t least = 0, most = -1;
+    for (int64_t i = 0; i < numbers.numel(); ++i) {
+      least = std::min(least, first[i]);
+      most = std::max(most, first[i]);
+    }
+    require(least >= 0, "slots and block_tables must not have ", least);
+    return most + 1;
+  }
+
+  int64_t end_of_slots_ = 0, end_of_blocks_ = 0, longest_ = 0;
 };
 
 // Pages of one layer. `dim` is head_dim, filled up with zeros to a multiple of 16; within a block
@@ -88,6 +170,7 @@ class AttentionOverPages {
           tiles_.push_back({static_cast<int64_t>(row), head, first, last - first, seen, 0});
         }
     }
+    if (tiles_.empty()) return;
     // Longest first, so that no thread is left alone with a long one.
     std::stable_sort(tiles_.begin(), tiles_.end(),
                      [](const Tile& a, const Tile& b) { return a.seen > b.seen; });

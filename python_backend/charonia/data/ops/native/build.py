@@ -25,28 +25,24 @@ import torch
 
 SOURCE_DIR = Path(__file__).parent
 _MODULE = "charonia_kernels"  # as kernels.cpp says
-_AVX512_FLAGS = [
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512dq",
-    "-mavx512vl",
-    "-mavx512bf16",
-    "-mavx2",
-    "-mfma",
-]
+_AVX2_FLAGS = ["-mavx2", "-mfma"]
+_AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2_FLAGS]
 FLAGS = {
-    "amx_bf16": [*_AVX512_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
-    "avx512_bf16": _AVX512_FLAGS,
-    "avx2": ["-mavx2", "-mfma"],
+    "amx_bf16": [*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
+    "avx512_bf16": [*_AVX512_FLAGS, "-mavx512bf16"],
+    "avx512": _AVX512_FLAGS,
+    "avx2": _AVX2_FLAGS,
     "portable": [],
 }
 """Compiler flags of each instruction set, best first."""
 
-_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx2", "fma"}
+_AVX2 = {"avx2", "fma"}
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", *_AVX2}
 _NEEDED = {
-    "amx_bf16": {*_AVX512, "avx512vbmi", "amx_tile", "amx_bf16"},
-    "avx512_bf16": _AVX512,
-    "avx2": {"avx2", "fma"},
+    "amx_bf16": {*_AVX512, "avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16"},
+    "avx512_bf16": {*_AVX512, "avx512_bf16"},
+    "avx512": _AVX512,
+    "avx2": _AVX2,
     "portable": set(),
 }
 _COMMON_FLAGS = [

@@ -23,8 +23,10 @@
 #include <tuple>
 #include <vector>
 
+#include "check.h"
 #include "matrix.h"
 #include "pool.h"
+#include "turn.h"
 #include "vectors.h"
 
 namespace charonia {
@@ -48,12 +50,9 @@ constexpr size_t kApart = 128;
 
 constexpr int64_t kPage = 4096;
 
-constexpr int32_t kRunning = 0, kAborted = -1, kDiffer = -2;  // else 1 + the rank that is lost
-
-template <class... Args>
-void require(bool holds, const Args&... text) {
-  if (!holds) throw std::invalid_argument(c10::str(text...));
-}
+// Why an exchange ended; the last two are followed by one for every rank.
+constexpr int32_t kRunning = 0, kAborted = -1, kDiffer = -2, kLost = 1,
+                  kFailed = kLost + Exchange::kMaxRanks;
 
 }  // namespace
 
@@ -63,6 +62,10 @@ struct Exchange::Shared {
   struct Message {
     int64_t operation, bytes;
     bool operator==(const Message&) const = default;
+    const char* name() const {
+      const bool is_known = 0 <= operation && operation < static_cast<int64_t>(Operation::kCount);
+      return is_known ? kNames[operation] : "nothing";
+    }
   };
 
   // Written by its rank alone.
@@ -148,8 +151,8 @@ const T* Exchange::of(int rank) {
   if (its != mine) {
     end(kDiffer);
     throw std::runtime_error(c10::str("the ranks do not do the same: ", rank_, " of the group gives ",
-                                      mine.bytes, " bytes to ", kNames[mine.operation], ", ", rank,
-                                      " gives ", its.bytes, " to ", kNames[its.operation]));
+                                      mine.bytes, " bytes to ", mine.name(), ", ", rank, " gives ",
+                                      its.bytes, " to ", its.name()));
   }
   return reinterpret_cast<const T*>(buffer(rank, round_));
 }
@@ -173,7 +176,7 @@ void Exchange::await(int rank, uint64_t round) {
     if (waited < kSpin)
       pause();
     else if (waited > timeout)
-      end(1 + rank);
+      end(kLost + rank);
     else if (waited < kYield)
       sched_yield();
     else
@@ -210,12 +213,16 @@ void Exchange::end(int32_t cause) {
 
 void Exchange::abort() { end(kAborted); }
 
+void Exchange::fail() { end(kFailed + rank_); }
+
 void Exchange::raise_lost() const {
   const int32_t cause = shared_->end.load(std::memory_order_relaxed);
   if (cause == kAborted) throw RankLost("the exchange between ranks was aborted");
   if (cause == kDiffer) throw RankLost("the ranks of the group do not do the same");
+  if (cause >= kFailed)
+    throw RankLost(c10::str("rank ", cause - kFailed, " of the group has failed in a step"));
   throw RankLost(
-      c10::str("rank ", cause - 1, " of the group did not answer within ", timeout_, " s"));
+      c10::str("rank ", cause - kLost, " of the group did not answer within ", timeout_, " s"));
 }
 
 // ------------------------------------------------------------------------------- operations
@@ -323,9 +330,8 @@ void Exchange::broadcast(char* at, int64_t bytes, int source) {
 namespace {
 
 void require_plain(const at::Tensor& x, const char* name) {
-  require(x.device().is_cpu() && x.is_contiguous(), name,
-          " must be a contiguous tensor on the CPU, not ", x.device(), " with shape ", x.sizes(),
-          " and strides ", x.strides());
+  require(is_plain(x), name, " must be a contiguous tensor on the CPU, not ", x.device(),
+          " with shape ", x.sizes(), " and strides ", x.strides());
 }
 
 // Call f with a value of the element type, of those that can be added up.
@@ -392,7 +398,7 @@ std::map<std::string, std::tuple<int64_t, int64_t, double>> counters(const Excha
 
 void bind_exchange(pybind11::module_& module) {
   namespace py = pybind11;
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using WithoutLock = py::call_guard<Unlocked>;
   py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
@@ -408,11 +414,11 @@ void bind_exchange(pybind11::module_& module) {
       .def_property_readonly("rank", &Exchange::rank)
       .def_property_readonly("size", &Exchange::size)
       .def("counters", &counters)
-      .def("all_reduce", &all_reduce, Unlocked())
-      .def("all_gather", &all_gather, Unlocked())
-      .def("broadcast", &broadcast, Unlocked())
-      .def("reduce_scatter", &reduce_scatter, Unlocked())
-      .def("abort", &Exchange::abort, Unlocked());
+      .def("all_reduce", &all_reduce, WithoutLock())
+      .def("all_gather", &all_gather, WithoutLock())
+      .def("broadcast", &broadcast, WithoutLock())
+      .def("reduce_scatter", &reduce_scatter, WithoutLock())
+      .def("abort", &Exchange::abort, WithoutLock());
 }
 
 }  // namespace charonia

@@ -82,6 +82,9 @@ class Exchange {
   // End this and every other rank's waiting, now and in future. Any thread may.
   void abort();
 
+  // The same, because this rank cannot go on with what the others are in the middle of.
+  void fail();
+
  private:
   struct Shared;
   class Turn;

@@ -13,18 +13,12 @@
 #include <vector>
 
 #include "attention.h"
+#include "check.h"
 #include "layer.h"
 #include "pool.h"
 #include "sampling.h"
 
 namespace charonia {
-
-// The rows' tokens [rows, max_model_len] and block ids [rows, blocks], int64; drafts are written
-// behind the known tokens.
-struct RowTables {
-  at::Tensor tokens, blocks;
-  int64_t block_size;
-};
 
 // What is asked for a row: to compute `count` tokens from `start` on, which end with the last one
 // known where it is to guess, then to guess.
@@ -33,20 +27,52 @@ struct GuessOfRow {
   const Sampling* sampling;
 };
 
+// The rows' tokens [rows, max_model_len] and block ids [rows, blocks], int64; drafts are written
+// behind the known tokens.
+struct RowTables {
+  RowTables(at::Tensor tokens, at::Tensor blocks, int64_t block_size)
+      : tokens(std::move(tokens)), blocks(std::move(blocks)), block_size(block_size) {
+    require_tensor(this->tokens, "tokens", at::kLong, {kAnySize, kAnySize});
+    require_tensor(this->blocks, "blocks", at::kLong, {this->tokens.size(0), kAnySize});
+    require(block_size > 0, "block_size must be positive, not ", block_size);
+  }
+
+  // Nothing that is asked for lies, or goes, outside of the tables.
+  void require_fit(const GuessOfRow& one) const {
+    const int64_t size = std::min(tokens.size(1), blocks.size(1) * block_size);
+    require(0 <= one.row && one.row < tokens.size(0), "there is no row ", one.row, " among ",
+            tokens.size(0));
+    require(one.sampling != nullptr, "row ", one.row, " has no sampling");
+    require(0 <= one.start && 0 < one.count && one.count <= size - one.start, "row ", one.row,
+            " cannot compute ", one.count, " tokens from ", one.start, " on; it has room for ",
+            size);
+    require(0 <= one.num_guesses && 0 <= one.num_prompt && one.num_prompt <= one.num_known &&
+                one.num_known <= size - one.num_guesses,
+            "row ", one.row, " cannot guess ", one.num_guesses, " tokens behind ", one.num_known,
+            ", of which ", one.num_prompt, " are its prompt; it has room for ", size);
+  }
+
+  at::Tensor tokens, blocks;
+  int64_t block_size;
+};
+
 class Guesser {
  public:
   // embedding [vocabulary, hidden]; cos, sin [positions, head_dim / 2].
   Guesser(at::Tensor embedding, std::shared_ptr<Layers> layers, std::shared_ptr<Head> head,
           at::Tensor cos, at::Tensor sin)
       : embedding_(std::move(embedding)), layers_(std::move(layers)), head_(std::move(head)),
-        cos_(std::move(cos)), sin_(std::move(sin)) {}
+        cos_(std::move(cos)), sin_(std::move(sin)) {
+    require(layers_ && head_, "a model has layers and a head");
+    require(layers_->type() == type() && layers_->hidden() == head_->hidden(), "layers of ",
+            layers_->hidden(), " ", layers_->type(), " and a head of ", head_->hidden(), " ",
+            type(), " do not fit");
+    require_tensor(embedding_, "embedding", type(), {kAnySize, head_->hidden()});
+  }
 
   template <class T>
   void run(std::vector<GuessOfRow> asked, const RowTables& tables,
            const std::vector<PagesOfLayer>& pages) const {
-    for (const at::Tensor& table : {tables.tokens, tables.blocks})
-      TORCH_CHECK(table.is_contiguous() && table.scalar_type() == at::kLong,
-                  "the rows' tables must be int64 and in a row");
     for (int64_t place = 0; !asked.empty(); ++place) {
       pass<T>(asked, tables, pages, place);
       std::erase_if(asked, [&](const GuessOfRow& one) { return one.num_guesses <= place + 1; });
@@ -67,16 +93,20 @@ class Guesser {
   void pass(const std::vector<GuessOfRow>& asked, const RowTables& tables,
             const std::vector<PagesOfLayer>& pages, int64_t place) const {
     const Step step = step_of(asked, tables);
-    const int64_t size = embedding_.size(1), num_tokens = step.positions.size(0);
+    const int64_t size = embedding_.size(1), num_tokens = step.num_tokens();
+    layers_->require_fit(num_tokens, step, pages);
     thread_local Scratch residual_memory, x_memory, logits_memory;
     T* residual = residual_memory.get<T>(num_tokens * size);
     T* x = x_memory.get<T>(num_tokens * size);
     T* to = residual;
-    for (const GuessOfRow& one : asked)
+    for (const GuessOfRow& one : asked) {
+      const int64_t* ids = tokens_of(one, tables) + one.start;
+      require_below(ids, one.count, embedding_.size(0), "tokens");
       for (int64_t i = 0; i < one.count; ++i, to += size) {
-        const T* from = data<T>(embedding_) + tokens_of(one, tables)[one.start + i] * size;
+        const T* from = data<T>(embedding_) + ids[i] * size;
         std::copy(from, from + size, to);
       }
+    }
     (*layers_)(residual, num_tokens, step, pages, x);
     // The last token of each row that guesses is moved to the front.
     std::vector<const GuessOfRow*> guessing;

@@ -2,6 +2,7 @@
 //
 //   vectors.h    the processor's vectors, number formats, the inner loop of all products
 //   tiles.h      the same by AMX
+//   check.h      what is accepted from Python
 //   pool.h       threads
 //   matrix.h     packed weights, in float32, bfloat16 and int8
 //   attention.h  pages and attention over them
@@ -20,6 +21,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <pthread.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -33,6 +35,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "check.h"
 #include "guess.h"
 #include "layer.h"
 #include "matrix.h"
@@ -57,10 +60,14 @@ struct Work {
 // taking it back from a busy thread can cost more than a whole step of a small model.
 template <class F>
 void compute(at::ScalarType type, const Work& work, F&& f) {
-  std::optional<pybind11::gil_scoped_release> released;
-  if (work.is_long()) released.emplace();
-  const auto turn = released ? std::unique_lock(one_at_a_time) : take_turn();
-  with_type(type, f);
+  if (work.is_long()) {
+    const Unlocked unlocked;
+    const auto turn = await_turn();
+    with_type(type, f);
+  } else {
+    const auto turn = take_turn();
+    with_type(type, f);
+  }
 }
 
 using MaybeTensor = std::optional<at::Tensor>;
@@ -71,9 +78,18 @@ const T* added(const MaybeTensor& x) {
   return x ? data<T>(*x) : nullptr;
 }
 
+// x, where there is one, and residual are [rows, size] of a type.
+void require_stream(const MaybeTensor& x, const at::Tensor& residual, at::ScalarType type,
+                    int64_t size) {
+  require_tensor(residual, "residual", type, {kAnySize, size});
+  if (x) require_tensor(*x, "x", type, {residual.size(0), size});
+}
+
 // residual += x; return what attention contributes, in x's memory; all [tokens, hidden].
 at::Tensor attend(const Attention& attention, const MaybeTensor& x, const at::Tensor& residual,
                   const Step& step, const PagesOfLayer& pages) {
+  require_stream(x, residual, attention.type(), attention.hidden());
+  attention.require_fit(residual.size(0), step, pages);
   auto out = x ? *x : at::empty_like(residual);
   compute(attention.type(), {residual.size(0), attention.num_weights()}, [&](auto zero) {
     using T = decltype(zero);
@@ -85,6 +101,7 @@ at::Tensor attend(const Attention& attention, const MaybeTensor& x, const at::Te
 
 // residual += x; return what the MLP contributes, in x's memory; all [tokens, hidden].
 at::Tensor feed_forward(const Mlp& mlp, const MaybeTensor& x, const at::Tensor& residual) {
+  require_stream(x, residual, mlp.type(), mlp.hidden());
   auto out = x ? *x : at::empty_like(residual);
   compute(mlp.type(), {residual.size(0), mlp.num_weights()}, [&](auto zero) {
     using T = decltype(zero);
@@ -97,11 +114,16 @@ at::Tensor feed_forward(const Mlp& mlp, const MaybeTensor& x, const at::Tensor& 
 // each other holding the kernels' lock, so each has a process of its own.
 at::Tensor run_layers(const Layers& layers, const at::Tensor& residual, const Step& step,
                       const std::vector<PagesOfLayer>& pages) {
-  auto out = at::empty_like(residual);
-  const Work work = {residual.size(0), layers.num_weights(), layers.waits_for_ranks()};
-  compute(residual.scalar_type(), work, [&](auto zero) {
-    using T = decltype(zero);
-    layers(data<T>(residual), residual.size(0), step, pages, data<T>(out));
+  at::Tensor out;
+  layers.for_all_ranks([&] {
+    require_tensor(residual, "residual", layers.type(), {kAnySize, layers.hidden()});
+    layers.require_fit(residual.size(0), step, pages);
+    out = at::empty_like(residual);
+    const Work work = {residual.size(0), layers.num_weights(), layers.waits_for_ranks()};
+    compute(layers.type(), work, [&](auto zero) {
+      using T = decltype(zero);
+      layers(data<T>(residual), residual.size(0), step, pages, data<T>(out));
+    });
   });
   return out;
 }
@@ -109,6 +131,7 @@ at::Tensor run_layers(const Layers& layers, const at::Tensor& residual, const St
 // Logits [tokens, vocabulary] float32 of x + residual [tokens, hidden].
 at::Tensor logits_of(const Head& head, const at::Tensor& x, const at::Tensor& residual) {
   const at::Tensor last = x.contiguous(), stream = residual.contiguous();
+  require_stream(last, stream, head.type(), head.hidden());
   auto logits = at::empty({x.size(0), head.vocabulary()}, x.options().dtype(at::kFloat));
   compute(head.type(), {x.size(0), head.num_weights()}, [&](auto zero) {
     using T = decltype(zero);
@@ -123,22 +146,25 @@ using Guess = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, c
 
 void guess(const Guesser& guesser, const std::vector<Guess>& guesses, const at::Tensor& tokens,
            const at::Tensor& blocks, int64_t block_size, const std::vector<PagesOfLayer>& pages) {
+  const RowTables tables = {tokens, blocks, block_size};
   std::vector<GuessOfRow> asked;
   int64_t count = 0, num_passes = 1;
   for (const Guess& one : guesses) {
     asked.push_back(std::make_from_tuple<GuessOfRow>(one));
+    tables.require_fit(asked.back());
     count += asked.back().count;
     num_passes = std::max(num_passes, asked.back().num_guesses);
   }
   const Work work = {count, num_passes * guesser.num_weights(), guesser.waits_for_ranks()};
   compute(guesser.type(), work, [&](auto zero) {
-    guesser.run<decltype(zero)>(asked, {tokens, blocks, block_size}, pages);
+    guesser.run<decltype(zero)>(asked, tables, pages);
   });
 }
 
 // x W^T + b, [rows, inputs] to [rows, outputs] of x's type or float32.
 at::Tensor multiply_by(const Matrix& matrix, const at::Tensor& x, bool as_float32) {
   const at::Tensor from = x.contiguous();
+  require_tensor(from, "x", matrix.type, {kAnySize, matrix.inputs});
   const auto type = as_float32 ? at::kFloat : matrix.type;
   auto y = at::empty({x.size(0), matrix.outputs}, x.options().dtype(type));
   compute(matrix.type, {x.size(0), matrix.num_weights()}, [&](auto zero) {
@@ -154,6 +180,9 @@ at::Tensor multiply_by(const Matrix& matrix, const at::Tensor& x, bool as_float3
 // residual += x; return its norm; all [rows, size].
 at::Tensor rms_norm(const MaybeTensor& x, const at::Tensor& residual, const at::Tensor& weight,
                     float eps) {
+  require(residual.dim() == 2, "residual must be [rows, size], not ", residual.sizes());
+  require_stream(x, residual, residual.scalar_type(), residual.size(1));
+  require_tensor(weight, "weight", residual.scalar_type(), {residual.size(1)});
   auto out = at::empty_like(residual);
   compute(residual.scalar_type(), {residual.size(0), 0}, [&](auto zero) {
     using T = decltype(zero);
@@ -166,6 +195,12 @@ at::Tensor rms_norm(const MaybeTensor& x, const at::Tensor& residual, const at::
 // query [tokens, heads, head_dim] to the same, over what is in the pages.
 at::Tensor paged_attention(const at::Tensor& query, const Step& step, const PagesOfLayer& pages) {
   const at::Tensor from = query.contiguous();
+  require(from.dim() == 3, "query must be [tokens, heads, head_dim], not ", query.sizes());
+  require_tensor(from, "query", query.scalar_type(), {step.num_tokens(), kAnySize, kAnySize});
+  require(pages.first.dim() > 1, "keys must be [blocks, kv_heads, ...], not ", pages.first.sizes());
+  const HeadShape heads = {query.size(1), pages.first.size(1), query.size(2)};
+  heads.require_sound();
+  step.require_fit(query.scalar_type(), heads, pages);
   auto out = at::empty_like(from);
   compute(query.scalar_type(), {query.size(0), 0}, [&](auto zero) {
     using T = decltype(zero);
@@ -186,8 +221,11 @@ PYBIND11_MODULE(charonia_kernels, module) {
   namespace py = pybind11;
   using namespace charonia;
   module.attr("ISA") = kIsa;
+  pthread_atfork(nullptr, nullptr, begin_anew_in_child);
+  py::module_::import("atexit").attr("register")(py::cpp_function(take_last_turns));
   module.def("set_threads", [](int num_threads, const std::vector<int>& helpers_cores) {
-    const std::lock_guard guard(one_at_a_time);
+    require(num_threads > 0, "num_threads must be positive, not ", num_threads);
+    const auto turn = take_turn();
     Pool::get().resize(num_threads, helpers_cores);
   });
   module.def("phase_seconds", [] {
@@ -205,26 +243,26 @@ PYBIND11_MODULE(charonia_kernels, module) {
       .def(py::init<at::Tensor, at::Tensor, std::vector<int64_t>, std::vector<int64_t>, at::Tensor,
                     at::Tensor, at::Tensor>());
   // Packing takes seconds, in which a rank must be able to say that it lives.
-  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  using WithoutLock = py::call_guard<Unlocked>;
   py::class_<Matrix>(module, "Matrix", py::module_local())
-      .def(py::init<const at::Tensor&, const MaybeTensor&, bool, bool>(), Unlocked())
+      .def(py::init<const at::Tensor&, const MaybeTensor&, bool, bool>(), WithoutLock())
       .def("__call__", &multiply_by);
   py::class_<Norm>(module, "Norm", py::module_local()).def(py::init<at::Tensor, float>());
   py::class_<Mlp, std::shared_ptr<Mlp>>(module, "Mlp", py::module_local())
       .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, const at::Tensor&,
                     const MaybeTensor&, bool>(),
-           Unlocked())
+           WithoutLock())
       .def("__call__", &feed_forward);
   py::class_<Attention, std::shared_ptr<Attention>>(module, "Attention", py::module_local())
       .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, const at::Tensor&,
                     const MaybeTensor&, std::optional<Norm>, std::optional<Norm>, int64_t, bool>(),
-           Unlocked())
+           WithoutLock())
       .def("__call__", &attend);
   py::class_<Layers, std::shared_ptr<Layers>>(module, "Layers", py::module_local())
       .def(py::init<std::vector<Layers::Layer>, std::shared_ptr<Exchange>>())
       .def("__call__", &run_layers);
   py::class_<Head, std::shared_ptr<Head>>(module, "Head", py::module_local())
-      .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, bool>(), Unlocked())
+      .def(py::init<Norm, const at::Tensor&, const MaybeTensor&, bool>(), WithoutLock())
       .def("__call__", &logits_of);
   py::class_<Guesser>(module, "Guesser", py::module_local())
       .def(py::init<at::Tensor, std::shared_ptr<Layers>, std::shared_ptr<Head>, at::Tensor,

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "check.h"
 #include "exchange.h"
 #include "matrix.h"
 #include "pool.h"
@@ -102,6 +103,10 @@ void multiply_and_sum(const Matrix& matrix, Phase phase, const T* x, int64_t row
 struct Norm {
   at::Tensor weight;
   float eps;
+
+  void require_fit(const char* name, at::ScalarType type, int64_t size) const {
+    require_tensor(weight, name, type, {size});
+  }
 };
 
 class Mlp {
@@ -109,7 +114,13 @@ class Mlp {
   Mlp(Norm norm, const at::Tensor& gate_up, const std::optional<at::Tensor>& bias,
       const at::Tensor& down, const std::optional<at::Tensor>& down_bias, bool is_int8)
       : norm_(std::move(norm)), gate_up_(gate_up, bias, true, is_int8),
-        down_(down, down_bias, false, is_int8) {}
+        down_(down, down_bias, false, is_int8) {
+    norm_.require_fit("norm", type(), hidden());
+    require(down_.type == type() && down_.outputs == hidden() &&
+                gate_up_.outputs == 2 * down_.inputs,
+            "gate and up of ", gate_up.sizes(), " ", type(), " do not fit down of ", down.sizes(),
+            " ", down_.type);
+  }
 
   // residual += x; out = down(silu(gate) * up) of its norm, the sum of all ranks' where there is an
   // exchange; all [rows, hidden].
@@ -124,6 +135,7 @@ class Mlp {
   }
 
   at::ScalarType type() const { return gate_up_.type; }
+  int64_t hidden() const { return gate_up_.inputs; }
   int64_t num_weights() const { return gate_up_.num_weights() + down_.num_weights(); }
 
  private:
@@ -151,7 +163,18 @@ class Attention {
             bool is_int8)
       : norm_(std::move(norm)), qkv_(qkv, qkv_bias, false, is_int8),
         output_(output, output_bias, false, is_int8), query_norm_(std::move(query_norm)),
-        key_norm_(std::move(key_norm)), head_dim_(head_dim) {}
+        key_norm_(std::move(key_norm)), shape_(shape_of(qkv_, output_, head_dim)) {
+    norm_.require_fit("norm", type(), hidden());
+    if (query_norm_) query_norm_->require_fit("query_norm", type(), head_dim);
+    if (key_norm_) key_norm_->require_fit("key_norm", type(), head_dim);
+  }
+
+  // There are so many tokens in this step, and it and these pages are for such heads.
+  void require_fit(int64_t rows, const Step& step, const PagesOfLayer& pages) const {
+    require(rows == step.num_tokens(), "residual has ", rows, " tokens, and the step ",
+            step.num_tokens());
+    step.require_fit(type(), shape_, pages);
+  }
 
   // residual += x; store K and V of its norm; out = what is attended to, by all ranks where there
   // is an exchange; all [rows, hidden].
@@ -163,35 +186,50 @@ class Attention {
     add_and_normalize<T>(residual, x, data<T>(norm_.weight), norm_.eps, rows, qkv_.inputs, normed);
     timed(Phase::kQkv, [&] { qkv_.apply(normed, rows, qkv); });
     timed(Phase::kRope, [&] { rotate_and_write<T>(qkv, rows, step, pages); });
-    const int64_t heads = output_.inputs / head_dim_;
     timed(Phase::kAttention, [&] {
-      AttentionOverPages<T>(step, pages, qkv, qkv_.outputs, heads, head_dim_, normed).run();
+      AttentionOverPages<T>(step, pages, qkv, qkv_.outputs, shape_.heads, shape_.head_dim, normed)
+          .run();
     });
     multiply_and_sum<T>(output_, Phase::kOutput, normed, rows, exchange, out);
   }
 
   at::ScalarType type() const { return qkv_.type; }
+  int64_t hidden() const { return qkv_.inputs; }
   int64_t num_weights() const { return qkv_.num_weights() + output_.num_weights(); }
 
  private:
+  static HeadShape shape_of(const Matrix& qkv, const Matrix& output, int64_t head_dim) {
+    require(head_dim > 0, "head_dim must be positive, not ", head_dim);
+    const int64_t heads = output.inputs / head_dim;
+    const HeadShape shape = {heads, (qkv.outputs / head_dim - heads) / 2, head_dim};
+    shape.require_sound();
+    require(qkv.type == output.type && qkv.inputs == output.outputs &&
+                output.inputs == heads * head_dim &&
+                qkv.outputs == (heads + 2 * shape.kv_heads) * head_dim,
+            "qkv of [", qkv.outputs, ", ", qkv.inputs, "] ", qkv.type, " does not fit output of [",
+            output.outputs, ", ", output.inputs, "] ", output.type, " with heads of ", head_dim);
+    return shape;
+  }
+
   template <class T>
   void rotate_and_write(T* qkv, int64_t rows, const Step& step, const Pages<T>& pages) const {
-    const int64_t half = head_dim_ / 2, heads = output_.inputs / head_dim_;
+    const int64_t heads = shape_.heads, kv_heads = shape_.kv_heads, head_dim = shape_.head_dim;
+    const int64_t half = head_dim / 2;
     for_rows(rows, [&](int64_t row) {
       const int64_t position = data<int64_t>(step.positions)[row];
       const T* cos = data<T>(step.cos) + position * half;
       const T* sin = data<T>(step.sin) + position * half;
       T* const first = qkv + row * qkv_.outputs;
-      for (int64_t head = 0; head < heads + pages.kv_heads; ++head) {
-        T* const at = first + head * head_dim_;
+      for (int64_t head = 0; head < heads + kv_heads; ++head) {
+        T* const at = first + head * head_dim;
         const auto& norm = head < heads ? query_norm_ : key_norm_;
-        if (norm) normalize(at, data<T>(norm->weight), norm->eps, head_dim_, at);
+        if (norm) normalize(at, data<T>(norm->weight), norm->eps, head_dim, at);
         rotate(at, cos, sin, half);
       }
       const int64_t slot = data<int64_t>(step.slots)[row];
-      for (int64_t head = 0; head < pages.kv_heads; ++head) {
-        const T* key = first + (heads + head) * head_dim_;
-        pages.write(slot, head, key, key + pages.kv_heads * head_dim_, head_dim_);
+      for (int64_t head = 0; head < kv_heads; ++head) {
+        const T* key = first + (heads + head) * head_dim;
+        pages.write(slot, head, key, key + kv_heads * head_dim, head_dim);
       }
     });
   }
@@ -199,10 +237,8 @@ class Attention {
   Norm norm_;
   Matrix qkv_, output_;
   std::optional<Norm> query_norm_, key_norm_;
-  int64_t head_dim_;
+  HeadShape shape_;
 };
-
-using PagesOfLayer = std::pair<at::Tensor, at::Tensor>;  // keys, values; see Pages
 
 // All decoder layers. With an exchange each rank has some heads and a part of the MLP in every
 // layer, and the ranks add up what each half of a layer contributes.
@@ -212,8 +248,18 @@ class Layers {
 
   Layers(std::vector<Layer> layers, std::shared_ptr<Exchange> exchange)
       : layers_(std::move(layers)), exchange_(std::move(exchange)) {
-    TORCH_CHECK(!layers_.empty(), "a model has layers");
+    require(!layers_.empty(), "a model has layers");
+    for (const auto& [attention, mlp] : layers_) {
+      require(attention && mlp, "a layer has both of its halves");
+      for (const auto& [its_type, its_hidden] : {std::pair(attention->type(), attention->hidden()),
+                                                 std::pair(mlp->type(), mlp->hidden())})
+        require(its_type == type() && its_hidden == hidden(), "halves of layers of ", its_hidden,
+                " ", its_type, " and of ", hidden(), " ", type(), " do not fit");
+    }
   }
+
+  at::ScalarType type() const { return layers_.front().first->type(); }
+  int64_t hidden() const { return layers_.front().first->hidden(); }
 
   int64_t num_weights() const {
     int64_t count = 0;
@@ -223,12 +269,28 @@ class Layers {
 
   bool waits_for_ranks() const { return exchange_ != nullptr; }
 
+  // There are so many tokens in this step, and it and these pages are for these layers.
+  void require_fit(int64_t rows, const Step& step, const std::vector<PagesOfLayer>& pages) const {
+    require(pages.size() == layers_.size(), pages.size(), " layers' pages for ", layers_.size(),
+            " layers");
+    for (size_t i = 0; i < layers_.size(); ++i) layers_[i].first->require_fit(rows, step, pages[i]);
+  }
+
+  // Call f, which computes these layers. If it throws, no other rank waits for what will not come.
+  template <class F>
+  void for_all_ranks(F&& f) const {
+    try {
+      f();
+    } catch (...) {
+      if (exchange_) exchange_->fail();
+      throw;
+    }
+  }
+
   // residual += all contributions but the last, which is `out`; both [rows, hidden].
   template <class T>
   void operator()(T* residual, int64_t rows, const Step& step,
                   const std::vector<PagesOfLayer>& pages, T* out) const {
-    TORCH_CHECK(pages.size() == layers_.size(), pages.size(), " layers' pages for ",
-                layers_.size(), " layers");
     const T* x = nullptr;
     for (size_t i = 0; i < layers_.size(); ++i) {
       const auto& [attention, mlp] = layers_[i];
@@ -248,7 +310,9 @@ class Layers {
 class Head {
  public:
   Head(Norm norm, const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_int8)
-      : norm_(std::move(norm)), matrix_(weight, bias, false, is_int8) {}
+      : norm_(std::move(norm)), matrix_(weight, bias, false, is_int8) {
+    norm_.require_fit("norm", type(), hidden());
+  }
 
   // logits [rows, vocabulary] of x + residual [rows, hidden].
   template <class T>
@@ -263,6 +327,7 @@ class Head {
 
   at::ScalarType type() const { return matrix_.type; }
   int64_t num_weights() const { return matrix_.num_weights(); }
+  int64_t hidden() const { return matrix_.inputs; }
   int64_t vocabulary() const { return matrix_.outputs; }
 
  private:

@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "pool.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -88,12 +89,14 @@ class WeightMemory {
 // of outputs and its second half side by side.
 class Matrix {
  public:
-  // weight: [outputs, inputs]; bias: [outputs]. Raises where inputs is odd.
+  // weight: [outputs, inputs]; bias: [outputs]. Raises where inputs is odd, or outputs of a pair.
   Matrix(const at::Tensor& weight, const std::optional<at::Tensor>& bias, bool is_paired,
          bool is_int8)
-      : outputs(weight.size(0)), inputs(weight.size(1)), type(weight.scalar_type()),
+      : outputs(checked(weight).size(0)), inputs(weight.size(1)), type(weight.scalar_type()),
         is_int8(is_int8) {
-    if (inputs % 2) throw std::invalid_argument("a matrix with an odd number of inputs");
+    require(inputs % 2 == 0, "a matrix with an odd number of inputs, ", inputs);
+    require(!is_paired || outputs % 2 == 0, "gate and up have ", outputs, " outputs together");
+    if (bias) require_tensor(*bias, "bias", type, {outputs});
     const int64_t per_panel = is_paired ? kLanes : kColumns;
     const int64_t columns = is_paired ? outputs / 2 : outputs;
     num_panels = (columns + per_panel - 1) / per_panel;
@@ -152,6 +155,13 @@ class Matrix {
   int64_t num_panels;
 
  private:
+  static const at::Tensor& checked(const at::Tensor& weight) {
+    with_type(weight.scalar_type(), [](auto) {});
+    require_tensor(weight, "weight", weight.scalar_type(), {kAnySize, kAnySize});
+    require(weight.numel() > 0, "weight must not be empty, and is ", weight.sizes());
+    return weight;
+  }
+
   static constexpr int64_t kRowsAtOnce = 192;  // of x, so that they stay in the cache
 
   // Some rows of x, and a panel of weights.

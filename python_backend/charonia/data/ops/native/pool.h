@@ -9,9 +9,14 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
+#include <new>
+#include <string>
+#include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -33,6 +38,9 @@ inline void pause() {
 // and a helper that has claimed nothing is not waited for: on a machine whose cores have other
 // work too, a helper that does not get to run costs nothing.
 //
+// What a piece of work throws, on whatever thread, ends the job: no more pieces are begun, and the
+// caller throws it once nobody is in the job any more, for the job lies on the caller's stack.
+//
 // A helper looks for work for kSpin after its last, then sleeps. Its door, `gate_`, says which
 // job is on and how many helpers are in it; a job's end closes it before the helpers are awaited:
 //
@@ -48,12 +56,29 @@ class Pool {
   int num_threads() const { return 1 + static_cast<int>(helpers_.size()); }
 
   // Have so many threads, the caller of `run` among them; helper i on core cores[i], or unbound.
+  // Throws where the system does not give them; then there are as many as it gave.
   void resize(int num_threads, const std::vector<int>& cores) {
     stop();
     for (int i = 0; i + 1 < num_threads; ++i) {
       const int core = i < static_cast<int>(cores.size()) ? cores[i] : -1;
-      helpers_.emplace_back([this, core] { help(core); });
+      try {
+        helpers_.emplace_back([this, core] { help(core); });
+      } catch (const std::system_error& error) {
+        const int given = this->num_threads();
+        throw std::system_error(error.code(), "the system gives " + std::to_string(given) + " of " +
+                                                  std::to_string(num_threads) + " threads");
+      }
     }
+  }
+
+  // In a child of fork(), which has nobody but the thread that called it.
+  void forget_helpers() {
+    new (&helpers_) std::vector<std::thread>;  // they are not here to be joined
+    gate_.store(0);
+    sleeping_.store(0);
+    is_stopping_.store(false);
+    has_failed_.store(false);
+    new (&failure_) std::exception_ptr;
   }
 
   // Call f(i) for i in [0, n), on all threads; return when all is done.
@@ -83,6 +108,7 @@ class Pool {
       pause();
       gate = gate_.load(std::memory_order_acquire);
     }
+    if (has_failed_.load(std::memory_order_relaxed)) raise_failure();
   }
 
  private:
@@ -90,7 +116,18 @@ class Pool {
   static constexpr uint64_t kInside = kOpen - 1;
   static constexpr std::chrono::microseconds kSpin{200};
 
-  void work() {
+  // Nothing gets out of here, or the caller would leave a job that others are in.
+  void work() noexcept {
+    try {
+      claim_and_do();
+    } catch (...) {
+      if (!has_failed_.exchange(true, std::memory_order_relaxed))
+        failure_ = std::current_exception();
+      next_.store(end_, std::memory_order_relaxed);
+    }
+  }
+
+  void claim_and_do() {
     const int64_t share = 4 * num_threads();
     int64_t first = next_.load(std::memory_order_relaxed);
     while (first < end_) {
@@ -100,6 +137,12 @@ class Pool {
         first = next_.load(std::memory_order_relaxed);
       }
     }
+  }
+
+  // Once all helpers are out of the job; what they wrote before is seen.
+  [[noreturn]] void raise_failure() {
+    has_failed_.store(false, std::memory_order_relaxed);
+    std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
   void help(int core) {
@@ -161,6 +204,8 @@ class Pool {
   std::vector<std::thread> helpers_;
   std::function<void(int64_t, int64_t)> job_;
   int64_t end_ = 0;
+  std::exception_ptr failure_;  // the first, written by who set has_failed_
+  std::atomic<bool> has_failed_{false};
   alignas(64) std::atomic<uint64_t> gate_{0};
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<uint32_t> bell_{0};
@@ -215,10 +260,19 @@ class Scratch {
   std::vector<char> memory_;
 };
 
-// Scratch memory is shared by all models of a process, so one operation runs at a time.
+// Scratch memory is shared by all models of a process, so one operation runs at a time. It is never
+// destroyed: as the process ends, another thread may still compute.
 inline std::mutex one_at_a_time;
-inline struct {
+struct SharedScratch {
   Scratch normed, wide, inner, partial;
-} scratch;
+};
+inline SharedScratch& scratch = *new SharedScratch;
+
+// In a child of fork() nothing computes, whatever did in its parent.
+inline void begin_anew_in_child() {
+  new (&one_at_a_time) std::mutex;
+  new (&scratch) SharedScratch;
+  Pool::get().forget_helpers();
+}
 
 }  // namespace charonia

@@ -6,11 +6,14 @@
 
 #include <algorithm>
 #include <cfloat>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "check.h"
+#include "matrix.h"
 #include "pool.h"
 #include "sampling.h"
 #include "turn.h"
@@ -23,6 +26,7 @@ inline float times(float a, float b) { return static_cast<float>(static_cast<dou
 
 void penalize(float* logits, int64_t vocab, const Sampling& sampling, const History& history) {
   constexpr int32_t kDone = -1;
+  require_below(history.token_ids, history.size, vocab, "token ids");
   thread_local std::vector<int32_t> counts;  // all 0 between calls
   if (static_cast<int64_t>(counts.size()) < vocab) counts.resize(vocab);
   const auto repetition = static_cast<float>(sampling.repetition_penalty);
@@ -42,6 +46,8 @@ void penalize(float* logits, int64_t vocab, const Sampling& sampling, const Hist
 }
 
 void edit(float* logits, int64_t vocab, const Sampling& sampling, const History& history) {
+  require(sampling.end_of_ids <= vocab, "parameters name token ", sampling.end_of_ids - 1,
+          "; there are ", vocab);
   for (const auto& [id, bias] : sampling.logit_bias) logits[id] += static_cast<float>(bias);
   if (history.num_output() < sampling.min_tokens)
     for (const int64_t id : sampling.stop_ids) logits[id] += -kInfinity;
@@ -87,18 +93,25 @@ namespace {
 std::vector<int64_t> draw(const at::Tensor& logits, const std::vector<const Sampling*>& samplings,
                           const std::vector<at::Tensor>& histories,
                           const std::vector<int64_t>& num_prompts) {
-  const auto n = static_cast<int64_t>(samplings.size());
+  const size_t n = samplings.size();
+  require_tensor(logits, "logits", at::kFloat, {static_cast<int64_t>(n), kAnySize});
   const int64_t vocab = logits.size(1);
-  TORCH_CHECK(logits.is_contiguous() && logits.size(0) == n, "logits must be [n, vocab] in a row");
+  require(0 < vocab && vocab <= std::numeric_limits<int32_t>::max(), "there are ", vocab,
+          " tokens");
+  require(histories.size() == n && num_prompts.size() == n, n, " lines, ", histories.size(),
+          " histories and ", num_prompts.size(), " lengths of prompts");
   std::vector<History> known;
-  for (int64_t i = 0; i < n; ++i) {
-    TORCH_CHECK(histories[i].is_contiguous(), "token ids must be in a row");
-    known.push_back({histories[i].const_data_ptr<int64_t>(), histories[i].size(0), num_prompts[i]});
+  for (size_t i = 0; i < n; ++i) {
+    require(samplings[i] != nullptr, "line ", i, " has no sampling");
+    require_tensor(histories[i], "token ids", at::kLong, {kAnySize});
+    known.push_back({data<int64_t>(histories[i]), histories[i].size(0), num_prompts[i]});
+    require(0 <= num_prompts[i] && num_prompts[i] <= known[i].size, num_prompts[i],
+            " tokens of a prompt among ", known[i].size);
   }
   std::vector<int64_t> token_ids(n);
-  const float* from = logits.const_data_ptr<float>();
+  const float* from = data<float>(logits);
   const auto turn = take_turn();
-  Pool::get().run(n, [&](int64_t i) {
+  Pool::get().run(static_cast<int64_t>(n), [&](int64_t i) {
     token_ids[i] = draw_line(from + i * vocab, vocab, *samplings[i], known[i]);
   });
   return token_ids;
@@ -113,8 +126,10 @@ void bind_sampling(pybind11::module_& module) {
                        double repetition, double frequency, double presence,
                        std::map<int64_t, double> bias, std::vector<std::vector<int64_t>> bad_words,
                        int64_t min_tokens, std::vector<int64_t> stop_ids) {
-        return Sampling{seed, {temperature, top_k, top_p, min_p}, repetition, frequency, presence,
-                        std::move(bias), std::move(bad_words), min_tokens, std::move(stop_ids)};
+        Sampling sampling{seed, {temperature, top_k, top_p, min_p}, repetition, frequency, presence,
+                          std::move(bias), std::move(bad_words), min_tokens, std::move(stop_ids)};
+        sampling.check();
+        return sampling;
       }));
   module.def("draw", &draw);
 }

@@ -2,10 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <map>
 #include <vector>
 
+#include "check.h"
 #include "line.h"
 
 namespace charonia {
@@ -19,12 +21,40 @@ struct Sampling {
   std::vector<std::vector<int64_t>> bad_words;
   int64_t min_tokens;
   std::vector<int64_t> stop_ids;
+  int64_t end_of_ids = 0;  // all token ids in here are below
+
+  // Raises what the parameters' own ranges rule out, and finds `end_of_ids`.
+  void check() {
+    require(cut.temperature >= 0 && std::isfinite(cut.temperature), "temperature is ",
+            cut.temperature);
+    require(0 < cut.top_p && cut.top_p <= 1, "top_p is ", cut.top_p);
+    require(0 <= cut.min_p && cut.min_p <= 1, "min_p is ", cut.min_p);
+    require(cut.top_k >= 0 && min_tokens >= 0, "top_k is ", cut.top_k, ", min_tokens ", min_tokens);
+    require(repetition_penalty > 0 && std::isfinite(repetition_penalty) &&
+                std::isfinite(frequency_penalty) && std::isfinite(presence_penalty),
+            "penalties are ", repetition_penalty, ", ", frequency_penalty, ", ", presence_penalty);
+    for (const auto& [id, bias] : logit_bias) {
+      require(std::isfinite(bias), "logit_bias of ", id, " is ", bias);
+      include(id);
+    }
+    for (const int64_t id : stop_ids) include(id);
+    for (const auto& word : bad_words) {
+      require(!word.empty(), "a sequence of bad_words is empty");
+      for (const int64_t id : word) include(id);
+    }
+  }
 
   bool has_penalty() const {
     return repetition_penalty != 1 || frequency_penalty != 0 || presence_penalty != 0;
   }
   bool has_edits() const {
     return has_penalty() || !logit_bias.empty() || !bad_words.empty() || min_tokens > 0;
+  }
+
+ private:
+  void include(int64_t id) {
+    require(id >= 0, "there is no token ", id);
+    end_of_ids = std::max(end_of_ids, id + 1);
   }
 };
 
