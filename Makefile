@@ -14,7 +14,7 @@ PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
 
-.PHONY: help setup demo serve test check bench bench-peers bench-speculation bench-parallel bench-faults clean
+.PHONY: help setup demo serve test check bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
 	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
 	@echo "make bench-faults   break the server 300 times while clients call, and judge what they got; arguments in ARGS"
+	@echo "make bench-endurance   stop a server 100 times and load its models 100 times, and judge each; arguments in ARGS"
 	@echo "make clean   remove caches and build output; $(VENV) stays"
 
 setup: $(KERNELS)
@@ -83,6 +84,9 @@ bench-parallel: $(KERNELS)
 
 bench-faults: $(KERNELS)
 	@$(BIN)/python loadtests/fault_campaign.py $(ARGS)
+
+bench-endurance: $(KERNELS)
+	@$(BIN)/python loadtests/endurance_run.py $(ARGS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

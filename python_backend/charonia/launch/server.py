@@ -214,12 +214,19 @@ class TritonServer:
         return f"tritonserver ended with exit code {code}: {reason}"
 
     def stop(self) -> None:
-        """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s."""
+        """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s.
+
+        An end that was not in order is logged.
+        """
         if self._process is None:
             return
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=STOP_S)
+        if self.is_running:
+            self._process.terminate()
+            try:
+                if self._process.wait(timeout=STOP_S):
+                    self._on_log(self.explain_end())
+            except subprocess.TimeoutExpired:
+                self._on_log(f"tritonserver did not end within {STOP_S:g} s and is killed")
         self.kill()
 
     def kill(self) -> None:
