@@ -184,6 +184,16 @@ def test_another_model_that_hangs_is_brought_back(supervise: Callable[..., Targe
     assert supervised.ask_generate("x").status_code == 200
 
 
+def test_a_model_that_nobody_saw_die_is_brought_back(
+    supervise: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As when it dies between its loading and the first look.
+    monkeypatch.setattr("charonia.launch.lookout.Lookout.look", lambda *_: [])
+    supervised = supervise(QUICK)
+    supervised.lose_generate()
+    assert supervised.lines[0].startswith("process_lost model=generate kind=died")
+
+
 def test_calls_that_a_lost_model_leaves_open_end_with_the_server(
     supervise: Callable[..., Target],
 ) -> None:

@@ -8,6 +8,7 @@ process on their way, the scheduler's too, but takes no place in its queue.
 """
 
 import enum
+import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -27,6 +28,8 @@ QUESTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 _UNKNOWN = "is not found"
 """How Triton says that no such model is in its repository."""
+_DEAD = r"^Stub process '{}_\d+_\d+' is not healthy"
+"""How it says that a process of a model does not take its requests."""
 
 
 class Reply(enum.Enum):
@@ -67,13 +70,17 @@ class Inquiry:
 
     Args:
         interval_s: between two questions. timeout_s: for an answer to one.
+        hang_s: without any answer, an error neither.
     """
 
-    def __init__(self, http_url: str, model: str, interval_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, http_url: str, model: str, *, interval_s: float, timeout_s: float, hang_s: float
+    ) -> None:
         self.model = model
         self._http_url = http_url
         self._interval_s = interval_s
         self._timeout_s = timeout_s
+        self._hang_s = hang_s
         self._asked: Future[Asked] | None = None
         self._asked_at = self._answered_at = time.monotonic()
 
@@ -81,8 +88,8 @@ class Inquiry:
         """Take what came so far for answered: somebody else keeps it from answering."""
         self._answered_at = now
 
-    def silent_s(self, now: float) -> float:
-        """For how long nothing came, an error neither. Asks again when it is time."""
+    def look(self, now: float) -> str | None:
+        """Whether the model is lost, as `Loss.kind`. Asks again when it is time."""
         if self._asked is None:
             if now - self._asked_at >= self._interval_s:
                 self._asked_at = now
@@ -90,7 +97,9 @@ class Inquiry:
                     lambda: ask(self._http_url, self.model, self._timeout_s)
                 )
         elif self._asked.done():
-            if self._asked.result().reply is not Reply.NOTHING:
+            asked, self._asked = self._asked.result(), None
+            if re.search(_DEAD.format(re.escape(self.model)), asked.detail):
+                return "died"
+            if asked.reply is not Reply.NOTHING:
                 self._answered_at = now
-            self._asked = None
-        return now - self._answered_at
+        return "hung" if now - self._answered_at > self._hang_s else None

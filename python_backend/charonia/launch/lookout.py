@@ -21,12 +21,12 @@ class Loss:
     """A process that does not serve.
 
     Attributes:
-        model: its name, or `TRITONSERVER`. pid: its.
+        model: its name, or `TRITONSERVER`. pid: one of its own, where it is known.
         kind: "died", "stopped" or "hung".
     """
 
     model: str
-    pid: int
+    pid: int | None
     kind: str
 
     def describe(self) -> str:
@@ -51,18 +51,13 @@ class Lookout:
         for model in server.stubs().keys() - self._leave:
             self.adopt(model)
 
-    @property
-    def models(self) -> frozenset[str]:
-        """Names of those that are watched."""
-        return frozenset(self._known)
-
     def adopt(self, model: str) -> None:
         """Take the processes that the model has now for those that it must have."""
         self._known[model] = self._server.stubs().get(model, [])
 
     def processes(self, model: str) -> list[psutil.Process]:
         """Those that it must have."""
-        return self._known[model]
+        return self._known.get(model, [])
 
     def look(self, now: float) -> list[Loss]:
         """All losses at this moment, tritonserver's first."""

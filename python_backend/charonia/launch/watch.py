@@ -78,8 +78,15 @@ class Watch:
         self._control = ModelControl(server, stop)
         self._lookout = Lookout(server, leave=(engine,), stopped_s=limits.stopped_s)
         self._inquiries = [
-            Inquiry(server.http_url, model, limits.probe_interval_s, limits.probe_timeout_s)
-            for model in QUESTIONS.keys() & self._lookout.models
+            Inquiry(
+                server.http_url,
+                model,
+                interval_s=limits.probe_interval_s,
+                timeout_s=limits.probe_timeout_s,
+                hang_s=limits.model_hang_s,
+            )
+            for model in QUESTIONS
+            if (server.repository / model / "1" / "model.py").exists()
         ]
         self._replacements: list[Replacement] = []
         self._stranded: set[str] = set()
@@ -184,11 +191,10 @@ class Watch:
         for inquiry in self._inquiries:
             if self._is_silent:
                 inquiry.excuse(now)  # `generate` cannot answer without the scheduler
-            elif inquiry.silent_s(now) > self._limits.model_hang_s:
+            elif (kind := inquiry.look(now)) is not None:
                 inquiry.excuse(now)
-                processes = self._lookout.processes(inquiry.model)
-                if processes:
-                    return self._replace(Loss(inquiry.model, processes[0].pid, "hung"), now)
+                pids = [process.pid for process in self._lookout.processes(inquiry.model)]
+                return self._replace(Loss(inquiry.model, next(iter(pids), None), kind), now)
         return None
 
     def _examine(self) -> _Finding:
