@@ -47,7 +47,7 @@ RULES = {
     "protocol": rule("errors", "msgspec"),
     "config": rule("errors", "msgspec"),
     "checkpoint_files": rule("errors"),
-    "connection": rule(),
+    "sockets": rule("events"),
     "events": rule(),
     # No threads and no clock: time is an argument.
     "control": rule("protocol errors", never="threading concurrent asyncio multiprocessing time"),
@@ -58,14 +58,14 @@ RULES = {
     ),
     # psutil tells which network interface an address belongs to.
     "parallel": rule(
-        "data protocol config connection errors events version", "torch numpy msgspec psutil"
+        "data protocol config sockets errors events version", "torch numpy msgspec psutil"
     ),
     "engine": rule(
         "protocol control text config errors events", "msgspec", inside_functions="torch"
     ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
-        "engine text protocol config connection errors events checkpoint_files", "numpy msgspec"
+        "engine text protocol config sockets errors events checkpoint_files", "numpy msgspec"
     ),
 }
 # These may import anything, and only each other may import them (and "" the Python API, lazily).

@@ -10,6 +10,9 @@ would be misread; so a client's own text cannot end the line or pass for a field
 
 import json
 import re
+import threading
+import time
+from collections.abc import Callable
 
 _BARE = re.compile(r"[\w.:/+-]+", re.ASCII)
 
@@ -26,3 +29,37 @@ def event(name: str, /, **fields: object) -> str:
 def _written(value: object) -> str:
     text = f"{round(value, 3):g}" if isinstance(value, float) else str(value)
     return text if _BARE.fullmatch(text) else json.dumps(text)
+
+
+class RareLog:
+    """Hands on few of the lines that strangers cause: one at most every `EVERY_S` seconds.
+
+    The next one says how many were left out.
+
+    Args:
+        log: takes one line. clock: seconds, monotonic.
+    """
+
+    EVERY_S = 10.0
+    MAX_CHARACTERS = 500
+
+    def __init__(
+        self, log: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._quiet_until = clock()
+        self._num_left_out = 0
+
+    def __call__(self, line: str) -> None:
+        """Log a line, cut to `MAX_CHARACTERS`, or count it."""
+        with self._lock:
+            now = self._clock()
+            if now < self._quiet_until:
+                self._num_left_out += 1
+                return
+            self._quiet_until = now + self.EVERY_S
+            num, self._num_left_out = self._num_left_out, 0
+        rest = f" ({num} more such lines were left out)" if num else ""
+        self._log(line[: self.MAX_CHARACTERS] + rest)

@@ -277,7 +277,7 @@ def test_an_answer_that_cannot_be_read_ends_the_wait_of_all(
     host.execute(requests)
     _, _, outlet = scheduler.next()
     assert isinstance(outlet, RelayedOutlet)
-    outlet._connection._outbox.put(b"no answer")
+    outlet._connection.post(b"no answer")
     assert [answer_to(request) for request in requests] == [
         (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
     ] * 2

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from charonia.connection import Channel
 from charonia.protocol import Farewell, StepFailure, StepResult, encode
 from charonia.serving.bls import _last_words
 from charonia.serving.engine_model import clean, has_explicit_control, kill_processes
 from charonia.serving.liveness import start_time
+from charonia.sockets.channel import Channel
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 

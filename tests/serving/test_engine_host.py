@@ -24,10 +24,10 @@ from charonia.protocol import (
 )
 from charonia.serving import engine_host
 from charonia.serving.bls import STEPS_SOCKET
-from charonia.serving.channel import connect
 from charonia.serving.engine_host import NOT_ENDED, NOT_THE_SCHEDULER, EngineHost
 from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.liveness import start_time
+from charonia.sockets.local import connect
 from support.sockets import StepsClient
 
 INFO = EngineInfo(

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from charonia.connection import Channel
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
 from charonia.protocol import Farewell, StepFailure, encode
 from charonia.serving import liveness
 from charonia.serving.liveness import EngineWatch, process_state, start_time
+from charonia.sockets.channel import Channel
 
 ANSWER = encode(StepFailure("any"))
 

@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.connection import Channel
 from charonia.errors import UnavailableError
-from charonia.serving import relay
-from charonia.serving.channel import connect
 from charonia.serving.relay import (
     REQUESTS_SOCKET,
     Cancellation,
@@ -24,6 +21,10 @@ from charonia.serving.relay import (
     encode,
 )
 from charonia.serving.tensors import RawRequest
+from charonia.sockets import connection
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import connect
 from support.sockets import WAIT_S, SchedulerEnd
 
 PLAIN = RelayedRequest("k", RawRequest({"input_ids": np.array([1], dtype=np.int32)}, {}))
@@ -149,24 +150,46 @@ def test_the_end_of_a_connection_cancels_what_came_through_it_and_is_not_answere
     assert server.cancelled.empty()
 
 
-def test_an_answer_that_is_too_long_ends_its_connection_and_nothing_else(
+def test_an_answer_that_is_too_long_is_an_error_of_its_request_alone(
     server: SchedulerEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("charonia.connection.MAX_BYTES", 1000)
-    other = connect(server.path)
-    other.send(encode(PLAIN))
-    _, _, outlet = server.next()
-    outlet.send({"text_output": ["x" * 2000]}, is_final=True)
-    assert other.receive(WAIT_S) is None
-    other.close()
-    channel.send(encode(PLAIN))
-    assert server.next()[0] == "k"
+    for _ in range(2):
+        channel.send(encode(PLAIN))
+    (_, _, long), (_, _, short) = server.next(), server.next()
+    monkeypatch.setattr(Connection, "post", bounded(Connection.post, 1000))
+    long.send({"text_output": ["x" * 2000]}, is_final=True)
+    short.send({"text_output": ["x"]}, is_final=True)
+    answer = received(channel)
+    assert (answer.error, answer.kind) == (
+        "the answer is too long to be handed on in one piece",
+        UnavailableError.kind,
+    )
+    assert received(channel).outputs == {"text_output": ["x"]}
+
+
+def bounded(post: Callable[..., None], max_bytes: int) -> Callable[..., None]:
+    def bounded_post(self: Connection, message: bytes) -> None:
+        self.channel.max_bytes = max_bytes
+        post(self, message)
+
+    return bounded_post
+
+
+def test_answers_that_nobody_takes_are_bounded(
+    server: SchedulerEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_WAITING", 2)
+    for _ in range(4):
+        channel.send(encode(PLAIN))
+    for outlet in [server.next()[2] for _ in range(4)]:
+        outlet.send({"text_output": ["x" * 5_000_000]}, is_final=True)
+    eventually(lambda: outlet.is_cancelled())
 
 
 def test_an_end_that_takes_nothing_holds_up_neither_answers_nor_the_end_of_the_server(
     server: SchedulerEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "_CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(connection, "_CLOSE_TIMEOUT_S", 0.1)
     channel.send(encode(PLAIN))
     _, _, outlet = server.next()
     started = time.monotonic()

@@ -14,11 +14,11 @@ import pytest
 from charonia.config import EngineArgs
 from charonia.engine.reload import Reload
 from charonia.serving import reload
-from charonia.serving.channel import connect
 from charonia.serving.engine_host import EngineHost
 from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.liveness import start_time
 from charonia.serving.reload import ReloadOrder, ReloadQuestion, ReloadServer, ReloadState
+from charonia.sockets.local import connect
 
 OLD, NEW = b'{"model": "old"}', b'{"model": "new"}'
 
@@ -104,7 +104,9 @@ class Operator:
         self.server: ReloadServer | None = None
 
     def start(self, refusal: str | None = None) -> None:
-        self.server = ReloadServer(self.path, self.model_file, self.taken.append, refusal=refusal)
+        self.server = ReloadServer(
+            self.path, self.model_file, self.taken.append, refusal=refusal, log=print
+        )
 
     def ask(self, message: ReloadOrder | ReloadQuestion) -> ReloadState:
         with contextlib.closing(connect(self.path)) as channel:

@@ -18,7 +18,7 @@ class Scheduler:
         self.has_ended = False
         self.may_end = threading.Event()
         self.may_end.set()
-        self.succession = Succession(path, self._end)
+        self.succession = Succession(path, self._end, log=print)
 
     def _end(self) -> None:
         self.may_end.wait(WAIT_S)

@@ -9,10 +9,10 @@ from typing import Any
 
 from charonia.protocol import Hello, StepPlan, decode_reply, encode
 from charonia.serving.bls import STEPS_SOCKET
-from charonia.serving.channel import connect
 from charonia.serving.outlets import Outlet
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.tensors import RawRequest
+from charonia.sockets.local import connect
 
 WAIT_S = 10.0
 

@@ -14,11 +14,9 @@ from typing import Any
 
 import msgspec
 
-from charonia.connection import Channel
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import RepositoryOptions, change_engine
 from charonia.launch.runtime_dir import REPOSITORY, SERVER_FILE, living_runs
-from charonia.serving.channel import connect
 from charonia.serving.reload import (
     RELOAD_SOCKET,
     ReloadOrder,
@@ -27,6 +25,8 @@ from charonia.serving.reload import (
     check_same_tokenizer,
     fingerprint_tokenizer,
 )
+from charonia.sockets.channel import Channel
+from charonia.sockets.local import connect
 
 POLL_S = 0.2
 ANSWER_TIMEOUT_S = 30.0

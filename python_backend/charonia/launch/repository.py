@@ -27,9 +27,9 @@ from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute
 from charonia.data.model.spec import ModelSpec, check_draft
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
-from charonia.serving.channel import SOCKET_SUFFIX
 from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.reload import LEFT_OF_RELOADS
+from charonia.sockets.local import SOCKET_SUFFIX
 
 DEFAULT_SCHEDULER = "scheduler"
 DEMO_CHECKPOINT = Path(charonia.__file__).parent / "demo" / "checkpoints" / "charonia-demo"

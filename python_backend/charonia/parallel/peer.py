@@ -15,9 +15,10 @@ import socket
 import threading
 import time
 
-from charonia.connection import Channel
 from charonia.errors import RankLostError
 from charonia.parallel.messages import BEAT, Message, decode, encode
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
 
 BEAT_S = 0.5
 SPIN_S = 2e-3
@@ -34,15 +35,14 @@ class Peer:
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection = connection
-        self._channel = Channel(connection)
+        self._socket = connection
+        self._connection = Connection(Channel(connection))
         self._timeout = timeout
-        self._lock = threading.Lock()
         self.heard_at = time.monotonic()
 
     def fileno(self) -> int:
         """For `select`."""
-        return self._channel.fileno()
+        return self._socket.fileno()
 
     @property
     def is_silent(self) -> bool:
@@ -52,7 +52,7 @@ class Peer:
     @property
     def has_message(self) -> bool:
         """Whether a message is here already, which `select` does not see."""
-        return self._channel.has_message
+        return self._connection.channel.has_message
 
     def send(self, message: Message) -> None:
         """Send a message.
@@ -65,8 +65,7 @@ class Peer:
     def send_encoded(self, data: bytes) -> None:
         """The same with a message that goes to several."""
         try:
-            with self._lock:
-                self._channel.send(data)
+            self._connection.send(data)
         except OSError as error:
             raise RankLostError(f"the connection has ended: {error.strerror or error}") from None
 
@@ -85,7 +84,7 @@ class Peer:
             msgspec.DecodeError: it says what is no message.
         """
         try:
-            data = self._channel.receive(timeout, spin=spin)
+            data = self._connection.channel.receive(timeout, spin=spin)
         except TimeoutError:
             raise RankLostError("nothing was heard of it") from None
         if data is None:
@@ -98,7 +97,7 @@ class Peer:
 
         That is also when nothing was acknowledged for the time without a sign of life.
         """
-        self._connection.setsockopt(
+        self._socket.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._timeout * 1000)
         )
 
@@ -113,8 +112,8 @@ class Peer:
 
     def hang_up(self) -> None:
         """End the connection, also for threads that wait in it."""
-        self._channel.hang_up()
+        self._connection.hang_up()
 
     def close(self) -> None:
         """Hang up and let go, when no other thread uses this any more."""
-        self._channel.close()
+        self._connection.close()

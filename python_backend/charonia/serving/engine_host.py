@@ -34,12 +34,15 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
+from charonia.serving.answering import Answer, answer_each, answer_overlapping
 from charonia.serving.bls import STEPS_SOCKET
-from charonia.serving.channel import Answer, ChannelServer
 from charonia.serving.cores import has_core_to_itself, take_engine_cores
 from charonia.serving.engine_model import clean, is_reload
 from charonia.serving.reload import restore
 from charonia.serving.tensors import error_response
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import is_same_user, listen
+from charonia.sockets.server import Server
 
 MODEL_FILE = "model.json"
 _SPIN_S = 1e-3
@@ -99,7 +102,7 @@ class EngineHost:
         self._pb_utils = pb_utils
         self._log = log
         self._version_dir = version_dir
-        self._channel_server: ChannelServer | None = None
+        self._server: Server | None = None
         self._one_step_at_a_time = threading.Lock()
         self._open_steps = _OpenSteps()
         self._runner: PlanRunner | UnavailableError
@@ -133,24 +136,24 @@ class EngineHost:
             self._is_pipelined = self._runner.info().max_steps_in_flight > 1
         path = self._version_dir / STEPS_SOCKET
         try:
-            self._channel_server = ChannelServer(
-                path,
-                self._begin_answer,
-                is_pipelined=self._is_pipelined,
-                spin=_SPIN_S if has_core_to_itself() else 0.0,
-                farewell=encode(Farewell()),
-            )
+            listener = listen(path)
         except OSError as error:
             raise ConfigError(
                 f"the engine's directory must take a socket, {path.name}: {error.strerror}"
             ) from None
+        self._server = Server(listener, is_same_user, self._serve, log=self._log)
+        self._server.start()
 
     def finalize(self) -> None:
         """Stop taking messages through the socket, and end the other ranks."""
-        if self._channel_server is not None:
-            self._channel_server.close()
+        if self._server is not None:
+            self._server.close(farewell=encode(Farewell()))
         if not isinstance(self._runner, UnavailableError):
             self._runner.close()
+
+    def _serve(self, connection: Connection) -> None:
+        answer = answer_overlapping if self._is_pipelined else answer_each
+        answer(connection, self._begin_answer, spin=_SPIN_S if has_core_to_itself() else 0.0)
 
     def _begin_answer(self, data: bytes) -> Answer | None:
         """Begin to answer a message of the socket; None for what is none."""

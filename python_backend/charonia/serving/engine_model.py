@@ -6,7 +6,9 @@ plans, or how an engine is spoken to.
 Triton is asked over BLS, with a request that lacks its input: that is refused before it gets into
 the model's queue, so the answer waits neither for the engine nor behind anybody's requests. BLS
 works in `execute` and, once the model is loaded, in threads; its errors are harmless, and so are
-answers without tensors (`channel` says what the others do). Model control is not: each call of
+answers without tensors. The tensors of an answer are made without holding Python's lock (2.51.0),
+so in a process with threads every such answer may corrupt the heap; measured, a process with three
+threads dies after some thousand calls. Model control is not: each call of
 `pb_utils` that fails has a chance of taking the whole server down (seen after 3 to 26 of them, on
 2.51.0). So nothing is asked for that may be refused: whether control is explicit is read from the
 server's command line, a server that is shutting down is asked for nothing, and an engine that is

@@ -4,6 +4,7 @@ Owns what waits for an answer, and the connection that brings answers. Must not 
 the scheduler but its name and the messages of `relay`.
 """
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
 from charonia.serving.relay import (
     Cancellation,
-    Connection,
     RelayedAnswer,
     RelayedRequest,
     SchedulerAddress,
     decode_answer,
+    post,
 )
 from charonia.serving.tensors import Outputs, read_request
+from charonia.sockets.connection import Connection
 
 LOST = "the connection to the scheduler has ended; the request is lost"
 
@@ -88,7 +90,7 @@ class GenerateHost:
             with self._lock:
                 if self._connection is None:
                     raise UnavailableError(LOST)
-                self._connection.send(message)
+                post(self._connection, message)
                 self._waiting[message.key] = (outlet, raw.num_bytes)
                 self._poller.add(message.key, outlet)
         except BaseException:
@@ -98,11 +100,12 @@ class GenerateHost:
     def _connect(self) -> None:
         channel = self._scheduler.connect()
         with self._lock:  # which `_on_end` waits for
-            self._connection = Connection(channel, self._on_answer, self._on_end, log=self._log)
+            self._connection = Connection(channel)
+            self._connection.follow(self._on_answer, self._on_end, log=self._log)
 
     # ------------------------------------------------------------------ the connection's threads
 
-    def _on_answer(self, _: Connection, data: bytes) -> None:
+    def _on_answer(self, data: bytes) -> None:
         answer = decode_answer(data)
         with self._lock:
             self._poller.remove(answer.key)
@@ -122,7 +125,9 @@ class GenerateHost:
         """The answer, an error by then, comes as any other."""
         with self._lock:
             if self._connection is not None:
-                self._connection.send(Cancellation(key))
+                # Where nobody takes it, the request is lost with the connection.
+                with contextlib.suppress(UnavailableError):
+                    post(self._connection, Cancellation(key))
 
     def _take_all(self) -> list[TritonOutlet]:
         """The caller holds the lock."""

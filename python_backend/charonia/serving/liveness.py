@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from charonia.connection import Channel
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
 from charonia.protocol import Farewell, Hello, decode_reply, encode
+from charonia.sockets.channel import Channel
 
 UNLOADED = "the engine was unloaded"
 HUNG_UP = "the engine's process has hung up"

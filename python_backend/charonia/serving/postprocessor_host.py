@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from charonia.connection import Channel
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.outlets import answered
 from charonia.serving.relay import Cancellation, Delivery, SchedulerAddress, encode
 from charonia.serving.tensors import REQUEST_KEY, Array
+from charonia.sockets.channel import Channel
 
 PREFIX = "chunk_"
 """Input `chunk_x` is handed on as output `x`."""

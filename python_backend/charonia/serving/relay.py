@@ -11,34 +11,36 @@ know what a request asks for.
     postprocessor ────────────────────► Delivery, Cancellation ───────► reader
 
 Every request gets one answer, a refusal too. Neither side of `generate` ever waits for the other:
-what a stopped process does not take stays in the outbox. The end of a connection cancels all
-requests that came through it, because their client is seen to have gone.
+what a stopped process does not take stays in the outbox, as far as that reaches; then requests are
+refused, and a `generate` that does not take its answers is hung up on. The end of a connection
+cancels all requests that came through it, because their client is seen to have gone.
 """
 
-import contextlib
-import socket
-import threading
-import traceback
+import errno
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from charonia.connection import Channel
-from charonia.errors import CharoniaError, UnavailableError, error_of, split_answer
-from charonia.serving.channel import SOCKET_SUFFIX, connect, connections, listen
+from charonia.errors import (
+    CharoniaError,
+    InvalidRequestError,
+    UnavailableError,
+    error_of,
+    split_answer,
+)
 from charonia.serving.engine_model import clean
 from charonia.serving.outlets import Outlet
 from charonia.serving.tensors import Array, Outputs, RawRequest
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen
+from charonia.sockets.server import Server
 
 REQUESTS_SOCKET = f"requests{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
-
-_CLOSE_TIMEOUT_S = 2.0
 
 
 class RelayedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -111,72 +113,21 @@ def decode_answer(data: bytes) -> RelayedAnswer:
     return _answer_decoder.decode(data)
 
 
-class Connection:
-    """One end, with a thread for each direction.
+def post(connection: Connection, message: Message | RelayedAnswer) -> None:
+    """Send a message soon. Nothing happens after the connection's end.
 
-    Args:
-        take: called with each message, in the reader's thread; when it raises, that is hung up.
-        on_end: called once, in the reader's thread, after the last message.
-        log: takes one line, from any thread.
-
-    Attributes:
-        has_ended: nothing comes or goes any more.
+    Raises:
+        InvalidRequestError: it is too long.
+        UnavailableError: too much waits already for the process at the other end.
     """
-
-    def __init__(
-        self,
-        channel: Channel,
-        take: Callable[["Connection", bytes], None],
-        on_end: Callable[[], None] = lambda: None,
-        *,
-        log: Callable[[str], None],
-    ) -> None:
-        self.has_ended = False
-        self._channel = channel
-        self._take = take
-        self._on_end = on_end
-        self._log = log
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
-        self._reader = threading.Thread(target=self._read, name="charonia-reader", daemon=True)
-        self._writer = threading.Thread(target=self._write, name="charonia-writer", daemon=True)
-        self._writer.start()
-        self._reader.start()
-
-    def send(self, message: Message | RelayedAnswer) -> None:
-        """Send a message, soon; never waits. Nothing happens after the end."""
-        self._outbox.put(encode(message))
-
-    def close(self) -> None:
-        """Send what waits, as far as the other side takes it, and hang up."""
-        self._outbox.put(None)
-        self._writer.join(_CLOSE_TIMEOUT_S)
-        self._channel.hang_up()
-        self._reader.join()
-
-    def _read(self) -> None:
-        try:
-            while (message := self._channel.receive()) is not None:
-                self._take(self, message)
-        except Exception:
-            self._log(f"a message could not be taken, hanging up: {traceback.format_exc()}")
-        self.has_ended = True
-        self._channel.hang_up()
-        self._outbox.put(None)
-        self._writer.join()
-        self._channel.close()
-        self._on_end()
-
-    def _write(self) -> None:
-        try:
-            while (message := self._outbox.get()) is not None:
-                self._channel.send(message)
-        except OSError:
-            pass  # the other side has gone
-        except Exception:
-            self._log(f"a message could not be sent, hanging up: {traceback.format_exc()}")
-        else:
-            return  # closed from this side, which hangs up
-        self._channel.hang_up()
+    try:
+        connection.post(encode(message))
+    except OSError as error:
+        if error.errno == errno.EMSGSIZE:
+            raise InvalidRequestError(
+                f"the request cannot be handed on: {error.strerror}"
+            ) from None
+        raise UnavailableError(f"the scheduler takes nothing: {error.strerror}") from None
 
 
 class RelayedOutlet:
@@ -195,19 +146,26 @@ class RelayedOutlet:
         live.add(key)
 
     def send(self, outputs: Outputs, *, is_final: bool) -> None:
-        """Send the one response."""
+        """Send the one response; one that is too long for a message becomes an error."""
         assert is_final, "a relayed request does not stream"
-        self._live.discard(self._key)
-        self._connection.send(RelayedAnswer(self._key, dict(outputs)))
+        self._post(RelayedAnswer(self._key, dict(outputs)))
 
     def fail(self, error: CharoniaError) -> None:
         """Send an error."""
-        self._live.discard(self._key)
-        self._connection.send(RelayedAnswer(self._key, error=str(error), kind=error.kind))
+        self._post(RelayedAnswer(self._key, error=str(error), kind=error.kind))
 
     def is_cancelled(self) -> bool:
         """Whether the connection has ended. A cancellation comes by message."""
         return self._connection.has_ended
+
+    def _post(self, answer: RelayedAnswer) -> None:
+        self._live.discard(self._key)
+        try:
+            post(self._connection, answer)
+        except InvalidRequestError:
+            self.fail(UnavailableError("the answer is too long to be handed on in one piece"))
+        except UnavailableError:
+            self._connection.hang_up()  # nobody takes the answers of this connection
 
 
 class RelayServer:
@@ -241,35 +199,25 @@ class RelayServer:
         self._cancel = cancel
         self._delivered = delivered
         self._end_deliveries = end_deliveries
-        self._is_closing = False
-        self._log = log
-        self._connections: list[Connection] = []
-        self._listener = listen(path)
-        self._thread = threading.Thread(target=self._run, name="charonia-requests", daemon=True)
+        self._server = Server(listen(path), is_same_user, self._serve, log=log)
 
     def start(self) -> None:
         """Take connections; those made before have waited."""
-        self._thread.start()
+        self._server.start()
 
     def close(self) -> None:
         """Stop listening, send the answers that there are, and hang up."""
-        self._is_closing = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._listener.close()
-        for connection in self._connections:
-            connection.close()
+        self._server.close()
 
-    def _run(self) -> None:
-        for channel in connections(self._listener, lambda: self._is_closing):
-            live: set[str] = set()
-            connection = Connection(
-                channel, partial(self._on_message, live), partial(self._on_end, live), log=self._log
-            )
-            living = [one for one in self._connections if not one.has_ended]
-            self._connections = [*living, connection]
+    def _serve(self, connection: Connection) -> None:
+        live: set[str] = set()
+        try:
+            for data in connection.messages():
+                self._on_message(live, connection, data)
+        finally:
+            self._end_deliveries()
+            for key in list(live):
+                self._cancel(key)
 
     def _on_message(self, live: set[str], connection: Connection, data: bytes) -> None:
         match decode_message(data):
@@ -279,11 +227,6 @@ class RelayServer:
                 self._cancel(key)
             case RelayedRequest(key, raw):
                 self._take(key, raw, RelayedOutlet(connection, key, live))
-
-    def _on_end(self, live: set[str]) -> None:
-        self._end_deliveries()
-        for key in list(live):
-            self._cancel(key)
 
 
 class SchedulerAddress:
@@ -303,7 +246,7 @@ class SchedulerAddress:
 
         The scheduler takes connections once a request has shown it that Triton has loaded it, so it
         gets one: a probe whose text is not asked for. The answer has no tensors, because BLS makes
-        those without holding Python's lock, see `channel`.
+        those without holding Python's lock, see `engine_model`.
 
         Raises:
             CharoniaError: there is no scheduler, or it answers with this error.

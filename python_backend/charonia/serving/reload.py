@@ -27,10 +27,15 @@ import msgspec
 from charonia.config import EngineArgs
 from charonia.engine.reload import Phase, Reload
 from charonia.errors import CharoniaError, ConfigError
-from charonia.serving.channel import SOCKET_SUFFIX, ChannelServer
+from charonia.serving.answering import answer_each
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import SOCKET_SUFFIX, is_same_user, listen
+from charonia.sockets.server import Server
 
 RELOAD_SOCKET = f"reload{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
+MAX_ORDER_BYTES = 2**20
+"""An order is a model.json."""
 TOKENIZER_FILE = "tokenizer.json"
 _BEFORE_SUFFIX, _DRAFT_SUFFIX = ".before", ".draft"
 LEFT_OF_RELOADS = (f"*{_BEFORE_SUFFIX}", f"*{_DRAFT_SUFFIX}")
@@ -76,6 +81,7 @@ class ReloadServer:
         path: where the socket is made; an old one is replaced.
         model_file: the engine's model.json.
         reload: begins to carry an order out. refusal: why none can be; None where they can.
+        log: takes one line, from any thread.
 
     Raises:
         OSError: the socket cannot be made.
@@ -88,17 +94,24 @@ class ReloadServer:
         reload: Callable[[Reload], None],
         *,
         refusal: str | None,
+        log: Callable[[str], None],
     ) -> None:
         self._model_file = model_file
         self._begin = reload
         self._refusal = refusal
         self._lock = threading.Lock()
         self._orders: list[Reload] = []  # all there ever were, by their number
-        self._server = ChannelServer(path, lambda message: partial(self._answer, message))
+        self._server = Server(
+            listen(path), is_same_user, self._serve, log=log, max_bytes=MAX_ORDER_BYTES
+        )
+        self._server.start()
 
     def close(self) -> None:
         """Stop listening."""
         self._server.close()
+
+    def _serve(self, connection: Connection) -> None:
+        answer_each(connection, lambda message: partial(self._answer, message))
 
     def _answer(self, data: bytes) -> bytes:
         try:
@@ -110,7 +123,7 @@ class ReloadServer:
                 if message.cancel:
                     self._order(number).is_cancelled = True
             return msgspec.msgpack.encode(_state(number, self._order(number)))
-        except (CharoniaError, OSError, msgspec.DecodeError) as error:
+        except (CharoniaError, OSError, msgspec.DecodeError, RecursionError) as error:
             return msgspec.msgpack.encode(ReloadState("failed", reason=str(error)))
 
     def _take(self, order: ReloadOrder) -> int:

@@ -119,6 +119,7 @@ class SchedulerHost:
                 model_file,
                 self._service.reload,
                 refusal=None if executor.can_replace else RECOVERY_IS_OFF,
+                log=log,
             )
         self._exporter = MetricsExporter(
             pb_utils,
@@ -134,7 +135,7 @@ class SchedulerHost:
         self._timer = threading.Timer(START_DELAY_S, self._start)
         self._timer.daemon = True
         with _needing_a_socket(SUCCESSION_SOCKET):
-            self._succession = Succession(own_dir / SUCCESSION_SOCKET, self._stop)
+            self._succession = Succession(own_dir / SUCCESSION_SOCKET, self._stop, log=log)
         self._timer.start()
 
     def execute(self, requests: list[Any]) -> None:

@@ -18,12 +18,15 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from charonia.connection import Channel
-from charonia.serving.channel import SOCKET_SUFFIX, Answer, ChannelServer, connect
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen
+from charonia.sockets.server import Server
 
 SUCCESSION_SOCKET = f"succession{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
 _STEP_DOWN = b""
+_MAX_BYTES = 0
 
 
 class Succession:
@@ -32,15 +35,21 @@ class Succession:
     Args:
         path: where the socket is made; that of an older one is replaced.
         step_down: ends all work of this one; called in another thread when a younger one asks.
+        log: takes one line, from any thread.
 
     Raises:
         OSError: the socket cannot be made.
     """
 
-    def __init__(self, path: Path, step_down: Callable[[], None]) -> None:
+    def __init__(
+        self, path: Path, step_down: Callable[[], None], *, log: Callable[[str], None]
+    ) -> None:
         self._step_down = step_down
         self._older = _connect(path)
-        self._server = ChannelServer(path, self._begin)
+        self._server = Server(
+            listen(path), is_same_user, self._serve, log=log, max_bytes=_MAX_BYTES
+        )
+        self._server.start()
 
     def take_over(self, timeout: float) -> bool:
         """Have the older one end its work; waits at most `timeout` seconds.
@@ -67,9 +76,10 @@ class Succession:
         if self._older is not None:
             self._older.close()
 
-    def _begin(self, message: bytes) -> Answer | None:
-        self._step_down()
-        return None  # hangs up, which is the answer
+    def _serve(self, connection: Connection) -> None:
+        """Wait for the one message, however long; to hang up is the answer."""
+        if connection.channel.receive() is not None:
+            self._step_down()
 
 
 def _connect(path: Path) -> Channel | None:

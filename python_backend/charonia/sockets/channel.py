@@ -1,7 +1,7 @@
 """Whole messages through a stream socket, of any kind.
 
-Owns the framing, and how a message is waited for. Must not know what is in a message or who is at
-the other end: models of one Triton (`serving.channel`), ranks of one engine (`parallel`).
+Owns the framing, and how a message is waited for. Must not know what is in a message, who is at
+the other end, or threads.
 """
 
 import contextlib
@@ -18,9 +18,13 @@ class Channel:
     """One end of a connection: whole messages in order.
 
     For one thread at a time; or for one that sends and one that receives, without time limits.
+
+    Attributes:
+        max_bytes: of a message, either way. A longer one is not even begun to be kept.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
         self._connection = connection
         self._received = bytearray()
 
@@ -38,12 +42,19 @@ class Channel:
 
         Raises:
             OSError: the other end has gone, or takes nothing for `timeout` seconds; or the message
-                has more than `MAX_BYTES`.
+                has more than `max_bytes` (EMSGSIZE).
         """
-        if len(message) > MAX_BYTES:
-            raise OSError(errno.EMSGSIZE, f"a message of {len(message)} bytes is too long")
+        self.check_size(message)
         self._connection.settimeout(timeout)
         self._connection.sendall(len(message).to_bytes(_HEADER_BYTES, "little") + message)
+
+    def check_size(self, message: bytes) -> None:
+        """Raises OSError (EMSGSIZE): it is too long to be sent."""
+        if len(message) > self.max_bytes:
+            raise OSError(
+                errno.EMSGSIZE,
+                f"a message of {len(message)} bytes is too long; the most is {self.max_bytes}",
+            )
 
     def receive(self, timeout: float | None = None, *, spin: float = 0.0) -> bytes | None:
         """Wait for a message, at most `timeout` seconds; None when there will be none any more.
@@ -123,7 +134,7 @@ class Channel:
 
     def _take_message(self) -> bytes | None:
         end = self._end_of_message()
-        if end > _HEADER_BYTES + MAX_BYTES:
+        if end > _HEADER_BYTES + self.max_bytes:
             raise OSError(errno.EMSGSIZE, f"a message of {end} bytes is announced")
         if not self.has_message:
             return None

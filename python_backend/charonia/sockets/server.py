@@ -1,0 +1,152 @@
+"""Who connects to a socket: made sure of, bounded in number, and served.
+
+Owns the listening socket, and each connection's thread until it ends. Must not know what is said.
+
+    accept ──► admit: may it be served? ──► serve, until it is over ──► let go
+               within bounds of time and bytes; when there are too many who have not shown yet
+               that they may, the oldest of them gives way: who says nothing keeps nobody out
+"""
+
+import contextlib
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from charonia.events import RareLog
+from charonia.sockets.channel import MAX_BYTES, Channel
+from charonia.sockets.connection import Connection
+
+MAX_CONNECTIONS = 64
+_TRY_AGAIN_S = 0.1
+_FAREWELL_TIMEOUT_S = 1.0
+
+
+class Server:
+    """Serves each connection in a thread of its own, from `start` on; those made before wait.
+
+    Args:
+        listener: this closes it.
+        admit: whether whoever is there may be served; it may receive and send, and raise OSError.
+        serve: called with a connection that may. True: it lives on in other hands. When it raises,
+            or returns anything else, the connection ends.
+        log: takes one line, from any thread.
+        max_bytes: of a message, see `Channel`.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        admit: Callable[[Channel], bool],
+        serve: Callable[[Connection], bool | None],
+        *,
+        log: Callable[[str], None],
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        self._listener = listener
+        self._admit = admit
+        self._serve = serve
+        self._log = log
+        self._complain = RareLog(log)
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._is_closing = False
+        self._strangers: dict[Connection, threading.Thread] = {}  # in the order of their coming
+        self._served: dict[Connection, threading.Thread] = {}
+        self._thread = threading.Thread(target=self._run, name="charonia-listener", daemon=True)
+
+    def start(self) -> None:
+        """Take connections."""
+        self._thread.start()
+
+    def close(self, farewell: bytes | None = None, timeout: float = 5.0) -> None:
+        """Stop listening, take no more messages, and hang up when those that came are answered.
+
+        Args:
+            farewell: sent to everybody at once, whatever is still to be answered: that may take
+                longer than this process has.
+            timeout: seconds that each may take to come to its end.
+        """
+        with self._lock:
+            self._is_closing = True
+            served, strangers = dict(self._served), dict(self._strangers)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+        for connection in strangers:
+            connection.hang_up()
+        for connection in served:
+            if farewell is not None:
+                with contextlib.suppress(OSError):
+                    connection.send(farewell, _FAREWELL_TIMEOUT_S)
+            connection.channel.stop_receiving()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        for thread in (served | strangers).values():
+            thread.join(timeout)
+        self._listener.close()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:  # or there are no descriptors left, for the moment
+                if self._is_closing:
+                    return
+                time.sleep(_TRY_AGAIN_S)
+                continue
+            channel = Channel(accepted, max_bytes=self._max_bytes)
+            with self._lock:
+                if self._is_closing or not self._make_room():
+                    channel.close()
+                    continue
+                connection = Connection(channel)
+                thread = threading.Thread(
+                    target=self._host, args=(connection,), name="charonia-connection", daemon=True
+                )
+                self._strangers[connection] = thread
+                thread.start()
+
+    def _make_room(self) -> bool:
+        """Whether one more may come. The caller holds the lock."""
+        if len(self._strangers) + len(self._served) < MAX_CONNECTIONS:
+            return True
+        if not self._strangers:
+            self._complain(f"refused: {MAX_CONNECTIONS} connections are there already")
+            return False
+        oldest = next(iter(self._strangers))
+        del self._strangers[oldest]
+        self._complain(f"hung up: {MAX_CONNECTIONS} connections are there, one has said nothing")
+        oldest.hang_up()
+        return True
+
+    def _let_in(self, connection: Connection) -> bool:
+        try:
+            is_welcome = self._admit(connection.channel)
+        except OSError:  # it has gone, or says nothing
+            is_welcome = False
+        if not is_welcome:
+            self._complain("refused: who has connected does not belong here")
+            return False
+        with self._lock:
+            thread = self._strangers.pop(connection, None)
+            if thread is None or self._is_closing:  # it had to give way meanwhile
+                return False
+            self._served[connection] = thread
+        return True
+
+    def _host(self, connection: Connection) -> None:
+        lives_on = False
+        try:
+            if self._let_in(connection):
+                lives_on = self._serve(connection) is True
+        except OSError:
+            pass  # it has gone, or says nothing
+        except Exception:
+            self._log(f"a message could not be taken, hanging up: {traceback.format_exc()}")
+        finally:
+            if not lives_on:
+                connection.close()
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._served.pop(connection, None)

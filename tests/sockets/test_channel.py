@@ -1,0 +1,82 @@
+"""Framing: whole messages, however they come, and none that is longer than its limit."""
+
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from charonia.sockets.channel import Channel
+
+
+class Watched:
+    """A socket that counts how it is read."""
+
+    def __init__(self, inner: socket.socket) -> None:
+        self._inner = inner
+        self.num_looks = 0
+        self.num_waits = 0
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        if flags & socket.MSG_DONTWAIT:
+            self.num_looks += 1
+        else:
+            self.num_waits += 1
+        return self._inner.recv(size, flags)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_an_end_looks_before_it_sleeps_and_misses_nothing() -> None:
+    near, far = socket.socketpair()
+    watched = Watched(near)
+    channel = Channel(watched)  # type: ignore[arg-type]
+    far.sendall(b"\x02\x00\x00\x00ab\x01\x00")
+    assert channel.receive(10, spin=0.02) == b"ab"
+    assert (watched.num_looks, watched.num_waits) == (1, 0)
+    later = threading.Timer(0.1, far.sendall, [b"\x00\x00c"])  # longer than it looks
+    later.start()
+    assert channel.receive(10, spin=0.02) == b"c"
+    assert watched.num_looks > 2
+    assert watched.num_waits == 1
+    later.join()
+    far.close()
+    assert channel.receive(10, spin=0.02) is None
+    channel.close()
+
+
+def test_a_message_that_is_too_long_is_neither_sent_nor_taken() -> None:
+    near, far = socket.socketpair()
+    channel = Channel(near, max_bytes=5)
+    channel.send(b"12345")
+    with pytest.raises(OSError, match="6 bytes is too long"):
+        channel.send(b"123456")
+    far.sendall(b"\x06\x00\x00\x00")
+    assert channel.receive(10) is None
+    channel.close()
+    far.close()
+
+
+def test_a_message_that_comes_in_pieces_is_whole_in_the_end() -> None:
+    near, far = socket.socketpair()
+    channel = Channel(near)
+    far.sendall(b"\x05\x00\x00\x00he")
+    with pytest.raises(TimeoutError):
+        channel.receive(0.01)
+    far.sendall(b"llo\x02\x00\x00\x00ho")
+    assert channel.receive(10) == b"hello"
+    assert channel.receive(10) == b"ho"
+    far.sendall(b"\x05\x00\x00\x00cut")
+    far.close()
+    assert channel.receive(10) is None
+    channel.close()
+
+
+def test_an_end_that_takes_nothing_is_given_up() -> None:
+    near, far = socket.socketpair()
+    channel = Channel(near)
+    with pytest.raises(TimeoutError):
+        channel.send(b"x" * 10_000_000, 0.05)
+    channel.close()
+    far.close()
