@@ -20,6 +20,7 @@ from charonia.launch.repository import RepositoryOptions
 from charonia.launch.run import prepared_server
 from charonia.launch.server import TritonServer
 from charonia.serving.engine_host import check_instance_kind
+from charonia.serving.tokenizing import INLINE_BYTES
 from support.bystander import Bystander
 from support.e2e import (
     ANSWER_TIMEOUT_S,
@@ -47,6 +48,21 @@ def test_output_that_reaches_the_longest_length_ends(narrow_server: TritonServer
     response = infer_grpc(narrow_server, inputs)
     assert response.one("num_output_tokens") == 4096 - 4060
     assert response.one("finish_reason") == "length"
+
+
+def test_a_prompt_that_is_tokenized_in_a_thread_is_answered_by_every_way_in(
+    server: TritonServer,
+) -> None:
+    prompt = "A request waits in the queue. " * 140
+    assert len(prompt) > INLINE_BYTES
+    inputs = request_inputs(prompt, {"max_tokens": 4, "temperature": 0, "ignore_eos": True})
+    texts = [
+        one_response(stream_grpc(server, inputs)).text,
+        one_response(stream_grpc(server, inputs, "llm")).text,
+        infer_grpc(server, inputs).text,
+    ]
+    assert texts[0].startswith(prompt)
+    assert len(set(texts)) == 1
 
 
 # ---------------------------------------------------------------------- much at once
@@ -83,7 +99,7 @@ def test_a_thousand_unary_requests_are_each_answered_or_refused(
     narrow_server: TritonServer,
 ) -> None:
     before = wait_idle(narrow_server)
-    inputs = tensors(request_inputs(PROMPT, {"max_tokens": 1}))
+    inputs = tensors(request_inputs(PROMPT, {"max_tokens": 1, "ignore_eos": True}))
     outcomes: SimpleQueue[str] = SimpleQueue()
 
     def note(result: Any, error: Any) -> None:
