@@ -295,3 +295,34 @@ def test_closing_answers_whatever_is_live(new_outlet: Any) -> None:
     for outlet in outlets[:2]:
         assert [type(error) for error in outlet.failures] == [ShuttingDownError]
     assert not outlets[2].failures
+
+
+def test_an_error_follows_when_what_was_sent_before_it_has_been_handed_on(
+    harness: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    sink = harness.sessions.open("k", STREAMING, "", outlet)
+    for step in range(2):
+        sink(chunk(step))
+        eventually(lambda step=step: len(outlet.sent) == 1 + step)
+        harness.sessions.report("k", 1 + step)
+    sink(chunk(2))
+    eventually(lambda: len(outlet.sent) == 3)
+    sink(Chunk("k", error=ShuttingDownError()))
+    time.sleep(0.3)
+    assert outlet.failures == []
+    harness.sessions.report("k", 3)
+    eventually(lambda: outlet.failures)
+    assert texts(outlet.sent) == "0 1 2 "
+
+
+def test_at_the_end_nobody_waits_for_reports_that_do_not_come(new_outlet: Any) -> None:
+    harness, outlet = Harness(), new_outlet()
+    sink = harness.sessions.open("k", STREAMING, "", outlet)
+    sink(chunk(0))
+    eventually(lambda: len(outlet.sent) == 1)
+    harness.sessions.report("k", 1)
+    sink(chunk(1))
+    eventually(lambda: len(outlet.sent) == 2)
+    harness.sessions.close()
+    assert [type(error) for error in outlet.failures] == [ShuttingDownError]

@@ -27,12 +27,14 @@ from charonia.launch.logs import failure_reason, is_interesting, unloaded_model
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.stacks import stack_limit
 from charonia.serving.cores import VARIABLE
+from charonia.serving.succession import SUCCESSION_SOCKET, step_down
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
 RESTRICTED = "model-repository,shared-memory,trace,logging"
-DRAIN_S = 4  # in-flight requests may finish for so long at shutdown
-STOP_S = 6.0  # then the server is killed
+END_REQUESTS_S = 2.5  # that the scheduler takes at most to end all requests, before a shutdown
+EXIT_TIMEOUT_S = 6  # in which tritonserver unloads its models, or gives up
+STOP_S = 7.0  # then the server is killed
 LOG_TAIL_LINES = 200
 MAX_INPUT_OPTION = "http-max-input-size"
 MAX_HTTP_INPUT_BYTES = 2**26
@@ -216,11 +218,15 @@ class TritonServer:
     def stop(self) -> None:
         """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s.
 
-        An end that was not in order is logged.
+        Requests are ended before: from the moment at which tritonserver is told, it carries no
+        stream of an ensemble any further, nor its end, and waits for it in vain. An end that
+        was not in order is logged.
         """
         if self._process is None:
             return
         if self.is_running:
+            for path in self.repository.glob(f"*/*/{SUCCESSION_SOCKET}"):
+                step_down(path, END_REQUESTS_S)
             self._process.terminate()
             try:
                 if self._process.wait(timeout=STOP_S):
@@ -280,7 +286,7 @@ class TritonServer:
             "http-restricted-api": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
             "grpc-restricted-protocol": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
             "backend-config": f"python,shm-region-prefix-name={self._runtime.shm_prefix}",
-            "exit-timeout-secs": DRAIN_S,
+            "exit-timeout-secs": EXIT_TIMEOUT_S,
         }
         if MAX_INPUT_OPTION in self._installation.options:
             options[MAX_INPUT_OPTION] = MAX_HTTP_INPUT_BYTES

@@ -4,7 +4,8 @@ Owns the connection to the engine and its time limits. Must not know what is in 
 engine is loaded: that is `engine_model`'s.
 
     submit() ──► socket ──► engine ──► socket ──► result()      every step
-    a second connection, see `liveness`: does it live           every second
+    a second connection: does the engine live                   every second, see `liveness`
+    a question to Triton: does the server shut down             all the time, see `server_watch`
     open(): a thread finds the engine, or has it loaded         see `engine_model`
 
 A message over BLS crosses tritonserver, which costs five or six wake-ups of sleeping threads each
@@ -38,6 +39,7 @@ from charonia.protocol import (
 )
 from charonia.serving.engine_model import RECOVERY_IS_OFF, EngineModel
 from charonia.serving.liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
+from charonia.serving.server_watch import ServerWatch
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import SOCKET_SUFFIX, connect, peer_pid
 
@@ -45,21 +47,27 @@ STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _HELLO_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10.0
 _LAST_WORDS_TIMEOUT_S = 2.0
-_CLOSE_TIMEOUT_S = 2.0
+_CLOSE_TIMEOUT_S = 0.5
 
 
 class _Step:
     """A step that was sent to the engine through the socket."""
 
     def __init__(
-        self, channel: Channel, watch: EngineWatch, failure: EngineDiedError | None
+        self,
+        channel: Channel,
+        watch: EngineWatch,
+        server: ServerWatch,
+        failure: EngineDiedError | None,
     ) -> None:
         self._watch = watch
+        self._server = server
         self._channel = channel
         self._failure = failure
 
     def result(self, timeout: float | None) -> StepResult:
         """As `Pending.result`. An engine that does not live is noticed within seconds."""
+        self._server.check()
         if self._failure is not None:
             raise _last_words(self._channel) or self._failure
         try:
@@ -84,6 +92,7 @@ class BlsExecutor:
 
     Args:
         engine_model: its name. engine_dir: its version directory.
+        loader: the loader's socket, see `loading`.
         log: takes one line, from any thread.
     """
 
@@ -92,6 +101,7 @@ class BlsExecutor:
         pb_utils: Any,
         engine_model: str,
         engine_dir: Path,
+        loader: Path,
         *,
         log: Callable[[str], None],
     ) -> None:
@@ -102,7 +112,8 @@ class BlsExecutor:
         self._watch: EngineWatch | None = None
         self._processes: dict[int, int] = {}
         self._opening: EngineOpening | None = None
-        self._model = EngineModel(pb_utils, engine_model, engine_dir)
+        self._model = EngineModel(pb_utils, engine_model, engine_dir, loader)
+        self._server = ServerWatch(self._model.check_server)
         if not self.can_replace:
             log(event("recovery_off", reason=RECOVERY_IS_OFF))
 
@@ -133,10 +144,11 @@ class BlsExecutor:
             failure = EngineHungError(f"the engine takes no plan within {_SEND_TIMEOUT_S:g} s")
         except OSError as error:
             failure = EngineDiedError(f"the engine takes no plan: {error.strerror or error}")
-        return _Step(channel, watch, failure)
+        return _Step(channel, watch, self._server, failure)
 
     def check(self) -> None:
         """As `Executor.check`: it costs no message."""
+        self._server.check()
         channel = self._channel
         if channel is None or self._watch is None or not channel.is_quiet():
             raise (channel and _last_words(channel)) or EngineDiedError(HUNG_UP)
@@ -144,6 +156,7 @@ class BlsExecutor:
 
     def close(self) -> None:
         """Hang up; the engine stays. One that is being opened is waited for a little."""
+        self._server.close()
         if self._opening is not None:
             self._opening.join(_CLOSE_TIMEOUT_S)
         self._disconnect()
@@ -164,6 +177,7 @@ class BlsExecutor:
             raise
         self._channel, self._watch = channel, watch
         self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
+        self._server.start()  # the server has started by now, or it would not have loaded anything
         return reply
 
     def _replace(self) -> EngineInfo:

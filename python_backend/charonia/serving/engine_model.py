@@ -22,7 +22,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from charonia.errors import (
     EngineDiedError,
@@ -32,6 +32,7 @@ from charonia.errors import (
 )
 from charonia.protocol import EngineInfo
 from charonia.serving.liveness import UNLOADED, start_time
+from charonia.serving.loading import LoadOrder, order_control
 
 ANSWER = "answer"
 """The engine model's output, which nobody gets."""
@@ -42,23 +43,26 @@ _KILL_TIMEOUT_S = 10.0
 _IS_LOADED = "missing required input"
 """What Triton says to a request without inputs for a model that is loaded."""
 _IS_NOT_LOADED = "is not ready"
-_IS_STOPPING = "Server not ready"
-"""What it says of all models while it shuts down, and before it has started."""
+_IS_STOPPING = ("Server not ready", "BLS is only supported during")
+"""What it says of all models while it shuts down, and before it has started; and its Python backend
+to a model that is being unloaded."""
 
 
 class EngineModel:
     """The engine's model in the Triton that this process belongs to.
 
     Args:
-        name: of the model. directory: its version directory.
+        name: of the model. directory: its version directory. loader: the socket of the one that
+            makes the calls which take long, see `loading`.
 
     Attributes:
         can_be_replaced: whether Triton loads and unloads models on a model's order.
     """
 
-    def __init__(self, pb_utils: Any, name: str, directory: Path) -> None:
+    def __init__(self, pb_utils: Any, name: str, directory: Path, loader: Path) -> None:
         self._pb_utils = pb_utils
         self._name = name
+        self._loader = loader
         self._mark = directory / RELOAD_MARK
         self.can_be_replaced = has_explicit_control(_command_line(os.getppid()))
 
@@ -77,12 +81,25 @@ class EngineModel:
             text = response.error().message()
         except pb_utils.TritonModelException as error:
             text = str(error)
-        if _IS_STOPPING in text:
+        if any(words in text for words in _IS_STOPPING):
             raise ServerStoppingError("the server takes no calls")
         if _IS_NOT_LOADED in text:
             raise EngineUnloadedError(UNLOADED)  # its farewell may still be to come
         if _IS_LOADED not in text:
             raise EngineDiedError(clean(text))
+
+    def check_server(self) -> None:
+        """Ask whether the server works.
+
+        Raises:
+            ServerStoppingError: it does not; whatever it is asked for now it will refuse.
+        """
+        try:
+            self.check_loaded()
+        except ServerStoppingError:
+            raise
+        except EngineDiedError:
+            pass  # of the engine, not of the server
 
     def replace(self, processes: dict[int, int], reach: Callable[[], EngineInfo]) -> EngineInfo:
         """Kill what is left of the engine, unload its model and load it again.
@@ -98,14 +115,14 @@ class EngineModel:
         """
         if not self.can_be_replaced:
             raise EngineDiedError(RECOVERY_IS_OFF)
-        self._check_server()
+        self.check_server()
         kill_processes(processes)
         own_pid = os.getpid()
         try:
             self._mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
-            self._pb_utils.unload_model(self._name)
-            self._check_server()
-            self._pb_utils.load_model(self._name)
+            self._control("unload")
+            self.check_server()
+            self._control("load")
             return self._reach(reach)
         except EngineDiedError:
             raise
@@ -120,18 +137,12 @@ class EngineModel:
         try:
             return reach()
         except EngineDiedError:
-            self._check_server()
-            self._pb_utils.unload_model(self._name)
+            self.check_server()
+            self._control("unload")
             raise
 
-    def _check_server(self) -> None:
-        """Raises ServerStoppingError: whatever it is asked for now will be refused."""
-        try:
-            self.check_loaded()
-        except ServerStoppingError:
-            raise
-        except EngineDiedError:
-            pass  # the engine's end is no news
+    def _control(self, action: Literal["load", "unload"]) -> None:
+        order_control(self._pb_utils, self._loader, LoadOrder(self._name, action))
 
 
 def is_reload(engine_dir: Path) -> bool:

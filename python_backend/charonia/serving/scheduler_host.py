@@ -21,6 +21,7 @@ from charonia.serving.engine_host import MODEL_FILE
 from charonia.serving.engine_model import RECOVERY_IS_OFF
 from charonia.serving.intake import Intake
 from charonia.serving.ledger import Ledger
+from charonia.serving.loading import LOADER_SOCKET
 from charonia.serving.metrics import MetricsExporter
 from charonia.serving.outlets import Outlet, TritonOutlet
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
@@ -72,7 +73,8 @@ class SchedulerHost:
         self._pb_utils = pb_utils
         self._log = log
         scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
-        engine_dir = Path(args["model_repository"]).parent / scheduler_args.engine_model / "1"
+        repository = Path(args["model_repository"]).parent
+        engine_dir = repository / scheduler_args.engine_model / "1"
         model_file = engine_dir / MODEL_FILE
         engine_args = EngineArgs.from_file(model_file)
         self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
@@ -80,6 +82,7 @@ class SchedulerHost:
             pb_utils,
             scheduler_args.engine_model,
             engine_dir,
+            repository / scheduler_args.loader_model / "1" / LOADER_SOCKET,
             log=log,
         )
         self._service = EngineService(

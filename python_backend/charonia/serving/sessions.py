@@ -21,6 +21,7 @@ and of how many bytes as they came, is the ledger's.
 """
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -35,6 +36,7 @@ from charonia.serving.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
 
 MAX_UNDER_WAY = 4
+CLOSE_WAIT_S = 1.0
 
 
 class Session:
@@ -72,14 +74,27 @@ class Session:
         self.num_delivered = 0
         self.lock = threading.Lock()
 
+    @property
+    def num_under_way(self) -> int:
+        """Responses that were sent and not reported."""
+        return self.num_sent - self.num_delivered
+
     def may_send(self) -> bool:
         """Whether what waits may go out now. The caller holds the lock."""
         if not self.chunks:
             return False
         if self.chunks[-1].is_final:
-            return True
-        is_full = self.is_reported and self.num_sent - self.num_delivered >= MAX_UNDER_WAY
+            return not self.waits_with_error()
+        is_full = self.is_reported and self.num_under_way >= MAX_UNDER_WAY
         return self.options.is_streaming and not is_full
+
+    def waits_with_error(self) -> bool:
+        """Whether an error must wait until the responses before it were handed on.
+
+        An ensemble that gets one while it still hands on may count the request as live for ever.
+        """
+        is_error = bool(self.chunks) and self.chunks[-1].error is not None
+        return is_error and self.is_reported and self.num_under_way > 0
 
 
 class Sessions:
@@ -195,6 +210,8 @@ class Sessions:
         """End what is still live with an error, and stop the threads."""
         for key, session in list(self._sessions.items()):
             self._take(session, Chunk(key, error=ShuttingDownError()))
+        self._wait_over(CLOSE_WAIT_S)
+        self.stop_reports()  # who waits for them has waited long enough
         for _ in self._threads:
             self._ready.put(None)
         for thread in self._threads:
@@ -203,6 +220,12 @@ class Sessions:
         self._ready.put(None)
         self._run()
         self._poller.close()
+
+    def _wait_over(self, timeout: float) -> None:
+        """Wait until all have ended, at most for so many seconds."""
+        deadline = time.monotonic() + timeout
+        while (self._sessions or self._poller.has_farewells) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def _take(self, session: Session, chunk: Chunk) -> None:
         with session.lock:
@@ -234,15 +257,23 @@ class Sessions:
         if last.error is None:
             self._send_outputs(session, chunks, is_final=last.is_final)
         else:
-            is_mid_stream = session.num_sent > 1
             if session.options.is_streaming and chunks[:-1]:
                 self._send_outputs(session, chunks[:-1], is_final=False)
-                is_mid_stream = True
+                if self._put_back(session, last):
+                    return
             self._end(session.key)
-            if session.is_abandoned or is_mid_stream:
+            if session.is_abandoned or session.is_reported:
                 self._poller.fail_later(session.outlet, last.error)
             else:
                 session.outlet.fail(last.error)
+
+    def _put_back(self, session: Session, error: Chunk) -> bool:
+        """Keep an error if it has to wait; returns whether it does."""
+        with session.lock:
+            session.chunks = [error]
+            if not session.waits_with_error():
+                session.chunks = []
+            return bool(session.chunks)
 
     def _send_outputs(self, session: Session, chunks: list[Chunk], *, is_final: bool) -> None:
         outputs: dict[str, list[Any]] = chunk_outputs(

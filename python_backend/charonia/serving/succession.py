@@ -1,6 +1,7 @@
 """One scheduler after the other: who is loaded while another one lives has it end its work first.
 
-Owns the socket by which the younger one says so. Must not know what a scheduler does to end.
+Owns the socket by which the younger one says so, as does whoever is about to stop the server. Must
+not know what a scheduler does to end.
 
 Triton loads a model that is loaded already beside the old one, sends it every new request from then
 on, and lets the old one go when its last request is over. Two schedulers on one engine would throw
@@ -58,17 +59,7 @@ class Succession:
             Whether there is none any more that could do anything.
         """
         older, self._older = self._older, None
-        if older is None:
-            return True
-        try:
-            older.send(_STEP_DOWN, timeout)
-            return older.receive(timeout) is None
-        except TimeoutError:
-            return False  # it hangs
-        except OSError:
-            return True  # it has gone
-        finally:
-            older.close()
+        return _has_stepped_down(older, timeout)
 
     def close(self) -> None:
         """Stop listening, and leave an older one to itself."""
@@ -80,6 +71,29 @@ class Succession:
         """Wait for the one message, however long; to hang up is the answer."""
         if connection.channel.receive() is not None:
             self._step_down()
+
+
+def step_down(path: Path, timeout: float) -> bool:
+    """Have the scheduler that listens at `path` end its work; nobody follows it.
+
+    Returns:
+        Whether there is none any more that could do anything, within `timeout` seconds.
+    """
+    return _has_stepped_down(_connect(path), timeout)
+
+
+def _has_stepped_down(older: Channel | None, timeout: float) -> bool:
+    if older is None:
+        return True
+    try:
+        older.send(_STEP_DOWN, timeout)
+        return older.receive(timeout) is None
+    except TimeoutError:
+        return False  # it hangs
+    except OSError:
+        return True  # it has gone
+    finally:
+        older.close()
 
 
 def _connect(path: Path) -> Channel | None:

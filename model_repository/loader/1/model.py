@@ -1,0 +1,29 @@
+"""The loader model; what it does is in charonia.serving.loading."""
+
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from charonia.errors import NotSupportedError
+from charonia.serving.loading import LOADER_SOCKET, Loader
+from charonia.serving.logs import logger
+from charonia.serving.tensors import error_response
+
+
+class TritonPythonModel:
+    """What Triton's Python backend looks for."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Take orders."""
+        path = Path(args["model_repository"]) / args["model_version"] / LOADER_SOCKET
+        self._loader = Loader(pb_utils, path, log=logger(args["model_name"]))
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Refuse what comes through Triton."""
+        error = NotSupportedError("this model takes no requests")
+        return [error_response(pb_utils, error) for _ in requests]
+
+    def finalize(self) -> None:
+        """Stop."""
+        self._loader.close()
