@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,19 +11,27 @@ import torch
 from torch import Tensor
 
 from charonia.data.ops.base import Pages, Rotation, StepBatch
-from charonia.data.ops.native.ops import GuessOfRow
+from charonia.data.ops.native.ops import GuessOfRow, NativeOps
 from support.attention import AttentionCase
 from support.kernels import ISAS, kernels_for, native_ops, packed
 from support.weights import HIDDEN
 
-KERNELS = kernels_for(ISAS[0])
-OPS = native_ops(ISAS[0])
 CASE = AttentionCase(seed=0, rows=[(20, 1), (0, 5)])
 INPUTS = CASE.inputs(torch.float32)
 PAGES = packed(INPUTS.pages)
 TOKENS, BLOCKS = 6, len(PAGES.keys)
 Wrong = dict[str, Callable[[], Any]]
 """What must be said, and what must say it."""
+
+
+@cache
+def kernels() -> ModuleType:
+    return kernels_for(ISAS[0])
+
+
+@cache
+def ops() -> NativeOps:
+    return native_ops(ISAS[0])
 
 
 def assert_refused(wrong: Wrong) -> None:
@@ -36,22 +46,22 @@ def strided(x: Tensor) -> Tensor:
 
 
 def norm(size: int = HIDDEN, dtype: torch.dtype = torch.float32) -> Any:
-    return KERNELS.Norm(torch.ones(size, dtype=dtype), 1e-5)
+    return kernels().Norm(torch.ones(size, dtype=dtype), 1e-5)
 
 
 def layers() -> Any:
     weights = torch.zeros(2 * 8, HIDDEN), None, torch.zeros(HIDDEN, 8), None
-    half = KERNELS.Mlp(norm(), *weights, False)
-    return KERNELS.Layers([(OPS.attention(INPUTS.weights), half)], None)
+    half = kernels().Mlp(norm(), *weights, False)
+    return kernels().Layers([(ops().attention(INPUTS.weights), half)], None)
 
 
 def head(hidden: int = HIDDEN) -> Any:
-    return KERNELS.Head(norm(hidden), torch.zeros(30, hidden), None, False)
+    return kernels().Head(norm(hidden), torch.zeros(30, hidden), None, False)
 
 
 def begin(**changes: Any) -> Any:
     rotation = changes.pop("rotation", INPUTS.rotation)
-    return OPS.begin(replace(INPUTS.batch, **changes), rotation)
+    return ops().begin(replace(INPUTS.batch, **changes), rotation)
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
@@ -60,30 +70,30 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     assert_refused(
         {
             r"weight must be a contiguous Float tensor \[any, any\] on the CPU, not Float \[4, 2\]"
-            r" with strides \[1, 4\] on cpu": lambda: KERNELS.Matrix(
+            r" with strides \[1, 4\] on cpu": lambda: kernels().Matrix(
                 square.T[:, :2], None, False, False
             ),
-            r"weight must be .* \[any, any\]": lambda: KERNELS.Matrix(
+            r"weight must be .* \[any, any\]": lambda: kernels().Matrix(
                 square[None], None, False, False
             ),
-            "weight must not be empty": lambda: KERNELS.Matrix(square[:0], None, False, False),
-            "weight must be .* on meta": lambda: KERNELS.Matrix(
+            "weight must not be empty": lambda: kernels().Matrix(square[:0], None, False, False),
+            "weight must be .* on meta": lambda: kernels().Matrix(
                 square.to("meta"), None, False, False
             ),
-            "odd number of inputs, 3": lambda: KERNELS.Matrix(
+            "odd number of inputs, 3": lambda: kernels().Matrix(
                 square[:, :3].contiguous(), None, False, False
             ),
-            "gate and up have 3 outputs": lambda: KERNELS.Matrix(square[:3], None, True, False),
-            r"bias must be .* Float tensor \[4\]": lambda: KERNELS.Matrix(
+            "gate and up have 3 outputs": lambda: kernels().Matrix(square[:3], None, True, False),
+            r"bias must be .* Float tensor \[4\]": lambda: kernels().Matrix(
                 square, square[0, :3], False, False
             ),
-            "bias must be .* not BFloat16": lambda: KERNELS.Matrix(square, half[0], False, False),
-            r"norm must be .* \[4\]": lambda: KERNELS.Head(norm(5), square, None, False),
-            "norm must be .* not BFloat16": lambda: KERNELS.Head(
+            "bias must be .* not BFloat16": lambda: kernels().Matrix(square, half[0], False, False),
+            r"norm must be .* \[4\]": lambda: kernels().Head(norm(5), square, None, False),
+            "norm must be .* not BFloat16": lambda: kernels().Head(
                 norm(4, torch.bfloat16), square, None, False
             ),
-            "do not fit down of": lambda: KERNELS.Mlp(norm(4), square, None, square, None, False),
-            "do not fit down of .* BFloat16": lambda: KERNELS.Mlp(
+            "do not fit down of": lambda: kernels().Mlp(norm(4), square, None, square, None, False),
+            "do not fit down of .* BFloat16": lambda: kernels().Mlp(
                 norm(4), square, None, half[:, :2].contiguous(), None, False
             ),
         }
@@ -93,7 +103,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
 def test_heads_that_do_not_fit_are_refused() -> None:
     def attention(qkv: int, output: int, head_dim: int, *norms: Any) -> Any:
         query_norm, key_norm = norms or (None, None)
-        return KERNELS.Attention(
+        return kernels().Attention(
             norm(),
             torch.zeros(qkv, HIDDEN),
             None,
@@ -128,7 +138,7 @@ def test_a_step_that_would_read_or_write_elsewhere_is_refused() -> None:
         return changed
 
     half = begin(rotation=Rotation(*(part.bfloat16() for part in INPUTS.rotation)))
-    attend = OPS.attention(INPUTS.weights)
+    attend = ops().attention(INPUTS.weights)
 
     def run(step: Any, pages: Pages = PAGES) -> Any:
         return attend(None, torch.zeros(TOKENS, HIDDEN), step, pages)
@@ -187,20 +197,20 @@ def test_pages_of_another_shape_are_refused(dtype: torch.dtype) -> None:
         r"keys must be .*\[any, 2,": (keys[:, :1].contiguous(), values[:, :1].contiguous()),
         "multiple of 16 tokens, not of 8": (keys[..., :8, :].contiguous(), values),
     }
-    attend = OPS.attention(inputs.weights)
-    step = OPS.begin(inputs.batch, inputs.rotation)
+    attend = ops().attention(inputs.weights)
+    step = ops().begin(inputs.batch, inputs.rotation)
     for words, wrong in pages.items():
         with pytest.raises(ValueError, match=words):
             attend(None, inputs.residual, step, wrong)
         if "any, 2," in words:
             continue  # with pages alone there is nothing that their heads must fit
         with pytest.raises(ValueError, match=words):
-            KERNELS.paged_attention(torch.zeros(TOKENS, 4, 16, dtype=dtype), step, wrong)
+            kernels().paged_attention(torch.zeros(TOKENS, 4, 16, dtype=dtype), step, wrong)
 
 
 def test_numbers_of_another_shape_or_type_are_refused() -> None:
     step, x = begin(), torch.zeros(TOKENS, HIDDEN)
-    attend, whole = OPS.attention(INPUTS.weights), layers()
+    attend, whole = ops().attention(INPUTS.weights), layers()
     assert_refused(
         {
             r"residual must be .* \[any, 48\]": lambda: attend(None, x[:, :40], step, PAGES),
@@ -212,18 +222,18 @@ def test_numbers_of_another_shape_or_type_are_refused() -> None:
             "2 layers' pages for 1 layers": lambda: whole(x, step, [PAGES] * 2),
             r"x must be .* \[6, 48\] on the CPU, not Float \[6, 47\]": lambda: head()(x[:, :47], x),
             r"residual must be .* Float .* not BFloat16": lambda: head()(x, x.bfloat16()),
-            r"x must be .* \[any, 48\]": lambda: KERNELS.Matrix(x, None, False, False)(
+            r"x must be .* \[any, 48\]": lambda: kernels().Matrix(x, None, False, False)(
                 x[:, :40], False
             ),
-            "residual must be": lambda: KERNELS.rms_norm(None, x[0], x[0], 1e-5),
-            r"weight must be .* \[48\]": lambda: KERNELS.rms_norm(None, x, x[0, :40], 1e-5),
-            r"query must be \[tokens, heads, head_dim\]": lambda: KERNELS.paged_attention(
+            "residual must be": lambda: kernels().rms_norm(None, x[0], x[0], 1e-5),
+            r"weight must be .* \[48\]": lambda: kernels().rms_norm(None, x, x[0, :40], 1e-5),
+            r"query must be \[tokens, heads, head_dim\]": lambda: kernels().paged_attention(
                 x, step, PAGES
             ),
-            "3 heads of 16 numbers cannot share 2": lambda: KERNELS.paged_attention(
+            "3 heads of 16 numbers cannot share 2": lambda: kernels().paged_attention(
                 torch.zeros(TOKENS, 3, 16), step, PAGES
             ),
-            "query must be": lambda: KERNELS.paged_attention(torch.zeros(5, 4, 16), step, PAGES),
+            "query must be": lambda: kernels().paged_attention(torch.zeros(5, 4, 16), step, PAGES),
         }
     )
 
@@ -231,24 +241,28 @@ def test_numbers_of_another_shape_or_type_are_refused() -> None:
 def test_a_step_without_tokens_computes_nothing() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     batch = StepBatch(none, none, none, [0], [], none.view(0, 1), 16)
-    out = layers()(torch.zeros(0, HIDDEN), OPS.begin(batch, INPUTS.rotation), [PAGES])
+    out = layers()(torch.zeros(0, HIDDEN), ops().begin(batch, INPUTS.rotation), [PAGES])
     assert out.shape == (0, HIDDEN)
 
 
 def test_halves_that_are_missing_or_of_two_models_are_refused() -> None:
-    attention, mlp = OPS.attention(INPUTS.weights), None
-    narrow = KERNELS.Mlp(norm(4), torch.zeros(4, 4), None, torch.zeros(4, 2), None, False)
+    attention, mlp = ops().attention(INPUTS.weights), None
+    narrow = kernels().Mlp(norm(4), torch.zeros(4, 4), None, torch.zeros(4, 2), None, False)
     embedding = torch.zeros(30, HIDDEN)
     assert_refused(
         {
-            "a model has layers": lambda: KERNELS.Layers([], None),
-            "both of its halves": lambda: KERNELS.Layers([(attention, mlp)], None),
-            "halves of layers of 4 Float and of 48": lambda: KERNELS.Layers(
+            "a model has layers": lambda: kernels().Layers([], None),
+            "both of its halves": lambda: kernels().Layers([(attention, mlp)], None),
+            "halves of layers of 4 Float and of 48": lambda: kernels().Layers(
                 [(attention, narrow)], None
             ),
-            "layers and a head": lambda: KERNELS.Guesser(embedding, None, head(), *INPUTS.rotation),
-            "a head of 4": lambda: KERNELS.Guesser(embedding, layers(), head(4), *INPUTS.rotation),
-            "embedding must be": lambda: KERNELS.Guesser(
+            "layers and a head": lambda: kernels().Guesser(
+                embedding, None, head(), *INPUTS.rotation
+            ),
+            "a head of 4": lambda: kernels().Guesser(
+                embedding, layers(), head(4), *INPUTS.rotation
+            ),
+            "embedding must be": lambda: kernels().Guesser(
                 embedding[:, :4], layers(), head(), *INPUTS.rotation
             ),
         }
@@ -256,8 +270,8 @@ def test_halves_that_are_missing_or_of_two_models_are_refused() -> None:
 
 
 def test_guesses_outside_of_the_rows_are_refused() -> None:
-    guesser = KERNELS.Guesser(torch.zeros(30, HIDDEN), layers(), head(), *INPUTS.rotation)
-    sampling = KERNELS.Sampling(0, 1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, [], 0, [])
+    guesser = kernels().Guesser(torch.zeros(30, HIDDEN), layers(), head(), *INPUTS.rotation)
+    sampling = kernels().Sampling(0, 1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, {}, [], 0, [])
     tokens = torch.zeros(2, 40, dtype=torch.int64)
     blocks = torch.ones(2, 2, dtype=torch.int64)  # room for 32 tokens
     good = GuessOfRow(1, 4, 1, 5, 2, 3, sampling)
@@ -291,7 +305,7 @@ def test_draws_outside_of_the_vocabulary_are_refused() -> None:
         values = {"seed": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         values |= {"repetition": 1.0, "frequency": 0.0, "presence": 0.0, "bias": {}}
         values |= {"bad_words": [], "min_tokens": 0, "stop_ids": []}
-        return KERNELS.Sampling(*(values | changes).values())
+        return kernels().Sampling(*(values | changes).values())
 
     good = sampling()
 
@@ -301,7 +315,7 @@ def test_draws_outside_of_the_vocabulary_are_refused() -> None:
         histories: Sequence[Tensor] = (history, history),
         num_prompts: Sequence[int] = (1, 4),
     ) -> Any:
-        return KERNELS.draw(logits, list(samplings), list(histories), list(num_prompts))
+        return kernels().draw(logits, list(samplings), list(histories), list(num_prompts))
 
     assert len(draw()) == 2
     nan, inf = float("nan"), float("inf")
@@ -338,4 +352,4 @@ def test_draws_outside_of_the_vocabulary_are_refused() -> None:
 
 
 def test_a_pool_has_at_least_the_thread_that_asks() -> None:
-    assert_refused({"num_threads must be positive, not 0": lambda: KERNELS.set_threads(0, [])})
+    assert_refused({"num_threads must be positive, not 0": lambda: kernels().set_threads(0, [])})
