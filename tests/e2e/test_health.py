@@ -22,15 +22,15 @@ from support.events import events
 
 DEAF_ENGINE = """
 
-def _execute_or_hang(self, requests, _execute=TritonPythonModel.execute):
+def _begin_or_hang(self, message, _begin=EngineHost._begin):
     import os, time
     while (Path(__file__).parent / f"deaf.{os.getpid()}").exists():
         time.sleep(0.1)
-    return _execute(self, requests)
+    return _begin(self, message)
 
-TritonPythonModel.execute = _execute_or_hang
+EngineHost._begin = _begin_or_hang
 """
-"""Appended to the product's engine model: a file with its pid makes it hang in its next hello."""
+"""Appended to the product's engine model: a file with its pid makes it hang in whatever comes."""
 PARTS = ["server", "scheduler", "engine", "inference", "llm", "generate", "metrics"]
 
 

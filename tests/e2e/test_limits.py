@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
+import tritonclient.grpc as grpc
 
 from charonia.errors import ConfigError
 from charonia.launch.errors import LaunchError
@@ -17,7 +20,10 @@ from charonia.launch.repository import RepositoryOptions
 from charonia.launch.run import prepared_server
 from charonia.launch.server import TritonServer
 from charonia.serving.engine_host import check_instance_kind
+from charonia.serving.tokenizing import INLINE_BYTES
+from support.bystander import Bystander
 from support.e2e import (
+    ANSWER_TIMEOUT_S,
     GrpcStream,
     error_of,
     generate,
@@ -26,6 +32,7 @@ from support.e2e import (
     request_inputs,
     scrape,
     stream_grpc,
+    tensors,
     wait_for,
     wait_idle,
 )
@@ -41,6 +48,73 @@ def test_output_that_reaches_the_longest_length_ends(narrow_server: TritonServer
     response = infer_grpc(narrow_server, inputs)
     assert response.one("num_output_tokens") == 4096 - 4060
     assert response.one("finish_reason") == "length"
+
+
+def test_a_prompt_that_is_tokenized_in_a_thread_is_answered_by_every_way_in(
+    server: TritonServer,
+) -> None:
+    prompt = "A request waits in the queue. " * 140
+    assert len(prompt) > INLINE_BYTES
+    inputs = request_inputs(prompt, {"max_tokens": 4, "temperature": 0, "ignore_eos": True})
+    texts = [
+        one_response(stream_grpc(server, inputs)).text,
+        one_response(stream_grpc(server, inputs, "llm")).text,
+        infer_grpc(server, inputs).text,
+    ]
+    assert texts[0].startswith(prompt)
+    assert len(set(texts)) == 1
+
+
+# ---------------------------------------------------------------------- much at once
+
+
+def test_a_dozen_huge_prompts_disturb_neither_a_stream_nor_a_probe(server: TritonServer) -> None:
+    wait_idle(server)
+    huge = {"text_input": b"x" * 2**24, "sampling_parameters": {"max_tokens": 1}}
+    sends = [
+        lambda: stream_grpc(server, huge),
+        lambda: stream_grpc(server, huge, "llm"),
+        lambda: infer_grpc(server, huge),
+    ]
+    errors: list[str] = []
+    senders = [
+        threading.Thread(target=lambda send=send: errors.append(error_of(send).message()))
+        for send in sends * 4
+    ]
+    with Bystander(server, seed=11) as bystander:
+        for sender in senders:
+            sender.start()
+        states = []
+        while not states or any(sender.is_alive() for sender in senders):
+            reply = generate(server, {"probe": True})
+            states.append(json.loads(reply.json()["text_output"]))
+        bystander.wait_tokens(10)
+    assert all(state["engine_up"] and state["step_age_s"] is not None for state in states)
+    assert len(errors) == 12
+    assert all(text.endswith("[charonia:prompt_too_long]") for text in errors), errors
+    assert bystander.token_ids == bystander.undisturbed()
+
+
+def test_a_thousand_unary_requests_are_each_answered_or_refused(
+    narrow_server: TritonServer,
+) -> None:
+    before = wait_idle(narrow_server)
+    inputs = tensors(request_inputs(PROMPT, {"max_tokens": 1, "ignore_eos": True}))
+    outcomes: SimpleQueue[str] = SimpleQueue()
+
+    def note(result: Any, error: Any) -> None:
+        outcomes.put("" if error is None else error.message())
+
+    with contextlib.closing(grpc.InferenceServerClient(narrow_server.grpc_url)) as client:
+        for _ in range(1000):
+            client.async_infer("generate", inputs, note)
+        texts = [outcomes.get(timeout=ANSWER_TIMEOUT_S) for _ in range(1000)]
+    refused = [text for text in texts if text]
+    assert all(text.endswith("[charonia:queue_full]") for text in refused), set(refused)
+    assert len(refused) < 1000
+    after = wait_idle(narrow_server)
+    ended = 'charonia_finished_total{reason="length"}'
+    assert after[ended] - before[ended] == 1000 - len(refused)
 
 
 # ---------------------------------------------------------------------- requests in time

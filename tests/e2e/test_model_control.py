@@ -24,9 +24,10 @@ def unload(server: TritonServer, model: str) -> None:
         client.unload_model(model, headers=server.api_headers)
 
 
-def start(server: TritonServer, model: str) -> LiveStream:
+def start(server: TritonServer, model: str, request_id: str = "") -> LiveStream:
     """A stream that has begun, and goes on for seconds."""
-    stream = LiveStream(server.grpc_url, PROMPT, model=model, max_tokens=LONG, **SAMPLING)
+    sampling = SAMPLING | {"max_tokens": LONG}
+    stream = LiveStream(server.grpc_url, PROMPT, model=model, request_id=request_id, **sampling)
     stream.wait_tokens(3)
     return stream
 
@@ -99,3 +100,14 @@ def test_a_scheduler_that_was_unloaded_serves_again_once_it_is_loaded(server: Tr
     load(server, "scheduler")
     assert short_answers(server) == expected
     wait_alone(server, "scheduler")
+
+
+def test_streams_that_end_with_an_error_hold_no_model_that_was_replaced(
+    server: TritonServer,
+) -> None:
+    """Triton 2.51.0 never ends an ensemble that fails while its last step has a response."""
+    streams = [start(server, "llm", request_id="to be cancelled") for _ in range(6)]
+    infer_grpc(server, {"cancel": True}, request_id="to be cancelled")
+    assert any("cancelled" in (stream.wait_over().error or "") for stream in streams)
+    load(server, "postprocessor")
+    wait_alone(server, "postprocessor")

@@ -204,7 +204,7 @@ def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
     host.execute([request])
     text, code = answer_to(request)
     assert text == (
-        "the request's tensors take 67108865 bytes; at most 67108864 are accepted"
+        "of the request's tensors at most 67108864 bytes are accepted, but 67108865 came"
         " [charonia:invalid_request]"
     )
     assert code == "INVALID_ARG"

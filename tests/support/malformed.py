@@ -28,6 +28,7 @@ from support.e2e import (
 PROMPT = "A request waits"
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 384
+KIND = r" \[charonia:(invalid_request|prompt_too_long|not_supported)\]$"
 Send = Callable[[TritonServer], str]
 
 
@@ -168,6 +169,7 @@ WRONG_SAMPLING: list[tuple[dict[str, Any] | str, tuple[str, ...]]] = [
     ({"tenant": 5}, ("tenant must be a string", "is 5")),
     ({"max_token": 5}, ("unknown sampling parameter 'max_token'", "accepted are max_tokens")),
     ({"": 5}, ("unknown sampling parameter ''", "accepted are max_tokens")),
+    ({"a [charonia:queue_full]": 5}, ("unknown sampling parameter 'a .charonia:queue_full.'",)),
     ({"__class__": 5}, ("unknown sampling parameter '__class__'", "accepted are")),
     ({"x" * 9999: 5}, ("unknown sampling parameter 'xxx", "accepted are")),
     ("{", ("sampling_parameters is not valid JSON",)),
@@ -185,7 +187,7 @@ def sampling_cases() -> Iterator[Case]:
         ways = list(sampling_ways(sampling))
         way, send = ways[index % len(ways)]
         shown = sampling if isinstance(sampling, str) else repr(sampling)
-        yield Case(f"{shown[:50]} ({way})", send, says)
+        yield Case(f"{shown[:50]} ({way})", send, (*says, KIND))
 
 
 # ---------------------------------------------------------------------- prompts and tensors
@@ -264,6 +266,7 @@ WRONG_TENSORS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 def tensor_cases() -> Iterator[Case]:
     """Wrong prompts by each of four ways; other wrong tensors by three, in turn."""
     for name, inputs, says in WRONG_PROMPTS:
+        says = (*says, KIND)
         yield Case(f"{name} (scheduler)", by_stream(inputs), says)
         yield Case(f"{name} (llm)", by_stream(inputs, "llm"), says)
         yield Case(f"{name} (generate, gRPC)", by_unary_grpc(inputs), says)
@@ -272,6 +275,45 @@ def tensor_cases() -> Iterator[Case]:
     for (name, inputs, says), model in zip(WRONG_TENSORS, models, strict=False):
         way = by_unary_grpc if model == "generate" else by_stream
         yield Case(f"{name} ({model})", way(inputs, model), says)
+
+
+# ---------------------------------------------------------------------- what is between the models
+
+NO_UTF8 = b"\xff\xfeabc"
+WRONG_INNER: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("scheduler", {"input_ids": ids(5), "request_key": NO_UTF8}, ("request_key", "UTF-8")),
+    ("scheduler", {"input_ids": ids(5), "prompt_text": NO_UTF8}, ("prompt_text", "UTF-8")),
+    ("scheduler", {"input_ids": ids(5), "prompt_text": "x" * 2**20}, ("prompt_text must have at",)),
+    ("scheduler", {"input_ids": ids(5), "request_key": "k"}, ("are for other models",)),
+    ("scheduler", {"input_ids": ids(5), "prompt_text": "five"}, ("are for other models",)),
+    ("scheduler", {"probe": ids(1)}, ("probe", "INT32", "BOOL")),
+    ("tokenizer", {"text_input": NO_UTF8}, ("text_input is not valid UTF-8",)),
+    ("tokenizer", {"text_input": "x" * 2**20}, ("text_input must have at most",)),
+    ("tokenizer", {"input_ids": ids(*[5] * MAX_MODEL_LEN)}, ("at most 4095",)),
+    ("tokenizer", {"text_input": "a", "input_ids": ids(5)}, ("both are given",)),
+    ("tokenizer", {"cancel": ids(1)}, ("cancel", "INT32", "BOOL")),
+    ("postprocessor", {"request_key": NO_UTF8}, ("request_key must be one string",)),
+    ("postprocessor", {"request_key": "k.1"}, ("request_key must be one string",)),
+    ("postprocessor", {"request_key": "0" * 10**6}, ("request_key must be one string",)),
+    ("postprocessor", {"chunk_output_ids": strings(NO_UTF8)}, ("BYTES", "INT32")),
+]
+
+
+def inner_cases() -> Iterator[Case]:
+    """Inputs and models that clients have no business with."""
+    for index, (model, inputs, says) in enumerate(WRONG_INNER):
+        send = by_stream if model == "scheduler" else by_unary_grpc
+        yield Case(f"inner {index} ({model})", send(inputs, model), says)
+    long_id = {"request_id": "x" * 2000}
+    for model, send in (("scheduler", by_stream), ("generate", by_unary_grpc)):
+        says = ("of the request's id at most 1024 bytes are accepted, but 2000 came",)
+        yield Case(f"a long id ({model})", send({"text_input": "a"}, model, **long_id), says)
+    for name, body in (
+        ("id", b'{"text_input": "a", "id": "\xff"}'),
+        ("parameter", b'{"text_input": "a", "tenant": "\xff"}'),
+        ("parameter's name", b'{"text_input": "a", "\xff": 1}'),
+    ):
+        yield Case(f"a {name} that is not UTF-8", by_http(body), ("JSON|UTF-8|unknown",))
 
 
 # ---------------------------------------------------------------------- the protocols
@@ -395,4 +437,10 @@ def guarded_cases() -> Iterator[Case]:
         yield Case(f"{path} (HTTP)", by_http_call("POST", path, body), ("restricted",))
 
 
-CASES = [*sampling_cases(), *tensor_cases(), *protocol_cases(), *guarded_cases()]
+CASES = [
+    *sampling_cases(),
+    *tensor_cases(),
+    *inner_cases(),
+    *protocol_cases(),
+    *guarded_cases(),
+]

@@ -109,9 +109,11 @@ class CancellationPoller:
     trip that takes the server 0.1 ms. An outlet is asked every `INTERVAL_S`, and more seldom when
     there are so many that it would be more than `MAX_POLLS_PER_S` questions.
 
-    The last response to a client that has gone is sent `FAREWELL_S` later: Triton 2.51.0 crashes
-    now and then when a gRPC stream ends in the moment of its cancellation. So is an error to an
-    ensemble, which may count a request as live for ever that errs while it hands a response on.
+    An error that ends a stream is sent `FAREWELL_S` later, for two reasons. Triton 2.51.0 crashes
+    now and then when a gRPC stream ends in the moment of its cancellation. And an ensemble that
+    fails while another of its steps still has a response in hand never ends inside Triton: it keeps
+    the models of its steps loaded, also when others were loaded in their place, and the server's
+    own end waits for it in vain.
 
     An outlet that cannot be asked is not asked again; its request goes on.
 
@@ -148,7 +150,7 @@ class CancellationPoller:
         return bool(self._farewells)
 
     def fail_later(self, outlet: Outlet, error: CharoniaError) -> None:
-        """End an answer when it is safe to: the client has gone, or an ensemble is on its way."""
+        """End a stream with an error, when it is safe to."""
         self._farewells.append((time.monotonic() + self.FAREWELL_S, outlet, error))
         self._has_work.set()
 
@@ -157,7 +159,9 @@ class CancellationPoller:
         self._stop.set()
         self._has_work.set()
         self._thread.join()
-        self._say_farewells(until=math.inf)
+        if self._farewells:
+            time.sleep(self.FAREWELL_S)
+            self._say_farewells(until=math.inf)
 
     def _run(self) -> None:
         pause = 1 / self.MAX_POLLS_PER_S

@@ -257,12 +257,14 @@ class Sessions:
         if last.error is None:
             self._send_outputs(session, chunks, is_final=last.is_final)
         else:
+            is_mid_stream = session.num_sent > 1
             if session.options.is_streaming and chunks[:-1]:
                 self._send_outputs(session, chunks[:-1], is_final=False)
+                is_mid_stream = True
                 if self._put_back(session, last):
                     return
             self._end(session.key)
-            if session.is_abandoned or session.is_reported:
+            if session.is_abandoned or is_mid_stream:
                 self._poller.fail_later(session.outlet, last.error)
             else:
                 session.outlet.fail(last.error)

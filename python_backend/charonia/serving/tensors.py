@@ -109,7 +109,7 @@ def _num_bytes(array: Array) -> int:
 def _check_size(what: str, num_bytes: int, max_bytes: int) -> None:
     if num_bytes > max_bytes:
         raise InvalidRequestError(
-            f"the request's {what} take {num_bytes} bytes; at most {max_bytes} are accepted"
+            f"of the request's {what} at most {max_bytes} bytes are accepted, but {num_bytes} came"
         )
 
 
