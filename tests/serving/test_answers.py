@@ -27,6 +27,8 @@ from charonia.serving.tensors import Outputs, RawRequest
 from support.calls import parse
 from support.sockets import WAIT_S, SchedulerEnd
 
+MAX_WAITING = 3
+
 
 class Tensor:
     """As `pb_utils.Tensor`."""
@@ -165,7 +167,7 @@ def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
 
 @pytest.fixture
 def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[GenerateHost]:
-    ledger = Ledger(3, 2**27)
+    ledger = Ledger(MAX_WAITING, 2**27)
     host = GenerateHost(pb_utils, "scheduler", tmp_path, ledger, log=lambda line: None)
     yield host
     host.finalize()
@@ -268,6 +270,40 @@ def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
     restarted.next()[2].send({"text_output": ["y"]}, is_final=True)
     assert answer_to(request) == "y"
     restarted.relay.close()
+
+
+def test_what_is_over_the_bounds_is_refused_and_what_was_answered_makes_room(
+    scheduler: SchedulerEnd, host: GenerateHost
+) -> None:
+    requests = [text_request() for _ in range(MAX_WAITING + 1)]
+    host.execute(requests)
+    text, code = answer_to(requests[-1])
+    assert text.startswith("Exceeds maximum queue size")
+    assert f"Maximum queue size of {MAX_WAITING} requests" in text
+    assert (text.endswith("[charonia:queue_full]"), code) == (True, "UNAVAILABLE")
+    for _ in requests[:-1]:
+        scheduler.next()[2].send({"text_output": ["y"]}, is_final=True)
+    assert [answer_to(request) for request in requests[:-1]] == ["y"] * MAX_WAITING
+    again = text_request()
+    host.execute([again])
+    scheduler.next()[2].send({"text_output": ["z"]}, is_final=True)
+    assert answer_to(again) == "z"
+
+
+def test_an_answer_that_cannot_be_sent_keeps_none_from_being_sent(
+    scheduler: SchedulerEnd, host: GenerateHost
+) -> None:
+    requests = [text_request(), text_request()]
+
+    def fail(response: Response, flags: int = 0) -> None:
+        raise OSError("it has gone")
+
+    requests[0].sender.send = fail  # type: ignore[method-assign]
+    host.execute(requests)
+    for _ in requests:
+        scheduler.next()
+    scheduler.relay.close()
+    assert answer_to(requests[1]) == (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
 
 
 def test_an_answer_that_cannot_be_read_ends_the_wait_of_all(

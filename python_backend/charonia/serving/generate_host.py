@@ -7,6 +7,7 @@ the scheduler but its name and the messages of `relay`.
 import contextlib
 import secrets
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ class GenerateHost:
         with self._lock:
             connection = self._connection
             outlets = self._take_all()
-        _fail(outlets, ShuttingDownError())
+        self._fail(outlets, ShuttingDownError())
         self._poller.close()
         if connection is not None:
             connection.close()
@@ -119,7 +120,7 @@ class GenerateHost:
         with self._lock:
             self._connection = None
             outlets = self._take_all()
-        _fail(outlets, UnavailableError(LOST))
+        self._fail(outlets, UnavailableError(LOST))
 
     def _on_cancelled(self, key: str) -> None:
         """The answer, an error by then, comes as any other."""
@@ -139,10 +140,13 @@ class GenerateHost:
             self._ledger.give_back(num_bytes)
         return [outlet for outlet, _ in waiting]
 
-
-def _fail(outlets: list[TritonOutlet], error: CharoniaError) -> None:
-    for outlet in outlets:
-        outlet.fail(error)
+    def _fail(self, outlets: list[TritonOutlet], error: CharoniaError) -> None:
+        """Answer all of them, though one answer may not be to be sent."""
+        for outlet in outlets:
+            try:
+                outlet.fail(error)
+            except Exception:
+                self._log(f"an error could not be sent: {traceback.format_exc()}")
 
 
 def _outputs(answer: RelayedAnswer) -> Outputs:
