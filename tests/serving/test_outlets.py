@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.errors import RequestCancelledError, UnavailableError
-from charonia.serving.outlets import CancellationPoller, TritonOutlet
+from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
 
 
 class Sender:
@@ -104,6 +104,17 @@ def test_an_outlet_that_cannot_be_asked_or_ended_costs_no_other_its_poller(
     time.sleep(2 * poller.INTERVAL_S)
     assert len(log) == 2  # it is not asked again
     poller.close()
+
+
+def test_what_cannot_even_be_refused_is_logged_and_raises_nothing(outlet: TritonOutlet) -> None:
+    def send(message: Any = None, flags: int = 0) -> None:
+        raise OSError("no such response")
+
+    outlet._sender.send = send
+    log: list[str] = []
+    with failing_with_errors(outlet, log.append):
+        raise UnavailableError("no")
+    assert "no such response" in log[0]
 
 
 def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:

@@ -7,7 +7,6 @@ the scheduler but its name and the messages of `relay`.
 import contextlib
 import secrets
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,12 @@ from charonia.errors import (
     error_of,
 )
 from charonia.serving.ledger import Ledger
-from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
+from charonia.serving.outlets import (
+    CancellationPoller,
+    TritonOutlet,
+    fail,
+    failing_with_errors,
+)
 from charonia.serving.relay import (
     Cancellation,
     RelayedAnswer,
@@ -141,12 +145,8 @@ class GenerateHost:
         return [outlet for outlet, _ in waiting]
 
     def _fail(self, outlets: list[TritonOutlet], error: CharoniaError) -> None:
-        """Answer all of them, though one answer may not be to be sent."""
         for outlet in outlets:
-            try:
-                outlet.fail(error)
-            except Exception:
-                self._log(f"an error could not be sent: {traceback.format_exc()}")
+            fail(outlet, error, self._log)
 
 
 def _outputs(answer: RelayedAnswer) -> Outputs:

@@ -42,16 +42,24 @@ class Outlet(Protocol):
         ...
 
 
+def fail(outlet: Outlet, error: CharoniaError, log: Callable[[str], None]) -> None:
+    """Send an error, if it can be sent; else it is logged."""
+    try:
+        outlet.fail(error)
+    except Exception:
+        log(f"an error could not be sent: {traceback.format_exc()}")
+
+
 @contextmanager
 def failing_with_errors(outlet: Outlet, log: Callable[[str], None]) -> Iterator[None]:
     """Make whatever is raised inside the answer; what is no CharoniaError is logged."""
     try:
         yield
     except CharoniaError as error:
-        outlet.fail(error)
+        fail(outlet, error, log)
     except Exception:
         log(f"a request failed: {traceback.format_exc()}")
-        outlet.fail(CharoniaError(INTERNAL_ERROR))
+        fail(outlet, CharoniaError(INTERNAL_ERROR), log)
 
 
 def answered(pb_utils: Any, make: Callable[[], Any], log: Callable[[str], None]) -> Any:
@@ -189,7 +197,4 @@ class CancellationPoller:
     def _say_farewells(self, *, until: float) -> None:
         while self._farewells and self._farewells[0][0] <= until:
             _, outlet, error = self._farewells.popleft()
-            try:
-                outlet.fail(error)
-            except Exception:
-                self._log(f"an error could not be sent: {traceback.format_exc()}")
+            fail(outlet, error, self._log)

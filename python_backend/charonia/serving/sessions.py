@@ -30,7 +30,7 @@ from typing import Any
 from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError
 from charonia.serving.ledger import Ledger
-from charonia.serving.outlets import CancellationPoller, Outlet
+from charonia.serving.outlets import CancellationPoller, Outlet, fail
 from charonia.serving.schema import OutputOptions, chunk_outputs
 from charonia.serving.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
@@ -299,7 +299,4 @@ class Sessions:
         """Cancel a request whose response could not be made or sent, and tell the client."""
         self._cancel(session.key)
         self._end(session.key)
-        try:
-            session.outlet.fail(CharoniaError(INTERNAL_ERROR))
-        except Exception:
-            self._log(f"nor could the error: {traceback.format_exc()}")
+        fail(session.outlet, CharoniaError(INTERNAL_ERROR), self._log)
