@@ -17,6 +17,7 @@ from charonia.errors import (
     RequestCancelledError,
     ShuttingDownError,
 )
+from charonia.serving import sessions
 from charonia.serving.ledger import Ledger
 from charonia.serving.schema import OutputOptions
 from charonia.serving.sessions import MAX_UNDER_WAY, Sessions
@@ -126,6 +127,20 @@ def test_a_stream_goes_on_when_somebody_reports_again_after_a_pause(
     sink(chunk(40))
     time.sleep(0.05)
     assert len(outlet.sent) == num_sent + MAX_UNDER_WAY
+
+
+def test_an_error_does_not_wait_for_ever_for_reports(
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_ERROR_WAIT_S", 0.1)
+    outlet = new_outlet()
+    sink = harness.sessions.open("k", STREAMING, str, outlet, num_bytes=10)
+    harness.sessions.report("k", 0)  # and never again
+    sink(chunk(0))
+    eventually(lambda: outlet.sent)
+    sink(Chunk("k", error=RequestCancelledError("the request was cancelled")))
+    eventually(lambda: outlet.failures)
+    assert harness.ledger.held == (0, 0)
 
 
 def test_each_response_of_a_named_request_has_its_number(harness: Harness, new_outlet: Any) -> None:

@@ -20,11 +20,13 @@ What piles up is bounded by `max_tokens`, one small chunk per token; how many re
 and of how many bytes as they came, is the ledger's.
 """
 
+import contextlib
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from charonia.engine.outputs import Chunk
@@ -37,6 +39,9 @@ from charonia.text.tokenizer import Tokenizer
 
 MAX_UNDER_WAY = 4
 CLOSE_WAIT_S = 1.0
+MAX_ERROR_WAIT_S = 2.0
+"""For so long an error waits for reports, which nobody may send."""
+_LOOK_S = 0.25
 
 
 class Session:
@@ -47,6 +52,7 @@ class Session:
         chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
         is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
         is_reported: somebody says when a response has been handed on.
+        send_error_at: when an error waits no longer, by the monotonic clock; None while none does.
         num_sent: responses so far; num_delivered: those of them that were handed on.
     """
 
@@ -70,6 +76,7 @@ class Session:
         self.is_cancelled = False
         self.is_abandoned = False
         self.is_reported = False
+        self.send_error_at: float | None = None
         self.num_sent = 0
         self.num_delivered = 0
         self.lock = threading.Lock()
@@ -94,7 +101,8 @@ class Session:
         An ensemble that gets one while it still hands on may count the request as live for ever.
         """
         is_error = bool(self.chunks) and self.chunks[-1].error is not None
-        return is_error and self.is_reported and self.num_under_way > 0
+        is_late = self.send_error_at is not None and self.send_error_at <= time.monotonic()
+        return is_error and self.is_reported and self.num_under_way > 0 and not is_late
 
 
 class Sessions:
@@ -121,6 +129,8 @@ class Sessions:
         self._log = log
         self._sessions: dict[str, Session] = {}
         self._ready: SimpleQueue[Session | None] = SimpleQueue()
+        self._waiting_errors: deque[Session] = deque()  # in the order of their times
+        self._late_lock = threading.Lock()  # for taking from them
         self._poller = CancellationPoller(self.abandon, log=log)
         self._threads = [
             threading.Thread(target=self._run, name=f"charonia-sender-{index}", daemon=True)
@@ -237,9 +247,12 @@ class Sessions:
         if not session.is_queued and session.may_send():
             session.is_queued = True
             self._ready.put(session)
+        elif session.send_error_at is None and session.waits_with_error():
+            session.send_error_at = time.monotonic() + MAX_ERROR_WAIT_S
+            self._waiting_errors.append(session)
 
     def _run(self) -> None:
-        while (session := self._ready.get()) is not None:
+        while (session := self._next()) is not None:
             with session.lock:
                 chunks, session.chunks = session.chunks, []
                 session.num_sent += 1
@@ -251,6 +264,25 @@ class Sessions:
             with session.lock:
                 session.is_queued = False
                 self._queue(session)
+
+    def _next(self) -> Session | None:
+        """Wait for a session that may send, and see to it that no error waits for ever."""
+        while True:
+            self._queue_late_errors()
+            with contextlib.suppress(Empty):
+                return self._ready.get(timeout=_LOOK_S)
+
+    def _queue_late_errors(self) -> None:
+        while (session := self._take_late()) is not None:
+            with session.lock:
+                self._queue(session)
+
+    def _take_late(self) -> Session | None:
+        with self._late_lock:
+            waiting = self._waiting_errors
+            if waiting and (waiting[0].send_error_at or 0.0) <= time.monotonic():
+                return waiting.popleft()
+        return None
 
     def _send(self, session: Session, chunks: list[Chunk]) -> None:
         last = chunks[-1]
