@@ -1,5 +1,6 @@
 """How one scheduler takes the place of another; two of them on one engine are tested end to end."""
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from charonia.serving.succession import Succession
+from charonia.sockets.local import connect
 
 WAIT_S = 5.0
 
@@ -89,6 +91,14 @@ def test_the_third_one_asks_the_second_alone(
     assert youngest.succession.take_over(WAIT_S)
     assert (older.has_ended, younger.has_ended) == (False, True)
     youngest.succession.close()
+
+
+@pytest.mark.parametrize("message", [b"", b"\0", b"charonia: step downs", b"charonia: step dow"])
+def test_another_message_ends_nobody(path: Path, older: Scheduler, message: bytes) -> None:
+    with contextlib.closing(connect(path)) as stranger:
+        stranger.send(message)
+        assert stranger.receive(WAIT_S) is None, "it was not hung up on"
+    assert not older.has_ended
 
 
 def test_a_socket_of_a_process_that_has_ended_is_replaced(path: Path) -> None:

@@ -26,8 +26,8 @@ from charonia.sockets.server import Server
 
 SUCCESSION_SOCKET = f"succession{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
-_STEP_DOWN = b""
-_MAX_BYTES = 0
+_STEP_DOWN = b"charonia: step down"
+"""A word that nobody says by mistake: whoever may connect could end the scheduler with it."""
 
 
 class Succession:
@@ -48,7 +48,7 @@ class Succession:
         self._step_down = step_down
         self._older = _connect(path)
         self._server = Server(
-            listen(path), is_same_user, self._serve, log=log, max_bytes=_MAX_BYTES
+            listen(path), is_same_user, self._serve, log=log, max_bytes=len(_STEP_DOWN)
         )
         self._server.start()
 
@@ -68,8 +68,8 @@ class Succession:
             self._older.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Wait for the one message, however long; to hang up is the answer."""
-        if connection.channel.receive() is not None:
+        """Wait for the one message, however long; to hang up is the answer, also to another."""
+        if connection.channel.receive() == _STEP_DOWN:
             self._step_down()
 
 

@@ -1,0 +1,180 @@
+"""Attack a server at full strength beside a neighbour, and measure what the neighbour notices.
+
+    python loadtests/hostile.py                                   # all attacks, twice
+    python loadtests/hostile.py --attacks "never read" "noise on ports" --strength 1
+
+A real tritonserver serves a small random model in float32. The attacks are those of
+tests/e2e/test_hostile.py, several times as strong, each in a process of its own; they end by
+themselves, and go to this machine alone. Meanwhile a neighbour repeats one request with a seed over
+gRPC to `scheduler`. Its median time is compared with that right before the attack, so that what
+the attacker's own process takes of the machine counts as the attack's. Memory is that of each
+process alone. The last round says what every further attack would add: in the first one allocators
+grow to their size.
+
+The exit code is 0 where every neighbour was answered as always, no process was replaced and no
+attack left more memory, files or connections than it may. How much slower the neighbour was is
+printed, and not judged.
+"""
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+HERE = Path(__file__).resolve().parent
+# It shares attacks and checkpoints with the end-to-end tests.
+sys.path.append(str(HERE.parent / "tests"))
+
+from charonia.errors import CharoniaError  # noqa: E402
+from charonia.launch.run import running_server  # noqa: E402
+from record import circumstances, new_stem, positive  # noqa: E402
+from support.checkpoints import make_checkpoint  # noqa: E402
+from support.e2e import one_torch_thread  # noqa: E402
+from support.hostile.catalogue import ATTACKS  # noqa: E402
+from support.hostile.target import Attack, Target  # noqa: E402
+from support.hostile.trial import Arena, Outcome  # noqa: E402
+from support.leftovers import leftovers  # noqa: E402
+
+SETTINGS = ("dtype=float32", "num_gpu_blocks_override=2049", "max_num_seqs=64", "cpu_threads=1")
+MAX_MODEL_LEN = 4096
+MEBIBYTE = 2**20
+
+
+def main() -> None:
+    """Attack as the command line says."""
+    options = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("hostile: ended by SIGTERM"))  # ends it all
+    outcomes: list[list[Outcome]] = []
+    try:
+        left = _attack(options, outcomes)
+    except (AssertionError, CharoniaError) as error:
+        raise SystemExit(f"hostile: {error}") from None
+    print(as_markdown(outcomes))
+    stem = options.output or new_stem("hostile")
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    file = stem.with_name(f"{stem.name}.json")
+    record = _about(options) | {
+        "rounds": [[asdict(outcome) for outcome in each] for each in outcomes],
+        "left": left,
+    }
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {file.name}")
+    if left or not all(holds(outcome) for each in outcomes for outcome in each):
+        raise SystemExit("hostile: not all holds that must")
+
+
+def holds(outcome: Outcome) -> bool:
+    """Whether an attack did no harm; how much slower it made the neighbour does not count."""
+    is_unharmed = outcome.noticed is None and not outcome.num_restarts and not outcome.replaced
+    has_left_nothing = not outcome.excess and not outcome.left_open
+    return outcome.failure is None and is_unharmed and has_left_nothing
+
+
+def as_markdown(rounds: list[list[Outcome]]) -> str:
+    """A table of all attacks: the worst of all rounds, and the memory of the first and the last."""
+    lines = [
+        "| attack | seconds | neighbour equal | slower | memory, first round | last round |"
+        " restarts | harm |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for each in zip(*rounds, strict=True):
+        cells = (
+            each[0].attack,
+            f"{max(outcome.seconds for outcome in each):.1f}",
+            "yes" if all(outcome.noticed is None for outcome in each) else "NO",
+            f"{max(outcome.slowdown for outcome in each):.2f}",
+            _memory(each[0]),
+            _memory(each[-1]),
+            str(sum(outcome.num_restarts for outcome in each)),
+            "; ".join(_harm(outcome) for outcome in each if not holds(outcome)) or "none",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _memory(outcome: Outcome) -> str:
+    """The process that grew most."""
+    role, num_bytes = max(outcome.growth.items(), key=lambda item: item[1])
+    return f"{num_bytes / MEBIBYTE:+.0f} MiB ({role})"
+
+
+def _harm(outcome: Outcome) -> str:
+    parts = [
+        outcome.failure,
+        outcome.noticed,
+        *outcome.replaced,
+        *outcome.excess,
+        *outcome.left_open,
+    ]
+    return ", ".join(part[:80] for part in parts if part)
+
+
+def _attack(options: argparse.Namespace, outcomes: list[list[Outcome]]) -> list[str]:
+    """Fill in what came of every attack, round by round; returns what is left of the server.
+
+    Raises:
+        AssertionError, CharoniaError: it cannot go on.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="hostile-") as directory,
+        ProcessPoolExecutor(1, get_context("spawn")) as attacker,
+        tqdm(total=options.rounds * len(options.attacks), unit="attack") as progress,
+        one_torch_thread(),
+    ):
+        model = make_checkpoint(Path(directory), max_position_embeddings=MAX_MODEL_LEN)
+
+        def run(attack: Attack, target: Target, strength: int) -> None:
+            attacker.submit(_run, attack.name, target, strength).result()
+
+        with running_server(model=model, settings=SETTINGS) as server:
+            runtime_dir = server.runtime_dir
+            arena = Arena(server, run)
+            for _ in range(options.rounds):
+                outcomes.append([])
+                for name in options.attacks:
+                    progress.set_postfix_str(name)
+                    outcomes[-1].append(arena.trial(ATTACKS[name], options.strength))
+                    progress.update()
+        return leftovers(runtime_dir)
+
+
+def _run(name: str, target: Target, strength: int) -> None:
+    """In the attacker's process."""
+    ATTACKS[name].run(target, strength)
+
+
+def _about(options: argparse.Namespace) -> dict[str, Any]:
+    settings = ("strength", "rounds", "attacks")
+    about = {name: getattr(options, name) for name in settings}
+    return circumstances("hostile.py") | about | {"settings": SETTINGS}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    number = {"type": positive, "metavar": "N"}
+    parser.add_argument("--strength", default=4, help="1 is a test's (default: 4)", **number)
+    parser.add_argument("--rounds", default=2, help="of all attacks (default: 2)", **number)
+    parser.add_argument(
+        "--attacks", nargs="+", choices=ATTACKS, default=[*ATTACKS], metavar="NAME", help="which"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="STEM",
+        help="where STEM.json goes (default: loadtests/results/DATE-hostile)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()
