@@ -11,9 +11,9 @@ the attacker's own process takes of the machine counts as the attack's. Memory i
 process alone. The last round says what every further attack would add: in the first one allocators
 grow to their size.
 
-The exit code is 0 where every neighbour was answered as always, no process was replaced and no
-attack left more memory, files or connections than it may. How much slower the neighbour was is
-printed, and not judged.
+The exit code is 0 where every neighbour was answered as always, no process was replaced, no attack
+left connections or files open, and the last round left no more memory than it may. How much slower
+the neighbour was is printed, and not judged.
 """
 
 import argparse
@@ -67,15 +67,15 @@ def main() -> None:
     }
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {file.name}")
-    if left or not all(holds(outcome) for each in outcomes for outcome in each):
+    has_grown = any(outcome.excess for outcome in outcomes[-1])
+    if left or has_grown or not all(holds(outcome) for each in outcomes for outcome in each):
         raise SystemExit("hostile: not all holds that must")
 
 
 def holds(outcome: Outcome) -> bool:
     """Whether an attack did no harm; how much slower it made the neighbour does not count."""
     is_unharmed = outcome.noticed is None and not outcome.num_restarts and not outcome.replaced
-    has_left_nothing = not outcome.excess and not outcome.left_open
-    return outcome.failure is None and is_unharmed and has_left_nothing
+    return outcome.failure is None and is_unharmed and not outcome.left_open
 
 
 def as_markdown(rounds: list[list[Outcome]]) -> str:
@@ -107,13 +107,7 @@ def _memory(outcome: Outcome) -> str:
 
 
 def _harm(outcome: Outcome) -> str:
-    parts = [
-        outcome.failure,
-        outcome.noticed,
-        *outcome.replaced,
-        *outcome.excess,
-        *outcome.left_open,
-    ]
+    parts = [outcome.failure, outcome.noticed, *outcome.replaced, *outcome.left_open]
     return ", ".join(part[:80] for part in parts if part)
 
 

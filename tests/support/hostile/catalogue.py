@@ -1,7 +1,7 @@
-"""All attacks. Owns their names and what they may leave. Must not know what any of them does."""
+"""All attacks. Owns their names. Must not know what any of them does."""
 
 from support.hostile import calls, clients, wire
-from support.hostile.target import SERVER_BYTES, Attack, Run
+from support.hostile.target import Attack
 
 _RUNS = (
     wire.noise_on_ports,
@@ -20,14 +20,7 @@ _RUNS = (
     calls.nonsense_for_inner_models,
     calls.odd_requests,
 )
-# A million chunks are as many pieces of memory in tritonserver's own HTTP front end, which are
-# freed, but not given back.
-_KEPT_BYTES = {wire.bodies_that_exhaust_stacks: 3 * 2**29}
-
-
-def _attack(run: Run) -> Attack:
-    return Attack(run.__name__.replace("_", " "), run, _KEPT_BYTES.get(run, SERVER_BYTES))
-
-
-ATTACKS = {attack.name: attack for attack in map(_attack, _RUNS)}
+ATTACKS = {
+    attack.name: attack for attack in (Attack(run.__name__.replace("_", " "), run) for run in _RUNS)
+}
 """By name."""

@@ -18,10 +18,6 @@ from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 from charonia.launch.server import TritonServer
 from support.e2e import array_of
 
-KEPT_BYTES = 96 * 2**20
-SERVER_BYTES = 2**28
-"""Of a process of ours and of tritonserver: what allocators keep for the next time, and not what
-grows with every attack."""
 CONNECT_TIMEOUT_S = 10.0
 CALL_TIMEOUT_S = 120.0
 _UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
@@ -93,23 +89,10 @@ class Attack:
     Attributes:
         run: takes the target and a strength, of which 1 takes a few seconds. It raises
             AssertionError where it gets an answer that it must not get, or none.
-        server_bytes: of memory that tritonserver may keep afterwards.
     """
 
     name: str
-    run: "Run"
-    server_bytes: int = SERVER_BYTES
-
-    def excess(self, growth: Mapping[str, int]) -> dict[str, int]:
-        """What of a growth, in bytes by process, is more than may be left behind."""
-        return {
-            role: num_bytes
-            for role, num_bytes in growth.items()
-            if num_bytes > (self.server_bytes if role == "tritonserver" else KEPT_BYTES)
-        }
-
-
-Run = Callable[[Target, int], None]
+    run: Callable[[Target, int], None]
 
 
 def infer_request(model: str, inputs: Mapping[str, Any], **options: Any) -> Any:

@@ -17,9 +17,10 @@ from support.hostile.neighbour import Answer, Neighbour, undisturbed
 from support.hostile.target import Attack, Target
 
 MODELS = ("engine", "generate", "postprocessor", "scheduler", "tokenizer")
-SERVER = "tritonserver"
-SHARED = "/dev/shm"
-SETTLE_S = 10.0
+SERVER, SHARED = OF_TRITON = ("tritonserver", "/dev/shm")
+KEPT_BYTES, KEPT_BY_TRITON_BYTES = 96 * 2**20, 2**28
+"""What may remain of a process's growth: an allocator keeps what it has, for the next time."""
+SETTLE_S = 5.0
 MAX_MORE_FDS = 16
 
 Run = Callable[[Attack, Target, int], None]
@@ -57,6 +58,14 @@ class Watch:
         """Bytes more than before, of what there was before."""
         return _more(self.num_bytes, before.num_bytes)
 
+    def excess(self, before: "Watch") -> dict[str, int]:
+        """The growth of those that have grown too much."""
+        return {
+            role: num_bytes
+            for role, num_bytes in self.growth(before).items()
+            if num_bytes > (KEPT_BY_TRITON_BYTES if role in OF_TRITON else KEPT_BYTES)
+        }
+
     def left_open(self, before: "Watch") -> dict[str, int]:
         """Files and connections more than before, of processes that have too many more."""
         more = _more(self.num_fds, before.num_fds)
@@ -71,7 +80,7 @@ class Outcome:
         attack: its name. seconds: that it took. failure: what it got that it must not get.
         num_requests: of the neighbour meanwhile. noticed: how their answers differ from those
             without the attack. slowdown: the median time of one, in that of one without the attack.
-        growth: bytes by process. excess: those that are more than the attack may leave behind.
+        growth: bytes by process. excess: that of those which have grown too much.
         left_open: files and connections, by process, that are too many more than before.
         num_restarts: of the engine. replaced: processes that are others now, or gone.
     """
@@ -117,8 +126,7 @@ class Arena:
             except AssertionError as error:
                 failure = str(error)
             seconds = time.monotonic() - started
-        self._watch = after = self._settled(before, attack)
-        growth = after.growth(before)
+        self._watch = after = self._settled(before)
         return Outcome(
             attack=attack.name,
             seconds=seconds,
@@ -126,8 +134,8 @@ class Arena:
             num_requests=len(neighbour.answers),
             noticed=_noticed(alone, self._expected) or _noticed(neighbour, self._expected),
             slowdown=neighbour.median_s / alone.median_s,
-            growth=growth,
-            excess=attack.excess(growth),
+            growth=after.growth(before),
+            excess=after.excess(before),
             left_open=after.left_open(before),
             num_restarts=after.num_restarts - before.num_restarts,
             replaced=sorted(
@@ -135,11 +143,11 @@ class Arena:
             ),
         )
 
-    def _settled(self, before: Watch, attack: Attack) -> Watch:
+    def _settled(self, before: Watch) -> Watch:
         """The server when its memory has come back, or does not."""
         return wait_for(
             lambda: Watch.of(self._server),
-            lambda after: not attack.excess(after.growth(before)) and not after.left_open(before),
+            lambda after: not after.excess(before) and not after.left_open(before),
             SETTLE_S,
         )
 
