@@ -28,9 +28,10 @@ import torch.distributed as dist
 
 from charonia.data.ops.base import StepBatch
 from charonia.data.ops.native.build import load_kernels, supported_isas
-from charonia.parallel.groups import make_store
 from charonia.parallel.messages import Forward, decode, encode, forward_of
 from charonia.parallel.peer import SPIN_S, Peer
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
 from record import circumstances, positive
 
 NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE = 32, 16, 16
@@ -62,13 +63,10 @@ def channels(rank: int, connection: socket.socket, memory: int, port: int) -> di
     view = memoryview(data.numpy())
     kernels = load_kernels(supported_isas()[0], print)
     exchange = kernels.Exchange(memory, rank, 2, 60.0)
-    listener = None
-    if rank == 0:
-        listener = socket.create_server(("127.0.0.1", port)).detach()
-    store = make_store("127.0.0.1", port, listener)
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    peer = Peer(connection, 60.0)
+    peer = Peer(Connection(Channel(connection)), 60.0)
 
     def by_socket(source: int) -> None:
         if source == rank:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -15,12 +14,14 @@ from torch import Tensor
 
 from charonia.data.ops.native.build import best_isa, load_kernels
 from charonia.parallel.comm import GroupComm, SharedMemoryComm
-from charonia.parallel.groups import Groups, Membership, make_store
+from charonia.parallel.groups import Groups, Membership
 from charonia.parallel.topology import Topology
 from charonia.protocol import Collectives
+from support.rank_end import remote_table, served_table
 from support.ranked_engine import WAIT_S
 
 SHAPES = [(6,), (6, 5), (12, 1000), (6, 40_000)]
+SECRET = "open sesame"
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -30,10 +31,14 @@ def run(task: Callable[[Groups], Any], topology: Topology, *, is_shared: bool) -
     Args:
         is_shared: let the ranks be of one host, and share memory; else they use gloo.
     """
+    with served_table(SECRET) as (_, port):
+        return _run(task, topology, port, is_shared=is_shared)
+
+
+def _run(
+    task: Callable[[Groups], Any], topology: Topology, port: int, *, is_shared: bool
+) -> list[Any]:
     context = get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        store = make_store("127.0.0.1", port, listener.detach())
     pipes = []
     for rank in range(topology.num_ranks):
         here, there = context.Pipe()
@@ -52,7 +57,6 @@ def run(task: Callable[[Groups], Any], topology: Topology, *, is_shared: bool) -
         process.join()
         process.close()
         pipe.close()
-    del store
     return results
 
 
@@ -67,7 +71,7 @@ def _be_rank(
     torch.set_num_threads(1)
     try:
         memories = ["here" if is_shared else None] * topology.num_ranks
-        me = Membership(rank, memories, "127.0.0.1", make_store("127.0.0.1", port))
+        me = Membership(rank, memories, "127.0.0.1", remote_table(port, SECRET))
         kernels = load_kernels(best_isa(), print) if is_shared else None
         groups = Groups(topology, me, kernels, torch.device("cpu"))
         pipe.send((True, task(groups)))

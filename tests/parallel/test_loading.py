@@ -4,7 +4,6 @@ The engine is real, or the rank is; the other side is this process, which says w
 """
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,13 +19,15 @@ import torch.distributed as dist
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
 from charonia.parallel import groups, team
-from charonia.parallel.groups import Groups, Membership, make_store
+from charonia.parallel.groups import Groups, Membership
 from charonia.parallel.meeting import Meeting
-from charonia.parallel.messages import Form, Join, Message, Prepared, Ready, Refusal, Setup, encode
+from charonia.parallel.messages import Join, Message, Prepared, Ready, Refusal, Setup, encode
 from charonia.parallel.peer import Peer
+from charonia.parallel.table import Table
 from charonia.parallel.topology import Topology
 from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.version import VERSION
+from support.rank_end import introduced
 from support.ranked_engine import (
     WAIT_S,
     descriptors,
@@ -56,13 +57,13 @@ def rank_that_says(args: EngineArgs, data: bytes) -> Iterator[None]:
         port = int(args.rendezvous.rpartition(":")[2])
         while True:
             try:
-                connection = socket.create_connection(("127.0.0.1", port))
+                connection = introduced(("127.0.0.1", port), SECRET)
                 break
             except OSError:
                 if is_over.wait(0.05):
                     return
         peer = Peer(connection, WAIT_S)
-        peer.send(Join(VERSION, SECRET, os.getpid(), "elsewhere", None))
+        peer.send(Join(VERSION, os.getpid(), "elsewhere", None))
         assert isinstance(peer.receive(WAIT_S), Setup)
         peer.send_encoded(data)
         peer.close()
@@ -109,15 +110,19 @@ def test_what_a_rank_said_before_it_ended_is_what_the_engine_says(
 
 
 @contextmanager
-def rank_of(args: EngineArgs) -> Iterator[Peer]:
-    """A rank that has joined, and which must end with an error."""
+def rank_of(args: EngineArgs, num_local: int = 1) -> Iterator[Peer]:
+    """A rank that has joined, and which must end with an error.
+
+    Args:
+        num_local: how many ranks of its machine it is told of.
+    """
     meeting = Meeting(args, print)
     address = f"{meeting.address}:{meeting.port}"
     command = [sys.executable, "-m", "charonia.parallel.worker", "--join", address]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([*command, "--parent", str(os.getpid())], env=env) as process:
         [(_, peer)] = meeting.wait(lambda: None)
-        peer.send(Setup(1, args, 0, 1))
+        peer.send(Setup(1, args, 0, num_local))
         try:
             yield peer
             assert process.wait(WAIT_S) == 1
@@ -143,12 +148,10 @@ def test_a_rank_says_what_keeps_it_from_being_what_it_is_to_be(remote: dict[str,
 def test_a_rank_says_also_what_nobody_has_thought_of(
     checkpoint: Checkpoint, remote: dict[str, object]
 ) -> None:
-    with rank_of(rank_args(checkpoint(), **remote)) as peer:
-        assert isinstance(next_of(peer), Prepared)
-        peer.send(Form([None, None], 2**40))
+    with rank_of(rank_args(checkpoint(), cpu_threads=None, **remote), num_local=0) as peer:
         refusal = next_of(peer)
         assert isinstance(refusal, Refusal)
-        assert refusal.kind == "TypeError"
+        assert refusal.kind == "ZeroDivisionError"
         assert refusal.text
 
 
@@ -157,11 +160,10 @@ def test_what_nobody_has_thought_of_is_in_the_ranks_log_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(groups, "_FORMING_TIMEOUT", timedelta(seconds=1))
-    monkeypatch.setattr(team, "Form", lambda memories, port: Form(memories, 2**40))
+    monkeypatch.setattr(team, "Setup", lambda *values: Setup(*values[:3], 0))
     with (
-        pytest.raises(RankLostError, match=r"^rank 1: TypeError: "),
-        ranked_engine(rank_args(checkpoint())),
+        pytest.raises(RankLostError, match=r"^rank 1: ZeroDivisionError: "),
+        ranked_engine(rank_args(checkpoint(), cpu_threads=None)),
     ):
         pass
     log = capfd.readouterr().err
@@ -169,10 +171,10 @@ def test_what_nobody_has_thought_of_is_in_the_ranks_log_as_a_whole(
     assert "in be_rank" in log
 
 
-def test_a_second_engine_of_several_ranks_in_one_process_is_refused_at_once(
+def test_a_second_engine_through_torch_distributed_in_one_process_is_refused_at_once(
     checkpoint: Checkpoint,
 ) -> None:
-    args = rank_args(checkpoint())
+    args = rank_args(checkpoint(), cpu_kernels="torch")
     with ranked_engine(args) as engine:
         with (
             pytest.raises(ConfigError, match="is in use in this process already"),
@@ -185,10 +187,7 @@ def test_a_second_engine_of_several_ranks_in_one_process_is_refused_at_once(
 
 def form_alone() -> None:
     """Try to form groups with a rank that never comes."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        store = make_store("127.0.0.1", port, listener.detach())
-    me = Membership(0, [None, None], "127.0.0.1", store)
+    me = Membership(0, [None, None], "127.0.0.1", Table())
     with pytest.raises(RankLostError, match="groups cannot be formed"):
         Groups(Topology(2, 1, 0), me, None, torch.device("cpu"))
 

@@ -3,10 +3,12 @@
 Ranks are the connections of this process; none of them has a model.
 """
 
+import contextlib
 import itertools
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 import pytest
 
@@ -18,10 +20,23 @@ from charonia.parallel.messages import Join, Message, Refusal
 from charonia.parallel.peer import Peer
 from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.version import VERSION
+from support.rank_end import introduced
 from support.ranked_engine import WAIT_S, free_address, wait_until
 
 SECRET = "open sesame"
 Joined = list[tuple[Join, Peer]]
+
+
+class Arrivals(SimpleQueue[tuple[Join, Peer] | None]):
+    """A queue that counts what came; each rank is met in a thread of its own."""
+
+    num = 0
+
+    def put(
+        self, item: tuple[Join, Peer], block: bool = True, timeout: float | None = None
+    ) -> None:
+        super().put(item)
+        self.num += 1
 
 
 class OpenMeeting:
@@ -34,17 +49,20 @@ class OpenMeeting:
     def __init__(self, args: EngineArgs, threads: ThreadPoolExecutor) -> None:
         self.log: list[str] = []
         self._meeting = Meeting(args, self.log.append)
+        self._meeting._arrived = self._arrivals = Arrivals()
         self.joined: Future[Joined] = threads.submit(self._meeting.wait, lambda: None)
+        self.address = (self._meeting.address, self._meeting.port)
         self._pids = itertools.count(1)
         self._peers: list[Peer] = []
 
     def join(self, local_index: int | None = None, version: str = VERSION) -> Peer:
         """Connect and say so; the n-th has process id n."""
-        address = (self._meeting.address, self._meeting.port)
-        peer = Peer(socket.create_connection(address), WAIT_S)
+        peer = Peer(introduced(self.address, SECRET), WAIT_S)
         self._peers.append(peer)
         host = "elsewhere" if local_index is None else "here"
-        peer.send(Join(version, SECRET, next(self._pids), host, local_index))
+        num = self._arrivals.num
+        peer.send(Join(version, next(self._pids), host, local_index))
+        wait_until(lambda: self._arrivals.num > num, "it arrives")
         return peer
 
     def pids(self) -> list[int]:
@@ -115,6 +133,17 @@ def test_a_rank_that_was_started_again_meanwhile_counts_once(meeting: OpenMeetin
     wait_until(lambda: any("has gone again" in line for line in meeting.log), "it is missed")
     meeting.join(local_index=1)
     assert meeting.pids() == [3, 2]
+
+
+def test_who_says_nothing_keeps_nobody_waiting(meeting: OpenMeeting) -> None:
+    with contextlib.ExitStack() as strangers:
+        for number in range(100):
+            one = strangers.enter_context(socket.create_connection(meeting.address))
+            if number % 3 == 0:
+                one.sendall(b"\x20\x00\x00\x00half of a nonce")
+        meeting.join(local_index=1)
+        meeting.join()
+        assert meeting.pids() == [1, 2]
 
 
 def test_a_rank_of_another_version_is_sent_away_and_both_are_named(meeting: OpenMeeting) -> None:

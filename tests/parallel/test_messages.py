@@ -46,10 +46,10 @@ ARGS = st.builds(
     speculative_config=st.none() | CONFIGS,
 )
 MESSAGES = st.one_of(
-    st.builds(Join, st.text(), st.text(), COUNT, st.text(), st.none() | COUNT),
+    st.builds(Join, st.text(), COUNT, st.text(), st.none() | COUNT),
     st.builds(Setup, COUNT, ARGS, COUNT, COUNT),
     st.builds(Prepared, st.text(), st.booleans(), st.dictionaries(st.text(), DIGESTS)),
-    st.builds(Form, st.lists(st.none() | st.text()), COUNT),
+    st.builds(Form, st.lists(st.none() | st.text())),
     st.builds(Ready, COUNT),
     st.builds(Refusal, st.text(), st.text()),
     st.builds(Allocate, COUNT),

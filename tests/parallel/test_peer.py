@@ -12,12 +12,18 @@ import pytest
 from charonia.errors import RankLostError
 from charonia.parallel.messages import Allocate, Lines, Ready, Refusal, encode
 from charonia.parallel.peer import Peer
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
 
 LONG = 60.0
 SHORT = 0.3
 
 
 Pair = tuple[Peer, Peer]
+
+
+def peer_of(connection: socket.socket, timeout: float) -> Peer:
+    return Peer(Connection(Channel(connection)), timeout)
 
 
 @pytest.fixture
@@ -27,8 +33,8 @@ def connect() -> Iterator[Callable[[float], Pair]]:
 
     def make(timeout: float) -> Pair:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            here = Peer(socket.create_connection(listener.getsockname()), timeout)
-            there = Peer(listener.accept()[0], timeout)
+            here = peer_of(socket.create_connection(listener.getsockname()), timeout)
+            there = peer_of(listener.accept()[0], timeout)
         peers.extend([here, there])
         return here, there
 
@@ -151,7 +157,7 @@ def test_a_process_says_that_it_lives_until_there_is_nobody_to_say_it_to() -> No
             [sys.executable, "-c", RANK, str(listener.getsockname()[1])],
             env={"PYTHONPATH": ":".join(sys.path)},
         )
-        peer = Peer(listener.accept()[0], LONG)
+        peer = peer_of(listener.accept()[0], LONG)
     assert peer.receive() is None
     assert peer.receive() is None
     assert process.poll() is None
@@ -162,6 +168,9 @@ def test_a_process_says_that_it_lives_until_there_is_nobody_to_say_it_to() -> No
 RANK = """
 import socket, sys, threading
 from charonia.parallel.peer import Peer
-Peer(socket.create_connection(("127.0.0.1", int(sys.argv[1]))), 60.0).beat_for_ever()
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+Peer(Connection(Channel(connection)), 60.0).beat_for_ever()
 threading.Event().wait()
 """

@@ -3,10 +3,12 @@
 Owns the choice between shared memory and torch.distributed, the lives of both, and their counters.
 Must not know models or messages.
 
-torch.distributed forms the group of all ranks; its store carries what they must know of each other
-before they can share memory. That has no name which could be left behind: the first rank of a group
-makes it, and the others open it through /proc. Which groups share memory follows from one list that
-all ranks have; were it decided by each for itself, they could wait for each other in vain.
+What ranks must know of each other goes through a table in the engine's process, see `table`. Memory
+that they share has no name which could be left behind: the first rank of a group makes it, and the
+others open it through /proc, once they have made sure that it is such memory. Which groups share it
+follows from one list that all ranks have; were it decided by each for itself, they could wait for
+each other in vain. Where all groups do, torch.distributed is not used at all: it listens at
+ports that anybody can connect to.
 """
 
 import os
@@ -19,12 +21,13 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from charonia.data.comm import Links, Seat
 from charonia.errors import ConfigError, RankLostError
 from charonia.parallel.addresses import interface_of
 from charonia.parallel.comm import GroupComm, SharedMemoryComm
+from charonia.parallel.table import TableStore, TableView
 from charonia.parallel.topology import (
     DRAFT_GROUP,
     LOGITS_GROUP,
@@ -51,13 +54,13 @@ class Membership:
     Attributes:
         memories: of each rank; those with the same share it, None shares it with nobody.
         address: of this machine, through which it reaches the others.
-        store: of torch.distributed, connected.
+        table: what the ranks tell each other through.
     """
 
     rank: int
     memories: Sequence[str | None]
     address: str
-    store: Store
+    table: TableView
 
     def can_share(self, ranks: Sequence[int]) -> bool:
         """Whether a group shares memory; the same on every rank."""
@@ -91,7 +94,7 @@ class Groups:
         self._files: list[int] = []
         self._kernels = kernels
         self._has_world = False
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(me.address)
+        self._store: TableStore | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         try:
@@ -103,18 +106,10 @@ class Groups:
 
     def _form(self, device: torch.device) -> None:
         me, topology = self._me, self._topology
-        # torch names groups by a count, and one that could not be formed stays counted: the names
-        # must be those of the other ranks, which are fresh processes.
-        distributed_c10d._world.group_count = 0
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore("group", me.store),
-            rank=me.rank,
-            world_size=topology.num_ranks,
-            timeout=_FORMING_TIMEOUT,
-        )
-        self._has_world = True
-        for name, ranks in topology.groups().items():
+        groups = topology.groups()
+        if not all(map(me.can_share, groups.values())):
+            self._form_world(device)
+        for name, ranks in groups.items():
             if me.can_share(ranks):
                 if me.rank in ranks:
                     self._comms[name] = SharedMemoryComm(self._exchange(name, ranks))
@@ -124,6 +119,23 @@ class Groups:
             if me.rank in ranks:
                 group.set_timeout(_OPERATION_TIMEOUT)
                 self._comms[name] = GroupComm(group)
+
+    def _form_world(self, device: torch.device) -> None:
+        """Form the group of all ranks, which torch makes the others from."""
+        me = self._me
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(me.address)
+        self._store = TableStore(me.table, _FORMING_TIMEOUT)  # torch keeps its C++ half alone
+        # torch names groups by a count, and one that could not be formed stays counted: the names
+        # must be those of the other ranks, which are fresh processes.
+        distributed_c10d._world.group_count = 0
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("group", self._store),
+            rank=me.rank,
+            world_size=self._topology.num_ranks,
+            timeout=_FORMING_TIMEOUT,
+        )
+        self._has_world = True
 
     def seats(self) -> tuple[Seat, Seat | None]:
         """This rank's seats in the target and in the draft model; None for no part of it."""
@@ -170,14 +182,17 @@ class Groups:
         """Map the memory of a group; its first rank makes it."""
         assert self._kernels is not None, "a rank without kernels has no memory to share"
         index, size = ranks.index(self._me.rank), len(ranks)
+        num_bytes: int = self._kernels.exchange_bytes(size)
         key = f"memory of {name}"
         if index == 0:
             file = os.memfd_create(f"charonia {name}", os.MFD_CLOEXEC)
-            os.ftruncate(file, self._kernels.exchange_bytes(size))
-            self._me.store.set(key, f"/proc/{os.getpid()}/fd/{file}")
+            os.ftruncate(file, num_bytes)
+            self._me.table.put(key, f"{os.getpid()} {file}".encode())
         else:
-            path = self._me.store.get(key).decode()
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            value = self._me.table.get(key, _FORMING_TIMEOUT.total_seconds())
+            if value is None:
+                raise RankLostError(f"rank {ranks[0]} has made no memory to share")
+            file = open_memory(value, f"charonia {name}", num_bytes)
         exchange: object = self._kernels.Exchange(
             file, index, size, _OPERATION_TIMEOUT.total_seconds()
         )
@@ -220,18 +235,27 @@ def check_unused() -> None:
         )
 
 
-def make_store(address: str, port: int, listener: int | None = None) -> Store:
-    """Connect to the store of torch.distributed.
+def open_memory(value: bytes, name: str, num_bytes: int) -> int:
+    """Open memory that another process of this user has made; returns a descriptor.
 
     Args:
-        listener: a listening socket's descriptor, for the rank that has the store.
+        value: that process, and the descriptor that it has there.
+        name: as it was made with. num_bytes: how much it is.
+
+    Raises:
+        RankLostError: what is there is no such memory; nothing was written.
     """
-    store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-        address,
-        port,
-        is_master=listener is not None,
-        timeout=_FORMING_TIMEOUT,
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-    return store
+    try:
+        pid, number = map(int, value.split())
+        # Opened without effect first: it could be a device, or a pipe that nobody reads.
+        file = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
+    except (ValueError, OSError) as error:
+        raise RankLostError(f"memory to share cannot be opened: {error}") from None
+    own_path = f"/proc/self/fd/{file}"
+    try:
+        found, size = os.readlink(own_path), os.fstat(file).st_size
+        if found != f"/memfd:{name} (deleted)" or size != num_bytes:
+            raise RankLostError(f"{found!r} of {size} bytes is no memory that ranks share")
+        return os.open(own_path, os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(file)

@@ -1,25 +1,36 @@
 """Where the ranks of an engine join it: who is let in, and who is sent away.
 
-Owns the listening socket, and the connections until all have come. Must not know what ranks do, or
-how those of this machine are started.
+Owns the listening socket, the connections until all have come, and the ranks' table. Must not know
+what ranks do, or how those of this machine are started.
+
+Each connection is met in a thread of its own, within bounds of time and size: one that says nothing
+keeps nobody waiting (`charonia.sockets.server`). Nothing is decoded of who has not shown
+that it knows the secret (`handshake`).
 """
 
 import contextlib
-import hmac
 import os
 import secrets
 import select
 import time
 from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
 
 import msgspec
 
 from charonia.config import EngineArgs
 from charonia.errors import ConfigError, RankLostError
 from charonia.parallel.addresses import listen, own_address
-from charonia.parallel.messages import Join, Refusal
+from charonia.parallel.handshake import MAX_BYTES as HANDSHAKE_BYTES
+from charonia.parallel.handshake import admit_rank
+from charonia.parallel.messages import Join, Refusal, UseTable, decode
 from charonia.parallel.peer import BEAT_S, Peer
+from charonia.parallel.table import Table
 from charonia.parallel.worker import SECRET_VARIABLE
+from charonia.sockets.channel import MAX_BYTES, Channel
+from charonia.sockets.connection import Connection
+from charonia.sockets.server import Server
 from charonia.version import VERSION
 
 _LOCAL_ADDRESS = "127.0.0.1"
@@ -34,6 +45,7 @@ class Meeting:
 
     Attributes:
         address, port: where ranks join. secret: what they must know.
+        table: what they tell each other through.
 
     Raises:
         ConfigError: the rendezvous is no address of this machine, or taken; or ranks of other
@@ -55,8 +67,18 @@ class Meeting:
             except ConfigError as error:
                 raise ConfigError(f"rendezvous = {args.rendezvous!r}: {error}") from None
             self.secret = _shared_secret()
-        self._listener = listen(self.address, port)
-        self.port: int = self._listener.getsockname()[1]
+        self.table = Table()
+        self._arrived: SimpleQueue[tuple[Join, Peer] | None] = SimpleQueue()
+        listener = listen(self.address, port)
+        self.port: int = listener.getsockname()[1]
+        self._server = Server(
+            listener,
+            partial(_admit, secret=self.secret),
+            self._meet,
+            log=log,
+            max_bytes=HANDSHAKE_BYTES,
+        )
+        self._server.start()
 
     def wait(self, check: Callable[[], None]) -> list[tuple[Join, Peer]]:
         """Wait until every rank has come; those of this machine first, then host by host.
@@ -84,9 +106,15 @@ class Meeting:
             ),
         )
 
+    def stop_listening(self) -> None:
+        """Let nobody in any more; those who are in stay."""
+        self._server.stop_listening()
+
     def close(self) -> None:
-        """Listen no more."""
-        self._listener.close()
+        """End the table, all connections to it, and a wait in another thread."""
+        self._arrived.put(None)
+        self.table.close()
+        self._server.close()
 
     def _wait(self, joined: list[tuple[Join, Peer]], check: Callable[[], None]) -> None:
         num_others = self._args.num_ranks - 1
@@ -102,7 +130,7 @@ class Meeting:
                 raise RankLostError(
                     f"only {len(joined)} of {num_others} other ranks have joined{self._refused}"
                 )
-            arrived = self._accept()
+            arrived = self._next()
             # Who has ended meanwhile may be the one that comes again now.
             for one in [one for one in joined if not _is_there(one[1], self._args.rank_timeout_s)]:
                 self._log(f"process {one[0].pid} had joined, and has gone again")
@@ -121,27 +149,33 @@ class Meeting:
             return taken.count(None) < self._num_foreign
         return 0 < join.local_index < self._args.local_ranks and join.local_index not in taken
 
-    def _accept(self) -> tuple[Join, Peer] | None:
-        """Let a rank in that knows the secret; None when no such one came for a while."""
-        self._listener.settimeout(BEAT_S)
+    def _next(self) -> tuple[Join, Peer] | None:
+        """A rank that has come; None when none did for a while."""
         try:
-            connection, (host, *_) = self._listener.accept()
-        except TimeoutError:
+            arrived = self._arrived.get(timeout=BEAT_S)
+        except Empty:
             return None
-        peer = Peer(connection, self._args.rank_timeout_s)
-        with contextlib.suppress(RankLostError, msgspec.DecodeError, OSError):
-            message = peer.receive(self._args.rank_timeout_s)
-            if isinstance(message, Join) and hmac.compare_digest(
-                message.secret.encode(), self.secret.encode()
-            ):
-                if message.version == VERSION:
-                    return message, peer
-                reason = f"it is of version {message.version}, and this engine of {VERSION}"
-                self._send_away(message, peer, reason)
-                return None
-        self._log(f"refused: whoever connected from {host} is no rank of this engine")
-        peer.close()
+        if arrived is None:
+            raise RankLostError("the meeting is over")
+        join, peer = arrived
+        if join.version == VERSION:
+            return join, peer
+        reason = f"it is of version {join.version}, and this engine of {VERSION}"
+        self._send_away(join, peer, reason)
         return None
+
+    def _meet(self, connection: Connection) -> bool:
+        """Take a rank in, or answer for the table; each in the thread of its connection."""
+        for data in connection.messages():
+            match decode(data):
+                case Join() as join:
+                    peer = Peer(connection, self._args.rank_timeout_s)
+                    self._arrived.put((join, peer))
+                    return True
+                case UseTable():
+                    self.table.serve(connection)
+            break
+        return False
 
     def _send_away(self, join: Join, peer: Peer, reason: str) -> None:
         """It belongs to us, so it is told why."""
@@ -150,6 +184,12 @@ class Meeting:
         with contextlib.suppress(RankLostError):
             peer.send(Refusal("ConfigError", reason))
         peer.close()
+
+
+def _admit(channel: Channel, secret: str) -> bool:
+    is_rank = admit_rank(channel, secret)
+    channel.max_bytes = MAX_BYTES
+    return is_rank
 
 
 def _is_there(peer: Peer, timeout: float) -> bool:

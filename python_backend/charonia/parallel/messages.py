@@ -14,6 +14,9 @@ Owns the messages and their encoding: MessagePack of typed Structs. Must not kno
            ◄─────────────────────── Lines         more logits of the last pass
            ◄─────────────────────── End           the engine is unloaded
 
+Both have shown before that they know the secret, see `handshake`. A rank connects a second time
+when it is to exchange tensors, and says UseTable there, see `table`.
+
 Instead of what is due a rank may send a Refusal, as its last message; and the engine's process one
 instead of Setup. An empty message only says that its sender lives.
 """
@@ -35,16 +38,19 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """A rank's first message.
 
     Attributes:
-        version: of this package. secret: shows that it belongs here.
+        version: of this package.
         host: equal for processes that can share memory, see `groups.host_identity`.
         local_index: its place among the ranks that the engine's process started; None for others.
     """
 
     version: str
-    secret: str
     pid: int
     host: str
     local_index: int | None
+
+
+class UseTable(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a rank's other connection, behind which it speaks to the table."""
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
@@ -78,11 +84,9 @@ class Form(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         memories: of each rank, see `groups.Membership`.
-        store_port: of the torch.distributed store, where the engine listens.
     """
 
     memories: list[str | None]
-    store_port: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +136,18 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = (
-    Join | Setup | Prepared | Form | Ready | Refusal | Allocate | Allocated | Forward | Lines | End
+    Join
+    | UseTable
+    | Setup
+    | Prepared
+    | Form
+    | Ready
+    | Refusal
+    | Allocate
+    | Allocated
+    | Forward
+    | Lines
+    | End
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -150,7 +165,10 @@ def decode(data: bytes) -> Message:
     Raises:
         msgspec.DecodeError: not MessagePack, or not of the messages' types.
     """
-    message: Message = _decoder.decode(data)
+    try:
+        message: Message = _decoder.decode(data)
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
     return message
 
 

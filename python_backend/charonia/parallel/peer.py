@@ -17,7 +17,6 @@ import time
 
 from charonia.errors import RankLostError
 from charonia.parallel.messages import BEAT, Message, decode, encode
-from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 
 BEAT_S = 0.5
@@ -33,10 +32,10 @@ class Peer:
         timeout: seconds without a sign of life.
     """
 
-    def __init__(self, connection: socket.socket, timeout: float) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connection
-        self._connection = Connection(Channel(connection))
+    def __init__(self, connection: Connection, timeout: float) -> None:
+        self._socket = connection.channel.socket
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
         self._timeout = timeout
         self.heard_at = time.monotonic()
 

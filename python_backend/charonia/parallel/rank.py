@@ -5,7 +5,6 @@ Owns the rank's side of `messages`. Must not know processes, or who started this
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +18,8 @@ from charonia.data.model.paged import PagedModel
 from charonia.data.models import Basis, LoadedModel, LocalRank, Models
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.errors import RankLostError
-from charonia.parallel.groups import Groups, Membership, host_identity, make_store
+from charonia.parallel.groups import Groups, Membership, host_identity
+from charonia.parallel.handshake import find_engine
 from charonia.parallel.messages import (
     Allocate,
     Allocated,
@@ -33,10 +33,16 @@ from charonia.parallel.messages import (
     Ready,
     Refusal,
     Setup,
+    UseTable,
     batch_of,
+    encode,
 )
 from charonia.parallel.peer import SPIN_S, Peer
+from charonia.parallel.table import RemoteTable
 from charonia.parallel.topology import Topology
+from charonia.parallel.worker import SECRET_VARIABLE
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
 from charonia.version import VERSION
 
 _JOIN_TIMEOUT_S = 10.0
@@ -44,7 +50,7 @@ M = TypeVar("M", bound=Message)
 
 
 def be_rank(
-    connection: socket.socket,
+    connect: Callable[[], Channel],
     *,
     secret: str,
     local_index: int | None,
@@ -54,7 +60,8 @@ def be_rank(
     """Join an engine and follow it until it ends.
 
     Args:
-        connection: to the engine's rendezvous.
+        connect: connects to the engine's rendezvous, as soon as there is one.
+        secret: what the engine must know, and this rank shows that it knows.
         local_index: among the ranks that the engine started; None for others.
         paths: "model" and "draft_model", where they lie elsewhere on this machine.
 
@@ -62,9 +69,10 @@ def be_rank(
         RankLostError: the engine, or another rank, has gone; or the engine refuses this one.
         Exception: whatever keeps this rank from loading its part; the engine has been told.
     """
-    own_address, engine_address = connection.getsockname()[0], connection.getpeername()[0]
-    peer = Peer(connection, _JOIN_TIMEOUT_S)
-    peer.send(Join(VERSION, secret, os.getpid(), host_identity(), local_index))
+    channel = _introduce(connect(), secret)
+    own_address: str = channel.socket.getsockname()[0]
+    peer = Peer(Connection(channel), _JOIN_TIMEOUT_S)
+    peer.send(Join(VERSION, os.getpid(), host_identity(), local_index))
     peer.beat_for_ever()
     setup = _expect(peer, Setup)
 
@@ -75,8 +83,9 @@ def be_rank(
         follower = _Follower(setup, paths, log_with_rank)
         peer.send(follower.prepared())
         form = _expect(peer, Form)
-        store = make_store(engine_address, form.store_port)
-        follower.load(Membership(setup.rank, form.memories, own_address, store))
+        beside = _introduce(connect(), secret)
+        beside.send(encode(UseTable()))
+        follower.load(Membership(setup.rank, form.memories, own_address, RemoteTable(beside)))
         peer.send(Ready(follower.num_blocks_that_fit))
         follower.allocate(_expect(peer, Allocate).num_blocks)
         peer.send(Allocated())
@@ -87,6 +96,25 @@ def be_rank(
     while not isinstance(next_message := peer.receive(spin=SPIN_S), End):
         if next_message is not None:
             follower.follow(next_message)
+
+
+def _introduce(channel: Channel, secret: str) -> Channel:
+    """Show that this is a rank, and make sure that an engine of the same secret is there.
+
+    Raises:
+        RankLostError: it is not.
+    """
+    try:
+        is_engine = find_engine(channel, secret)
+    except OSError as error:
+        raise RankLostError(f"nobody answers there: {error.strerror or error}") from None
+    if not is_engine:
+        channel.close()
+        raise RankLostError(
+            f"whoever answers there does not know what {SECRET_VARIABLE} says here, or takes no"
+            " connections at present"
+        )
+    return channel
 
 
 def _expect(peer: Peer, kind: type[M]) -> M:

@@ -28,13 +28,11 @@ from charonia.data.models import Basis, LocalRank
 from charonia.data.ops.base import StepBatch
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
 from charonia.events import event
-from charonia.parallel.addresses import listen
 from charonia.parallel.groups import (
     Groups,
     Membership,
     check_unused,
     host_identity,
-    make_store,
 )
 from charonia.parallel.meeting import Meeting
 from charonia.parallel.messages import (
@@ -75,7 +73,7 @@ class RankTeam:
 
     Raises:
         ConfigError: the rendezvous is no address of this machine, or taken; there is no secret
-            for ranks of other machines; or this process has ranks of another engine already.
+            for ranks of other machines; or torch.distributed is in use in this process already.
     """
 
     def __init__(
@@ -151,6 +149,7 @@ class RankTeam:
             CheckpointError, ConfigError: one cannot load its part; these are its words.
         """
         ready = self._collect(Ready)
+        self._meeting.stop_listening()  # all groups are formed
         num_blocks = min([num_blocks, *(message.num_blocks for message in ready.values())])
         self.tell(Allocate(num_blocks), self._ranks)
         self._collect(Allocated)
@@ -236,6 +235,7 @@ class RankTeam:
         self._log(event("rank_lost", reason=reason))
         self._said.put(None)
         self._hang_up()
+        self._meeting.table.close()
         try:
             if self._groups is not None:
                 self._groups.abort()
@@ -279,13 +279,9 @@ class RankTeam:
         return dict(sorted(found.items()))
 
     def _form(self, basis: Basis, memories: list[str | None]) -> Groups:
-        address = self._meeting.address
-        with listen(address, 0) as listener:
-            store_port = listener.getsockname()[1]
-            store = make_store(address, store_port, listener.detach())
-        self.tell(Form(memories, store_port), self._ranks)
+        self.tell(Form(memories), self._ranks)
         try:
-            me = Membership(0, memories, address, store)
+            me = Membership(0, memories, self._meeting.address, self._meeting.table)
             return Groups(self._topology, me, basis.kernels, basis.device)
         except RankLostError:
             self.check()  # who it was says more than that one was missing

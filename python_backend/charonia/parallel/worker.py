@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from charonia.errors import CharoniaError
+from charonia.sockets.channel import Channel
 
 SECRET_VARIABLE = "CHARONIA_RANK_SECRET"
 _PR_SET_PDEATHSIG = 1
@@ -104,10 +105,9 @@ def _be_rank(options: argparse.Namespace) -> None:
     """Raises RankLostError when the engine, or another rank, has gone."""
     from charonia.parallel.rank import be_rank  # late: it brings torch
 
-    connection = _connect(*options.join)
     paths = {"model": options.model, "draft_model": options.draft_model}
     be_rank(
-        connection,
+        lambda: _connect(*options.join),
         secret=os.environ[SECRET_VARIABLE],
         local_index=options.local_index,
         paths={name: path for name, path in paths.items() if path is not None},
@@ -115,12 +115,12 @@ def _be_rank(options: argparse.Namespace) -> None:
     )
 
 
-def _connect(host: str, port: int) -> socket.socket:
+def _connect(host: str, port: int) -> Channel:
     """Connect to the engine, as soon as there is one."""
     said_at = -math.inf
     while True:
         try:
-            return socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S)
+            return Channel(socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S))
         except OSError as error:
             if time.monotonic() - said_at > _SAY_AGAIN_S:
                 said_at = time.monotonic()

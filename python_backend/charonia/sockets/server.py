@@ -21,6 +21,7 @@ from charonia.sockets.connection import Connection
 MAX_CONNECTIONS = 64
 _TRY_AGAIN_S = 0.1
 _FAREWELL_TIMEOUT_S = 1.0
+_LISTENER_TIMEOUT_S = 5.0
 
 
 class Server:
@@ -60,6 +61,15 @@ class Server:
         """Take connections."""
         self._thread.start()
 
+    def stop_listening(self) -> None:
+        """Take no further connections; those who are there stay."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
+        if self._thread.ident is not None:
+            self._thread.join(_LISTENER_TIMEOUT_S)
+        self._listener.close()
+
     def close(self, farewell: bytes | None = None, timeout: float = 5.0) -> None:
         """Stop listening, take no more messages, and hang up when those that came are answered.
 
@@ -68,11 +78,9 @@ class Server:
                 longer than this process has.
             timeout: seconds that each may take to come to its end.
         """
+        self.stop_listening()
         with self._lock:
-            self._is_closing = True
             served, strangers = dict(self._served), dict(self._strangers)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
         for connection in strangers:
             connection.hang_up()
         for connection in served:
@@ -80,16 +88,13 @@ class Server:
                 with contextlib.suppress(OSError):
                     connection.send(farewell, _FAREWELL_TIMEOUT_S)
             connection.channel.stop_receiving()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
         for thread in (served | strangers).values():
             thread.join(timeout)
-        self._listener.close()
 
     def _run(self) -> None:
         while True:
             try:
-                accepted, _ = self._listener.accept()
+                accepted, address = self._listener.accept()
             except OSError:  # or there are no descriptors left, for the moment
                 if self._is_closing:
                     return
@@ -102,7 +107,10 @@ class Server:
                     continue
                 connection = Connection(channel)
                 thread = threading.Thread(
-                    target=self._host, args=(connection,), name="charonia-connection", daemon=True
+                    target=self._host,
+                    args=(connection, _origin(address)),
+                    name="charonia-connection",
+                    daemon=True,
                 )
                 self._strangers[connection] = thread
                 thread.start()
@@ -120,13 +128,13 @@ class Server:
         oldest.hang_up()
         return True
 
-    def _let_in(self, connection: Connection) -> bool:
+    def _let_in(self, connection: Connection, origin: str) -> bool:
         try:
             is_welcome = self._admit(connection.channel)
         except OSError:  # it has gone, or says nothing
             is_welcome = False
         if not is_welcome:
-            self._complain("refused: who has connected does not belong here")
+            self._complain(f"refused: whoever connected{origin} does not belong here")
             return False
         with self._lock:
             thread = self._strangers.pop(connection, None)
@@ -135,10 +143,10 @@ class Server:
             self._served[connection] = thread
         return True
 
-    def _host(self, connection: Connection) -> None:
+    def _host(self, connection: Connection, origin: str) -> None:
         lives_on = False
         try:
-            if self._let_in(connection):
+            if self._let_in(connection, origin):
                 lives_on = self._serve(connection) is True
         except OSError:
             pass  # it has gone, or says nothing
@@ -150,3 +158,8 @@ class Server:
             with self._lock:
                 self._strangers.pop(connection, None)
                 self._served.pop(connection, None)
+
+
+def _origin(address: object) -> str:
+    """Where a connection comes from, if that has a name."""
+    return f" from {address[0]}" if isinstance(address, tuple) else ""

@@ -1,0 +1,66 @@
+"""Both ends of a connection show each other that they know the secret, without saying it.
+
+Owns that exchange: a challenge and a response each way (HMAC with SHA-256, RFC 2104). Must not
+know what is said afterwards.
+
+    rank                                  engine's process
+      nonce ────────────────────────────►
+            ◄──────────────────────────── other nonce, HMAC(secret, "engine", nonce, other nonce)
+      HMAC(secret, "rank", nonce, other nonce) ────►
+
+Nothing else is taken before, and nothing longer. Who listens in learns no secret, unless it is one
+that can be guessed. What is said afterwards is neither encrypted nor signed.
+"""
+
+import hmac
+import secrets
+
+from charonia.sockets.channel import Channel
+
+TIMEOUT_S = 20.0
+"""For each message of the exchange; a machine may be busy, and nobody waits behind another."""
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+
+
+def admit_rank(channel: Channel, secret: str) -> bool:
+    """The engine's side: whether a rank is there.
+
+    Raises:
+        OSError: it has gone, or says nothing in time.
+    """
+    nonce = channel.receive(TIMEOUT_S)
+    if nonce is None or len(nonce) != _NONCE_BYTES:
+        return False
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    channel.send(own_nonce + _proof(secret, b"engine", nonce + own_nonce), TIMEOUT_S)
+    proof = channel.receive(TIMEOUT_S)
+    return proof is not None and hmac.compare_digest(
+        proof, _proof(secret, b"rank", nonce + own_nonce)
+    )
+
+
+def find_engine(channel: Channel, secret: str) -> bool:
+    """The rank's side: whether the engine is there.
+
+    Raises:
+        OSError: it has gone, or says nothing in time.
+    """
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    channel.send(nonce, TIMEOUT_S)
+    answer = channel.receive(TIMEOUT_S)
+    if answer is None or len(answer) != _NONCE_BYTES + _PROOF_BYTES:
+        return False
+    nonces = nonce + answer[:_NONCE_BYTES]
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(secret, b"engine", nonces)):
+        return False
+    channel.send(_proof(secret, b"rank", nonces), TIMEOUT_S)
+    return True
+
+
+MAX_BYTES = _NONCE_BYTES + _PROOF_BYTES
+"""Of a message of the exchange."""
+
+
+def _proof(secret: str, role: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(secret.encode(), role + nonces, "sha256")
