@@ -397,7 +397,7 @@ def decode_request(data: bytes | memoryview) -> EngineRequest:
     Raises:
         msgspec.DecodeError: not MessagePack, or not of the message's types.
     """
-    request: EngineRequest = _request_decoder.decode(data)
+    request: EngineRequest = _decode(_request_decoder, data)
     return request
 
 
@@ -407,8 +407,15 @@ def decode_reply(data: bytes | memoryview) -> EngineReply:
     Raises:
         msgspec.DecodeError: not MessagePack, or not of the message's types.
     """
-    reply: EngineReply = _reply_decoder.decode(data)
+    reply: EngineReply = _decode(_reply_decoder, data)
     return reply
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> Any:
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
 
 
 class Pending(Protocol):

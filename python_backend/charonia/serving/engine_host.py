@@ -159,7 +159,7 @@ class EngineHost:
         """Begin to answer a message of the socket; None for what is none."""
         try:
             message = decode_request(data)
-        except (RecursionError, msgspec.DecodeError) as error:
+        except msgspec.DecodeError as error:
             self._log(f"a message could not be read: {type(error).__name__}")
             return None
         return self._begin(message)

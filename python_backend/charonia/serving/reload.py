@@ -74,6 +74,12 @@ class ReloadState(msgspec.Struct, frozen=True):
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReloadOrder | ReloadQuestion)
 
 
+def decode_order(data: bytes) -> ReloadOrder | ReloadQuestion:
+    """Raises msgspec.DecodeError, RecursionError: it is neither."""
+    message: ReloadOrder | ReloadQuestion = _decoder.decode(data)
+    return message
+
+
 class ReloadServer:
     """The scheduler's end.
 
@@ -115,7 +121,7 @@ class ReloadServer:
 
     def _answer(self, data: bytes) -> bytes:
         try:
-            message = _decoder.decode(data)
+            message = decode_order(data)
             if isinstance(message, ReloadOrder):
                 number = self._take(message)
             else:
