@@ -312,7 +312,8 @@ def test_an_engine_that_cannot_be_loaded_fails_requests_with_the_reason_until_it
     assert after.num_restarts == before.num_restarts + 1
     tries = target.events_since(before, "engine_load_failed")
     assert rises(before, after) == {"died": 1, "load_failed": len(tries)}
-    assert tries[0]["failed_requests"] == "8"
+    # An engine that is killed while it is loaded costs nobody anything, so the first is no failure.
+    assert [one["failed_requests"] for one in tries[:2]] == ["0", "8"]
     assert all("unknown engine argument 'max_sequences'" in one["reason"] for one in tries)
     assert after.num_recomputed == before.num_recomputed
     assert after.num_recoveries == before.num_recoveries + 1

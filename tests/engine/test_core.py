@@ -167,8 +167,8 @@ def test_no_fault_changes_a_token(fault):
         ("hang", {"hung": 1}, ["engine_died", "engine_back"]),
         (
             "die and not come back at once",
-            {"died": 1, "load_failed": 2},
-            ["engine_died", "engine_load_failed", "engine_load_failed", "engine_back"],
+            {"died": 1, "load_failed": 3},
+            ["engine_died", *["engine_load_failed"] * 3, "engine_back"],
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_every_failure_is_counted_once_and_has_its_line(fault, failures, lines):
     bench.executor.fail_next = {"fail": 1, "fail twice": 2}.get(fault, 0)
     bench.executor.die_next = int("die" in fault)
     bench.executor.hang_next = int(fault == "hang")
-    bench.executor.refuse_restarts = 2 if "not come back" in fault else 0
+    bench.executor.refuse_restarts = 3 if "not come back" in fault else 0
     bench.lines.clear()
     bench.run()
     while not bench.core.is_up:
@@ -230,12 +230,31 @@ def test_a_request_that_kills_every_engine_fails_alone():
     assert "request_quarantined key=x request_id=id-x" in bench.lines
 
 
+def test_an_engine_that_dies_while_it_is_loaded_is_loaded_again_and_nobody_suffers():
+    bench = Bench()
+    for key in "abc":
+        bench.add(key)
+    bench.run(4)
+    bench.executor.die_next = 1
+    bench.executor.refuse_restarts = 1
+    bench.lines.clear()
+    bench.run()
+    for key in "abc":
+        assert bench.tokens(key) == expected(key)
+    assert "engine_load_failed retry_in=0 failed_requests=0" in bench.lines[1]
+    bench.executor.die_next = 1
+    bench.executor.refuse_restarts = 1
+    bench.add("d")
+    bench.run()
+    assert bench.tokens("d") == expected("d"), "the next loss is another matter"
+
+
 def test_while_the_engine_cannot_be_loaded_requests_fail_with_the_reason():
     bench = Bench()
     bench.add("a")
     bench.run(4)
     bench.executor.die_next = 1
-    bench.executor.refuse_restarts = 2
+    bench.executor.refuse_restarts = 3
     bench.run()
     assert isinstance(bench.error("a"), UnavailableError)
     assert "cannot be loaded" in str(bench.error("a"))

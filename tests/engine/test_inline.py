@@ -52,7 +52,7 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(max_steps_in_flight: 
         nonlocal num_loads
         num_loads += 1
         assert [runner() for runner in runners] == [None] * len(runners)
-        if num_loads == 2:
+        if num_loads in (2, 3):
             raise EngineDiedError("no memory, for once")
         runner = EchoRunner(is_doomed=not runners, max_steps_in_flight=max_steps_in_flight)
         runners.append(weakref.ref(runner))
@@ -93,4 +93,4 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(max_steps_in_flight: 
     assert core.is_up
     run("b")
     assert tokens["b"] == expected("b")
-    assert num_loads == 3
+    assert num_loads == 4

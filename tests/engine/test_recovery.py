@@ -30,6 +30,7 @@ HAPPENINGS = {
     Event.OVERDUE: lambda recovery: recovery.wait_no_longer(0),
     Event.STOPPED: lambda recovery: recovery.stop(0),
     Event.FAILED: lambda recovery: recovery.miss(ConfigError("it is of no use"), 0),
+    Event.STUMBLED: lambda recovery: recovery.stumble(EngineDiedError("it died")),
 }
 
 
@@ -101,6 +102,7 @@ def test_an_engine_is_looked_for_or_loaded_in_every_state_that_has_none(state):
 
 
 LOOKING = (State.STARTING, State.CHECKING, State.UNLOADED, State.MISSED)
+STUMBLING = (State.REPLACING, State.RESTORING)
 LOADING = (State.REPLACING, State.DOWN, State.RELOADING, State.RESTORING)
 
 
@@ -121,5 +123,9 @@ def test_what_an_error_means_depends_on_what_was_tried(state, error, looking, lo
         happened = Event.LOST  # the server has not started either
     recovery = in_state(state)
     assert recovery.is_to_be_loaded == (state in LOADING)
+    if state in STUMBLING and happened is Event.FAILED and isinstance(error, EngineDiedError):
+        recovery.miss(error, 0)
+        assert recovery.state is state, "once is no failure"
+        assert recovery.is_due
     recovery.miss(error, 0)
     assert recovery.state is TRANSITIONS[state][happened]

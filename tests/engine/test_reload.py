@@ -178,6 +178,23 @@ def test_a_reload_that_fails_goes_back_and_changes_no_token():
     assert bench.core.metrics.counters["charonia_requests_recomputed_total", ""] == 1
 
 
+def test_an_engine_that_dies_while_it_comes_back_after_a_failed_reload_is_loaded_again():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.refuse_restarts = 2  # the new one, and the old one once
+    assert bench.reload(seed=1).phase == "failed"
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    names = [line.split()[0] for line in bench.lines if not line.startswith("warning")]
+    assert names == [
+        "engine_reloading",
+        "engine_reload_failed",
+        "engine_load_failed",
+        "engine_restored",
+    ]
+
+
 def check_nothing_replaced(metrics: Metrics) -> None:
     assert metrics.counters["charonia_engine_restarts_total", ""] == 0
     assert metrics.counters["charonia_engine_reloads_total", ""] == 0
@@ -276,7 +293,7 @@ def test_who_is_held_for_the_next_engine_is_not_failed_with_the_old_one():
     order = bench.reload(drain=True, seed=1)
     bench.add("b")
     bench.executor.die_next = 1
-    bench.executor.refuse_restarts = 1
+    bench.executor.refuse_restarts = 2
     bench.run()
     assert "the engine is down" in str(bench.error("a"))
     assert order.phase == "done"

@@ -16,6 +16,9 @@ engine is loaded, or what becomes of those who wait for it.
 
     any ─STOPPED─► STOPPED     the server is shutting down; an engine that goes now is no loss
 
+An engine that dies while it is loaded may have been killed as the one before it was, so REPLACING
+and RESTORING STUMBLE once: it is loaded again at once, and requests wait on.
+
 In SERVING steps run. In the other states nothing does, and requests wait, are refused (see
 `down_reason`), are cancelled, and run out of time all the same: whoever looks for an engine or
 loads one does so elsewhere, and an event says what came of it.
@@ -65,6 +68,7 @@ class Event(Enum):
 
     FOUND = auto()  # the one that was looked for or loaded is there, and fits
     LOST = auto()  # it died, hangs, or does not answer
+    STUMBLED = auto()  # it died while it was loaded, for once
     FAILED = auto()  # it cannot be loaded, or is of no use
     UNLOADED = auto()  # Triton says that none is loaded
     DOUBTED = auto()  # a step failed, or what is known of the engine has become void
@@ -99,6 +103,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     },
     State.REPLACING: {
         Event.FOUND: State.SERVING,
+        Event.STUMBLED: State.REPLACING,
         Event.FAILED: State.DOWN,
         Event.DOUBTED: State.REPLACING,
         Event.STOPPED: State.STOPPED,
@@ -117,6 +122,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     },
     State.RESTORING: {
         Event.FOUND: State.SERVING,
+        Event.STUMBLED: State.RESTORING,
         Event.FAILED: State.DOWN,
         Event.DOUBTED: State.RESTORING,
         Event.STOPPED: State.STOPPED,
@@ -187,6 +193,7 @@ class Recovery:
         self._log = log
         self._num_failed_steps = 0
         self._num_failed_loads = 0
+        self._has_stumbled = False
         self._retry_at = 0.0
         self._gone_at = 0.0
         self._failure = ""  # why the last load failed
@@ -254,6 +261,7 @@ class Recovery:
         if before is State.CHECKING:
             return  # a step that fails next is the second in a row
         self._num_failed_loads = self._num_failed_steps = 0
+        self._has_stumbled = False
         if before is State.STARTING:
             return
         seconds = self._clock() - self._gone_at
@@ -281,8 +289,21 @@ class Recovery:
             self.unload(num_live)
         elif is_looked_for and isinstance(error, EngineDiedError):
             self.lose(error, num_live)
+        elif isinstance(error, EngineDiedError) and self._may_stumble:
+            self.stumble(error)
         else:
             self._fail(error, num_live)
+
+    def stumble(self, error: EngineDiedError) -> None:
+        """The engine died while it was loaded, which says nothing of the next try: that is now."""
+        self._move(Event.STUMBLED)
+        self._has_stumbled = True
+        self._count("load_failed")
+        self._log(event("engine_load_failed", retry_in=0.0, failed_requests=0, reason=error))
+
+    @property
+    def _may_stumble(self) -> bool:
+        return not self._has_stumbled and self.may(Event.STUMBLED)
 
     def back_off(self) -> float:
         """Put the next try off, further each time; return for how many seconds."""
