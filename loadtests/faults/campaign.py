@@ -7,7 +7,7 @@ of what is seen.
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 from typing import Any
 
 from faults.calls import Call
@@ -33,13 +33,17 @@ IDLE = (
 
 
 def schedule(kinds: Sequence[Kind], num_faults: int, draw: random.Random) -> list[Kind]:
-    """So many faults: rounds of all kinds, each in random order.
+    """So many faults: rounds of the kinds, each in random order; the first one has all of them.
 
-    Those that cost the whole server come last, so that its processes live through all others.
+    Those that may cost the whole server come last, so that its processes live through all others.
     """
-    num_rounds = -(-num_faults // len(kinds))
-    rounds = [kind for _ in range(num_rounds) for kind in draw.sample(kinds, len(kinds))]
-    return sorted(rounds[:num_faults], key=lambda kind: kind.max_servers)
+    faults: list[Kind] = []
+    for number in count():
+        due = [kind for kind in kinds if number % kind.every == 0]
+        faults += draw.sample(due, len(due))
+        if len(faults) >= num_faults:
+            break
+    return sorted(faults[:num_faults], key=lambda kind: kind.max_servers)
 
 
 class Campaign:

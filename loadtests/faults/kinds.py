@@ -5,7 +5,7 @@ Owns the table. Must not know how a fault is brought about, nor how its cost is 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ENTRIES = frozenset({"scheduler", "llm", "generate"})
 """The models that clients call."""
@@ -27,6 +27,7 @@ class Kind:
         delays: entries whose calls wait until it has been mended; others go on as if nothing was.
         max_engines, max_servers: engines, and restarts of the whole server, that it may cost.
         arguments: of the engine when it comes; one of them is drawn.
+        every: it comes in each round of that many; those that take long come less often.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Kind:
     max_engines: int = 1
     max_servers: int = 0
     arguments: tuple[Arguments, ...] = ("plain",)
+    every: int = 1
 
     def may_fail(self, entry: str, num_tokens: int) -> bool:
         """Whether a call that ended while this was being mended may have ended with an error.
@@ -56,33 +58,32 @@ _ENGINE = (
     Kind("exception", "exception in a step"),
     Kind("memory", "out of memory in a step"),
     Kind("poison", "poisoned request", max_engines=DEATHS_BY_POISON),
-    Kind("kill-in-recovery", "kill -9, and again while it is loaded", max_engines=2),
-    Kind("kill-in-reload", "kill -9 during a reload", max_engines=2),
+    # A load that fails can end the scheduler's process, in Triton 2.51.0.
+    Kind("kill-in-recovery", "kill -9, and again while it is loaded", max_engines=2, max_servers=1),
+    Kind("kill-in-reload", "kill -9 during a reload", max_engines=2, max_servers=1),
     Kind("kill-in-prefill", "kill -9 during a long prefill"),
     Kind("kill-with-drafts", "kill -9 with speculation", arguments=("draft", "suffix")),
     Kind("kill-when-full", "kill -9 with the KV pool exhausted", arguments=("narrow",)),
 )
 
 
-def _of_process(
-    part: Part, process: str, delays: frozenset[str] = ENTRIES, max_servers: int = 0
-) -> Iterator[Kind]:
-    """A process that is killed, and one that is stopped."""
+def _of_process(process: str, **values: Any) -> Iterator[Kind]:
+    """A process that is killed, and one that is stopped; `values` are those of both kinds."""
     for name, title in (("kill", "kill -9"), ("stop", "SIGSTOP")):
-        yield Kind(
-            f"{name}-{process}", f"{title} of {process}", part, delays, 0, max_servers=max_servers
-        )
+        yield Kind(f"{name}-{process}", f"{title} of {process}", max_engines=0, **values)
 
 
 _BESIDE = (
-    *_of_process("tokenizer", "tokenizer", frozenset({"llm"})),
-    *_of_process("postprocessor", "postprocessor", frozenset({"llm"})),
-    # Triton ends calls that are open there with the whole server alone.
-    *_of_process("generate", "generate", frozenset({"generate"}), max_servers=1),
+    *_of_process("tokenizer", loses="tokenizer", delays=frozenset({"llm"})),
+    *_of_process("postprocessor", loses="postprocessor", delays=frozenset({"llm"})),
+    # Calls that are open there end with the whole server alone, half a minute later.
+    *_of_process(
+        "generate", loses="generate", delays=frozenset({"generate"}), max_servers=1, every=4
+    ),
 )
 _SERVER = (
-    *_of_process("server", "scheduler", max_servers=1),
-    *_of_process("server", "tritonserver", max_servers=1),
+    *_of_process("scheduler", loses="server", max_servers=1, every=2),
+    *_of_process("tritonserver", loses="server", max_servers=1, every=2),
 )
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*_ENGINE, *_BESIDE, *_SERVER)}
 """By name, in the order of the report."""

@@ -74,11 +74,14 @@ class Summary:
     """Recovery after the faults of one kind, in seconds.
 
     Attributes:
+        num_engines, num_servers: that these faults cost in all.
         first, last: of each fault's first and last lane that had to wait.
         pause: of the lanes that had not, each fault's longest.
     """
 
     count: int
+    num_engines: int
+    num_servers: int
     first: "Spread"
     last: "Spread"
     pause: "Spread | None"
@@ -143,6 +146,8 @@ def _summary(faults: Sequence[FaultRecord]) -> Summary:
     pauses = [fault.pause for fault in faults if fault.pause is not None]
     return Summary(
         len(faults),
+        sum(fault.num_engines for fault in faults),
+        sum(fault.num_servers for fault in faults),
         Spread.of([fault.recovery[0] for fault in faults]),
         Spread.of([fault.recovery[-1] for fault in faults]),
         Spread.of(pauses) if pauses else None,

@@ -64,6 +64,8 @@ def as_markdown(report: Report) -> str:
             [
                 "fault",
                 "count",
+                "engines lost",
+                "servers restarted",
                 *(f"{each}: median, p90, max" for each in ("first", "last", "pause")),
             ],
             [_summary_line(name, each) for name, each in outcome.summary().items()],
@@ -76,7 +78,8 @@ def as_markdown(report: Report) -> str:
 
 def _summary_line(name: str, summary: Summary) -> list[str]:
     spreads = map(_spread, (summary.first, summary.last, summary.pause))
-    return [KINDS[name].title, str(summary.count), *spreads]
+    counts = map(str, (summary.count, summary.num_engines, summary.num_servers))
+    return [KINDS[name].title, *counts, *spreads]
 
 
 def _spread(spread: Spread | None) -> str:

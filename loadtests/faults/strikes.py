@@ -156,10 +156,10 @@ def _signal_model(signum: signal.Signals, model: str, scene: Scene) -> Strike:
     victim.send_signal(signum)
 
     def is_mended() -> bool:
-        # Also what was stopped must be gone.
         now = scene.target.server.model_processes(model)
         is_replaced = victim not in now and len(now) == len(processes)
-        return is_replaced and all(call.is_over for call in exposed)
+        has_ended = all(call.is_over for call in exposed)
+        return is_replaced and has_ended and scene.target.is_loaded(model)
 
     return Strike(model, at, is_mended)
 

@@ -93,6 +93,14 @@ class Target:
         except httpx.HTTPError:
             return {}
 
+    def is_loaded(self, model: str) -> bool:
+        """Whether Triton says that a model is ready."""
+        url = f"http://{self.server.http_url}/v2/models/{model}/ready"
+        try:
+            return httpx.get(url, timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
     def engine_arguments(self) -> dict[str, Any]:
         """Those of model.json."""
         text = (self.server.repository / "engine" / "1" / "model.json").read_text(encoding="utf-8")
