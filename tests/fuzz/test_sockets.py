@@ -62,7 +62,7 @@ DECODERS: dict[str, tuple[Decode, list[bytes]]] = {
         relay.decode_message,
         [
             relay.encode(relay.RelayedRequest("k", RAW)),
-            relay.encode(relay.Delivery("k")),
+            relay.encode(relay.Delivery("k", 1)),
             relay.encode(relay.Cancellation("k")),
         ],
     ),
