@@ -229,7 +229,8 @@ class TritonServer:
                 step_down(path, END_REQUESTS_S)
             self._process.terminate()
             try:
-                if self._process.wait(timeout=STOP_S):
+                # Before it has a handler of its own, the signal itself ends it.
+                if self._process.wait(timeout=STOP_S) not in (0, -signal.SIGTERM):
                     self._on_log(self.explain_end())
             except subprocess.TimeoutExpired:
                 self._on_log(f"tritonserver did not end within {STOP_S:g} s and is killed")
