@@ -22,7 +22,7 @@ from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk, Logprob, Timing, name_logprobs
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.parallel.engine import load_engine
-from charonia.protocol import FinishReason, SamplingParams
+from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
 from charonia.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -120,24 +120,27 @@ class LLM:
         params = _as_params(sampling_params, len(many))
         requests = [self._request(p, s) for p, s in zip(many, params, strict=True)]
         self._check(requests)
-        outputs = [_empty_output(*each) for each in zip(many, requests, strict=True)]
-        live = dict(zip((request.key for request in requests), outputs, strict=True))
+        chunks: dict[str, list[Chunk]] = {request.key: [] for request in requests}
         arrived: deque[Chunk] = deque()
+        num_live = len(requests)
         progress = tqdm(total=len(requests), unit="prompt", disable=not use_tqdm)
         try:
             for request in requests:
                 self._start(request, arrived)
-            while live:
+            while num_live:
                 chunk = self._next(arrived)
-                self._add(chunk, live[chunk.key])
+                chunks[chunk.key].append(chunk)
                 if chunk.is_final:
-                    del live[chunk.key]
+                    num_live -= 1
                     progress.update()
         finally:
             progress.close()
             for request in requests:
                 self._stop(request.key)
-        return outputs
+        return [
+            self._output(prompt, request, Chunk.merge(chunks[request.key]))
+            for prompt, request in zip(many, requests, strict=True)
+        ]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -222,32 +225,34 @@ class LLM:
             raise chunk.error
         return chunk
 
-    def _add(self, chunk: Chunk, output: RequestOutput) -> None:
-        """Add a chunk to its request's output."""
-        completion = output.outputs[0]
-        completion.text += chunk.text
-        completion.token_ids += chunk.token_ids
-        completion.finish_reason = chunk.finish_reason
-        completion.cumulative_logprob = chunk.cumulative_logprob
-        if chunk.logprobs is not None:
-            if completion.logprobs is None:
-                completion.logprobs = []
-            completion.logprobs += [name_logprobs(one, self._tokenizer) for one in chunk.logprobs]
-        if chunk.prompt_logprobs is not None:
-            output.prompt_logprobs = [
+    def _output(self, prompt: Prompt, request: GenerationRequest, whole: Chunk) -> RequestOutput:
+        """What a prompt led to, by all its chunks in one."""
+        return RequestOutput(
+            request_id=request.key,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=request.prompt_ids,
+            outputs=[
+                CompletionOutput(
+                    text=whole.text,
+                    token_ids=list(whole.token_ids),
+                    finish_reason=whole.finish_reason,
+                    logprobs=self._named(whole.logprobs),
+                    cumulative_logprob=whole.cumulative_logprob,
+                )
+            ],
+            prompt_logprobs=None
+            if whole.prompt_logprobs is None
+            else [
                 None if entry is None else name_logprobs(entry, self._tokenizer)
-                for entry in chunk.prompt_logprobs
-            ]
-        output.timing = chunk.timing
+                for entry in whole.prompt_logprobs
+            ],
+            timing=whole.timing,
+        )
 
-
-def _empty_output(prompt: Prompt, request: GenerationRequest) -> RequestOutput:
-    return RequestOutput(
-        request_id=request.key,
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=request.prompt_ids,
-        outputs=[CompletionOutput()],
-    )
+    def _named(self, entries: tuple[TokenLogprobs, ...] | None) -> Logprobs | None:
+        if entries is None:
+            return None
+        return [name_logprobs(entry, self._tokenizer) for entry in entries]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

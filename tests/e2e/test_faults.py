@@ -35,6 +35,7 @@ SETTINGS = (
     f"scheduler.min_step_deadline_s={STEP_DEADLINE_S}",
 )
 SERVES_AGAIN_S = 15.0
+SLOW_LOAD_S = 12
 KINDS = ("step_failed", "died", "hung", "load_failed")
 
 
@@ -104,6 +105,10 @@ class Target:
     def is_engine_ready(self) -> bool:
         url = f"http://{self.server.http_url}/v2/models/engine/ready"
         return httpx.get(url, timeout=10).status_code == 200
+
+    def run(self, prompt: list[int], **sampling: object) -> LiveStream:
+        """A request that does not end by itself before its last token."""
+        return LiveStream(self.server.grpc_url, prompt, ignore_eos=True, **sampling)
 
     def generate(self) -> LiveStream:
         """A short request, over."""
@@ -263,6 +268,29 @@ def test_a_request_that_finds_a_dead_engine_waits_for_the_next_one(target: Targe
     stream = target.generate()
     check_complete(stream, right.token_ids)
     assert stream.timing["restarts"] == 1
+    assert target.settle().num_restarts == before.num_restarts + 1
+
+
+def test_while_an_engine_is_loaded_time_runs_and_requests_are_cancelled(target: Target) -> None:
+    before = target.settle()
+    slow = order_fault(target.repository, "load-seconds", SLOW_LOAD_S)
+    try:
+        waiting = target.run([1, 2, 3], max_tokens=50)
+        late = target.run([4, 5, 6], max_tokens=4000, deadline_ms=1500)
+        leaving = target.run([7, 8, 9], max_tokens=4000)
+        for stream in (waiting, late, leaving):
+            stream.wait_tokens(3)
+        os.kill(before.pids[0], signal.SIGKILL)
+        assert wait_for(lambda: target.events_since(before, "engine_died"), bool)
+        leaving.leave()
+        queued = error_of(lambda: infer_grpc(target.server, {"input_ids": [5]}, timeout=300_000))
+        assert queued.message().startswith("Request timeout expired")
+        assert "Request timeout expired" in (late.wait_over().error or "")
+        assert wait_for(lambda: target.events_since(before, "request_cancelled"), bool)
+        assert not target.events_since(before, "engine_back"), "the engine was there too soon"
+    finally:
+        slow.unlink()
+    check_complete(waiting, waiting.token_ids)
     assert target.settle().num_restarts == before.num_restarts + 1
 
 

@@ -45,6 +45,7 @@ class Bench:
         self.now = 0.0
         self.lines: list[str] = []
         self.chunks: dict[str, list[Chunk]] = defaultdict(list)
+        self.ended_at: dict[str, float] = {}
         self.executor = executor or EchoExecutor()
         self.executor.clock = lambda: self.now
         self.tokenizer = byte_tokenizer()
@@ -53,12 +54,17 @@ class Bench:
             EngineArgs(model="echo", speculative_config=speculative_config),
             SchedulerArgs(**args),
             self.tokenizer,
-            deliver=lambda chunk: self.chunks[chunk.key].append(chunk),
+            deliver=self._take,
             clock=lambda: self.now,
             log=self.lines.append,
         )
         self.core.step()
         assert self.core.is_up
+
+    def _take(self, chunk: Chunk) -> None:
+        self.chunks[chunk.key].append(chunk)
+        if chunk.is_final:
+            self.ended_at[chunk.key] = self.now
 
     def add(self, key: str, prompt: list[int] | None = None, timeout_s=None, **params) -> None:
         params = {"max_tokens": 20, "seed": 5} | params

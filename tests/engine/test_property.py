@@ -1,7 +1,8 @@
 """Random requests, faults and departures: everybody is answered exactly once, and rightly.
 
 The scheduler's own property test is in tests/control; here the whole core is driven, with text,
-stop strings, time limits, cancellation, failing steps, deaths and engines that cannot be loaded.
+stop strings, time limits, cancellation, failing steps, deaths, engines that cannot be loaded or
+take their time, operators, and the end of the server.
 """
 
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from charonia.config import SpeculativeConfig
+from charonia.engine.reload import Reload
 from engine.test_core import FIXED, Bench
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
 
 STOPS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 VOCAB = 256
+OPERATOR = ("unload", "load", "reload", "drain", "stop")
 ADAPTIVE = SpeculativeConfig(model="echo-draft")
 
 
@@ -69,6 +72,28 @@ def expected(bench: Bench, visit: Visit) -> tuple[list[int], str, str]:
     return whole, text, "length"
 
 
+def operate(bench: Bench, what: str) -> list[Reload]:
+    """What an operator does; returns the orders that were given."""
+    engine = bench.executor
+    if what == "unload":
+        engine.unload()
+    elif what == "load":
+        engine.load()
+    elif what == "stop":
+        engine.is_server_stopping = True
+    else:
+        order = Reload(lambda: None, lambda: None, lambda: None, drain=what == "drain")
+        bench.core.reload(order)
+        return [order]
+    return []
+
+
+def check_in_time(bench: Bench, key: str, visit: Visit) -> None:
+    """Time limits act whatever the engine does, but for the step that is being waited for."""
+    if visit.deadline_ms is not None:
+        assert bench.ended_at[key] - 0.01 * (visit.at_step + 1) <= visit.deadline_ms / 1000 + 0.05
+
+
 def check_answer(bench: Bench, key: str, visit: Visit) -> None:
     chunks = bench.chunks[key]
     assert [chunk.is_final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
@@ -83,7 +108,7 @@ def check_answer(bench: Bench, key: str, visit: Visit) -> None:
 
 
 @settings(
-    max_examples=300,
+    max_examples=200,
     print_blob=True,
     suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
 )
@@ -92,14 +117,22 @@ def check_answer(bench: Bench, key: str, visit: Visit) -> None:
     num_blocks=st.integers(8, 40),
     max_num_seqs=st.integers(1, 4),
     faults=st.dictionaries(
-        st.integers(0, 40), st.sampled_from(["fail", "die", "cannot load"]), max_size=4
+        st.integers(0, 40), st.sampled_from(["fail", "die", "cannot load", *OPERATOR]), max_size=4
     ),
+    load_s=st.sampled_from([0.0, 0.1, 0.5]),
     speculative_config=st.sampled_from([None, FIXED, ADAPTIVE]),
     max_steps_in_flight=st.integers(1, 4),
     is_early=st.lists(st.booleans(), min_size=1, max_size=5),
 )
 def test_every_request_is_answered_exactly_once_and_rightly(
-    arrivals, num_blocks, max_num_seqs, faults, speculative_config, max_steps_in_flight, is_early
+    arrivals,
+    num_blocks,
+    max_num_seqs,
+    faults,
+    load_s,
+    speculative_config,
+    max_steps_in_flight,
+    is_early,
 ):
     executor = WatchedEngine(
         num_blocks=num_blocks,
@@ -109,6 +142,8 @@ def test_every_request_is_answered_exactly_once_and_rightly(
         is_early=is_early,
     )
     bench = Bench(executor, speculative_config)
+    executor.load_s = load_s
+    orders: list[Reload] = []
     executor.watch = lambda: check_invariants(bench.core._replica._scheduler)
     step = 0
     while step <= 50 or bench.core.has_requests:
@@ -129,7 +164,9 @@ def test_every_request_is_answered_exactly_once_and_rightly(
         executor.fail_next = int(fault == "fail")
         executor.die_next = int(fault in ("die", "cannot load"))
         executor.refuse_restarts = int(fault == "cannot load")
-        bench.now += 0.01
+        if fault in OPERATOR:
+            orders += operate(bench, fault)
+        bench.now += 0.01 if step < 200 else 0.5  # an engine that was unloaded is waited for
         bench.core.step()
         if bench.core.is_up:
             scheduler = bench.core._replica._scheduler
@@ -142,4 +179,11 @@ def test_every_request_is_answered_exactly_once_and_rightly(
         assert step < 3000, "a request hangs"
     for index, visit in enumerate(arrivals):
         check_answer(bench, str(index), visit)
+        check_in_time(bench, str(index), visit)
+    for _ in range(10_000):
+        if all(order.is_over for order in orders):
+            break
+        bench.now += 0.01
+        bench.core.step()
+    assert all(order.is_over for order in orders), "an order hangs"
     assert bench.core.metrics.gauges["charonia_kv_blocks", "used"] == 0

@@ -233,6 +233,8 @@ class EchoExecutor:
     # ------------------------------------------------------------------ by an operator
 
     def load(self) -> None:
+        for step in self._submitted:
+            step.outcome = EngineUnloadedError("the echo engine was unloaded")
         self._boot()
 
     def unload(self) -> None:
