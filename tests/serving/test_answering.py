@@ -1,6 +1,7 @@
 """Answers through a connection: in the order of the messages, and all of them."""
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def test_a_server_that_closes_says_farewell_at_once_and_answers_what_has_come(
     channel, idle = connect(tmp_path / NAME), connect(tmp_path / NAME)
     channel.send(b"step")
     assert is_asked.wait(10)
+    while len(server._served) < 2:
+        time.sleep(0.001)
     closing = threading.Thread(target=server.close, args=[b"bye"])
     closing.start()
     assert [idle.receive(10), channel.receive(10)] == [b"bye", b"bye"]
