@@ -213,7 +213,8 @@ def _break(
         with tqdm(total=options.faults, unit="fault", smoothing=0.1) as progress:
             for record in campaign.run(faults):
                 seen |= set(processes_of(target.server))
-                progress.set_postfix_str(f"{record.kind} {record.recovery[-1:] or 'hangs'}")
+                seconds = f" {record.recovery[-1]:.1f} s" if record.recovery else ""
+                progress.set_postfix_str(f"{record.kind}{seconds}")
                 progress.update()
     except TargetError as error:
         outcome.stopped_by = str(error)

@@ -13,7 +13,7 @@ ENTRIES = frozenset({"scheduler", "llm", "generate"})
 Arguments = Literal["plain", "draft", "suffix", "narrow"]
 """Of the engine: `draft` and `suffix` guess tokens ahead, `narrow` has too few blocks for all."""
 
-Part = Literal["engine", "tokenizer", "postprocessor", "generate", "server"]
+Part = Literal["engine", "loader", "tokenizer", "postprocessor", "generate", "server"]
 """What is lost: the processes of one model, or the whole server."""
 
 
@@ -58,7 +58,7 @@ _ENGINE = (
     Kind("exception", "exception in a step"),
     Kind("memory", "out of memory in a step"),
     Kind("poison", "poisoned request", max_engines=DEATHS_BY_POISON),
-    # A load that fails can end the scheduler's process, in Triton 2.51.0.
+    # A load that fails can end the process that ordered it, and then tritonserver 2.51.0.
     Kind("kill-in-recovery", "kill -9, and again while it is loaded", max_engines=2, max_servers=1),
     Kind("kill-in-reload", "kill -9 during a reload", max_engines=2, max_servers=1),
     Kind("kill-in-prefill", "kill -9 during a long prefill"),
@@ -74,6 +74,7 @@ def _of_process(process: str, **values: Any) -> Iterator[Kind]:
 
 
 _BESIDE = (
+    *_of_process("loader", loses="loader", delays=frozenset()),
     *_of_process("tokenizer", loses="tokenizer", delays=frozenset({"llm"})),
     *_of_process("postprocessor", loses="postprocessor", delays=frozenset({"llm"})),
     # Calls that are open there end with the whole server alone, half a minute later.

@@ -78,9 +78,11 @@ class Scene:
     exposed: Callable[[], Sequence[Call]]
 
     def has_lost_engines(self, least: int) -> bool:
-        """Whether so many engines were lost and replaced."""
+        """Whether so many engines were lost and replaced, or one with the whole server."""
         now = self.target.counts()
-        return now is not None and now.engines_since(self.before) >= least
+        if now is None:
+            return False
+        return now.servers > self.before.servers or now.engines_since(self.before) >= least
 
 
 def _signal_engine(signum: signal.Signals, scene: Scene) -> Strike:
@@ -203,7 +205,7 @@ STRIKES: dict[str, Callable[[Scene], Strike]] = {
     "kill-when-full": partial(_kill_when_growing, "charonia_preemptions_total"),
     **{
         f"{name}-{model}": partial(_signal_model, signum, model)
-        for model in ("tokenizer", "postprocessor", "generate")
+        for model in ("loader", "tokenizer", "postprocessor", "generate")
         for name, signum in _SIGNALS.items()
     },
     **{

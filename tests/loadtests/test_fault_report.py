@@ -18,7 +18,7 @@ from faults.verdicts import MAX_SHM_BYTES_PER_DEATH, verdicts
 from support.live_stream import WRONG_ANSWER
 
 ROLES = ("tritonserver", "scheduler", "engine")
-MODELS = ("tokenizer", "postprocessor", "generate")
+MODELS = ("loader", "tokenizer", "postprocessor", "generate")
 IDLE = {"charonia_requests_running": 0.0}
 ABOUT = {
     "date": "2026-11-22T00:00:00",
@@ -120,7 +120,7 @@ LOST = "no request lost that need not be"
         ("no request hung", {"hanging": [4]}),
         ("every answer equal to its undisturbed run", with_answer(equals=False)),
         ("poisoned requests failed, and alone", with_fault("poison", is_answered_right=False)),
-        ("nobody waited who had not to", with_fault("kill-tokenizer", pause=1.0)),
+        ("nobody waited who had not to", with_fault("kill-tokenizer", pause=3.0)),
         ("no leaked block, nothing running", {"rests": [rest(0), rest(9, busy={"used": 1.0})]}),
         ("nothing left after the server's end", {"left": ["/dev/shm/x"]}),
         ("no leaked process", {"rests": [rest(0), rest(9, roles=[*ROLES, "engine"])]}),
@@ -188,6 +188,9 @@ def test_recovery_is_summed_up_by_kind():
     assert kill.first.median == pytest.approx(0.1 * (1 + second) / 2)
     assert kill.last.max == pytest.approx(0.5 * second)
     assert kill.pause is None
+    alone = outcome(faults=[fault(1, "kill-loader", recovery=())]).summary()["kill-loader"]
+    assert alone.first is alone.last is None
+    assert alone.pause == Spread(0.1, 0.1, 0.1)
 
 
 def test_a_fault_from_which_no_client_recovered_has_no_recovery_time():
