@@ -47,13 +47,13 @@ class _Submitted:
 
     Attributes:
         num_tokens: drafts included. at: when it was handed over.
-        give_up_at: when the engine counts as hung; None while other steps are ahead of it.
+        since: when no other was ahead of it any more; None before.
     """
 
     pending: Pending
     num_tokens: int
     at: float
-    give_up_at: float | None = None
+    since: float | None = None
 
 
 class Replica:
@@ -210,13 +210,13 @@ class Replica:
         A failure of the step or of the engine is dealt with here.
         """
         step = self._in_flight[0]
-        if step.give_up_at is None:  # no other is ahead of it any more: it has its own time now
-            step.give_up_at = self._clock() + self._step_deadline_s(step.num_tokens)
+        if step.since is None:
+            step.since = self._clock()
         try:
             return self._apply(step, wait_s)
         except TimeoutError:
-            if self._clock() >= step.give_up_at:
-                seconds = self._step_deadline_s(step.num_tokens)
+            seconds = self._step_deadline_s(step.num_tokens)
+            if self._clock() - step.since >= seconds:
                 self._lose(EngineHungError(f"no answer of the engine within {seconds:g} s"))
         except StepFailedError as error:
             self._in_flight.clear()
@@ -238,9 +238,7 @@ class Replica:
     def _apply(self, step: _Submitted, wait_s: float) -> list[Update]:
         """Wait for a step, and commit what it did."""
         assert self._scheduler is not None
-        assert step.give_up_at is not None
-        left_s = max(step.give_up_at - self._clock(), 0.0)
-        result = step.pending.result(min(wait_s, left_s))
+        result = step.pending.result(wait_s)
         self._in_flight.popleft()
         arrived = self._clock()
         self._recovery.note_step()
