@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from charonia.errors import InvalidRequestError, NotSupportedError
@@ -13,6 +14,7 @@ from charonia.protocol import (
     RowStep,
     SamplingParams,
     StepPlan,
+    decode_reply,
     decode_request,
     encode,
 )
@@ -76,3 +78,9 @@ def test_a_plan_of_extreme_values_comes_through() -> None:
         rows=[RowStep(0, 2, [7])],
     )
     assert decode_request(encode(plan)) == plan
+
+
+@pytest.mark.parametrize("decode", [decode_request, decode_reply])
+def test_text_that_is_not_utf_8_is_no_message(decode: Any) -> None:
+    with pytest.raises(msgspec.DecodeError, match="not UTF-8"):
+        decode(b"\x81\xa4type\xa1\x80")

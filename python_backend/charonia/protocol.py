@@ -416,6 +416,8 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> 
         return decoder.decode(data)
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:  # which msgspec lets through
+        raise msgspec.DecodeError(f"it is not UTF-8: {error.reason}") from None
 
 
 class Pending(Protocol):

@@ -169,6 +169,8 @@ def decode(data: bytes) -> Message:
         message: Message = _decoder.decode(data)
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:  # which msgspec lets through
+        raise msgspec.DecodeError(f"it is not UTF-8: {error.reason}") from None
     return message
 
 

@@ -75,7 +75,7 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReloadOrder | R
 
 
 def decode_order(data: bytes) -> ReloadOrder | ReloadQuestion:
-    """Raises msgspec.DecodeError, RecursionError: it is neither."""
+    """Raises ValueError, RecursionError: it is neither."""
     message: ReloadOrder | ReloadQuestion = _decoder.decode(data)
     return message
 
@@ -129,7 +129,7 @@ class ReloadServer:
                 if message.cancel:
                     self._order(number).is_cancelled = True
             return msgspec.msgpack.encode(_state(number, self._order(number)))
-        except (CharoniaError, OSError, msgspec.DecodeError, RecursionError) as error:
+        except (CharoniaError, OSError, ValueError, RecursionError) as error:
             return msgspec.msgpack.encode(ReloadState("failed", reason=str(error)))
 
     def _take(self, order: ReloadOrder) -> int:
@@ -178,7 +178,7 @@ def fingerprint_tokenizer(args: EngineArgs) -> str:
         content = msgspec.json.decode((args.tokenizer_dir / TOKENIZER_FILE).read_bytes())
     except OSError as error:
         raise ConfigError(f"{TOKENIZER_FILE} cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{TOKENIZER_FILE} cannot be read: {error}") from None
     return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
