@@ -22,7 +22,7 @@ from support.live_stream import LiveStream
 from support.many_streams import check_complete
 from support.supervised import Supervised
 
-LIMITS = SupervisionLimits(stopped_s=0.5, unload_s=4.0, stranded_s=60.0, backoff_s=0.1)
+LIMITS = SupervisionLimits(stopped_s=0.5, stranded_s=60.0, backoff_s=0.1)
 SETTINGS = ("num_gpu_blocks_override=1025", "max_num_seqs=8")
 STARTS_S = 60.0
 PROMPT = [5, 6, 7]
@@ -121,6 +121,7 @@ def check_every_door(supervised: Supervised) -> None:
     assert {model: len(found) for model, found in pids.items()} == {
         "engine": 1,
         "generate": 1,
+        "loader": 1,
         "postprocessor": 1,
         "scheduler": 1,
         "tokenizer": 2,
@@ -159,7 +160,8 @@ def test_calls_in_a_lost_generate_end_once_no_other_request_is_disturbed(
     call.wait_over(timeout=30)
     assert call.error is not None
     supervised.wait_serving(STARTS_S)
-    assert events(supervised.lines[num_lines:], "calls_stranded") == [{"model": "generate"}]
+    stranded = events(supervised.lines[num_lines:], "calls_stranded")
+    assert stranded == [{"model": "generate", "calls": "1"}]
     check_every_door(supervised)
 
 

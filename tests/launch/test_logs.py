@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.launch.logs import failure_reason, is_interesting, unloaded_model
+from charonia.launch.logs import failure_reason, is_interesting
 
 OURS = 'I1121 02:39:01.884703 6344 model.py:7] "weights: 40 % read"'
 LOADING = 'I1121 02:39:00.049192 6344 model_lifecycle.cc:472] "loading: scheduler:1"'
@@ -42,10 +42,3 @@ def test_without_a_failed_load_the_first_error_is_the_reason() -> None:
 
 def test_a_log_without_errors_gives_no_reason() -> None:
     assert failure_reason([OURS, LOADING, NO_GPU]) is None
-
-
-def test_triton_says_when_it_lets_go_of_a_model_and_nobody_else_can() -> None:
-    said = "successfully unloaded 'generate' version 1"
-    assert unloaded_model(f'I1122 13:37:57.2 1997 model_lifecycle.cc:624] "{said}"') == "generate"
-    assert unloaded_model(LOADING) is None
-    assert unloaded_model(f"[scheduler] {said}") is None

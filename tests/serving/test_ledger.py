@@ -33,14 +33,19 @@ def test_one_request_may_be_as_large_as_it_likes_when_it_is_alone() -> None:
 
 
 def test_the_configuration_names_both_bounds() -> None:
-    ledger = Ledger.configured(parameters(max_queue_size="1", max_queue_bytes="5", other="x"))
+    values = parameters(max_queue_size="1", max_queue_bytes="5", other="x")
+    counts: list[int] = []
+    ledger = Ledger.configured(values, counts.append)
     ledger.take(3)
     with pytest.raises(QueueFullError, match="Maximum queue size of 1 requests"):
         ledger.take(1)
+    ledger.give_back(3)
+    assert counts == [1, 0]
 
 
 @pytest.mark.parametrize("value", ["", "0", "-1", "1e3", "²", "x" * 1000, "9" * 19])
 def test_a_wrong_bound_is_named(value: str) -> None:
+    values = parameters(max_queue_size="1", max_queue_bytes=value)
     with pytest.raises(ConfigError, match="max_queue_bytes must be a number") as caught:
-        Ledger.configured(parameters(max_queue_size="1", max_queue_bytes=value))
+        Ledger.configured(values, lambda count: None)
     assert len(str(caught.value)) < 200

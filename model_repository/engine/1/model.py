@@ -7,8 +7,8 @@ import triton_python_backend_utils as pb_utils
 
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError
+from charonia.serving import model_process
 from charonia.serving.engine_host import EngineHost, PlanRunner, end_process
-from charonia.serving.logs import logger
 
 
 class TritonPythonModel:
@@ -16,7 +16,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the engine."""
-        log = logger(args["model_name"])
+        log = model_process.start(args["model_name"])
 
         def make_runner(engine_args: EngineArgs) -> PlanRunner:
             from charonia.parallel.engine import load_engine  # late: it brings torch

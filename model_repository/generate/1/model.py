@@ -7,9 +7,10 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
+from charonia.serving import model_process
 from charonia.serving.generate_host import GenerateHost
 from charonia.serving.ledger import Ledger
-from charonia.serving.logs import logger
+from charonia.serving.open_calls import OpenCalls
 
 
 class TritonPythonModel:
@@ -17,12 +18,12 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Learn the scheduler's name."""
+        log = model_process.start(args["model_name"])
         parameters = json.loads(args["model_config"])["parameters"]
         scheduler_model = parameters["scheduler_model"]["string_value"]
         repository = Path(args["model_repository"]).parent
-        log = logger(args["model_name"])
         try:
-            ledger = Ledger.configured(parameters)
+            ledger = Ledger.configured(parameters, OpenCalls().note)
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._host = GenerateHost(pb_utils, scheduler_model, repository, ledger, log=log)

@@ -6,8 +6,8 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from charonia.errors import NotSupportedError
+from charonia.serving import model_process
 from charonia.serving.loading import LOADER_SOCKET, Loader
-from charonia.serving.logs import logger
 from charonia.serving.tensors import error_response
 
 
@@ -16,8 +16,9 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Take orders."""
+        log = model_process.start(args["model_name"])
         path = Path(args["model_repository"]) / args["model_version"] / LOADER_SOCKET
-        self._loader = Loader(pb_utils, path, log=logger(args["model_name"]))
+        self._loader = Loader(pb_utils, path, log=log)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Refuse what comes through Triton."""

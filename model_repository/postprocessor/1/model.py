@@ -6,7 +6,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from charonia.serving.logs import logger
+from charonia.serving import model_process
 from charonia.serving.postprocessor_host import PostprocessorHost
 
 
@@ -15,10 +15,10 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Learn the scheduler's name."""
+        log = model_process.start(args["model_name"])
         parameters = json.loads(args["model_config"])["parameters"]
         scheduler_model = parameters["scheduler_model"]["string_value"]
         repository = Path(args["model_repository"]).parent
-        log = logger(args["model_name"])
         self._host = PostprocessorHost(pb_utils, scheduler_model, repository, log=log)
 
     def execute(self, requests: list[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
-from charonia.serving.logs import logger
+from charonia.serving import model_process
 from charonia.serving.scheduler_host import SchedulerHost
 
 
@@ -14,8 +14,9 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Start serving; the engine may come later."""
+        log = model_process.start(args["model_name"])
         try:
-            self._host = SchedulerHost(pb_utils, args, log=logger(args["model_name"]))
+            self._host = SchedulerHost(pb_utils, args, log=log)
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 

@@ -7,8 +7,9 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
+from charonia.serving import model_process
 from charonia.serving.ledger import Ledger
-from charonia.serving.logs import logger
+from charonia.serving.open_calls import OpenCalls
 from charonia.serving.tokenizer_host import TokenizerHost
 
 
@@ -17,12 +18,14 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer that the engine's model.json names."""
+        log = model_process.start(args["model_name"])
         parameters = json.loads(args["model_config"])["parameters"]
         engine_model = parameters["engine_model"]["string_value"]
         model_file = Path(args["model_repository"]).parent / engine_model / "1" / "model.json"
-        log = logger(args["model_name"])
         try:
-            self._host = TokenizerHost(pb_utils, model_file, Ledger.configured(parameters), log=log)
+            self._host = TokenizerHost(
+                pb_utils, model_file, Ledger.configured(parameters, OpenCalls().note), log=log
+            )
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 _LINE = re.compile(r"^(?P<severity>[IWEF])\d{4} \S+ \d+ (?P<source>[^:\]]+):\d+\] ?(?P<text>.*)$")
 _OURS = re.compile(r"^\[[^\]\s]+\] ")
 _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
-_UNLOADED = re.compile(r"successfully unloaded '(?P<model>[^']+)' version \d+")
 
 # What a server says on a machine without a GPU, whatever it serves, and the tables of its start.
 _NOISE = (
@@ -52,10 +51,3 @@ def failure_reason(lines: Iterable[str]) -> str | None:
         if match and match["severity"] in "EF" and is_interesting(line):
             first_error = first_error or match["text"].strip('"')
     return first_error
-
-
-def unloaded_model(line: str) -> str | None:
-    """The model that Triton has let go of with this line: no call is open in it any more."""
-    match = _LINE.match(line)
-    found = match and _UNLOADED.search(match["text"])
-    return found["model"] if found else None

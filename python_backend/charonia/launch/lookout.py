@@ -6,12 +6,14 @@ a loss, nor talk to the server.
 A process that a debugger holds is no loss: the kernel calls that a tracing stop.
 """
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import psutil
 
 from charonia.launch.server import TritonServer
+from charonia.serving.open_calls import OpenCallsOf
 
 TRITONSERVER = "tritonserver"
 
@@ -47,17 +49,30 @@ class Lookout:
         self._leave = frozenset(leave)
         self._stopped_s = stopped_s
         self._known: dict[str, list[psutil.Process]] = {}
+        self._open_calls: dict[str, list[OpenCallsOf]] = {}
         self._stopped_since: dict[int, float] = {}
         for model in server.stubs().keys() - self._leave:
             self.adopt(model)
 
     def adopt(self, model: str) -> None:
         """Take the processes that the model has now for those that it must have."""
+        for calls in self._open_calls.pop(model, []):
+            calls.close()
         self._known[model] = self._server.stubs().get(model, [])
+        self._open_calls[model] = [OpenCallsOf(process.pid) for process in self._known[model]]
 
     def processes(self, model: str) -> list[psutil.Process]:
         """Those that it must have."""
         return self._known.get(model, [])
+
+    def num_open_calls(self, model: str) -> int:
+        """How many calls these are still to answer, or were when they were lost."""
+        return sum(calls.count for calls in self._open_calls.get(model, []))
+
+    def close(self) -> None:
+        """Let go of what was learned of the processes."""
+        for calls in itertools.chain.from_iterable(self._open_calls.values()):
+            calls.close()
 
     def look(self, now: float) -> list[Loss]:
         """All losses at this moment, tritonserver's first."""

@@ -1,7 +1,6 @@
 """Triton's model control, for one running server: what state a model is in, and loading it anew.
 
-Owns these calls, and knowing whether the calls that were open in a model have ended. Must not know
-when a model counts as lost.
+Owns these calls. Must not know when a model counts as lost.
 
 All goes over gRPC: a load over HTTP disturbs the streams of other connections, and HTTP's few
 threads can be kept busy by clients.
@@ -21,27 +20,6 @@ from charonia.launch.server import TritonServer
 
 _POLL_S = 0.05
 _ANSWER_S = 2.0
-
-
-class Replacement:
-    """A model that was loaded again in place of one whose processes were lost.
-
-    Triton ends what waits for a dead process with an error, but not the calls of a model that
-    answers later through its response senders (`generate`): only the server's own end does. It
-    keeps the lost model as long as such calls are open, and says in its log when it lets it go.
-    """
-
-    def __init__(self, server: TritonServer, model: str, num_open: int, at: float) -> None:
-        self.model = model
-        self.at = at
-        self._server = server
-        # The log does not say which of several lost ones was let go of: all of them must be.
-        self._num_needed = server.num_unloads(model) + num_open + 1
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no call is open in the lost model any more."""
-        return self._server.num_unloads(self.model) >= self._num_needed
 
 
 class ModelControl:
@@ -77,19 +55,13 @@ class ModelControl:
         model: str,
         processes: Iterable[psutil.Process],
         *,
-        num_open: int = 0,
-        now: float,
         timeout_s: float,
-    ) -> Replacement:
+    ) -> None:
         """Kill what is left of a model, unload it and load it again.
-
-        Args:
-            num_open: replacements of the model before that are not complete.
 
         Raises:
             LaunchError: it could not be loaded within `timeout_s` seconds.
         """
-        replacement = Replacement(self._server, model, num_open, now)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()  # ends stopped ones, too
@@ -101,7 +73,6 @@ class ModelControl:
             answer.result()
         except InferenceServerException as error:
             raise LaunchError(f"{model} could not be loaded again: {error.message()}") from None
-        return replacement
 
     def _reload(self, model: str, timeout_s: float) -> None:
         with self._client() as client:

@@ -23,11 +23,13 @@ class SupervisionLimits:
         model_hang_s: without any answer of another model.
         server_hang_s: without any answer of tritonserver, over HTTP and over gRPC.
         replace_s: for loading a lost model again.
-        unload_s: until calls that are still open in a lost model are taken for stranded.
-        stranded_s: until the server is restarted to end these, while other requests run.
+        stranded_s: until the server is restarted to end the calls that were open in a lost process,
+            while other requests run.
         stable_s: a server that served so long has made up for earlier failures.
-        max_quick_failures: this many in a row end the supervision.
-        backoff_s: before the second of them in a row; doubles with each one more.
+        backoff_s: before the second restart in a row; doubles with each one more, up to
+            `max_backoff_s`.
+        max_failed_starts: this many in a row end the supervision. Nothing else does: whoever can
+            end a server time and again must not be able to end it for good.
     """
 
     start_s: float = 900.0
@@ -40,11 +42,11 @@ class SupervisionLimits:
     model_hang_s: float = 60.0
     server_hang_s: float = 15.0
     replace_s: float = 60.0
-    unload_s: float = 5.0
     stranded_s: float = 30.0
     stable_s: float = 60.0
-    max_quick_failures: int = 5
     backoff_s: float = 1.0
+    max_backoff_s: float = 10.0
+    max_failed_starts: int = 5
 
 
 class Silence:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from charonia.launch import processes
 from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
 from charonia.launch.errors import LaunchError
 from charonia.launch.guard import make_guard
-from charonia.launch.logs import failure_reason, is_interesting, unloaded_model
+from charonia.launch.logs import failure_reason, is_interesting
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.stacks import stack_limit
 from charonia.serving.cores import VARIABLE
@@ -79,7 +79,6 @@ class TritonServer:
         self._cores = cores
         self._on_log = on_log
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
-        self._num_unloads: Counter[str] = Counter()
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: threading.Thread | None = None
         self.stack_limit = stack_limit()
@@ -155,10 +154,6 @@ class TritonServer:
                 found.setdefault(model, []).append(process)
         return found
 
-    def num_unloads(self, model: str) -> int:
-        """How many times Triton has let go of a model since it started, as its log says."""
-        return self._num_unloads[model]
-
     def start(self) -> None:
         """Start tritonserver; returns at once. The kernel kills it when the calling thread ends.
 
@@ -170,7 +165,6 @@ class TritonServer:
         for what, port in ports.items():
             processes.check_port(self.address, port, what)
         self._tail.clear()
-        self._num_unloads.clear()
         addresses = {"http_url": self.http_url, "grpc_url": self.grpc_url}
         (self.runtime_dir / SERVER_FILE).write_text(json.dumps(addresses), encoding="utf-8")
         environment = self._installation.environment()
@@ -306,7 +300,5 @@ class TritonServer:
         for raw in process.stdout:
             line = raw.decode("utf-8", errors="replace").rstrip("\n")
             self._tail.append(line)
-            if (model := unloaded_model(line)) is not None:
-                self._num_unloads[model] += 1
             self._on_log(line)
         process.stdout.close()

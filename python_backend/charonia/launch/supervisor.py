@@ -9,7 +9,7 @@ as broken: a `Watch` says so.
       ▲                                    │
       └── back-off ◄── kill everything ◄───┘ only a restart mends what happened, see `watch`
              │
-             └─► too many quick failures: stop, raise LaunchError
+             └─► too many failed starts: stop, raise LaunchError
 """
 
 import threading
@@ -53,14 +53,14 @@ class Supervisor:
         self._scheduler = scheduler
         self._engine = engine
         self._limits = limits or SupervisionLimits()
-        self._quick_failures = 0
+        self._num_failures = 0  # in a row
         self.num_restarts = 0
 
     def run(self) -> None:
         """Serve until `stop` is set; the server is stopped then.
 
         Raises:
-            LaunchError: the first start failed, or too many failures in a row.
+            LaunchError: the first start failed, or too many in a row.
         """
         probe = Probe(self._server.http_url, self._scheduler, self._stop)
         try:
@@ -94,26 +94,32 @@ class Supervisor:
 
     def _restart(self, probe: Probe, reason: str, served_s: float) -> None:
         """Kill the server and start it, with back-off, until it serves or `stop` is set."""
-        limits = self._limits
         noticed = time.monotonic()
-        if served_s >= limits.stable_s:
-            self._quick_failures = 0
+        if served_s >= self._limits.stable_s:
+            self._num_failures = 0
+        num_failed_starts = 0
         while not self._stop.is_set():
-            self._quick_failures += 1
-            if self._quick_failures > limits.max_quick_failures:
-                self._log(event("server_given_up", failures=self._quick_failures, reason=reason))
-                raise LaunchError(
-                    f"gave up after {self._quick_failures} failures in a row; last: {reason}"
-                )
             self._log(event("server_restarting", restarts=self.num_restarts, reason=reason))
             self._server.kill()
-            if self._quick_failures > 1:
-                self._stop.wait(limits.backoff_s * 2.0 ** (self._quick_failures - 2))
+            self._back_off()
             self.num_restarts += 1
             try:
                 self._start(probe)
             except LaunchError as error:
                 reason = str(error)
+                num_failed_starts += 1
+                if num_failed_starts >= self._limits.max_failed_starts:
+                    self._log(event("server_given_up", starts=num_failed_starts, reason=reason))
+                    raise LaunchError(
+                        f"gave up after {num_failed_starts} failed starts in a row; last: {reason}"
+                    ) from None
             else:
                 self._log(event("server_back", seconds=time.monotonic() - noticed))
                 return
+
+    def _back_off(self) -> None:
+        """Wait before a restart that is not the first in a row, longer each time."""
+        if self._num_failures:
+            exponent = min(self._num_failures - 1, 16)
+            self._stop.wait(min(self._limits.backoff_s * 2.0**exponent, self._limits.max_backoff_s))
+        self._num_failures += 1

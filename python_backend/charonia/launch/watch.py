@@ -15,10 +15,11 @@ stopped, nor what a model does.
     in Python         unanswered for `model_hang_s`          the whole server where that fails
 
 A process is looked at several times a second. It is lost when it is gone, or has been stopped for
-`stopped_s`. Calls of a lost model that can end in no other way are ended with the server: as soon
-as no other request runs, at the latest after `stranded_s`.
+`stopped_s`. Calls that a lost process was still to answer (`serving/open_calls.py`) can end in no
+other way than with the server: as soon as no other request runs, at the latest after `stranded_s`.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from charonia.launch.doors import QUESTIONS, Inquiry
 from charonia.launch.errors import LaunchError
 from charonia.launch.lookout import TRITONSERVER, Lookout, Loss
 from charonia.launch.metrics_page import read_metrics
-from charonia.launch.model_control import ModelControl, Replacement
+from charonia.launch.model_control import ModelControl
 from charonia.launch.patience import Silence, SupervisionLimits
 from charonia.launch.probe import Health, Probe
 from charonia.launch.server import TritonServer
@@ -88,15 +89,18 @@ class Watch:
             for model in QUESTIONS
             if (server.repository / model / "1" / "model.py").exists()
         ]
-        self._replacements: list[Replacement] = []
-        self._stranded: set[str] = set()
+        self._stranded: dict[str, float] = {}  # models that left calls open, and since when
         self._examined: Future[_Finding] | None = None
         self._is_silent = False  # the scheduler, when it was last asked
         self._probed = self._live = time.monotonic()
         self._silence = Silence(limits, self._probed)
 
     def keep(self) -> str | None:
-        """Return why the server must be restarted, or None when `stop` is set."""
+        """Return why the server must be restarted, or None when `stop` is set. Called once."""
+        with contextlib.closing(self._lookout):
+            return self._keep()
+
+    def _keep(self) -> str | None:
         while not self._stop.wait(self._limits.watch_interval_s):
             now = time.monotonic()
             reason = (
@@ -117,6 +121,7 @@ class Watch:
         for loss in self._lookout.look(now):
             if loss.model == TRITONSERVER:
                 return "tritonserver was stopped"
+            self._note_open_calls(loss.model, now)
             if not self._control.is_served(loss.model):
                 continue  # an operator has unloaded it, or loads another
             if self._lookout.has_successors(loss.model):
@@ -130,32 +135,29 @@ class Watch:
         if loss.model == self._scheduler:
             return f"the {self._scheduler} process {loss.describe()}"
         try:
-            replacement = self._control.replace(
+            self._control.replace(
                 loss.model,
                 self._lookout.processes(loss.model),
-                num_open=sum(one.model == loss.model for one in self._replacements),
-                now=now,
                 timeout_s=self._limits.replace_s,
             )
         except LaunchError as error:
             return str(error)
         self._lookout.adopt(loss.model)
-        self._replacements.append(replacement)
         self._log(event("model_back", model=loss.model, seconds=time.monotonic() - now))
         return None
 
+    def _note_open_calls(self, model: str, now: float) -> None:
+        """Remember a model that is lost, or about to be killed, if it was still to answer calls."""
+        num_calls = self._lookout.num_open_calls(model)
+        if num_calls and model not in self._stranded:
+            self._stranded[model] = now
+            self._log(event("calls_stranded", model=model, calls=num_calls))
+
     def _end_stranded(self, now: float) -> str | None:
         """Whether to restart the server for calls that nothing else ends."""
-        self._replacements = [one for one in self._replacements if not one.is_complete]
-        for replacement in self._replacements:
-            age = now - replacement.at
-            if age < self._limits.unload_s:
-                continue
-            if replacement.model not in self._stranded:
-                self._stranded.add(replacement.model)
-                self._log(event("calls_stranded", model=replacement.model))
-            if age > self._limits.stranded_s or self._is_idle():
-                return f"calls of the lost {replacement.model} process can end in no other way"
+        for model, since in self._stranded.items():
+            if now - since > self._limits.stranded_s or self._is_idle():
+                return f"calls of the lost {model} process can end in no other way"
         return None
 
     def _is_idle(self) -> bool:
@@ -193,6 +195,7 @@ class Watch:
                 inquiry.excuse(now)  # `generate` cannot answer without the scheduler
             elif (kind := inquiry.look(now)) is not None:
                 inquiry.excuse(now)
+                self._note_open_calls(inquiry.model, now)
                 pids = [process.pid for process in self._lookout.processes(inquiry.model)]
                 return self._replace(Loss(inquiry.model, next(iter(pids), None), kind), now)
         return None

@@ -8,7 +8,6 @@ model of a public server, too; but its input is larger than anybody can send, so
 each request before it gets into this process (config.pbtxt).
 """
 
-import locale
 import os
 import signal
 import threading
@@ -97,8 +96,6 @@ class EngineHost:
         *,
         log: Callable[[str], None],
     ) -> None:
-        # The stub's interpreter decodes files as ASCII otherwise, also inside torch.
-        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         self._pb_utils = pb_utils
         self._log = log
         self._version_dir = version_dir

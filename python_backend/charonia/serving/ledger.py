@@ -4,7 +4,7 @@ Owns the sum, and the refusal of what is over it. Must not know what is held.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from charonia.errors import ConfigError, QueueFullError, shown
 
@@ -14,9 +14,16 @@ class Ledger:
 
     Args:
         max_count: requests at most. max_bytes: of all together; a request by itself may have more.
+        on_change: called with the number of requests when that changes.
     """
 
-    def __init__(self, max_count: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        max_count: int,
+        max_bytes: int,
+        on_change: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self._on_change = on_change
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._count = 0
@@ -24,13 +31,16 @@ class Ledger:
         self._lock = threading.Lock()
 
     @classmethod
-    def configured(cls, parameters: Mapping[str, Mapping[str, str]]) -> "Ledger":
+    def configured(
+        cls, parameters: Mapping[str, Mapping[str, str]], on_change: Callable[[int], None]
+    ) -> "Ledger":
         """By `max_queue_size` and `max_queue_bytes` of a model's config.pbtxt.
 
         Raises:
             ConfigError: one of them is no number of at least 1.
         """
-        return cls(*(_positive(parameters, name) for name in ("max_queue_size", "max_queue_bytes")))
+        max_count = _positive(parameters, "max_queue_size")
+        return cls(max_count, _positive(parameters, "max_queue_bytes"), on_change)
 
     @property
     def held(self) -> tuple[int, int]:
@@ -50,12 +60,14 @@ class Ledger:
                 raise _full(f"{self._max_bytes} bytes")
             self._count += 1
             self._bytes += num_bytes
+            self._on_change(self._count)
 
     def give_back(self, num_bytes: int) -> None:
         """The request has gone that took so many bytes."""
         with self._lock:
             self._count -= 1
             self._bytes -= num_bytes
+            self._on_change(self._count)
 
 
 def _positive(parameters: Mapping[str, Mapping[str, str]], name: str) -> int:

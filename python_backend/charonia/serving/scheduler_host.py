@@ -6,7 +6,6 @@ scheduled.
 
 import contextlib
 import json
-import locale
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -68,8 +67,6 @@ class SchedulerHost:
     def __init__(
         self, pb_utils: Any, args: Mapping[str, str], *, log: Callable[[str], None]
     ) -> None:
-        # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
-        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         self._pb_utils = pb_utils
         self._log = log
         scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))

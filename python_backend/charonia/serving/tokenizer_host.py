@@ -3,7 +3,6 @@
 Owns checking the prompt and naming the request by a key. Must not know sequences.
 """
 
-import locale
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -45,8 +44,6 @@ class TokenizerHost:
     def __init__(
         self, pb_utils: Any, model_file: Path, ledger: Ledger, *, log: Callable[[str], None]
     ) -> None:
-        # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
-        locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         self._pb_utils = pb_utils
         self._model_file = model_file
         self._log = log

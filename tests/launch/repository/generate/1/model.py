@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from charonia.serving.open_calls import OpenCalls
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -18,6 +20,7 @@ class TritonPythonModel:
         if (REPOSITORY / "refuse-to-load-again").exists():
             raise RuntimeError("the stand-in refuses to load again")
         self.held = []
+        self.open_calls = OpenCalls()
 
     def execute(self, requests):
         for request in requests:
@@ -28,6 +31,7 @@ class TritonPythonModel:
                 time.sleep(3600)
             if text[0] == b"hold":
                 self.held.append(sender)
+                self.open_calls.note(len(self.held))
                 continue
             response = pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)])
             sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

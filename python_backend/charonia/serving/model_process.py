@@ -1,0 +1,50 @@
+"""What the process of every model does first.
+
+Owns what such a process gets from tritonserver and must not keep, and where it writes its log. Must
+not know models.
+"""
+
+import locale
+import os
+import socket
+import stat
+import sys
+from collections.abc import Callable
+
+
+def start(model_name: str) -> Callable[[str], None]:
+    """Put the process in order, before anything else does anything.
+
+    Returns:
+        A function that writes one line to tritonserver's log, with the model's name in front.
+    """
+    # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
+    locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+    close_inherited_connections()
+
+    def log(line: str) -> None:
+        # In one piece: all models and tritonserver write to the same pipe.
+        sys.stderr.write(f"[{model_name}] {line}\n")
+        sys.stderr.flush()
+
+    return log
+
+
+def close_inherited_connections() -> None:
+    """Close the clients' connections that tritonserver (2.51.0) gives to each process it starts.
+
+    A connection has an end only when nobody has it open any more: a client that is served and let
+    go would wait for that as long as this process lives.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+        except OSError:  # what listed the directory
+            continue
+        connection = socket.socket(fileno=descriptor)
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.close()
+        else:
+            connection.detach()
