@@ -301,7 +301,9 @@ def test_a_request_that_kills_the_engine_each_time_fails_alone(
     target.order("poison", POISON)
     streams = start_streams(target.urls)
     poisoned = error_of(lambda: infer_grpc(target.server, {"input_ids": [5, POISON, 7]}))
-    assert poisoned.message() == "the request stops the engine each time it runs"
+    assert poisoned.message() == (
+        "the request stops the engine each time it runs [charonia:quarantined]"
+    )
     assert poisoned.status() == "StatusCode.INTERNAL"
     for stream, token_ids in zip(streams, undisturbed, strict=True):
         check_complete(stream, token_ids)
