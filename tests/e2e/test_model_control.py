@@ -1,5 +1,6 @@
 """Triton's own model control: models that are loaded again while they are loaded and used."""
 
+import httpx
 import tritonclient.grpc as grpc
 
 from charonia.launch.server import TritonServer
@@ -111,3 +112,18 @@ def test_streams_that_end_with_an_error_hold_no_model_that_was_replaced(
     assert any("cancelled" in (stream.wait_over().error or "") for stream in streams)
     load(server, "postprocessor")
     wait_alone(server, "postprocessor")
+
+
+def test_no_process_keeps_the_connections_that_clients_had_when_it_was_started(
+    server: TritonServer,
+) -> None:
+    with httpx.Client(base_url=f"http://{server.http_url}") as client:
+        client.get("/v2/health/live").raise_for_status()  # and stays connected
+        unload(server, "tokenizer")
+        load(server, "tokenizer")
+        wait_alone(server, "tokenizer", 2)
+        kept = {
+            model: [connection for process in stubs for connection in process.net_connections()]
+            for model, stubs in server.stubs().items()
+        }
+    assert kept == {model: [] for model in kept}
