@@ -51,8 +51,9 @@ class Lookout:
         self._known: dict[str, list[psutil.Process]] = {}
         self._open_calls: dict[str, list[OpenCallsOf]] = {}
         self._stopped_since: dict[int, float] = {}
-        for model in server.stubs().keys() - self._leave:
-            self.adopt(model)
+        for file in server.repository.glob("*/1/model.py"):
+            if (model := file.parents[1].name) not in self._leave:
+                self.adopt(model)
 
     def adopt(self, model: str) -> None:
         """Take the processes that the model has now for those that it must have."""
@@ -80,6 +81,8 @@ class Lookout:
         if self._server.pid is not None and self._is_stopped_for_long(self._server.pid, now):
             losses.append(Loss(TRITONSERVER, self._server.pid, "stopped"))
         for model, processes in self._known.items():
+            if not processes:  # it ended before anybody looked
+                losses.append(Loss(model, None, "died"))
             for process in processes:
                 if not _lives(process):
                     losses.append(Loss(model, process.pid, "died"))
@@ -91,7 +94,7 @@ class Lookout:
         """Whether others run in place of what was lost: somebody has loaded the model again."""
         found = self._server.stubs().get(model, [])
         running = [one for one in found if _lives(one) and not _is_stopped(one.pid)]
-        return len(running) >= len(self._known[model])
+        return len(running) >= max(len(self._known[model]), 1)
 
     def _is_stopped_for_long(self, pid: int, now: float) -> bool:
         if not _is_stopped(pid):
