@@ -147,13 +147,14 @@ import torch
 from charonia.data.ops.native.build import load_kernels
 kernels = load_kernels(sys.argv[1], print)
 kernels.set_threads(2, [])
-head = kernels.Head(kernels.Norm(torch.ones(512), 1e-6), torch.randn(4096, 512), None, False)
-x = torch.randn(128, 512)
+head = kernels.Head(kernels.Norm(torch.ones(4096), 1e-6), torch.randn(512, 4096), None, False)
+x = torch.randn(128, 4096)
 expected = head(x, x)
+kept = []  # for torch aborts the process when one of its tensors is freed while Python ends
 
 def compute():
     while True:
-        head(x, x)
+        kept.append(head(x, x))
 
 for _ in range(2):
     threading.Thread(target=compute, daemon=True).start()
