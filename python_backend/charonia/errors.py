@@ -178,7 +178,11 @@ class EngineUnloadedError(EngineDiedError):
 
 
 class ServerStoppingError(EngineDiedError):
-    """The server takes no calls: it is shutting down, or has not started yet."""
+    """The server takes no calls any more: it is shutting down."""
+
+
+class ServerStartingError(EngineDiedError):
+    """The server takes no calls yet: it is still loading models."""
 
 
 class EngineHungError(EngineDiedError):

@@ -4,7 +4,12 @@ import threading
 
 import pytest
 
-from charonia.errors import EngineDiedError, EngineUnloadedError, ServerStoppingError
+from charonia.errors import (
+    EngineDiedError,
+    EngineUnloadedError,
+    ServerStartingError,
+    ServerStoppingError,
+)
 from charonia.serving.engine_model import EngineModel
 from charonia.serving.server_watch import ServerWatch
 
@@ -28,7 +33,12 @@ class FakeTriton:
 
 
 def model(says: str, tmp_path) -> EngineModel:
-    return EngineModel(FakeTriton(says), "engine", tmp_path, tmp_path / "loader.socket")
+    """Of a server that has taken a call before it says this."""
+    triton = FakeTriton(MISSING_INPUT)
+    model = EngineModel(triton, "engine", tmp_path, tmp_path / "loader.socket")
+    model.check_server()
+    triton.says = says
+    return model
 
 
 @pytest.mark.parametrize(
@@ -69,6 +79,47 @@ def test_an_engine_is_not_loaded_by_a_server_that_is_shutting_down(tmp_path):
         asked.replace({}, lambda: pytest.fail("it was loaded"))
 
 
+def test_a_server_that_has_not_loaded_all_its_models_is_not_shutting_down(tmp_path):
+    triton = FakeTriton("Server not ready")
+    asked = EngineModel(triton, "engine", tmp_path, tmp_path / "loader.socket")
+    asked.can_be_replaced = True
+    for ask in (
+        asked.check_loaded,
+        asked.check_server,
+        lambda: asked.replace({}, asked.check_server),
+    ):
+        with pytest.raises(ServerStartingError):
+            ask()
+    triton.says = MISSING_INPUT
+    asked.check_server()
+    triton.says = "Server not ready"
+    with pytest.raises(ServerStoppingError):
+        asked.check_server()
+
+
+def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down():
+    errors = [
+        ServerStartingError("not yet"),
+        AttributeError("a bug"),
+        ServerStartingError("not yet"),
+        AttributeError("a bug"),
+        ServerStoppingError("now"),
+    ]
+
+    def ask() -> None:
+        raise errors.pop(0)
+
+    log: list[str] = []
+    watch = ServerWatch(ask, log=log.append)
+    watch.start()
+    assert watch._thread is not None
+    watch._thread.join(20)
+    with pytest.raises(ServerStoppingError):
+        watch.check()
+    watch.close()
+    assert log == ['server_watch_failed reason="AttributeError: a bug"']
+
+
 def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself():
     is_asked, is_stopping = threading.Event(), threading.Event()
 
@@ -77,7 +128,7 @@ def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself():
         if is_stopping.is_set():
             raise ServerStoppingError
 
-    watch = ServerWatch(ask)
+    watch = ServerWatch(ask, log=print)
     watch.check()
     watch.start()
     watch.start()
@@ -91,4 +142,4 @@ def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself():
 
 
 def test_a_watch_that_never_started_can_be_closed():
-    ServerWatch(lambda: None).close()
+    ServerWatch(lambda: None, log=print).close()

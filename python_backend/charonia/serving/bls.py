@@ -113,7 +113,7 @@ class BlsExecutor:
         self._processes: dict[int, int] = {}
         self._opening: EngineOpening | None = None
         self._model = EngineModel(pb_utils, engine_model, engine_dir, loader)
-        self._server = ServerWatch(self._model.check_server)
+        self._server = ServerWatch(self._model.check_server, log=log)
         if not self.can_replace:
             log(event("recovery_off", reason=RECOVERY_IS_OFF))
 
@@ -177,7 +177,7 @@ class BlsExecutor:
             raise
         self._channel, self._watch = channel, watch
         self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
-        self._server.start()  # the server has started by now, or it would not have loaded anything
+        self._server.start()
         return reply
 
     def _replace(self) -> EngineInfo:

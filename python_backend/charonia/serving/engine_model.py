@@ -27,6 +27,7 @@ from typing import Any, Literal
 from charonia.errors import (
     EngineDiedError,
     EngineUnloadedError,
+    ServerStartingError,
     ServerStoppingError,
     split_answer,
 )
@@ -64,6 +65,7 @@ class EngineModel:
         self._name = name
         self._loader = loader
         self._mark = directory / RELOAD_MARK
+        self._has_server_started = False  # whether it has taken a call
         self.can_be_replaced = has_explicit_control(_command_line(os.getppid()))
 
     def check_loaded(self) -> None:
@@ -71,6 +73,7 @@ class EngineModel:
 
         Raises:
             EngineUnloadedError: it is not. ServerStoppingError: no model is, any more.
+            ServerStartingError: the server takes no calls before it has loaded all its models.
             EngineDiedError: there is no such model.
         """
         pb_utils = self._pb_utils
@@ -82,7 +85,10 @@ class EngineModel:
         except pb_utils.TritonModelException as error:
             text = str(error)
         if any(words in text for words in _IS_STOPPING):
+            if not self._has_server_started:
+                raise ServerStartingError("the server has not started yet")
             raise ServerStoppingError("the server takes no calls")
+        self._has_server_started = True
         if _IS_NOT_LOADED in text:
             raise EngineUnloadedError(UNLOADED)  # its farewell may still be to come
         if _IS_LOADED not in text:
@@ -92,11 +98,12 @@ class EngineModel:
         """Ask whether the server works.
 
         Raises:
-            ServerStoppingError: it does not; whatever it is asked for now it will refuse.
+            ServerStoppingError, ServerStartingError: it does not, any more or yet; whatever it is
+                asked for now it will refuse.
         """
         try:
             self.check_loaded()
-        except ServerStoppingError:
+        except (ServerStoppingError, ServerStartingError):
             raise
         except EngineDiedError:
             pass  # of the engine, not of the server
@@ -111,7 +118,7 @@ class EngineModel:
 
         Raises:
             EngineDiedError: it cannot be loaded, or Triton is not in explicit model control.
-            ServerStoppingError: nothing can be loaded any more.
+            ServerStoppingError, ServerStartingError: nothing can be loaded any more, or yet.
         """
         if not self.can_be_replaced:
             raise EngineDiedError(RECOVERY_IS_OFF)

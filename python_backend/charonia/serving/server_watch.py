@@ -12,7 +12,8 @@ no trace in the memory of either process.
 import threading
 from collections.abc import Callable
 
-from charonia.errors import ServerStoppingError
+from charonia.errors import ServerStartingError, ServerStoppingError
+from charonia.events import event
 
 _ASK_EVERY_S = 0.25
 
@@ -21,11 +22,14 @@ class ServerWatch:
     """Watches the server from `start` on.
 
     Args:
-        ask: raises ServerStoppingError once the server is shutting down.
+        ask: raises ServerStoppingError once the server is shutting down, and ServerStartingError as
+            long as it has not started; of anything else that it raises the first is logged.
+        log: takes one line, from any thread.
     """
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    def __init__(self, ask: Callable[[], None], *, log: Callable[[str], None]) -> None:
         self._ask = ask
+        self._log = log
         self._is_stopping = False
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -52,9 +56,17 @@ class ServerWatch:
             self._thread.join()
 
     def _run(self) -> None:
+        has_complained = False
         while not self._is_closing.wait(_ASK_EVERY_S):
             try:
                 self._ask()
             except ServerStoppingError:
                 self._is_stopping = True
                 return
+            except ServerStartingError:
+                continue
+            except Exception as error:  # it says nothing of the server, which may still shut down
+                if not has_complained:
+                    has_complained = True
+                    reason = f"{type(error).__name__}: {error}"
+                    self._log(event("server_watch_failed", reason=reason))
