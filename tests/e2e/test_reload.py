@@ -15,7 +15,16 @@ from charonia.launch.cli import main
 from charonia.launch.probe import Probe
 from charonia.launch.run import running_server, wait_serving
 from charonia.launch.server import TritonServer
-from support.e2e import one_torch_thread, scrape, wait_for, wait_idle
+from support.e2e import (
+    Response,
+    error_of,
+    one_torch_thread,
+    request_inputs,
+    scrape,
+    stream_grpc,
+    wait_for,
+    wait_idle,
+)
 from support.events import events
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
@@ -373,6 +382,20 @@ def test_what_is_too_long_for_the_new_engine_ends_with_the_reason(target: Target
     assert (short.error, short.finish_reason) == (None, "length")
     assert len(short.token_ids) == 254
     target.settle()
+
+
+def test_llm_takes_prompts_as_long_as_the_engine_that_there_is_now(target: Target) -> None:
+    def ask(num_tokens: int) -> list[Response]:
+        inputs = request_inputs("7" * num_tokens, {"max_tokens": 2}, return_num_input_tokens=True)
+        return stream_grpc(target.server, inputs, "llm")
+
+    assert target.reload("--set", "max_model_len=256")[0] == 0
+    for _ in range(4):  # so that both processes of `tokenizer` refuse one
+        error = error_of(lambda: ask(200_000))
+        assert "at most" in str(error)
+    assert target.reload("--set", "max_model_len=512")[0] == 0
+    for _ in range(4):
+        assert ask(300)[0].one("num_input_tokens") == 300
 
 
 def test_no_cached_prefix_of_one_model_is_used_for_another(

@@ -3,10 +3,10 @@
 Owns checking the prompt and naming the request by a key. Must not know sequences.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,8 @@ from charonia.serving.tensors import (
 )
 from charonia.serving.tokenizing import INLINE_BYTES, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class TokenizerHost:
@@ -70,7 +72,7 @@ class TokenizerHost:
         if read_flag(raw.tensors, "cancel"):
             outlet.send({INPUT_IDS: [], PROMPT_TEXT: [], REQUEST_KEY: []}, is_final=True)
             return
-        text, ids = self._read_prompt(raw.tensors)
+        text, ids = self._within_limits(partial(read_prompt, raw.tensors))
         if text is None:
             assert ids is not None
             outlet.send(self._outputs(ids, ""), is_final=True)
@@ -94,14 +96,18 @@ class TokenizerHost:
             outlet.send(self._outputs(ids, text), is_final=True)
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, check_length=self._limits.check_ids)
+        return self._tokenizer.encode(text, check_length=self._check_length)
 
-    def _read_prompt(self, tensors: Mapping[str, Array]) -> tuple[str | None, Array | None]:
+    def _check_length(self, num_ids: int) -> None:
+        self._within_limits(lambda limits: limits.check_ids(num_ids))
+
+    def _within_limits(self, check: Callable[[PromptLimits], T]) -> T:
+        """What a check returns; where a prompt is too long, by the limits as they are now."""
         try:
-            return read_prompt(tensors, self._limits)
+            return check(self._limits)
         except PromptTooLongError:
             self._limits = self._read_limits()  # of another engine, perhaps
-            return read_prompt(tensors, self._limits)
+            return check(self._limits)
 
     def _read_limits(self) -> PromptLimits:
         """What is certain of prompts before the scheduler looks at them."""

@@ -1,0 +1,86 @@
+"""The `tokenizer` model answers with ids, within the limits of the engine that there is now."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from charonia.serving.ledger import Ledger
+from charonia.serving.tokenizer_host import TokenizerHost
+from charonia.serving.tokenizing import INLINE_BYTES
+from support.checkpoints import make_tokenizer
+
+WAIT_S = 20.0
+MANY = 2 * INLINE_BYTES
+
+
+class Sender:
+    """As a response sender; keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: SimpleQueue[Any] = SimpleQueue()
+
+    def send(self, response: Any, flags: int = 0) -> None:
+        self.sent.put(response)
+
+
+class Bench:
+    """A host, the model.json that it reads, and its answers."""
+
+    def __init__(self, pb_utils: Any, directory: Path) -> None:
+        self._pb_utils = pb_utils
+        pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+        self._model_file = directory / "model.json"
+        make_tokenizer().save(str(directory / "tokenizer.json"))
+        self.ledger = Ledger(8, 10**6)
+        self.configure(8)
+        self.host = TokenizerHost(pb_utils, self._model_file, self.ledger, log=print)
+
+    def configure(self, max_model_len: int) -> None:
+        """As an engine is loaded that takes so many tokens."""
+        values = {"model": str(self._model_file.parent), "max_model_len": max_model_len}
+        self._model_file.write_text(json.dumps(values), encoding="utf-8")
+
+    def send(self, timeout_us: int = 0, **arrays: Any) -> Sender:
+        """Hand a request in; where its answer comes."""
+        sender = Sender()
+        tensors = [self._pb_utils.Tensor(name, array) for name, array in arrays.items()]
+        request = self._pb_utils.Request(tensors, timeout_us=timeout_us)
+        request.get_response_sender = lambda: sender
+        self.host.execute([request])
+        return sender
+
+    def ask(self, **arrays: Any) -> int | str:
+        """How many ids a prompt has, or why there are none."""
+        return answer_of(self.send(**arrays))
+
+
+def answer_of(sender: Sender) -> int | str:
+    response = sender.sent.get(timeout=WAIT_S)
+    if response.has_error():
+        return str(response.error().message())
+    outputs = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+    return int(outputs["input_ids"].size)
+
+
+@pytest.fixture
+def bench(pb_utils: Any, tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(pb_utils, tmp_path)
+    yield made
+    made.host.finalize()
+    assert made.ledger.held == (0, 0)
+
+
+@pytest.mark.parametrize("num", [10, MANY])
+@pytest.mark.parametrize("kind", ["text_input", "input_ids"])
+def test_a_prompt_may_be_as_long_as_the_engine_takes_now(
+    bench: Bench, strings: Callable[..., Any], kind: str, num: int
+) -> None:
+    values = strings("7" * num) if kind == "text_input" else np.ones(num, dtype=np.int32)
+    assert "at most" in str(bench.ask(**{kind: values}))
+    bench.configure(num + 1)
+    assert bench.ask(**{kind: values}) == num
