@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from charonia.control import FixedDepth, Limits, Request, Scheduler, Speculation
+from charonia.control.queues import WaitingQueue
 from charonia.control.scheduler import PROGRESS
 from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError
 from charonia.protocol import RowSampling, StepPlan
@@ -324,6 +325,38 @@ def test_a_suspect_that_is_cancelled_frees_the_others():
     scheduler.finish("b")
     scheduler.reset()
     assert not scheduler.requests
+
+
+def test_a_suspect_that_was_ended_before_the_engine_died_of_it_is_not_ended_again():
+    scheduler = make_scheduler()
+    engine = make_engine(scheduler)
+    for key in "ab":
+        scheduler.add(make_request(key))
+    for _ in range(2):
+        assert die(scheduler, engine) is None
+    assert len(scheduler.plan(0.0).rows) == 1
+    assert scheduler.finish("a").key == "a"
+    assert scheduler.blame() is None
+    engine.restart()
+    scheduler.reset()
+    check_invariants(scheduler)
+    assert list(run_to_end(scheduler, engine)) == ["b"]
+
+
+def test_ranks_of_requests_that_left_the_queue_do_not_pile_up():
+    queue = WaitingQueue()
+    waiting = [make_request(str(rank), rank=rank) for rank in (3, 5000, 9000)]
+    for request in waiting:
+        queue.push(request)
+    for rank in range(10, 3010):
+        passing = make_request("x", rank=rank)
+        queue.push(passing)
+        queue.remove(passing)
+    assert len(queue._ranks) < 100
+    for request in waiting:
+        assert queue.first() is request
+        queue.remove(request)
+    assert queue.first() is None
 
 
 # ---------------------------------------------------------------------- several steps in flight

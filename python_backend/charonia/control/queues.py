@@ -3,15 +3,18 @@
 Owns the order of the waiting. Must not know blocks or rows.
 """
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from charonia.control.request import Request
+
+_SLACK = 64
 
 
 class WaitingQueue:
     """Waiting requests by rank, smallest first. A preempted request keeps its rank.
 
-    Removal is lazy: a removed request's rank stays in the heap until it comes to the top.
+    The rank of a request that is removed stays in the heap until it comes to its top or outweighs
+    the rest: then the heap is made anew. So it never holds more than twice what waits, and a few.
     """
 
     def __init__(self) -> None:
@@ -38,3 +41,6 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Take a waiting request out, wherever it stands."""
         del self._by_rank[request.rank]
+        if len(self._ranks) > 2 * len(self._by_rank) + _SLACK:
+            self._ranks = list(self._by_rank)
+            heapify(self._ranks)

@@ -233,7 +233,7 @@ class Scheduler:
         engine alone is guilty.
 
         Returns:
-            The guilty request, which is ended, or None.
+            The guilty request, which is ended, or None; one that was ended before is told nothing.
         """
         stuck = [request for request in self._requests.values() if _is_stuck(request)]
         for request in self._requests.values():
@@ -241,9 +241,7 @@ class Scheduler:
             num_known = len(request.token_ids) if request.is_in_flight else None
             request.num_known_at_death = num_known
         if self._suspects:  # it ran alone
-            guilty = self._suspects[0]
-            self.finish(guilty.key)
-            return guilty
+            return self.finish(self._suspects[0].key)
         self._suspects = stuck
         return None
 
