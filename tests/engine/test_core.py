@@ -85,6 +85,11 @@ class Bench:
             if not self.core.step() and not self.core.is_up:
                 self.now += 60
 
+    def step_and_wait(self) -> None:
+        """A step, and seconds in which nothing happens."""
+        self.core.step()
+        self.now += 10
+
     def connects(self) -> bool:
         """Whether there is an engine after another look."""
         self.core.step()
@@ -280,6 +285,16 @@ def test_while_the_engine_cannot_be_loaded_requests_fail_with_the_reason():
     assert bench.tokens("c") == expected("c")
 
 
+class Stubborn(EchoExecutor):
+    """An engine whose every step hangs, for as long as `is_stubborn`."""
+
+    is_stubborn = True
+
+    def execute(self, plan):
+        self.hang_next = int(self.is_stubborn)
+        return super().execute(plan)
+
+
 class Hanging(EchoExecutor):
     """An engine whose step of this number never ends; the others say what they took.
 
@@ -361,6 +376,23 @@ def test_while_a_step_hangs_others_time_runs_and_they_are_cancelled():
     assert bench.executor.num_restarts == 1
 
 
+def test_a_request_that_is_cancelled_as_it_hangs_the_engine_alone_takes_nobody_along():
+    bench = Bench(Stubborn())
+    for key in "ab":
+        bench.add(key)
+    while bench.executor.num_restarts < 2:
+        bench.step_and_wait()
+    bench.step_and_wait()
+    assert bench.core.metrics.gauges["charonia_requests_running", ""] == 1
+    bench.core.cancel("a")
+    bench.executor.is_stubborn = False
+    bench.run()
+    assert bench.executor.num_restarts == 3
+    assert bench.error("a").code == "CANCELLED"
+    assert bench.tokens("b") == expected("b")
+    assert bench.core.metrics.counters["charonia_requests_quarantined_total", ""] == 0
+
+
 def test_a_new_scheduler_takes_over_a_living_engine():
     first = Bench()
     first.add("a")
@@ -431,19 +463,11 @@ def test_a_timeout_in_the_queue_and_a_deadline_end_requests():
 
 def test_a_full_queue_refuses_and_free_rows_do_not_queue():
     bench = Bench(EchoExecutor(max_num_seqs=2), max_queue_size=1)
-    for key in "abc":
-        bench.core.check_queue(0)
-        bench.add(key)
+    for num_live in range(3):
+        bench.core.check_queue(num_live)
     full = r"Exceeds maximum queue size.*Maximum queue size of 1 is reached"
     with pytest.raises(QueueFullError, match=full):
-        bench.core.check_queue(0)
-    bench.run(2)
-    with pytest.raises(QueueFullError, match=full):
-        bench.core.check_queue(0)
-    bench.core.cancel("c")
-    bench.core.check_queue(0)
-    with pytest.raises(QueueFullError, match=full):
-        bench.core.check_queue(1)
+        bench.core.check_queue(3)
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,11 @@ def test_a_key_that_is_live_is_refused_and_its_request_goes_on(service):
 
 
 def test_a_full_queue_is_refused_at_once():
+    is_refused = threading.Event()
+
     class Slow(EchoExecutor):
         def execute(self, plan):
-            time.sleep(0.005)
+            assert is_refused.wait(20)
             return super().execute(plan)
 
     service = make_service(Slow(max_num_seqs=2), max_queue_size=3)
@@ -145,9 +147,40 @@ def test_a_full_queue_is_refused_at_once():
         client.submit(f"r{index}", max_tokens=50)
     with pytest.raises(QueueFullError):
         client.submit("one too many")
+    is_refused.set()
     assert service.metrics.counters["charonia_rejections_total", "queue_full"] == 1
     for index in range(5):
         assert client.wait(f"r{index}")[-1].finish_reason == "length"
+    service.close()
+
+
+def test_the_queue_takes_no_more_while_those_that_were_accepted_are_on_their_way(monkeypatch):
+    service = make_service(EchoExecutor(max_num_seqs=2), max_queue_size=3)
+    wait_until_up(service)
+    client = Client(service)
+    add = service._core.add
+    is_taken = {key: threading.Event() for key in ("first", "second")}
+    may_go_on = {key: threading.Event() for key in ("first", "second")}
+
+    def add_slowly(request, arrived_at):
+        if request.key in is_taken:
+            is_taken[request.key].set()
+            assert may_go_on[request.key].wait(20)
+        add(request, arrived_at)
+
+    monkeypatch.setattr(service._core, "add", add_slowly)
+    client.submit("first")
+    assert is_taken["first"].wait(20)
+    others = ("second", "third", "fourth", "fifth")
+    for key in others:
+        client.submit(key)
+    may_go_on["first"].set()
+    assert is_taken["second"].wait(20)
+    with pytest.raises(QueueFullError):
+        client.submit("sixth")
+    may_go_on["second"].set()
+    for key in others:
+        assert client.wait(key)[-1].finish_reason == "length"
     service.close()
 
 
@@ -248,6 +281,23 @@ def test_an_order_that_a_bug_hinders_fails_and_the_next_is_carried_out(service, 
     service.reload(after)
     wait_over(after)
     assert after.phase == "done"
+
+
+def test_an_order_that_comes_while_a_bug_is_dealt_with_is_carried_out(service, monkeypatch):
+    client = Client(service)
+    drop, late = service._drop_reload, order()
+
+    def drop_and_be_ordered(reason):
+        monkeypatch.setattr(service, "_drop_reload", drop)
+        drop(reason)
+        service.reload(late)
+
+    monkeypatch.setattr(service, "_drop_reload", drop_and_be_ordered)
+    monkeypatch.setattr(service._core, "add", lambda request, arrived_at: {}["a bug"])
+    client.submit("a")
+    assert str(client.wait("a")[-1].error) == "internal error: KeyError"
+    wait_over(late)
+    assert late.phase == "done"
 
 
 def test_an_order_that_waits_when_the_service_closes_fails(service):

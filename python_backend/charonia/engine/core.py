@@ -155,19 +155,18 @@ class EngineCore:
         """
         check(request, self._replica.info, self.limits, self._tokenizer)
 
-    def check_queue(self, num_arriving: int) -> None:
+    def check_queue(self, num_live: int) -> None:
         """Refuse a request when the queue is full. Reads only; may be called from any thread.
 
         What is live beyond the engine's rows queues, wherever it waits.
 
         Args:
-            num_arriving: requests that were accepted and are not added yet.
+            num_live: requests that were accepted and have had no end, added or not.
 
         Raises:
             QueueFullError, UnavailableError.
         """
         num_rows = self.limits.max_num_seqs
-        num_live = len(self._streams) + len(self._held) + num_arriving
         if num_live >= self._max_queue_size + num_rows:
             raise QueueFullError(
                 "Exceeds maximum queue size: the request is refused. "

@@ -82,9 +82,8 @@ class EngineService:
             wake=self._wake_up,
         )
         self._log = log
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, Sink] = {}  # of the requests that were accepted and have had no end
         self._inbox: list[Callable[[], None]] = []
-        self._num_arriving = 0
         self._reload: Reload | None = None  # the last that was ordered; it is always told its end
         self._is_closing = False
         self._last_turn_at: float | None = None
@@ -201,9 +200,8 @@ class EngineService:
             raise ShuttingDownError
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")
-        self._core.check_queue(self._num_arriving)
+        self._core.check_queue(len(self._sinks))
         self._sinks[request.key] = sink
-        self._num_arriving += 1
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
         self._inbox.append(partial(self._core.add, request, arrived_at))
         self._wake.notify()
@@ -253,12 +251,11 @@ class EngineService:
     def _abandon(self, error: CharoniaError) -> None:
         """A bug of ours. Every client must get an answer, and the service must go on."""
         self._core.abandon(error)
-        self._drop_reload(str(error))
         with self._wake:
             # Those that the core does not know: on their way to it, or lost on that way.
             sinks, self._sinks = self._sinks, {}
             self._inbox = []
-            self._num_arriving = 0
+            self._drop_reload(str(error))
         for key, sink in sinks.items():
             sink(Chunk(key, error=error))
 
@@ -270,7 +267,6 @@ class EngineService:
     def _take_inbox(self) -> None:
         with self._wake:
             inbox, self._inbox = self._inbox, []
-            self._num_arriving = 0
         for call in inbox:
             call()
 
