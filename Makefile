@@ -14,7 +14,7 @@ PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
 
-.PHONY: help setup demo serve test check bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance clean
+.PHONY: help setup demo serve test check bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
 	@echo "make bench-faults   break the server 300 times while clients call, and judge what they got; arguments in ARGS"
 	@echo "make bench-endurance   stop a server 100 times and load its models 100 times, and judge each; arguments in ARGS"
+	@echo "make bench-hostile   attack the server beside a neighbour, and judge what that one noticed; arguments in ARGS"
 	@echo "make clean   remove caches and build output; $(VENV) stays"
 
 setup: $(KERNELS)
@@ -87,6 +88,9 @@ bench-faults: $(KERNELS)
 
 bench-endurance: $(KERNELS)
 	@$(BIN)/python loadtests/endurance_run.py $(ARGS)
+
+bench-hostile: $(KERNELS)
+	@$(BIN)/python loadtests/hostile.py $(ARGS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -1,19 +1,20 @@
 """Attack a server at full strength beside a neighbour, and measure what the neighbour notices.
 
-    python loadtests/hostile.py                                   # all attacks, twice
+    python loadtests/hostile.py                                   # all attacks, four times each
     python loadtests/hostile.py --attacks "never read" "noise on ports" --strength 1
 
-A real tritonserver serves a small random model in float32. The attacks are those of
-tests/e2e/test_hostile.py, several times as strong, each in a process of its own; they end by
-themselves, and go to this machine alone. Meanwhile a neighbour repeats one request with a seed over
-gRPC to `scheduler`. Its median time is compared with that right before the attack, so that what
-the attacker's own process takes of the machine counts as the attack's. Memory is that of each
+A real tritonserver serves a small random model in float32, whose steps take 10 ms at least: no real
+model is faster. The attacks are those of tests/e2e/test_hostile.py, several times as strong, each
+in a process of its own; they end by themselves, and go to this machine alone. Meanwhile a neighbour
+repeats one request with a seed over gRPC to `scheduler`. Its median time is compared with that
+right before the attack, so that what the attacker's own process takes of the machine counts as the
+attack's. Memory is that of each
 process alone. The last round says what every further attack would add: in the first one allocators
 grow to their size.
 
-The exit code is 0 where every neighbour was answered as always, no process was replaced, no attack
-left connections or files open, and the last round left no more memory than it may. How much slower
-the neighbour was is printed, and not judged.
+The exit code is 0 where every neighbour was answered as always, and at most 1.5 times slower in the
+median of all rounds, no process was replaced, no attack left connections or files open, and the
+last round left no more memory than it may.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tqdm import tqdm
@@ -38,11 +40,14 @@ from charonia.launch.run import running_server  # noqa: E402
 from record import circumstances, new_stem, positive  # noqa: E402
 from support.checkpoints import make_checkpoint  # noqa: E402
 from support.e2e import one_torch_thread  # noqa: E402
+from support.faults import make_faulty_repository  # noqa: E402
 from support.hostile.catalogue import ATTACKS  # noqa: E402
 from support.hostile.target import Attack, Target  # noqa: E402
 from support.hostile.trial import Arena, Outcome  # noqa: E402
 from support.leftovers import leftovers  # noqa: E402
 
+STEP_S = 0.01
+MAX_SLOWDOWN = 1.5
 SETTINGS = ("dtype=float32", "num_gpu_blocks_override=2049", "max_num_seqs=64", "cpu_threads=1")
 MAX_MODEL_LEN = 4096
 MEBIBYTE = 2**20
@@ -67,29 +72,46 @@ def main() -> None:
     }
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {file.name}")
-    has_grown = any(outcome.excess for outcome in outcomes[-1])
-    if left or has_grown or not all(holds(outcome) for each in outcomes for outcome in each):
-        raise SystemExit("hostile: not all holds that must")
+    reasons = [f"left behind: {what}" for what in left]
+    for each in zip(*outcomes, strict=True):
+        reasons += verdicts(each)
+    if reasons:
+        raise SystemExit("\n".join(["hostile: not all holds that must", *reasons]))
+
+
+def verdicts(each: tuple[Outcome, ...]) -> list[str]:
+    """What is wrong with one attack in all rounds."""
+    reasons = [_harm(outcome) for outcome in each if not holds(outcome)]
+    if slowdown(each) > MAX_SLOWDOWN:
+        reasons.append(f"the neighbour was {slowdown(each):.2f} times slower")
+    reasons += [f"{role} kept {_mebibytes(num)}" for role, num in each[-1].excess.items()]
+    return [f"{each[0].attack}: {reason}" for reason in reasons]
+
+
+def slowdown(each: tuple[Outcome, ...]) -> float:
+    """The median of all rounds."""
+    return median(outcome.slowdown for outcome in each)
 
 
 def holds(outcome: Outcome) -> bool:
-    """Whether an attack did no harm; how much slower it made the neighbour does not count."""
+    """Whether an attack did no harm, but for time and memory."""
     is_unharmed = outcome.noticed is None and not outcome.num_restarts and not outcome.replaced
     return outcome.failure is None and is_unharmed and not outcome.left_open
 
 
 def as_markdown(rounds: list[list[Outcome]]) -> str:
-    """A table of all attacks: the worst of all rounds, and the memory of the first and the last."""
+    """A table of all attacks: of all rounds, and the memory of the first and the last."""
     lines = [
-        "| attack | seconds | neighbour equal | slower | memory, first round | last round |"
-        " restarts | harm |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| attack | seconds | neighbour equal | slower, median | worst | memory, first round |"
+        " last round | restarts | harm |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for each in zip(*rounds, strict=True):
         cells = (
             each[0].attack,
             f"{max(outcome.seconds for outcome in each):.1f}",
             "yes" if all(outcome.noticed is None for outcome in each) else "NO",
+            f"{slowdown(each):.2f}",
             f"{max(outcome.slowdown for outcome in each):.2f}",
             _memory(each[0]),
             _memory(each[-1]),
@@ -103,7 +125,11 @@ def as_markdown(rounds: list[list[Outcome]]) -> str:
 def _memory(outcome: Outcome) -> str:
     """The process that grew most."""
     role, num_bytes = max(outcome.growth.items(), key=lambda item: item[1])
-    return f"{num_bytes / MEBIBYTE:+.0f} MiB ({role})"
+    return f"{_mebibytes(num_bytes)} ({role})"
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / MEBIBYTE:+.0f} MiB"
 
 
 def _harm(outcome: Outcome) -> str:
@@ -128,7 +154,8 @@ def _attack(options: argparse.Namespace, outcomes: list[list[Outcome]]) -> list[
         def run(attack: Attack, target: Target, strength: int) -> None:
             attacker.submit(_run, attack.name, target, strength).result()
 
-        with running_server(model=model, settings=SETTINGS) as server:
+        source = make_faulty_repository(Path(directory) / "model_repository", step_s=STEP_S)
+        with running_server(model=model, settings=SETTINGS, source=source) as server:
             runtime_dir = server.runtime_dir
             arena = Arena(server, run)
             for _ in range(options.rounds):
@@ -148,7 +175,7 @@ def _run(name: str, target: Target, strength: int) -> None:
 def _about(options: argparse.Namespace) -> dict[str, Any]:
     settings = ("strength", "rounds", "attacks")
     about = {name: getattr(options, name) for name in settings}
-    return circumstances("hostile.py") | about | {"settings": SETTINGS}
+    return circumstances("hostile.py") | about | {"settings": SETTINGS, "step_seconds": STEP_S}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -157,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     number = {"type": positive, "metavar": "N"}
     parser.add_argument("--strength", default=4, help="1 is a test's (default: 4)", **number)
-    parser.add_argument("--rounds", default=2, help="of all attacks (default: 2)", **number)
+    parser.add_argument("--rounds", default=4, help="of all attacks (default: 4)", **number)
     parser.add_argument(
         "--attacks", nargs="+", choices=ATTACKS, default=[*ATTACKS], metavar="NAME", help="which"
     )
