@@ -88,6 +88,11 @@ class Inquiry:
         """Take what came so far for answered: somebody else keeps it from answering."""
         self._answered_at = now
 
+    def forget(self, now: float) -> None:
+        """Begin anew: what was asked so far, other processes were asked."""
+        self._asked = None
+        self._asked_at = self._answered_at = now
+
     def look(self, now: float) -> str | None:
         """Whether the model is lost, as `Loss.kind`. Asks again when it is time."""
         if self._asked is None:

@@ -125,7 +125,7 @@ class Watch:
             if not self._control.is_served(loss.model):
                 continue  # an operator has unloaded it, or loads another
             if self._lookout.has_successors(loss.model):
-                self._lookout.adopt(loss.model)
+                self._adopt(loss.model)
                 continue
             return self._replace(loss, now)
         return None
@@ -142,9 +142,16 @@ class Watch:
             )
         except LaunchError as error:
             return str(error)
-        self._lookout.adopt(loss.model)
+        self._adopt(loss.model)
         self._log(event("model_back", model=loss.model, seconds=time.monotonic() - now))
         return None
+
+    def _adopt(self, model: str) -> None:
+        """Look after the processes that the model has now, and no more after those before."""
+        self._lookout.adopt(model)
+        for inquiry in self._inquiries:
+            if inquiry.model == model:
+                inquiry.forget(time.monotonic())
 
     def _note_open_calls(self, model: str, now: float) -> None:
         """Remember a model that is lost, or about to be killed, if it was still to answer calls."""

@@ -1,0 +1,79 @@
+"""The questions to the models beside the scheduler: what their answers, and silence, say."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from charonia.launch import doors
+from charonia.launch.doors import Asked, Inquiry, Reply
+from support.e2e import wait_for
+
+DEAD = Asked(Reply.ERROR, "Stub process 'tokenizer_0_1' is not healthy.")
+
+
+class Door:
+    """A model that answers a question when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self._answers: list[Asked] = []
+        self._may_answer = threading.Semaphore(0)
+
+    def answer(self, asked: Asked) -> None:
+        self._answers.append(asked)
+        self._may_answer.release()
+
+    def ask(self, *_: object) -> Asked:
+        self.num_asked += 1
+        assert self._may_answer.acquire(timeout=30)
+        return self._answers.pop(0)
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Door:
+    door = Door()
+    monkeypatch.setattr(doors, "ask", door.ask)
+    return door
+
+
+@pytest.fixture
+def inquiry(door: Door) -> Inquiry:
+    """Asks at 100 s for the first time; all times here are far from the real clock's."""
+    inquiry = Inquiry("nowhere:1", "tokenizer", interval_s=10, timeout_s=10, hang_s=60)
+    inquiry.forget(90.0)
+    assert inquiry.look(100.0) is None
+    assert wait_for(lambda: door.num_asked, lambda num: num == 1) == 1
+    return inquiry
+
+
+def found(look: Callable[[], str | None]) -> str | None:
+    """What looking finds once an answer has come."""
+    return wait_for(look, lambda kind: kind is not None, timeout=2.0)
+
+
+def test_an_answer_that_names_a_dead_process_is_a_loss(door: Door, inquiry: Inquiry) -> None:
+    door.answer(DEAD)
+    assert found(lambda: inquiry.look(101.0)) == "died"
+
+
+def test_an_answer_to_a_question_to_processes_before_is_none_of_these(
+    door: Door, inquiry: Inquiry
+) -> None:
+    inquiry.forget(101.0)  # others are in their place
+    door.answer(DEAD)
+    assert found(lambda: inquiry.look(102.0)) is None
+    assert door.num_asked == 1
+    assert inquiry.look(111.0) is None
+    assert wait_for(lambda: door.num_asked, lambda num: num == 2) == 2, "it is asked again"
+    door.answer(DEAD)
+    assert found(lambda: inquiry.look(112.0)) == "died"
+
+
+def test_no_answer_for_long_is_a_hang_counted_from_the_processes_beginning(
+    door: Door, inquiry: Inquiry
+) -> None:
+    inquiry.forget(140.0)
+    door.answer(Asked(Reply.NOTHING))
+    assert inquiry.look(200.0) is None
+    assert inquiry.look(201.0) == "hung"
