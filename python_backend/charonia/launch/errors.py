@@ -1,6 +1,7 @@
-"""The launcher's own error.
+"""The launcher's own errors.
 
-Owns `LaunchError`, whose text is one line for the terminal of the person who starts the server.
+Owns `LaunchError`, whose text is one line for the terminal of the person who starts the server, and
+the kind of it that a supervisor must tell from the others.
 """
 
 from charonia.errors import CharoniaError
@@ -9,3 +10,8 @@ from charonia.errors import CharoniaError
 class LaunchError(CharoniaError):
     """The server cannot be started, or does not stay up. Unlike other errors it may name paths:
     it is shown to the operator, never to a client."""
+
+
+class LostError(LaunchError):
+    """The server was lost after it had taken its first connections: a request may have ended it, so
+    this does not say that it cannot be started."""

@@ -13,15 +13,15 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from charonia.errors import split_answer
-from charonia.launch.errors import LaunchError
+from charonia.launch.background import in_background
+from charonia.launch.errors import LaunchError, LostError
 from charonia.launch.server import TritonServer
 
 PROBE_ID = "charonia-probe"
@@ -65,16 +65,10 @@ class Probe:
 
     def check(self, timeout_s: float) -> ProbeResult:
         """Ask until a step has run, at most `timeout_s` seconds; SILENT when `stop` is set."""
-        answer: Future[ProbeResult] = Future()
-        thread = threading.Thread(
-            target=lambda: answer.set_result(self._ask(timeout_s)), daemon=True, name=PROBE_ID
-        )
-        thread.start()
+        answer = in_background(lambda: self._ask(timeout_s))
         while not self._stop.is_set():
-            try:
-                return answer.result(timeout=POLL_S)
-            except FutureTimeoutError:
-                continue
+            if wait([answer], timeout=POLL_S).done:
+                return answer.result()
         return ProbeResult(Health.SILENT, "stop requested")
 
     def is_loaded(self, model: str) -> bool:
@@ -147,7 +141,8 @@ def wait_serving(
     """Wait until Triton is ready and steps run; False when `stop` was set.
 
     Raises:
-        LaunchError: the server ended, or did not get so far within `timeout_s` seconds.
+        LostError: the server, or the scheduler's process, ended after clients could reach it.
+        LaunchError: the server ended earlier, or did not get so far within `timeout_s` seconds.
     """
     stop = stop or threading.Event()
     started = time.monotonic()
@@ -158,9 +153,11 @@ def wait_serving(
         if result.health is Health.SERVING:
             return True
         server.raise_if_ended()
+        if result.health is Health.DEAD:
+            raise LostError(f"the scheduler's process was lost: {result.detail}")
         now = time.monotonic()
         is_refusing = result.health is Health.REFUSING and now - ready > MAX_REFUSING_S
-        if result.health is Health.DEAD or is_refusing or now - started > timeout_s:
+        if is_refusing or now - started > timeout_s:
             raise LaunchError(f"tritonserver is up, but does not serve: {result.detail}")
         stop.wait(0.1)
     return False

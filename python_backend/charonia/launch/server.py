@@ -21,7 +21,7 @@ import psutil
 
 from charonia.launch import processes
 from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
-from charonia.launch.errors import LaunchError
+from charonia.launch.errors import LaunchError, LostError
 from charonia.launch.guard import make_guard
 from charonia.launch.logs import failure_reason, is_interesting
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
@@ -36,6 +36,8 @@ END_REQUESTS_S = 2.5  # that the scheduler takes at most to end all requests, be
 EXIT_TIMEOUT_S = 6  # in which tritonserver unloads its models, or gives up
 STOP_S = 7.0  # then the server is killed
 LOG_TAIL_LINES = 200
+OPEN_LINE = "Started GRPCInferenceService"
+"""What tritonserver logs when its first clients may connect; all models are loaded then."""
 MAX_INPUT_OPTION = "http-max-input-size"
 MAX_HTTP_INPUT_BYTES = 2**26
 """Of a body, where tritonserver can bound it. The longest prompt, 2**24 bytes, has at most three
@@ -81,6 +83,7 @@ class TritonServer:
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: threading.Thread | None = None
+        self._is_open = False  # to clients, since it was started
         self.stack_limit = stack_limit()
         self._installation = find_tritonserver()
         self._runtime = runtime or RuntimeDir()
@@ -165,6 +168,7 @@ class TritonServer:
         for what, port in ports.items():
             processes.check_port(self.address, port, what)
         self._tail.clear()
+        self._is_open = False
         addresses = {"http_url": self.http_url, "grpc_url": self.grpc_url}
         (self.runtime_dir / SERVER_FILE).write_text(json.dumps(addresses), encoding="utf-8")
         environment = self._installation.environment()
@@ -181,7 +185,8 @@ class TritonServer:
         """Wait until Triton says that it and all models are ready.
 
         Raises:
-            LaunchError: tritonserver ended, or was not ready in time; with the reason it logged.
+            LostError: tritonserver ended after clients could reach it.
+            LaunchError: it ended earlier, or was not ready in time; with the reason it logged.
         """
         deadline = time.monotonic() + timeout
         while not self._says_ready():
@@ -191,14 +196,15 @@ class TritonServer:
             if time.monotonic() > deadline:
                 raise LaunchError(f"tritonserver was not ready within {timeout:g} s")
             time.sleep(0.05)
+        self._is_open = True
 
     def raise_if_ended(self) -> None:
-        """Raise LaunchError, with the reason, if tritonserver is not running."""
+        """Raise as `wait_ready` does, with the reason, if tritonserver is not running."""
         if self.is_running:
             return
         if self._pump is not None:
             self._pump.join(timeout=2.0)
-        raise LaunchError(self.explain_end())
+        raise (LostError if self._is_open else LaunchError)(self.explain_end())
 
     def explain_end(self) -> str:
         """Why tritonserver ended, in one line, from what it logged last."""
@@ -300,5 +306,6 @@ class TritonServer:
         for raw in process.stdout:
             line = raw.decode("utf-8", errors="replace").rstrip("\n")
             self._tail.append(line)
+            self._is_open |= OPEN_LINE in line
             self._on_log(line)
         process.stdout.close()

@@ -10,18 +10,22 @@ releases have mended that, see docker/README.md.
 A stack is virtual memory: it costs what was touched of it. Where virtual memory is short all the
 same, the limit is left as it is: on a machine that promises no more than it has
 (vm.overcommit_memory=2), and under a limit of the address space (RLIMIT_AS), of which 200 GiB were
-not enough: tritonserver has some 240 threads, and aborted. A cgroup counts what was touched.
+not enough: tritonserver has some 240 threads, and aborted. Nor can a thread be started whose stack
+alone is larger than memory and swap: Linux refuses such a mapping, unless it is told to refuse none
+(vm.overcommit_memory=1). A cgroup's limit does not matter, as it counts what was touched.
 """
 
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from charonia.events import event
 
 STACK_BYTES = 2**32
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
-_NEVER = 2
+_ALWAYS, _NEVER = 1, 2
 
 
 @dataclass(frozen=True)
@@ -45,16 +49,32 @@ class StackLimit:
         return event("thread_stacks_small", bytes=found, reason=reason)
 
 
-def stack_limit(overcommit: Path = _OVERCOMMIT) -> StackLimit:
-    """What this machine, and the limits of this process, allow."""
-    if _read_number(overcommit) == _NEVER:
+def stack_limit(overcommit: Path = _OVERCOMMIT, total_bytes: int | None = None) -> StackLimit:
+    """What this machine, and the limits of this process, allow.
+
+    Args:
+        overcommit: the file of vm.overcommit_memory. total_bytes: memory and swap; None reads them.
+    """
+    mode = _read_number(overcommit)
+    if mode == _NEVER:
         return StackLimit(None, "vm.overcommit_memory is 2")
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return StackLimit(None, "the address space is limited (ulimit -v)")
+    limit = StackLimit(STACK_BYTES)
+    total = _memory_and_swap() if total_bytes is None else total_bytes
+    if mode != _ALWAYS and total <= STACK_BYTES:
+        has = (
+            f"the machine has {total} bytes of memory and swap (and vm.overcommit_memory is not 1)"
+        )
+        limit = StackLimit(total // 2, has)
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-    if hard != resource.RLIM_INFINITY and hard < STACK_BYTES:
+    if hard != resource.RLIM_INFINITY and hard < (limit.num_bytes or 0):
         return StackLimit(hard, f"the hard limit of the stack is {hard} bytes (ulimit -Hs)")
-    return StackLimit(STACK_BYTES)
+    return limit
+
+
+def _memory_and_swap() -> int:
+    return int(psutil.virtual_memory().total + psutil.swap_memory().total)
 
 
 def _read_number(path: Path) -> int:

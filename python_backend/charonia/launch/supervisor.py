@@ -10,6 +10,9 @@ as broken: a `Watch` says so.
       └── back-off ◄── kill everything ◄───┘ only a restart mends what happened, see `watch`
              │
              └─► too many failed starts: stop, raise LaunchError
+
+A server that ends after clients could reach it may have been ended by a request, which somebody may
+send time and again: that is no failed start, however early it comes.
 """
 
 import threading
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from charonia.events import event
-from charonia.launch.errors import LaunchError
+from charonia.launch.errors import LaunchError, LostError
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.server import TritonServer
@@ -64,7 +67,10 @@ class Supervisor:
         """
         probe = Probe(self._server.http_url, self._scheduler, self._stop)
         try:
-            self._start(probe)
+            try:
+                self._start(probe)
+            except LostError as error:
+                self._restart(probe, str(error), served_s=0.0)
             while not self._stop.is_set():
                 started = time.monotonic()
                 reason = self._watch(probe)
@@ -100,11 +106,10 @@ class Supervisor:
         num_failed_starts = 0
         while not self._stop.is_set():
             self._log(event("server_restarting", restarts=self.num_restarts, reason=reason))
-            self._server.kill()
-            self._back_off()
-            self.num_restarts += 1
             try:
-                self._start(probe)
+                self._renew(probe)
+            except LostError as error:
+                reason, num_failed_starts = str(error), 0
             except LaunchError as error:
                 reason = str(error)
                 num_failed_starts += 1
@@ -116,6 +121,15 @@ class Supervisor:
             else:
                 self._log(event("server_back", seconds=time.monotonic() - noticed))
                 return
+
+    def _renew(self, probe: Probe) -> None:
+        """Kill the server and start it after the back-off."""
+        try:
+            self._server.kill()
+        finally:  # processes that do not end now may do so meanwhile
+            self._back_off()
+        self.num_restarts += 1
+        self._start(probe)
 
     def _back_off(self) -> None:
         """Wait before a restart that is not the first in a row, longer each time."""

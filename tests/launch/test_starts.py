@@ -1,0 +1,100 @@
+"""Starts that go wrong, on the real tritonserver with stand-in models: what counts as failed."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from charonia.launch import processes
+from charonia.launch.background import in_background
+from charonia.launch.errors import LaunchError
+from charonia.launch.patience import SupervisionLimits
+from charonia.launch.probe import Probe
+from charonia.launch.server import TritonServer
+from support.events import events
+from support.supervised import Supervised
+
+ONE_FAILURE = SupervisionLimits(probe_interval_s=3600, backoff_s=0.1, max_failed_starts=1)
+START_S = 60.0
+
+
+@pytest.mark.parametrize("victim", ["tritonserver", "scheduler"])
+def test_a_server_that_clients_end_before_it_serves_is_started_again_each_time(
+    make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    num_ends = 0
+    wait_ready = TritonServer.wait_ready
+
+    def wait_ready_and_end(server: TritonServer, *args: object) -> None:
+        nonlocal num_ends
+        wait_ready(server, *args)
+        if num_ends < 2:
+            num_ends += 1
+            pid = server.pid if victim == "tritonserver" else server.pids(victim)[0]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(TritonServer, "wait_ready", wait_ready_and_end)
+    with Supervised(make_server(), ONE_FAILURE) as supervised:
+        supervised.wait_serving(START_S)
+        assert supervised.supervisor.num_restarts == num_ends == 2
+
+
+def test_a_server_that_ends_as_soon_as_it_is_open_is_started_again(
+    make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Before the launcher could see that it was ready.
+    num_left = 1
+    says_ready = TritonServer._says_ready
+
+    def end_when_open(line: str) -> None:
+        nonlocal num_left
+        if "Started GRPCInferenceService" in line and num_left:
+            num_left -= 1
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGKILL)
+
+    server = make_server(on_log=end_when_open)
+    monkeypatch.setattr(
+        TritonServer, "_says_ready", lambda server: num_left == 0 and says_ready(server)
+    )
+    with Supervised(server, ONE_FAILURE) as supervised:
+        supervised.wait_serving(START_S)
+        assert supervised.supervisor.num_restarts == 1
+
+
+def test_processes_that_do_not_end_at_once_are_killed_again_later(
+    make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill_session = processes.kill_session
+    num_left = 1
+
+    def kill_later(leader: int) -> None:
+        nonlocal num_left
+        if num_left:
+            num_left -= 1
+            raise LaunchError("processes 1, 2 do not end")
+        kill_session(leader)
+
+    limits = SupervisionLimits(probe_interval_s=3600, backoff_s=0.1, max_failed_starts=2)
+    with Supervised(make_server(), limits) as supervised:
+        supervised.wait_serving(START_S)
+        monkeypatch.setattr(processes, "kill_session", kill_later)
+        assert supervised.server.pid is not None
+        os.kill(supervised.server.pid, signal.SIGKILL)
+        supervised.wait_serving(START_S)
+    reasons = [one["reason"] for one in events(supervised.lines, "server_restarting")]
+    assert reasons == ["tritonserver was ended by SIGKILL", "processes 1, 2 do not end"]
+
+
+def test_a_probe_that_cannot_be_judged_is_an_error_and_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RecursionError("the answer is nested too deeply")
+
+    monkeypatch.setattr(Probe, "_ask", fail)
+    answer = in_background(lambda: Probe("127.0.0.1:1", "scheduler").check(1.0))
+    with pytest.raises(RecursionError):
+        answer.result(timeout=10)
