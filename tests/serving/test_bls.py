@@ -1,17 +1,35 @@
 """Around BLS: processes, messages, Triton's command line. The calls need the real server."""
 
+import os
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from charonia.protocol import Farewell, StepFailure, StepResult, encode
-from charonia.serving.bls import _last_words
+from charonia.errors import EngineDiedError, EngineUnloadedError, StepFailedError
+from charonia.protocol import (
+    EngineInfo,
+    Farewell,
+    Hello,
+    KVLayout,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    decode_request,
+    encode,
+)
+from charonia.serving.bls import STEPS_SOCKET, BlsExecutor, _last_words
 from charonia.serving.engine_model import clean, has_explicit_control, kill_processes
 from charonia.serving.liveness import start_time
 from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import is_same_user, listen
+from charonia.sockets.server import Server
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -86,3 +104,109 @@ def test_an_engine_that_takes_nothing_any_more_may_have_said_farewell(
     engine.close()
     assert (_last_words(channel) is not None) == is_unloaded
     channel.close()
+
+
+INFO = EngineInfo(
+    epoch=0,
+    pids=[os.getpid()],
+    num_blocks=9,
+    kv=KVLayout(
+        num_layers=1, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32", bytes_per_block=9
+    ),
+    max_model_len=64,
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    vocab_size=10,
+    eos_token_ids=[],
+    architecture="any",
+    dtype="float32",
+    device="cpu",
+    num_parameters=1,
+)
+RESULT = StepResult(epoch=1, step_id=0, rows=[], seconds=0.1)
+LONG_PLAN = StepPlan(epoch=1, step_id=0, reset=True, leaves=list(range(10**6, 2 * 10**6)))
+
+
+class SlowEngine:
+    """The engine's end: answers hellos at once, and reads plans when `reads` is set."""
+
+    def __init__(self, directory: Path) -> None:
+        self.reads = threading.Event()
+        self.plans: list[StepPlan] = []
+        self.server = Server(listen(directory / STEPS_SOCKET), is_same_user, self._serve, log=print)
+        self.server.start()
+
+    def _serve(self, connection: Connection) -> None:
+        for message in connection.messages():
+            request = decode_request(message)
+            if isinstance(request, Hello):
+                connection.send(encode(INFO))
+                if len(self.server._served) == 1:  # the first connection is the one for steps
+                    self.reads.wait(60)
+            else:
+                self.plans.append(request)
+                connection.send(encode(RESULT))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[SlowEngine]:
+    engine = SlowEngine(tmp_path)
+    yield engine
+    engine.reads.set()
+    engine.server.close()
+
+
+class SilentTriton:
+    """Triton, whom nobody gets to ask within a test."""
+
+    class TritonModelException(Exception):
+        pass
+
+
+@pytest.fixture
+def executor(tmp_path: Path, engine: SlowEngine) -> Iterator[BlsExecutor]:
+    executor = BlsExecutor(
+        SilentTriton, "engine", tmp_path, tmp_path / "loader.socket", log=lambda line: None
+    )
+    opened = threading.Event()
+    opening = executor.open(replace=False, on_done=opened.set)
+    assert opened.wait(20)
+    assert opening.result() == INFO
+    yield executor
+    engine.reads.set()
+    executor.close()
+
+
+def test_a_plan_waits_for_no_engine_that_does_not_read_and_reaches_it_later(
+    executor: BlsExecutor, engine: SlowEngine
+) -> None:
+    pending = executor.submit(LONG_PLAN)  # longer than what a socket holds
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            pending.result(0.01)
+    engine.reads.set()
+    assert pending.result(20) == RESULT
+    assert engine.plans == [LONG_PLAN]
+
+
+def test_an_engine_that_goes_amid_a_plan_is_lost_or_unloaded_as_it_says(
+    executor: BlsExecutor, engine: SlowEngine
+) -> None:
+    pending = executor.submit(LONG_PLAN)
+    connection = next(iter(engine.server._served))
+    connection.send(encode(Farewell()))
+    connection.hang_up()
+    with pytest.raises(EngineUnloadedError):
+        pending.result(20)
+    with pytest.raises(EngineDiedError, match="hung up") as raised:
+        executor.submit(LONG_PLAN).result(20)
+    assert type(raised.value) is EngineDiedError
+
+
+def test_a_plan_that_is_too_long_fails_alone(
+    executor: BlsExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert executor._channel is not None
+    monkeypatch.setattr(executor._channel, "max_bytes", 1000)
+    with pytest.raises(StepFailedError, match="too long; the most is 1000"):
+        executor.submit(LONG_PLAN).result(20)

@@ -80,3 +80,41 @@ def test_an_end_that_takes_nothing_is_given_up() -> None:
         channel.send(b"x" * 10_000_000, 0.05)
     channel.close()
     far.close()
+
+
+def test_what_is_posted_waits_for_nobody_and_goes_on_while_something_is_received() -> None:
+    near, far = socket.socketpair()
+    channel, other = Channel(near), Channel(far)
+    messages = [bytes([n]) * 3_000_000 for n in range(3)]
+    for message in messages:
+        channel.post(message)
+    with pytest.raises(TimeoutError):
+        channel.receive(0.01)
+    received: list[bytes | None] = []
+
+    def take_all() -> None:
+        received.extend(other.receive(10) for _ in messages)
+        other.send(b"done")
+
+    taking = threading.Thread(target=take_all)
+    taking.start()
+    assert channel.receive(10) == b"done"
+    taking.join()
+    assert received == messages
+    channel.close()
+    other.close()
+
+
+def test_what_is_posted_to_one_that_has_gone_hides_none_of_its_last_words() -> None:
+    near, far = socket.socketpair()
+    channel, other = Channel(near, max_bytes=10**7), Channel(far)
+    channel.post(b"x" * 10**7)  # of which some is left when it goes
+    other.send(b"farewell")
+    other.close()
+    channel.post(b"late")
+    assert channel.receive(10) == b"farewell"
+    assert channel.receive(10) is None
+    with pytest.raises(OSError, match="is too long"):
+        channel.post(b"x" * (10**7 + 1))
+    channel.close()
+    assert channel.receive(10) is None

@@ -11,18 +11,21 @@ engine is loaded: that is `engine_model`'s.
 A message over BLS crosses tritonserver, which costs five or six wake-ups of sleeping threads each
 way and some 0.4 ms of its processor time. All these processes are on one machine, so what is said
 often goes directly from one to the other.
+
+The thread that submits serves all requests, so it waits for no engine that takes nothing: what the
+socket does not take of a plan at once is sent while a result is waited for. How long that may be is
+for the caller to say.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import msgspec
 
 from charonia.engine.opening import EngineOpening
-from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError, StepFailedError
+from charonia.errors import EngineDiedError, EngineUnloadedError, StepFailedError
 from charonia.events import event
 from charonia.protocol import (
     EngineInfo,
@@ -45,8 +48,6 @@ from charonia.sockets.local import SOCKET_SUFFIX, connect, peer_pid
 
 STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _HELLO_TIMEOUT_S = 10.0
-_SEND_TIMEOUT_S = 10.0
-_LAST_WORDS_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 0.5
 
 
@@ -58,7 +59,7 @@ class _Step:
         channel: Channel,
         watch: EngineWatch,
         server: ServerWatch,
-        failure: EngineDiedError | None,
+        failure: StepFailedError | None,
     ) -> None:
         self._watch = watch
         self._server = server
@@ -69,7 +70,7 @@ class _Step:
         """As `Pending.result`. An engine that does not live is noticed within seconds."""
         self._server.check()
         if self._failure is not None:
-            raise _last_words(self._channel) or self._failure
+            raise self._failure
         try:
             data = self._channel.receive(timeout)
         except TimeoutError:
@@ -137,13 +138,11 @@ class BlsExecutor:
         channel, watch = self._channel, self._watch
         assert channel is not None, "submit() before open()"
         assert watch is not None
-        failure: EngineDiedError | None = None
+        failure: StepFailedError | None = None
         try:
-            channel.send(encode(plan), _SEND_TIMEOUT_S)
-        except TimeoutError:
-            failure = EngineHungError(f"the engine takes no plan within {_SEND_TIMEOUT_S:g} s")
-        except OSError as error:
-            failure = EngineDiedError(f"the engine takes no plan: {error.strerror or error}")
+            channel.post(encode(plan))
+        except OSError as error:  # it is too long; an engine that has gone is seen by the result
+            failure = StepFailedError(f"the plan cannot be sent: {error.strerror}")
         return _Step(channel, watch, self._server, failure)
 
     def check(self) -> None:
@@ -237,10 +236,9 @@ class BlsExecutor:
 
 def _last_words(channel: Channel) -> EngineUnloadedError | None:
     """That an engine which takes nothing any more was unloaded, if it has said so."""
-    deadline = monotonic() + _LAST_WORDS_TIMEOUT_S
     with suppress(TimeoutError, StepFailedError):
         # Its farewell may lie behind answers that nobody waits for.
-        while (data := channel.receive(max(deadline - monotonic(), 1e-3))) is not None:
+        while (data := channel.receive(0.0)) is not None:
             if isinstance(_decode(data), Farewell):
                 return EngineUnloadedError(UNLOADED)
     return None

@@ -1,12 +1,16 @@
 """Whole messages through a stream socket, of any kind.
 
-Owns the framing, and how a message is waited for. Must not know what is in a message, who is at
-the other end, or threads.
+Owns the framing, how a message is waited for, and what is left of one that was posted. Must not
+know what is in a message, who is at the other end, or threads.
+
+The socket itself has no time limit, so one of each direction does not change the other's: who waits
+for a while polls.
 """
 
 import contextlib
 import errno
 import os
+import select
 import socket
 import time
 
@@ -17,16 +21,18 @@ _HEADER_BYTES = 4
 class Channel:
     """One end of a connection: whole messages in order.
 
-    For one thread at a time; or for one that sends and one that receives, without time limits.
+    For one thread at a time; or for one that sends and one that receives, where nobody posts.
 
     Attributes:
         max_bytes: of a message, either way. A longer one is not even begun to be kept.
     """
 
     def __init__(self, connection: socket.socket, *, max_bytes: int = MAX_BYTES) -> None:
+        connection.settimeout(None)
         self.max_bytes = max_bytes
         self._connection = connection
         self._received = bytearray()
+        self._unsent = memoryview(b"")
 
     @property
     def socket(self) -> socket.socket:
@@ -44,9 +50,29 @@ class Channel:
             OSError: the other end has gone, or takes nothing for `timeout` seconds; or the message
                 has more than `max_bytes` (EMSGSIZE).
         """
-        self.check_size(message)
-        self._connection.settimeout(timeout)
-        self._connection.sendall(len(message).to_bytes(_HEADER_BYTES, "little") + message)
+        assert not self._unsent, "send() before all that was posted has gone"
+        data = self._framed(message)
+        if timeout is None:
+            self._connection.sendall(data)
+            return
+        deadline = time.monotonic() + timeout
+        rest = memoryview(data)
+        while rest:
+            self._wait(select.POLLOUT, deadline)
+            rest = rest[self._send_some(rest) :]
+
+    def post(self, message: bytes) -> None:
+        """Send what the other end takes of a message at once; `receive` sends the rest.
+
+        It never waits. What becomes of a message after the end is told by `receive` alone. The
+        caller bounds how many wait: those that it has not received an answer to.
+
+        Raises:
+            OSError: the message has more than `max_bytes` (EMSGSIZE).
+        """
+        data = self._framed(message)
+        self._unsent = memoryview(self._unsent.tobytes() + data if self._unsent else data)
+        self._send_unsent()
 
     def check_size(self, message: bytes) -> None:
         """Raises OSError (EMSGSIZE): it is too long to be sent."""
@@ -72,8 +98,7 @@ class Channel:
                     self._look(spin)
                     spin = 0.0
                     continue
-                left = None if deadline is None else max(deadline - time.monotonic(), 1e-3)
-                self._connection.settimeout(left)
+                self._wait_to_receive(deadline)
                 received = self._connection.recv(2**16)
                 if not received:
                     return None
@@ -93,7 +118,6 @@ class Channel:
         """Whether neither a message nor the end has come."""
         if self._received:
             return False
-        self._connection.settimeout(None)
         try:
             self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -120,7 +144,6 @@ class Channel:
     def _look(self, seconds: float) -> None:
         """Receive what comes within `seconds`, and let others have the core meanwhile."""
         until = time.monotonic() + seconds
-        self._connection.settimeout(None)
         while time.monotonic() < until:
             try:
                 self._received += self._connection.recv(2**16, socket.MSG_DONTWAIT)
@@ -128,6 +151,55 @@ class Channel:
                 os.sched_yield()
             else:
                 return
+
+    def _wait_to_receive(self, deadline: float | None) -> None:
+        """Wait until something can be received, and send meanwhile what was posted.
+
+        Raises:
+            TimeoutError: nothing came.
+        """
+        while self._unsent:
+            ready = self._wait(select.POLLIN | select.POLLOUT, deadline)
+            self._send_unsent()
+            if ready & ~select.POLLOUT:
+                return
+        if deadline is not None:
+            self._wait(select.POLLIN, deadline)
+
+    def _wait(self, events: int, deadline: float | None) -> int:
+        """Wait until the socket is ready for one of `events`, or has ended; return what it is.
+
+        Raises:
+            TimeoutError: it is not. OSError: this end is closed.
+        """
+        if self._connection.fileno() < 0:
+            raise OSError(errno.EBADF, "the connection is closed")
+        poll = select.poll()
+        poll.register(self._connection, events)
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
+        ready = poll.poll(left)
+        if not ready:
+            raise TimeoutError("timed out")
+        return ready[0][1]
+
+    def _send_unsent(self) -> None:
+        try:
+            num_bytes = self._send_some(self._unsent)
+        except OSError:
+            num_bytes = len(self._unsent)  # it has ended, which is seen when something is received
+        self._unsent = self._unsent[num_bytes:]
+
+    def _send_some(self, data: memoryview) -> int:
+        """Send what is taken at once; return how many bytes that were."""
+        try:
+            return self._connection.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def _framed(self, message: bytes) -> bytes:
+        """With its length before it; raises as `check_size`."""
+        self.check_size(message)
+        return len(message).to_bytes(_HEADER_BYTES, "little") + message
 
     def _end_of_message(self) -> int:
         return _HEADER_BYTES + int.from_bytes(self._received[:_HEADER_BYTES], "little")
