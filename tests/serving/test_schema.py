@@ -1,6 +1,7 @@
 """Requests of the vLLM convention, and the responses to them."""
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -328,6 +329,13 @@ def test_logprobs_are_json_by_token_id_with_rank_and_text(tokenizer: Tokenizer) 
     }
     assert json.loads(outputs["logprobs"][0]) == [expected]
     assert json.loads(outputs["prompt_logprobs"][0]) == [None, expected]
+
+
+def test_a_logprob_that_json_has_no_number_for_is_null(tokenizer: Tokenizer) -> None:
+    entry = TokenLogprobs(token_ids=[65, 66], logprobs=[-math.inf, -0.5], rank=2)
+    chunk = Chunk("k", text="x", token_ids=(65,), logprobs=(entry,))
+    (text,) = chunk_outputs(chunk, options(), "", tokenizer)["logprobs"]
+    assert [one["logprob"] for one in json.loads(text)[0].values()] == [None, -0.5]
 
 
 def test_a_request_is_copied_out_of_shared_memory(pb_utils: Any) -> None:

@@ -174,6 +174,17 @@ def test_a_token_alone_is_shown_with_what_is_missing_replaced(
     assert tokenizer.token_text(tokenizer.vocab_size) == ""
 
 
+def test_a_token_that_is_shown_often_is_decoded_once(
+    byte_level_backend: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(byte_level_backend)
+    decoded: list[list[int]] = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or decode(ids))
+    assert len({tokenizer.token_text(7) for _ in range(3)}) == 1
+    assert decoded == [[7]]
+
+
 def test_a_special_token_is_shown_by_its_content(
     byte_level_backend: tokenizers.Tokenizer, llama2_backend: tokenizers.Tokenizer
 ) -> None:

@@ -7,6 +7,8 @@ steps or blocks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from charonia.control import Request, Update
 from charonia.errors import CharoniaError
 from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
@@ -73,8 +75,7 @@ class Chunk:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     """One candidate at one position: raw log-probability, rank (1 is best), decoded token."""
 
     logprob: float

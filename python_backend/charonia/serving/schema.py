@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from charonia.engine.outputs import Chunk, name_logprobs
@@ -384,11 +385,5 @@ def _logprobs_json(
     """A list with one object per token, `null` for the first of a prompt; `null` for none."""
     if entries is None:
         return "null"
-    return json.dumps([entry and _entry_values(entry, tokenizer) for entry in entries])
-
-
-def _entry_values(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, dict[str, Any]]:
-    return {
-        token_id: {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.decoded_token}
-        for token_id, one in name_logprobs(entry, tokenizer).items()
-    }
+    named = [entry and name_logprobs(entry, tokenizer) for entry in entries]
+    return msgspec.json.encode(named).decode()

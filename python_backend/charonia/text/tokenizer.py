@@ -14,7 +14,7 @@ embedding for it.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.decoding: Decoding = decoding_of(backend)
+        # Thousands may be asked for at once, of a vocabulary that does not change.
+        self._token_texts = lru_cache(maxsize=self.vocab_size)(self._decode_alone)
 
     @classmethod
     def from_dir(cls, path: Path) -> "Tokenizer":
@@ -132,6 +134,9 @@ class Tokenizer:
 
         A special token is shown by its content, an id without a token as "".
         """
+        return self._token_texts(token_id)
+
+    def _decode_alone(self, token_id: int) -> str:
         if token_id in self.special_ids:
             return self._backend.id_to_token(token_id) or ""
         return self.decode([token_id])
