@@ -33,13 +33,13 @@ class ModelControl:
         self._server = server
         self._stop = stop
 
-    def is_live(self) -> bool:
-        """Whether tritonserver answers at all."""
+    def is_loaded(self, model: str) -> bool | None:
+        """Whether a model is loaded at this moment; None when tritonserver does not answer."""
         with self._client() as client:
             try:
-                return bool(client.is_server_live(client_timeout=_ANSWER_S))
+                return bool(client.is_model_ready(model, client_timeout=_ANSWER_S))
             except InferenceServerException:
-                return False
+                return None
 
     def is_served(self, model: str) -> bool:
         """Whether Triton means to serve a model: nobody has unloaded it, or is loading it now."""

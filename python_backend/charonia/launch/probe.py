@@ -71,13 +71,6 @@ class Probe:
                 return answer.result()
         return ProbeResult(Health.SILENT, "stop requested")
 
-    def is_loaded(self, model: str) -> bool:
-        """Whether Triton says that a model is loaded."""
-        try:
-            return self._client.get(f"{self._base}/{model}/ready").status_code == 200
-        except httpx.HTTPError:
-            return False
-
     def close(self) -> None:
         """Close the connections."""
         self._client.close()

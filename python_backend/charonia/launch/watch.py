@@ -42,7 +42,8 @@ _RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
 
 @dataclass(frozen=True)
 class _Finding:
-    """What a probe found, and where no answer came, who else answers."""
+    """What a probe found, and where no answer came, who else answers. An engine of which nothing
+    is known is taken for loaded."""
 
     health: Health
     is_server_live: bool = True
@@ -211,5 +212,5 @@ class Watch:
         health = self._probe.check(self._limits.probe_timeout_s).health
         if health is not Health.SILENT:
             return _Finding(health)
-        is_engine_loaded = self._probe.is_loaded(self._engine)
-        return _Finding(health, is_engine_loaded or self._control.is_live(), is_engine_loaded)
+        is_loaded = self._control.is_loaded(self._engine)
+        return _Finding(health, is_loaded is not None, is_loaded is not False)
