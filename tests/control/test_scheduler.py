@@ -343,6 +343,17 @@ def test_a_suspect_that_was_ended_before_the_engine_died_of_it_is_not_ended_agai
     assert list(run_to_end(scheduler, engine)) == ["b"]
 
 
+def test_who_is_in_no_step_is_gone_as_soon_as_it_ends_whatever_is_in_flight():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for key in "ab":
+        scheduler.add(make_request(key))
+    scheduler.plan(0.0)
+    for key in "ab":
+        scheduler.finish(key)
+    check_invariants(scheduler)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
+
+
 def test_ranks_of_requests_that_left_the_queue_do_not_pile_up():
     queue = WaitingQueue()
     waiting = [make_request(str(rank), rank=rank) for rank in (3, 5000, 9000)]

@@ -114,8 +114,7 @@ class Scheduler:
     def finish(self, key: str) -> Request | None:
         """End a request from outside: its text met a stop string, or its client is gone.
 
-        Its blocks are free at once, or at the apply() of its step when it is in flight. (One that
-        is not, while others are, gives them back at the next plan() or apply().)
+        Its blocks are free at once, or at the apply() of its step when it is in flight.
 
         Returns:
             The request, or None when no such request is live.
@@ -125,8 +124,7 @@ class Scheduler:
             return None
         request.is_ended = True
         self._ended.append(request)
-        if not self._in_flight:
-            self._drop_ended()
+        self._drop_ended()
         return request
 
     # ------------------------------------------------------------------ one step
@@ -138,7 +136,6 @@ class Scheduler:
         request in one of them takes no part in the next: what will become of it is not known.
         """
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "too many steps in flight"
-        self._drop_ended()
         self._isolate_suspect()
         self.stats.draft_depth = 0.0
         step = Step(self._step_id, now)
