@@ -156,7 +156,7 @@ class CheckpointError(CharoniaError):
 
 
 class PlanRefusedError(CharoniaError):
-    """The engine refuses a plan: no or wrong secret, out of sequence, or a value out of range."""
+    """The engine refuses a plan: it is not the next one, or a value in it is out of range."""
 
     kind = "invalid_request"
     code = "INVALID_ARG"
@@ -181,8 +181,8 @@ class ServerStoppingError(EngineDiedError):
     """The server takes no calls any more: it is shutting down."""
 
 
-class ServerStartingError(EngineDiedError):
-    """The server takes no calls yet: it is still loading models."""
+class ServerStartingError(EngineUnloadedError):
+    """The server takes no calls yet: it is still loading models, the engine's perhaps, too."""
 
 
 class EngineHungError(EngineDiedError):

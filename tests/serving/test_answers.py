@@ -23,7 +23,7 @@ from charonia.serving.ledger import Ledger
 from charonia.serving.relay import RelayedOutlet
 from charonia.serving.schema import GenerateCall, OutputOptions
 from charonia.serving.sessions import Sessions
-from charonia.serving.tensors import Outputs, RawRequest
+from charonia.serving.tensors import Outputs, RawRequest, refuse_all
 from support.calls import parse
 from support.sockets import WAIT_S, SchedulerEnd
 
@@ -241,8 +241,7 @@ def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
     pb_utils.refusal = None
     host.execute([unheard])
     assert answer_to(unheard) == (
-        "the scheduler's socket, scheduler/1/requests.socket: No such file or directory"
-        " [charonia:unavailable]",
+        "the scheduler cannot be reached: No such file or directory [charonia:unavailable]",
         "UNAVAILABLE",
     )
     scheduler = SchedulerEnd(tmp_path)
@@ -438,3 +437,9 @@ def test_what_would_occupy_the_process_for_long_is_refused(
 def test_too_many_token_ids_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match="at most 4194304 are accepted"):
         parse(internal(input_ids=np.zeros(2**22 + 1, dtype=np.int32)))
+
+
+def test_a_model_that_takes_no_requests_refuses_each_without_a_look_at_it(pb_utils: Any) -> None:
+    responses = refuse_all(pb_utils, [object(), object()])
+    assert [one.error().code() for one in responses] == [pb_utils.TritonError.UNSUPPORTED] * 2
+    assert "send them to the scheduler" in responses[0].error().message()

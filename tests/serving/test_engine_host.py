@@ -24,7 +24,7 @@ from charonia.protocol import (
 )
 from charonia.serving import engine_host
 from charonia.serving.bls import STEPS_SOCKET
-from charonia.serving.engine_host import NOT_ENDED, NOT_THE_SCHEDULER, EngineHost
+from charonia.serving.engine_host import NOT_ENDED, EngineHost
 from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.liveness import start_time
 from charonia.sockets.local import connect
@@ -47,8 +47,6 @@ INFO = EngineInfo(
     device="cpu",
     num_parameters=1,
 )
-
-REFUSAL = f"{NOT_THE_SCHEDULER} [charonia:invalid_request]"
 
 
 class Runner:
@@ -79,12 +77,12 @@ def log() -> list[str]:
 
 
 @pytest.fixture
-def make_host(tmp_path: Path, pb_utils: Any, log: list[str]) -> Callable[..., EngineHost]:
+def make_host(tmp_path: Path, log: list[str]) -> Callable[..., EngineHost]:
     def make(
         kind: str = "MODEL", make_runner: Callable[[EngineArgs], Any] = Runner, **values: Any
     ) -> EngineHost:
         (tmp_path / "model.json").write_text(json.dumps({"model": "m"} | values), encoding="utf-8")
-        return EngineHost(pb_utils, make_runner, tmp_path, kind, log=log.append)
+        return EngineHost(make_runner, tmp_path, kind, log=log.append)
 
     return make
 
@@ -106,17 +104,6 @@ def test_the_scheduler_gets_answers(ask: Callable[..., Any]) -> None:
         result = ask(StepPlan(epoch=1, step_id=step_id))
         assert isinstance(result, StepResult)
         assert (result.epoch, result.step_id) == (1, step_id)
-
-
-def test_triton_gets_nothing_but_a_refusal_and_nothing_is_read(
-    pb_utils: Any, make_host: Callable[..., EngineHost], log: list[str]
-) -> None:
-    responses = make_host().execute([object(), object()])
-    for response in responses:
-        error = response.error()
-        assert (error.message(), error.code()) == (REFUSAL, pb_utils.TritonError.INVALID_ARG)
-    assert len(responses) == 2
-    assert not log
 
 
 def test_a_directory_that_takes_no_socket_is_named(
@@ -269,6 +256,13 @@ def test_one_instance_per_gpu_is_refused_with_several_ranks(
     with pytest.raises(ConfigError, match=f"{name} is 2, .* please specify KIND_MODEL"):
         make_host(kind="GPU", **{name: 2})
     make_host(kind="GPU", **{name: 1})
+
+
+@pytest.mark.parametrize("content", [b'{"model": "\xff"}', b'{"model":' + b"[" * 10**5, b""])
+def test_a_model_file_that_cannot_be_read_is_named_as_such(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model\.json"):
+        EngineHost(Runner, tmp_path, "MODEL", log=print)
 
 
 def test_an_unknown_key_is_named(make_host: Callable[..., EngineHost]) -> None:

@@ -1,11 +1,16 @@
 """Orders to load a model, through the socket of the one that carries them out."""
 
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from charonia.errors import ConfigError
+from charonia.serving import loading
 from charonia.serving.loading import LOADER_SOCKET, Loader, LoadError, LoadOrder, order_control
 from charonia.sockets.local import connect, listen
 
@@ -66,6 +71,11 @@ def test_without_a_loader_the_call_is_made_here(tmp_path: Path) -> None:
         order_control(ours, tmp_path / LOADER_SOCKET, LoadOrder("engine", "load"))
 
 
+def test_a_directory_that_takes_no_socket_is_named_in_plain_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the loader's directory .*, loader.socket: No such"):
+        Loader(FakeTriton(), tmp_path / "none" / LOADER_SOCKET, log=print)
+
+
 @pytest.mark.parametrize("message", [b"", b"\xc1", b"\x92\xa1x\xa4burn", b"\x80"])
 def test_what_is_no_order_ends_its_connection_alone(
     path: Path, theirs: FakeTriton, message: bytes
@@ -93,3 +103,36 @@ def test_a_loader_that_ends_in_the_middle_leaves_an_error(tmp_path: Path) -> Non
         order_control(FakeTriton(), path, LoadOrder("engine", "load"))
     thread.join()
     listener.close()
+
+
+LOADER = """
+import sys, threading
+from pathlib import Path
+from charonia.serving.loading import Loader
+class Triton:
+    load_model = unload_model = staticmethod(lambda name: print(name, flush=True))
+loader = Loader(Triton, Path(sys.argv[1]), log=print)
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_loader_that_is_stopped_is_given_up_and_carries_out_no_order_of_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_LOOK_AFTER_S", 0.05)
+    path = tmp_path / LOADER_SOCKET
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADER, str(path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(LoadError, match="the loader's process is stopped"):
+                order_control(FakeTriton(), path, LoadOrder("given up", "unload"))
+            process.send_signal(signal.SIGCONT)
+            order_control(FakeTriton(), path, LoadOrder("engine", "load"))
+        finally:
+            process.kill()
+        assert process.stdout.read() == "engine\n"

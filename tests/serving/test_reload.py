@@ -69,7 +69,7 @@ def test_a_full_disk_changes_nothing_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize("is_scheduler_alive", [False, True])
 def test_a_change_that_its_scheduler_did_not_live_to_finish_is_undone(
-    model_file: Path, pb_utils: Any, is_scheduler_alive: bool
+    model_file: Path, is_scheduler_alive: bool
 ) -> None:
     loaded: list[str] = []
 
@@ -82,7 +82,7 @@ def test_a_change_that_its_scheduler_did_not_live_to_finish_is_undone(
         own_pid = os.getpid()
         mark = model_file.with_name(RELOAD_MARK)
         mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
-    EngineHost(pb_utils, make_runner, model_file.parent, "MODEL", log=log.append)
+    EngineHost(make_runner, model_file.parent, "MODEL", log=log.append)
     assert loaded == ["new" if is_scheduler_alive else "old"]
     assert log == ([] if is_scheduler_alive else ["engine_reload_undone"])
 

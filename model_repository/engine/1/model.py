@@ -9,6 +9,7 @@ from charonia.config import EngineArgs
 from charonia.errors import CharoniaError
 from charonia.serving import model_process
 from charonia.serving.engine_host import EngineHost, PlanRunner, end_process
+from charonia.serving.tensors import refuse_all
 
 
 class TritonPythonModel:
@@ -26,14 +27,14 @@ class TritonPythonModel:
         version_dir = Path(args["model_repository"]) / args["model_version"]
         kind = args["model_instance_kind"]
         try:
-            self._host = EngineHost(pb_utils, make_runner, version_dir, kind, log=log)
+            self._host = EngineHost(make_runner, version_dir, kind, log=log)
             self._host.serve_steps()
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Refuse what comes through Triton."""
-        return self._host.execute(requests)
+        return refuse_all(pb_utils, requests)
 
     def finalize(self) -> None:
         """Stop."""

@@ -5,10 +5,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from charonia.errors import NotSupportedError
+from charonia.errors import CharoniaError
 from charonia.serving import model_process
 from charonia.serving.loading import LOADER_SOCKET, Loader
-from charonia.serving.tensors import error_response
+from charonia.serving.tensors import refuse_all
 
 
 class TritonPythonModel:
@@ -18,12 +18,14 @@ class TritonPythonModel:
         """Take orders."""
         log = model_process.start(args["model_name"])
         path = Path(args["model_repository"]) / args["model_version"] / LOADER_SOCKET
-        self._loader = Loader(pb_utils, path, log=log)
+        try:
+            self._loader = Loader(pb_utils, path, log=log)
+        except CharoniaError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Refuse what comes through Triton."""
-        error = NotSupportedError("this model takes no requests")
-        return [error_response(pb_utils, error) for _ in requests]
+        return refuse_all(pb_utils, requests)
 
     def finalize(self) -> None:
         """Stop."""

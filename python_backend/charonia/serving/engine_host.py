@@ -38,7 +38,6 @@ from charonia.serving.bls import STEPS_SOCKET
 from charonia.serving.cores import has_core_to_itself, take_engine_cores
 from charonia.serving.engine_model import clean, is_reload
 from charonia.serving.reload import restore
-from charonia.serving.tensors import error_response
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
@@ -50,7 +49,6 @@ between two steps of a busy engine."""
 _ENDING_TIMEOUT_S = 20.0
 """How long a plan that resets waits for earlier steps: less than the scheduler waits for it."""
 NOT_ENDED = "steps that began earlier have not ended"
-NOT_THE_SCHEDULER = "the engine takes plans from the scheduler alone; send requests to that model"
 
 
 class _OpenSteps:
@@ -76,7 +74,8 @@ class EngineHost:
     """One engine behind Triton.
 
     A change of model.json that a server did not live to finish is undone first, see `reload`. An
-    engine that the scheduler loads again comes up even when it cannot work, see `bls`.
+    engine that the scheduler loads again comes up even when it cannot work, see
+    `engine_model`.
 
     Args:
         make_runner: loads the engine.
@@ -89,14 +88,12 @@ class EngineHost:
 
     def __init__(
         self,
-        pb_utils: Any,
         make_runner: Callable[[EngineArgs], PlanRunner],
         version_dir: Path,
         instance_kind: str,
         *,
         log: Callable[[str], None],
     ) -> None:
-        self._pb_utils = pb_utils
         self._log = log
         self._version_dir = version_dir
         self._server: Server | None = None
@@ -117,11 +114,6 @@ class EngineHost:
             self._log(event("load_failed", reason=f"{type(error).__name__}: {error}"))
             self._log(traceback.format_exc())
             self._runner = UnavailableError(reason)
-
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """Refuse all that Triton lets through, without a look at it."""
-        refusal = PlanRefusedError(NOT_THE_SCHEDULER)
-        return [error_response(self._pb_utils, refusal) for _ in requests]
 
     def serve_steps(self) -> None:
         """Answer the scheduler's messages through the socket, from now until `finalize`.
@@ -228,7 +220,7 @@ def check_instance_kind(model_file: Path, instance_kind: str) -> None:
     """
     try:
         values: Mapping[str, Any] = msgspec.json.decode(model_file.read_bytes(), type=dict)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, RecursionError):  # msgspec lets UnicodeDecodeError through
         return  # EngineArgs says it better
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = values.get(name, 1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from charonia.errors import CharoniaError, InvalidRequestError
+from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Any]
@@ -135,3 +135,9 @@ def error_response(pb_utils: Any, error: CharoniaError) -> Any:
     return pb_utils.InferenceResponse(
         error=pb_utils.TritonError(error.answer, getattr(pb_utils.TritonError, error.code))
     )
+
+
+def refuse_all(pb_utils: Any, requests: list[Any]) -> list[Any]:
+    """Answers of a model that only other models speak to, and not through Triton."""
+    refusal = NotSupportedError("this model takes no requests; send them to the scheduler")
+    return [error_response(pb_utils, refusal) for _ in requests]
