@@ -61,7 +61,7 @@ class GenerateHost:
         self._pb_utils = pb_utils
         self._ledger = ledger
         self._log = log
-        self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository)
+        self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         # All came through this connection; each with the bytes that it holds.

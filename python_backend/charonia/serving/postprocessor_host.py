@@ -46,7 +46,7 @@ class PostprocessorHost:
     ) -> None:
         self._pb_utils = pb_utils
         self._log = log
-        self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository)
+        self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
         self._channel: Channel | None = None
         self._connect_at = 0.0  # not before, in seconds of the monotonic clock
         self._cancelled: dict[str, None] = {}  # in the order in which they were cancelled

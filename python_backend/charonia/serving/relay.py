@@ -31,6 +31,7 @@ from charonia.errors import (
     error_of,
     split_answer,
 )
+from charonia.events import RareLog, event
 from charonia.serving.engine_model import clean
 from charonia.serving.outlets import Outlet
 from charonia.serving.tensors import Array, Outputs, RawRequest
@@ -233,11 +234,20 @@ class SchedulerAddress:
     """Where the scheduler is, for a model in the same repository.
 
     Args:
-        scheduler_model: its name. repository: the models' folders.
+        scheduler_model: its name. repository: the models' folders. log: takes one line, from any
+            thread.
     """
 
-    def __init__(self, pb_utils: Any, scheduler_model: str, repository: Path) -> None:
+    def __init__(
+        self,
+        pb_utils: Any,
+        scheduler_model: str,
+        repository: Path,
+        *,
+        log: Callable[[str], None],
+    ) -> None:
         self._pb_utils = pb_utils
+        self._complain = RareLog(log)
         self._scheduler_model = scheduler_model
         self._path = repository / scheduler_model / "1" / REQUESTS_SOCKET
 
@@ -267,4 +277,5 @@ class SchedulerAddress:
             raise UnavailableError(clean(str(error))) from None
         except OSError as error:
             name = "/".join(self._path.parts[-3:])
-            raise UnavailableError(f"the scheduler's socket, {name}: {error.strerror}") from None
+            self._complain(event("scheduler_unreachable", socket=name, reason=error.strerror))
+            raise UnavailableError(f"the scheduler cannot be reached: {error.strerror}") from None
