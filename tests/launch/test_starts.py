@@ -1,17 +1,20 @@
 """Starts that go wrong, on the real tritonserver with stand-in models: what counts as failed."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from charonia.launch import processes
 from charonia.launch.background import in_background
-from charonia.launch.errors import LaunchError
+from charonia.launch.errors import LaunchError, LostError
 from charonia.launch.patience import SupervisionLimits
-from charonia.launch.probe import Probe
+from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.server import TritonServer
+from support.e2e import wait_for
 from support.events import events
 from support.supervised import Supervised
 
@@ -86,6 +89,33 @@ def test_processes_that_do_not_end_at_once_are_killed_again_later(
         supervised.wait_serving(START_S)
     reasons = [one["reason"] for one in events(supervised.lines, "server_restarting")]
     assert reasons == ["tritonserver was ended by SIGKILL", "processes 1, 2 do not end"]
+
+
+@pytest.mark.parametrize(("is_ready", "error"), [(False, LaunchError), (True, LostError)])
+def test_a_tritonserver_that_is_stopped_during_its_start_is_not_waited_for(
+    make_server: Callable[..., TritonServer],
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_ready: bool,
+    error: type[LaunchError],
+) -> None:
+    server = make_server()
+    if is_ready:
+        server.start()
+        server.wait_ready()
+        monkeypatch.setattr(server, "wait_ready", lambda *_: None)
+    else:
+        (repository / "load-slowly").touch()
+        server.start()
+        wait_for(lambda: server.pids("engine"), bool)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    with (
+        contextlib.closing(Probe(server.http_url, "scheduler")) as probe,
+        pytest.raises(LaunchError, match=r"^tritonserver was stopped$") as caught,
+    ):
+        wait_serving(server, probe, 10.0, stopped_s=0.5)
+    assert caught.type is error
 
 
 def test_a_probe_that_cannot_be_judged_is_an_error_and_waits_for_nobody(

@@ -5,6 +5,9 @@ Owns these times. Must not know what is done.
 
 from dataclasses import dataclass
 
+STOPPED_S = 2.0
+"""For how long a process may be stopped, unless something else is said."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionLimits:
@@ -34,7 +37,7 @@ class SupervisionLimits:
 
     start_s: float = 900.0
     watch_interval_s: float = 0.25
-    stopped_s: float = 2.0
+    stopped_s: float = STOPPED_S
     probe_interval_s: float = 5.0
     probe_timeout_s: float = 5.0
     hang_s: float = 45.0

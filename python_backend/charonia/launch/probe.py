@@ -12,7 +12,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ import httpx
 from charonia.errors import split_answer
 from charonia.launch.background import in_background
 from charonia.launch.errors import LaunchError, LostError
+from charonia.launch.patience import STOPPED_S
 from charonia.launch.server import TritonServer
 
 PROBE_ID = "charonia-probe"
@@ -63,12 +64,17 @@ class Probe:
         # No kept connections: tritonserver would wait for them when it stops.
         self._client = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
-    def check(self, timeout_s: float) -> ProbeResult:
-        """Ask until a step has run, at most `timeout_s` seconds; SILENT when `stop` is set."""
+    def check(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> ProbeResult:
+        """Ask until a step has run, at most `timeout_s` seconds; SILENT when `stop` is set.
+
+        Args:
+            meanwhile: called several times a second; what it raises ends the wait.
+        """
         answer = in_background(lambda: self._ask(timeout_s))
         while not self._stop.is_set():
             if wait([answer], timeout=POLL_S).done:
                 return answer.result()
+            meanwhile()
         return ProbeResult(Health.SILENT, "stop requested")
 
     def close(self) -> None:
@@ -129,23 +135,28 @@ def _judge(answer: Mapping[str, Any], waited_s: float) -> tuple[ProbeResult, boo
 
 
 def wait_serving(
-    server: TritonServer, probe: Probe, timeout_s: float, stop: threading.Event | None = None
+    server: TritonServer,
+    probe: Probe,
+    timeout_s: float,
+    stop: threading.Event | None = None,
+    stopped_s: float = STOPPED_S,
 ) -> bool:
     """Wait until Triton is ready and steps run; False when `stop` was set.
 
     Raises:
-        LostError: the server, or the scheduler's process, ended after clients could reach it.
-        LaunchError: the server ended earlier, or did not get so far within `timeout_s` seconds.
+        LostError: the server, or the scheduler's process, ended after clients could reach it, or
+            tritonserver was stopped for `stopped_s` seconds.
+        LaunchError: so it did earlier, or it did not get so far within `timeout_s` seconds.
     """
     stop = stop or threading.Event()
     started = time.monotonic()
-    server.wait_ready(timeout_s, stop)
+    server.wait_ready(timeout_s, stop, stopped_s)
     ready = time.monotonic()
     while not stop.is_set():
-        result = probe.check(FIRST_TIMEOUT_S)
+        result = probe.check(FIRST_TIMEOUT_S, lambda: server.raise_if_lost(stopped_s))
         if result.health is Health.SERVING:
             return True
-        server.raise_if_ended()
+        server.raise_if_lost(stopped_s)
         if result.health is Health.DEAD:
             raise LostError(f"the scheduler's process was lost: {result.detail}")
         now = time.monotonic()

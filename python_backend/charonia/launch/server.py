@@ -24,6 +24,7 @@ from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
 from charonia.launch.errors import LaunchError, LostError
 from charonia.launch.guard import make_guard
 from charonia.launch.logs import failure_reason, is_interesting
+from charonia.launch.patience import STOPPED_S
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.stacks import stack_limit
 from charonia.serving.cores import VARIABLE
@@ -84,6 +85,7 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: threading.Thread | None = None
         self._is_open = False  # to clients, since it was started
+        self._stops = processes.Stops()
         self.stack_limit = stack_limit()
         self._installation = find_tritonserver()
         self._runtime = runtime or RuntimeDir()
@@ -181,16 +183,21 @@ class TritonServer:
         self._pump = threading.Thread(target=self._pump_log, args=(self._process,), daemon=True)
         self._pump.start()
 
-    def wait_ready(self, timeout: float = 120.0, stop: threading.Event | None = None) -> None:
-        """Wait until Triton says that it and all models are ready.
+    def wait_ready(
+        self,
+        timeout: float = 120.0,
+        stop: threading.Event | None = None,
+        stopped_s: float = STOPPED_S,
+    ) -> None:
+        """Wait until Triton says that it and all models are ready, or `stop` is set.
 
         Raises:
-            LostError: tritonserver ended after clients could reach it.
-            LaunchError: it ended earlier, or was not ready in time; with the reason it logged.
+            LostError: tritonserver ended, or was stopped, after clients could reach it.
+            LaunchError: so it did earlier, or it was not ready in time; with the reason it logged.
         """
         deadline = time.monotonic() + timeout
         while not self._says_ready():
-            self.raise_if_ended()
+            self.raise_if_lost(stopped_s)
             if stop is not None and stop.is_set():
                 return
             if time.monotonic() > deadline:
@@ -198,13 +205,17 @@ class TritonServer:
             time.sleep(0.05)
         self._is_open = True
 
-    def raise_if_ended(self) -> None:
-        """Raise as `wait_ready` does, with the reason, if tritonserver is not running."""
-        if self.is_running:
+    def raise_if_lost(self, stopped_s: float = STOPPED_S) -> None:
+        """Raise as `wait_ready` does if tritonserver has ended, or is stopped for so long."""
+        if not self.is_running:
+            if self._pump is not None:
+                self._pump.join(timeout=2.0)
+            reason = self.explain_end()
+        elif self.pid is not None and self._stops.seconds(self.pid, time.monotonic()) > stopped_s:
+            reason = "tritonserver was stopped"
+        else:
             return
-        if self._pump is not None:
-            self._pump.join(timeout=2.0)
-        raise (LostError if self._is_open else LaunchError)(self.explain_end())
+        raise (LostError if self._is_open else LaunchError)(reason)
 
     def explain_end(self) -> str:
         """Why tritonserver ended, in one line, from what it logged last."""

@@ -82,7 +82,8 @@ class Supervisor:
 
     def _start(self, probe: Probe) -> None:
         self._server.start()
-        if wait_serving(self._server, probe, self._limits.start_s, self._stop):
+        limits = self._limits
+        if wait_serving(self._server, probe, limits.start_s, self._stop, limits.stopped_s):
             self._on_serving()
 
     def _watch(self, probe: Probe) -> str | None:
