@@ -278,6 +278,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         max_queue_bytes: of all requests that wait or run, as they came, before new ones are
             refused. A request that lives takes some 16 times as much memory, 64 times at most.
         min_step_deadline_s: a step is never given up before this many seconds.
+        load_timeout_s: an engine that is not loaded after this many seconds is waited for no
+            longer: requests fail, and so does a reload.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.
@@ -288,6 +290,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queue_size: PositiveInt = 1024
     max_queue_bytes: PositiveInt = 2**26
     min_step_deadline_s: Seconds = 30.0
+    load_timeout_s: Seconds = 900.0
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")

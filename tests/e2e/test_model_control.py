@@ -1,7 +1,11 @@
 """Triton's own model control: models that are loaded again while they are loaded and used."""
 
+import os
+import signal
+
 import httpx
 import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
 
 from charonia.launch.server import TritonServer
 from support.e2e import ids_of, infer_grpc, request_inputs, stream_grpc, wait_for, wait_idle
@@ -101,6 +105,29 @@ def test_a_scheduler_that_was_unloaded_serves_again_once_it_is_loaded(server: Tr
     load(server, "scheduler")
     assert short_answers(server) == expected
     wait_alone(server, "scheduler")
+
+
+def test_a_scheduler_that_finds_its_engine_dead_has_it_replaced(server: TritonServer) -> None:
+    """Nobody saw the engine die, and Triton takes it for loaded."""
+    expected = short_answers(server)
+    unload(server, "scheduler")
+    wait_alone(server, "scheduler", num_processes=0)
+    (engine,) = server.pids("engine")
+    os.kill(engine, signal.SIGKILL)
+    load(server, "scheduler")
+    refusal = wait_for(lambda: refusal_of(server), lambda refusal: refusal is None, timeout=60.0)
+    assert refusal is None
+    assert short_answers(server) == expected
+    assert server.pids("engine") != [engine]
+
+
+def refusal_of(server: TritonServer) -> str | None:
+    """Why a request is refused now; None when it is served."""
+    try:
+        infer_grpc(server, request_inputs(PROMPT, SAMPLING | {"max_tokens": 1}))
+    except InferenceServerException as error:
+        return str(error)
+    return None
 
 
 def test_streams_that_end_with_an_error_hold_no_model_that_was_replaced(

@@ -12,6 +12,7 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.metrics import FAILURES, MAX_UNDRAINED, PHASES, Metrics
 from charonia.engine.outputs import Chunk
+from charonia.engine.recovery import SILENT_START_S
 from charonia.errors import (
     CharoniaError,
     InvalidRequestError,
@@ -49,17 +50,23 @@ class Bench:
         self.executor = executor or EchoExecutor()
         self.executor.clock = lambda: self.now
         self.tokenizer = byte_tokenizer()
+        self._engine_args = EngineArgs(model="echo", speculative_config=speculative_config)
+        self._scheduler_args = SchedulerArgs(**args)
+        self.restart_scheduler()
+        self.core.step()
+        assert self.core.is_up
+
+    def restart_scheduler(self) -> None:
+        """Begin anew on the engine that is there."""
         self.core = EngineCore(
             self.executor,
-            EngineArgs(model="echo", speculative_config=speculative_config),
-            SchedulerArgs(**args),
+            self._engine_args,
+            self._scheduler_args,
             self.tokenizer,
             deliver=self._take,
             clock=lambda: self.now,
             log=self.lines.append,
         )
-        self.core.step()
-        assert self.core.is_up
 
     def _take(self, chunk: Chunk) -> None:
         self.chunks[chunk.key].append(chunk)
@@ -223,6 +230,37 @@ def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_at_once():
     bench.run()
     assert bench.tokens("a") == expected("a")
     assert bench.chunks["a"][-1].timing["restarts"] == 0
+
+
+def test_an_engine_that_was_lost_before_anybody_spoke_to_it_is_replaced():
+    bench = Bench()
+    bench.executor.is_alive = False
+    bench.restart_scheduler()
+    assert not bench.connects()
+    bench.now += SILENT_START_S - 0.1
+    assert not bench.connects()
+    with pytest.raises(UnavailableError, match="not ready yet"):
+        bench.core.check(GenerationRequest(key="a", prompt_ids=[1]))
+    bench.now += 0.1
+    assert not bench.connects()
+    assert bench.connects()
+    assert bench.executor.num_restarts == 1
+    bench.add("a")
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+
+
+def test_an_engine_that_is_not_loaded_at_the_start_is_left_to_whoever_loads_it():
+    bench = Bench()
+    bench.executor.unload()
+    bench.restart_scheduler()
+    for _ in range(100):
+        bench.now += SILENT_START_S
+        assert not bench.connects()
+    assert bench.executor.num_restarts == 0
+    bench.executor.load()
+    bench.now += SILENT_START_S
+    assert bench.connects()
 
 
 def test_a_request_that_kills_every_engine_fails_alone():

@@ -123,6 +123,7 @@ def check_answer(bench: Bench, key: str, visit: Visit) -> None:
     ),
     poison=st.sampled_from([None, None, 2, 200]),
     load_s=st.sampled_from([0.0, 0.1, 0.5]),
+    load_timeout_s=st.sampled_from([0.3, 900.0]),
     speculative_config=st.sampled_from([None, FIXED, ADAPTIVE]),
     max_steps_in_flight=st.integers(1, 4),
     is_early=st.lists(st.booleans(), min_size=1, max_size=5),
@@ -134,6 +135,7 @@ def test_every_request_is_answered_exactly_once_and_rightly(
     faults,
     poison,
     load_s,
+    load_timeout_s,
     speculative_config,
     max_steps_in_flight,
     is_early,
@@ -146,7 +148,9 @@ def test_every_request_is_answered_exactly_once_and_rightly(
         max_steps_in_flight=max_steps_in_flight,
         is_early=is_early,
     )
-    bench = Bench(executor, speculative_config, min_step_deadline_s=0.3)
+    bench = Bench(
+        executor, speculative_config, min_step_deadline_s=0.3, load_timeout_s=load_timeout_s
+    )
     executor.load_s = load_s
     orders: list[Reload] = []
     executor.watch = lambda: check_invariants(bench.core._replica._scheduler)

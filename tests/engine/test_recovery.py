@@ -1,9 +1,12 @@
 """The table of an engine's states, walked from end to end, and what each state means for others."""
 
+from collections.abc import Callable
+
 import pytest
 
 from charonia.engine.metrics import Metrics
 from charonia.engine.recovery import (
+    SILENT_START_S,
     TRANSITIONS,
     Event,
     IllegalTransitionError,
@@ -22,20 +25,21 @@ from support.echo import EchoExecutor
 INFO = EchoExecutor().info()
 PAIRS = [(state, happened) for state in State for happened in Event]
 HAPPENINGS = {
-    Event.FOUND: lambda recovery: recovery.find(INFO, 0),
+    Event.FOUND: lambda recovery: recovery.note_found(INFO, 0),
     Event.LOST: lambda recovery: recovery.lose(EngineDiedError("it died"), 0),
     Event.UNLOADED: lambda recovery: recovery.unload(0),
     Event.DOUBTED: lambda recovery: recovery.doubt(),
     Event.ORDERED: lambda recovery: recovery.order(0),
     Event.OVERDUE: lambda recovery: recovery.wait_no_longer(0),
     Event.STOPPED: lambda recovery: recovery.stop(0),
-    Event.FAILED: lambda recovery: recovery.miss(ConfigError("it is of no use"), 0),
+    Event.FAILED: lambda recovery: recovery.note_missing(ConfigError("it is of no use"), 0),
+    Event.STUCK: lambda recovery: recovery.give_up(EngineDiedError("it takes too long"), 0),
     Event.STUMBLED: lambda recovery: recovery.stumble(EngineDiedError("it died")),
 }
 
 
-def make_recovery() -> Recovery:
-    return Recovery(metrics=Metrics(), clock=lambda: 0.0, log=lambda line: None)
+def make_recovery(clock: Callable[[], float] = lambda: 0.0) -> Recovery:
+    return Recovery(metrics=Metrics(), clock=clock, log=lambda line: None)
 
 
 def paths() -> dict[State, list[Event]]:
@@ -78,8 +82,6 @@ def test_what_happens_leads_where_the_table_says_or_is_refused(state, happened):
     if happened in TRANSITIONS[state]:
         HAPPENINGS[happened](recovery)
         assert recovery.state is TRANSITIONS[state][happened] is next_state(state, happened)
-    elif (state, happened) == (State.STOPPED, Event.STOPPED):
-        pytest.fail("a second end is none")
     else:
         with pytest.raises(IllegalTransitionError, match=f"{happened.name} in state {state.name}"):
             HAPPENINGS[happened](recovery)
@@ -119,13 +121,38 @@ LOADING = (State.REPLACING, State.DOWN, State.RELOADING, State.RESTORING)
 )
 def test_what_an_error_means_depends_on_what_was_tried(state, error, looking, loading):
     happened = looking if state in LOOKING else loading
-    if (state, happened) == (State.STARTING, Event.STOPPED):
-        happened = Event.LOST  # the server has not started either
+    if state is State.STARTING and isinstance(error, EngineDiedError):
+        happened = Event.UNLOADED  # it may still be loading, or the server has not started either
     recovery = in_state(state)
     assert recovery.is_to_be_loaded == (state in LOADING)
     if state in STUMBLING and happened is Event.FAILED and isinstance(error, EngineDiedError):
-        recovery.miss(error, 0)
+        recovery.note_missing(error, 0)
         assert recovery.state is state, "once is no failure"
         assert recovery.is_due
-    recovery.miss(error, 0)
+    recovery.note_missing(error, 0)
     assert recovery.state is TRANSITIONS[state][happened]
+
+
+NOT_YET = (EngineUnloadedError("unloaded"), ServerStoppingError("no calls yet"))
+
+
+@pytest.mark.parametrize("not_yet", NOT_YET, ids=lambda error: type(error).__name__)
+def test_an_engine_is_lost_at_the_start_when_it_is_loaded_and_silent_for_long(not_yet):
+    now = 100.0
+    recovery = make_recovery(lambda: now)
+
+    def look(error: EngineDiedError) -> State:
+        nonlocal now
+        assert recovery.is_due
+        recovery.note_missing(error, 0)
+        now += 0.75 * SILENT_START_S
+        return recovery.state
+
+    silent = EngineDiedError("nobody answers")
+    for error in (silent, not_yet, silent, silent, not_yet, not_yet, not_yet):
+        assert look(error) is State.STARTING, "it may be loading"
+    assert look(silent) is State.STARTING
+    assert look(silent) is State.STARTING
+    assert look(silent) is State.REPLACING
+    assert recovery.is_due
+    assert recovery.down_reason is None

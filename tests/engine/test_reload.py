@@ -27,7 +27,7 @@ class Reloading(Bench):
         self.is_disk_full = False
         self.is_disk_broken = False  # which shows when a reload ends
 
-    def reload(self, *, drain: bool = False, **changes) -> Reload:
+    def order(self, *, drain: bool = False, **changes) -> Reload:
         before = self.args
 
         def install() -> None:
@@ -50,6 +50,11 @@ class Reloading(Bench):
 
         order = Reload(install, restore, settle, drain=drain)
         self.core.reload(order)
+        return order
+
+    def reload(self, *, drain: bool = False, **changes) -> Reload:
+        """Order it and see it through, as far as it has begun."""
+        order = self.order(drain=drain, **changes)
         self.core.step()
         while order.phase == "loading":
             self.core.step()
@@ -193,6 +198,88 @@ def test_an_engine_that_dies_while_it_comes_back_after_a_failed_reload_is_loaded
         "engine_load_failed",
         "engine_restored",
     ]
+
+
+def stuck_bench() -> Reloading:
+    """Whose engine, once lost or replaced, takes longer to be loaded than is waited for."""
+    bench = Reloading(load_timeout_s=100.0)
+    bench.add("a")
+    bench.run(5)
+    bench.executor.load_s = 150.0
+    bench.lines.clear()
+    return bench
+
+
+def test_nobody_waits_for_ever_for_an_engine_that_is_being_loaded():
+    bench = stuck_bench()
+    bench.executor.die_next = 1
+    bench.core.step()
+    bench.core.step()
+    bench.now += 99
+    bench.core.step()
+    assert bench.error("a") is None
+    bench.now += 1
+    bench.core.step()
+    assert "cannot be loaded: it was not loaded within 100 s" in str(bench.error("a"))
+    assert isinstance(bench.error("a"), UnavailableError)
+    late = Reload(lambda: None, lambda: None, lambda: None)
+    bench.core.reload(late)
+    bench.core.step()
+    assert (late.phase, late.reason) == ("failed", str(bench.error("a")))
+    bench.now += 49
+    assert not bench.connects(), "another one was begun beside it"
+    bench.now += 1
+    assert bench.connects(), "it is welcome all the same"
+    bench.add("b")
+    bench.run()
+    assert bench.tokens("b") == expected("b")
+    assert bench.executor.num_restarts == 1
+    names = [line.split()[0] for line in bench.lines if not line.startswith("warning")]
+    assert names == ["engine_died", "engine_load_stuck", "engine_back"]
+
+
+def test_a_reload_whose_engine_is_not_loaded_in_time_fails_and_the_old_engine_comes_back():
+    bench = stuck_bench()
+    order = bench.order(seed=1)
+    bench.core.step()
+    bench.core.step()  # another engine begins to be loaded
+    assert order.phase == "loading"
+    bench.now += 100
+    bench.core.step()
+    assert order.phase == "failed"
+    assert order.reason.startswith("it was not loaded within 100 s; the engine is down")
+    assert (bench.num_restored, bench.num_settled) == (1, 0)
+    assert isinstance(bench.error("a"), UnavailableError)
+    bench.executor.load_s = 0.0
+    bench.now += 49
+    assert not bench.connects()
+    bench.now += 1
+    assert not bench.connects(), "that one has the configuration of the reload"
+    assert bench.connects()
+    assert bench.core.engine_args == bench.args == EngineArgs(model="echo")
+    bench.add("b")
+    bench.run()
+    assert bench.tokens("b") == expected("b")
+
+
+def test_an_engine_that_comes_back_too_late_after_a_failed_reload_is_not_waited_for_either():
+    bench = stuck_bench()
+    bench.executor.load_s = 0.0
+    bench.executor.refuse_restarts = 1
+    order = bench.order(seed=1)
+    bench.core.step()  # it begins
+    bench.core.step()  # the new engine fails
+    bench.executor.load_s = 150.0
+    assert order.phase == "loading"
+    bench.core.step()
+    bench.now += 100
+    bench.core.step()
+    assert order.phase == "failed"
+    assert order.reason.startswith("the echo engine cannot be loaded; the engine is down and")
+    assert isinstance(bench.error("a"), UnavailableError)
+    bench.now += 50
+    assert bench.connects()
+    assert bench.num_restored == 1
 
 
 def check_nothing_replaced(metrics: Metrics) -> None:

@@ -13,7 +13,7 @@ from charonia.engine.opening import EngineOpening
 from charonia.engine.reload import Reload
 from charonia.engine.service import EngineService
 from charonia.errors import (
-    EngineDiedError,
+    EngineUnloadedError,
     InvalidRequestError,
     QueueFullError,
     UnavailableError,
@@ -104,7 +104,7 @@ def test_a_cancelled_request_ends_once_and_with_an_error(service):
 def test_before_the_engine_is_ready_requests_are_refused_at_once():
     class Late(EchoExecutor):
         def info(self):
-            raise EngineDiedError("loading")
+            raise EngineUnloadedError("loading")
 
     service = make_service(Late())
     with pytest.raises(UnavailableError, match="not ready yet"):

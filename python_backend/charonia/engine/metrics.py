@@ -49,7 +49,7 @@ FAILURES = ("step_failed", "died", "hung", "load_failed")
 
 step_failed: a step raised, and the engine lives. died: its process ended or hung up.
 hung: it lives, but a step passed its deadline or a question was not answered.
-load_failed: it cannot be loaded; counted at every try.
+load_failed: it cannot be loaded, or not in time; counted at every try.
 """
 
 

@@ -16,8 +16,15 @@ engine is loaded, or what becomes of those who wait for it.
 
     any ─STOPPED─► STOPPED     the server is shutting down; an engine that goes now is no loss
 
+That is the gist; the table below is complete. At the start an engine may still be loading, so none
+counts as lost before Triton has called it loaded for seconds while nobody answered. One that is not
+loaded then is looked for and never loaded: another scheduler may be at it, or an operator.
+
 An engine that dies while it is loaded may have been killed as the one before it was, so REPLACING
 and RESTORING STUMBLE once: it is loaded again at once, and requests wait on.
+
+Whoever looks for an engine or loads it may be STUCK. Nobody waits for that any longer, but no other
+attempt begins before it has ended.
 
 In SERVING steps run. In the other states nothing does, and requests wait, are refused (see
 `down_reason`), are cancelled, and run out of time all the same: whoever looks for an engine or
@@ -41,6 +48,8 @@ from charonia.protocol import EngineInfo
 
 CONNECT_RETRY_S = 0.1
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+SILENT_START_S = 5.0
+"""How long nobody may answer at the start for an engine that Triton calls loaded."""
 UNLOADED_WAIT_S = 60.0
 """How long requests wait for an engine that was unloaded; then they fail."""
 NOT_READY = "the engine is not ready yet"
@@ -70,6 +79,7 @@ class Event(Enum):
     LOST = auto()  # it died, hangs, or does not answer
     STUMBLED = auto()  # it died while it was loaded, for once
     FAILED = auto()  # it cannot be loaded, or is of no use
+    STUCK = auto()  # whoever looks for it or loads it does not come back
     UNLOADED = auto()  # Triton says that none is loaded
     DOUBTED = auto()  # a step failed, or what is known of the engine has become void
     ORDERED = auto()  # an operator orders another one
@@ -80,7 +90,7 @@ class Event(Enum):
 TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     State.STARTING: {
         Event.FOUND: State.SERVING,
-        Event.LOST: State.STARTING,
+        Event.LOST: State.REPLACING,
         Event.UNLOADED: State.STARTING,
         Event.FAILED: State.DOWN,
         Event.DOUBTED: State.STARTING,
@@ -98,6 +108,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
         Event.LOST: State.REPLACING,
         Event.UNLOADED: State.UNLOADED,
         Event.FAILED: State.DOWN,
+        Event.STUCK: State.DOWN,
         Event.DOUBTED: State.CHECKING,
         Event.STOPPED: State.STOPPED,
     },
@@ -105,6 +116,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
         Event.FOUND: State.SERVING,
         Event.STUMBLED: State.REPLACING,
         Event.FAILED: State.DOWN,
+        Event.STUCK: State.DOWN,
         Event.DOUBTED: State.REPLACING,
         Event.STOPPED: State.STOPPED,
     },
@@ -118,12 +130,14 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     State.RELOADING: {
         Event.FOUND: State.SERVING,
         Event.FAILED: State.RESTORING,
+        Event.STUCK: State.DOWN,
         Event.STOPPED: State.STOPPED,
     },
     State.RESTORING: {
         Event.FOUND: State.SERVING,
         Event.STUMBLED: State.RESTORING,
         Event.FAILED: State.DOWN,
+        Event.STUCK: State.DOWN,
         Event.DOUBTED: State.RESTORING,
         Event.STOPPED: State.STOPPED,
     },
@@ -196,6 +210,7 @@ class Recovery:
         self._has_stumbled = False
         self._retry_at = 0.0
         self._gone_at = 0.0
+        self._silent_since: float | None = None  # at the start, see `_note_missing_at_start`
         self._failure = ""  # why the last load failed
 
     # ------------------------------------------------------------------ questions
@@ -252,7 +267,7 @@ class Recovery:
 
     # ------------------------------------------------------------------ what was looked for
 
-    def find(self, info: EngineInfo, num_live: int) -> None:
+    def note_found(self, info: EngineInfo, num_live: int) -> None:
         """The engine that was looked for or loaded serves, and so many requests go on with it."""
         before = self._state
         self._move(Event.FOUND)
@@ -276,14 +291,16 @@ class Recovery:
             self._metrics.count("charonia_engine_reloads_total")
             self._log(event("engine_reloaded", seconds=seconds, recomputed=num_live))
 
-    def miss(self, error: CharoniaError, num_live: int) -> None:
+    def note_missing(self, error: CharoniaError, num_live: int) -> None:
         """The engine that was looked for or loaded is not there, or of no use.
 
         Args:
             num_live: requests that wait for it.
         """
         is_looked_for = self._state in _IS_LOOKED_FOR
-        if isinstance(error, ServerStoppingError) and self._state is not State.STARTING:
+        if isinstance(error, EngineDiedError) and self._state is State.STARTING:
+            self._note_missing_at_start(error, num_live)
+        elif isinstance(error, ServerStoppingError):
             self.stop(num_live)
         elif is_looked_for and isinstance(error, EngineUnloadedError):
             self.unload(num_live)
@@ -293,6 +310,29 @@ class Recovery:
             self.stumble(error)
         else:
             self._fail(error, num_live)
+
+    def _note_missing_at_start(self, error: EngineDiedError, num_live: int) -> None:
+        """It may still be loading, or the server starting; else whoever is loaded answers."""
+        if isinstance(error, EngineUnloadedError | ServerStoppingError):
+            self._silent_since = None
+            self.unload(num_live)
+            return
+        now = self._clock()
+        if self._silent_since is None:
+            self._silent_since = now
+        if now - self._silent_since < SILENT_START_S:
+            self.unload(num_live)
+        else:
+            self.lose(error, num_live)
+
+    def give_up(self, error: EngineDiedError, num_live: int) -> None:
+        """Whoever looks for the engine or loads it does not come back: nobody waits any longer."""
+        if self._state is State.CHECKING:
+            self._gone_at = self._clock()
+        self._move(Event.STUCK)
+        self._failure = str(error)
+        self._count("load_failed")
+        self._log(event("engine_load_stuck", failed_requests=num_live, reason=error))
 
     def stumble(self, error: EngineDiedError) -> None:
         """The engine died while it was loaded, which says nothing of the next try: that is now."""
@@ -355,12 +395,8 @@ class Recovery:
         Args:
             error: what showed it. num_live: requests that wait for the next one.
         """
-        before = self._state
         self._move(Event.LOST)
-        if before is State.STARTING:
-            self._retry_at = self._clock() + CONNECT_RETRY_S
-            return
-        self._gone(num_live)
+        self._gone()
         self._failure = str(error)
         kind = _kind(error)
         if kind != "step_failed":  # those are counted already
@@ -381,8 +417,7 @@ class Recovery:
         self._move(Event.UNLOADED)
         self._retry_at = self._clock() + CONNECT_RETRY_S
         if self._state is not before:
-            self._gone(num_live)
-            self._retry_at = 0.0
+            self._gone()
             self._log(event("engine_unloaded", live=num_live))
 
     def wait_no_longer(self, num_live: int) -> None:
@@ -393,16 +428,17 @@ class Recovery:
     def order(self, num_live: int) -> None:
         """An operator has ordered another engine: this one is to be replaced."""
         self._move(Event.ORDERED)
-        self._gone(num_live)
+        self._gone()
         self._log(event("engine_reloading", live=num_live))
 
     def stop(self, num_live: int = 0) -> None:
         """The server is shutting down: whatever becomes of the engine is no loss."""
-        if self._state is not State.STOPPED:
-            self._move(Event.STOPPED)
+        before = self._state
+        self._move(Event.STOPPED)
+        if before is not State.STOPPED:
             self._log(event("shutting_down", failed_requests=num_live))
 
-    def _gone(self, num_live: int) -> None:
+    def _gone(self) -> None:
         self._num_failed_steps = 0
         self._retry_at = 0.0
         self._gone_at = self._clock()

@@ -86,6 +86,7 @@ class Replica:
         self.engine_args = engine_args
         self._executor = executor
         self._min_step_deadline_s = scheduler_args.min_step_deadline_s
+        self._load_timeout_s = scheduler_args.load_timeout_s
         self._metrics = metrics
         self._fail = fail
         self._clock = clock
@@ -96,6 +97,7 @@ class Replica:
         self._step_seconds = CostCurve()
         self._recovery = Recovery(metrics=metrics, clock=clock, log=log)
         self._opening: Opening | None = None
+        self._opening_began_at = 0.0
         self._is_opening_void = False  # whatever comes of it is not wanted any more
         self._reload: Reload | None = None  # that is carried out
         self._limits: Limits | None = None
@@ -262,12 +264,15 @@ class Replica:
         """Look for an engine or load one, if that is due, and see what has come of it."""
         recovery = self._recovery
         if self._opening is None and recovery.is_due:
+            self._opening_began_at = self._clock()
             self._opening = self._executor.open(
                 replace=recovery.is_to_be_loaded, on_done=self._wake
             )
         if self._opening is not None and self._opening.is_done:
             opening, self._opening = self._opening, None
             self._go_on_with(opening)
+        if self._is_opening_stuck and recovery.may(Event.STUCK):
+            self._give_up_opening()
         if recovery.is_overdue:
             recovery.wait_no_longer(self._num_live)
             self._fail_all_if_down()
@@ -280,6 +285,9 @@ class Replica:
         """
         if self._recovery.state is State.STOPPED:
             reload.fail(SHUTTING_DOWN)
+            return True
+        if self._is_opening_stuck and self.down_reason is not None:
+            reload.fail(self.down_reason)
             return True
         if self._opening is not None or not self._recovery.may(Event.ORDERED):
             return False
@@ -330,7 +338,7 @@ class Replica:
             self._recovery.back_off()  # whoever catches it will call again
             raise
         else:
-            self._recovery.find(info, self._num_live)
+            self._recovery.note_found(info, self._num_live)
             if self._reload is not None:
                 self._settle_reload(self._reload)
 
@@ -344,9 +352,28 @@ class Replica:
             reload.reason = reload.undo(str(error))
             if not isinstance(error, ServerStoppingError):
                 error = EngineDiedError(reload.reason)
-        self._recovery.miss(error, self._num_live)
+        self._recovery.note_missing(error, self._num_live)
         if reload is not None and self.down_reason is not None:
             self._end_reload(f"{reload.reason}; {self.down_reason}")
+        self._fail_all_if_down()
+
+    @property
+    def _is_opening_stuck(self) -> bool:
+        """Whether an engine has been looked for or loaded for longer than may be."""
+        seconds = self._clock() - self._opening_began_at
+        return self._opening is not None and seconds >= self._load_timeout_s
+
+    def _give_up_opening(self) -> None:
+        """Nobody waits any longer for what is being opened; it is welcome all the same, later.
+
+        Unless a reload ordered it: that fails, and the configuration is the old one again.
+        """
+        error = EngineDiedError(f"it was not loaded within {self._load_timeout_s:g} s")
+        self._is_opening_void |= self._recovery.state is State.RELOADING
+        self._recovery.give_up(error, self._num_live)
+        if self._reload is not None:
+            reason = self._reload.reason or self._reload.undo(str(error))
+            self._end_reload(f"{reason}; {self.down_reason}")
         self._fail_all_if_down()
 
     def _lose(self, error: Exception) -> None:

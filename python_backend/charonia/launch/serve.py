@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+from charonia.config import SchedulerArgs
 from charonia.launch.logs import is_interesting
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.repository import RepositoryOptions
@@ -67,12 +68,19 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
                 on_serving=lambda: _announce(server, prepared.scheduler, supervisor.num_restarts),
                 scheduler=prepared.scheduler,
                 engine=prepared.scheduler_args.engine_model,
-                limits=SupervisionLimits(
-                    hang_s=prepared.scheduler_args.min_step_deadline_s + HANG_MARGIN_S
-                ),
+                limits=supervision_limits(prepared.scheduler_args),
             )
             supervisor.run()
             say("stopped")
+
+
+def supervision_limits(args: SchedulerArgs) -> SupervisionLimits:
+    """Patience that outlasts the scheduler's with its engine, or both would act at once."""
+    return SupervisionLimits(
+        start_s=max(SupervisionLimits.start_s, args.load_timeout_s + HANG_MARGIN_S),
+        hang_s=args.min_step_deadline_s + HANG_MARGIN_S,
+        reload_s=args.load_timeout_s + HANG_MARGIN_S,
+    )
 
 
 @contextlib.contextmanager
