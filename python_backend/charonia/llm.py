@@ -178,6 +178,7 @@ class LLM:
             key=str(next(self._keys)),
             prompt_ids=ids,
             params=params,
+            bad_words_ids=self._tokenizer.encode_bad_words(params.bad_words),
             return_cumulative_logprob=params.logprobs is not None,
         )
 

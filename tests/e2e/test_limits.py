@@ -20,7 +20,7 @@ from charonia.launch.repository import RepositoryOptions
 from charonia.launch.run import prepared_server
 from charonia.launch.server import TritonServer
 from charonia.serving.engine_host import check_instance_kind
-from charonia.serving.tokenizing import INLINE_BYTES
+from charonia.serving.tokenizing import INLINE_CHARACTERS
 from support.bystander import Bystander
 from support.e2e import (
     ANSWER_TIMEOUT_S,
@@ -54,7 +54,7 @@ def test_a_prompt_that_is_tokenized_in_a_thread_is_answered_by_every_way_in(
     server: TritonServer,
 ) -> None:
     prompt = "A request waits in the queue. " * 140
-    assert len(prompt) > INLINE_BYTES
+    assert len(prompt) > INLINE_CHARACTERS
     inputs = request_inputs(prompt, {"max_tokens": 4, "temperature": 0, "ignore_eos": True})
     texts = [
         one_response(stream_grpc(server, inputs)).text,

@@ -99,7 +99,7 @@ def use(tokenizer: Tokenizer | None) -> None:
         with only_clear_errors(InvalidRequestError):
             ids = tokenizer.encode(text)
             tokenizer.decode(ids, skip_special_tokens=False)
-            tokenizer.encode_bad_word(f"{text}x")
+            tokenizer.encode_bad_words([f"{text}x"])
     tokenizer.decode([*range(12), tokenizer.vocab_size, 2**31 - 1])
     for token_id in range(12):
         tokenizer.token_text(token_id)

@@ -2,13 +2,15 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
+from charonia.engine.admission import GenerationRequest
 from charonia.engine.service import EngineService
 from charonia.errors import (
     EngineDiedError,
@@ -24,26 +26,32 @@ from charonia.serving.intake import Intake
 from charonia.serving.ledger import Ledger
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import RawRequest
-from charonia.serving.tokenizing import INLINE_BYTES, Tokenizing
+from charonia.serving.tokenizing import INLINE_CHARACTERS, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 from support.calls import SEALER
 from support.checkpoints import make_tokenizer
 from support.echo import EchoExecutor
 
 WAIT_S = 20.0
-LONG = "x" * (INLINE_BYTES + 1)
+LONG = "x" * (INLINE_CHARACTERS + 1)
 
 
 class Gated(Tokenizer):
-    """Tokenizes long texts, to a few ids, when it may."""
+    """Tokenizes long texts, to a few ids, when it may; and bad words, noting in which threads."""
 
     def __init__(self) -> None:
         super().__init__(make_tokenizer())
         self.may_go_on = threading.Event()
         self.num_long = 0
+        self.bad_word_threads: list[str] = []
+
+    def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        if words:
+            self.bad_word_threads.append(threading.current_thread().name)
+        return super().encode_bad_words(words)
 
     def encode(self, text: str, *args: Any, **options: Any) -> list[int]:
-        if len(text) > INLINE_BYTES:
+        if len(text) > INLINE_CHARACTERS:
             self.num_long += 1
             assert self.may_go_on.wait(WAIT_S)
             text = text[:20]
@@ -96,9 +104,9 @@ class Bench:
         self.intake.take(lambda: raw, outlet)
         return outlet
 
-    def take_ids(self, num_ids: int, **tensors: Any) -> Any:
+    def take_ids(self, num_ids: int, **parameters: Any) -> Any:
         outlet = self.new_outlet()
-        raw = RawRequest({"input_ids": np.full(num_ids, 5, dtype=np.int32)} | tensors, {})
+        raw = RawRequest({"input_ids": np.full(num_ids, 5, dtype=np.int32)}, parameters)
         self.intake.take(lambda: raw, outlet)
         return outlet
 
@@ -181,6 +189,27 @@ def test_the_time_of_a_prompt_that_is_tokenized_runs(
 ) -> None:
     assert isinstance(error_of(bench.take(**parameters)), RequestTimeoutError)
     assert bench.count("charonia_rejections_total", "unavailable") == 1
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_bad_words_become_ids_once_and_where_that_holds_nobody_up(
+    bench: Bench, is_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[GenerationRequest] = []
+    submit = bench.service.submit
+
+    def record(request: GenerationRequest, *options: Any) -> None:
+        requests.append(request)
+        submit(request, *options)
+
+    monkeypatch.setattr(bench.service, "submit", record)
+    few, many = ["x"], ["y" * 30] * 200
+    for words in (few, many):
+        take = partial(bench.take, "ab") if is_text else partial(bench.take_ids, 2)
+        text_of(take(bad_words=words))
+        assert requests[-1].bad_words_ids == bench.tokenizer.encode_bad_words(words)
+    here, threads = threading.current_thread().name, bench.tokenizer.bad_word_threads
+    assert threads == [here, here, "charonia-tokenizing-0", here]
 
 
 def test_time_counts_from_a_requests_arrival(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

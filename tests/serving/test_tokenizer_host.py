@@ -11,11 +11,11 @@ import pytest
 
 from charonia.serving.ledger import Ledger
 from charonia.serving.tokenizer_host import TokenizerHost
-from charonia.serving.tokenizing import INLINE_BYTES
+from charonia.serving.tokenizing import INLINE_CHARACTERS
 from support.checkpoints import make_tokenizer
 
 WAIT_S = 20.0
-MANY = 2 * INLINE_BYTES
+MANY = 2 * INLINE_CHARACTERS
 
 
 class Sender:

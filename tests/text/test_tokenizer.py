@@ -198,7 +198,7 @@ def test_a_bad_word_is_spelled_with_and_without_a_space_before(
 ) -> None:
     tokenizer = Tokenizer(byte_level_backend)
     for word in ("quick", " quick"):
-        sequences = tokenizer.encode_bad_word(word)
+        sequences = tokenizer.encode_bad_words([word])
         assert [tokenizer.decode(ids) for ids in sequences] == ["quick", " quick"]
     # One token in mid-text, several at the beginning: no less banned for that.
     assert len(sequences[1]) < len(sequences[0])
@@ -208,11 +208,13 @@ def test_a_bad_word_after_a_space_is_left_out_where_the_word_alone_bans_it_alrea
     backend = tokenizers.Tokenizer(models.BPE(vocab={" ": 0, "a": 1, "b": 2}, merges=[]))
     backend.decoder = decoders.Fuse()
     tokenizer = Tokenizer(backend)
-    assert tokenizer.encode_bad_word("ab") == [[1, 2]]
-    assert tokenizer.encode_bad_word("  ") == [[0, 0]]
+    assert tokenizer.encode_bad_words(["ab", "  "]) == [[1, 2], [0, 0]]
+    assert tokenizer.encode_bad_words([]) == []
 
 
 def test_a_bad_word_without_tokens_is_an_error_of_the_request(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(save(tmp_path))
     with pytest.raises(InvalidRequestError, match="bad_words must have tokens, but '  ' has none"):
-        tokenizer.encode_bad_word("  ")
+        tokenizer.encode_bad_words(["a", "  "])
+    with pytest.raises(InvalidRequestError, match=r"'b\\udfff' has unpaired surrogates"):
+        tokenizer.encode_bad_words(["a", "b\udfff"])

@@ -1,4 +1,4 @@
-"""From a client's request to the control plane's: checked, defaults filled in, ids for words.
+"""From a client's request to the control plane's: checked, defaults filled in.
 
 Owns what makes a request acceptable to this engine. Must not know how it is served.
 """
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from charonia.control import Limits, Request
 from charonia.errors import InvalidRequestError
 from charonia.protocol import UINT64_MAX, EngineInfo, RowSampling, SamplingParams
-from charonia.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +17,7 @@ class GenerationRequest:
 
     Attributes:
         key: unique among all live requests. request_id: the client's own, any text.
+        bad_words_ids: the token id sequences that spell the bad words of `params`.
         timeout_s: how long it may wait for its first step.
         return_cumulative_logprob: count log-probabilities even where none are returned.
         is_probe: no client's; it appears in no metric of requests.
@@ -26,33 +26,28 @@ class GenerationRequest:
     key: str
     prompt_ids: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
+    bad_words_ids: list[list[int]] = field(default_factory=list)
     request_id: str = ""
     return_cumulative_logprob: bool = False
     timeout_s: float | None = None
     is_probe: bool = False
 
 
-def check(
-    request: GenerationRequest, info: EngineInfo, limits: Limits, tokenizer: Tokenizer
-) -> None:
+def check(request: GenerationRequest, info: EngineInfo, limits: Limits) -> None:
     """Check a request against an engine.
 
     Raises:
-        InvalidRequestError: the prompt is empty or too long, a token id does not exist, or a bad
-            word has no tokens.
+        InvalidRequestError: the prompt is empty or too long, or a token id does not exist.
     """
     params = request.params
+    assert bool(request.bad_words_ids) == bool(params.bad_words), "bad words were not encoded"
     limits.check_prompt(len(request.prompt_ids))
     _check_ids("input_ids", request.prompt_ids, info.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
-    for word in params.bad_words:
-        tokenizer.encode_bad_word(word)
 
 
-def admit(
-    request: GenerationRequest, info: EngineInfo, limits: Limits, tokenizer: Tokenizer, now: float
-) -> Request:
+def admit(request: GenerationRequest, info: EngineInfo, limits: Limits, now: float) -> Request:
     """Translate a request that was checked, perhaps against another engine: it may not fit."""
     params = request.params
     num_room = limits.max_model_len - len(request.prompt_ids)
@@ -62,7 +57,7 @@ def admit(
         key=request.key,
         token_ids=list(request.prompt_ids),
         num_prompt=len(request.prompt_ids),
-        sampling=_row_sampling(request, stop_ids, tokenizer),
+        sampling=_row_sampling(request, stop_ids),
         max_tokens=min(params.max_tokens, num_room),
         stop_ids=stop_ids,
         arrived_at=now,
@@ -73,14 +68,11 @@ def admit(
     )
 
 
-def _row_sampling(
-    request: GenerationRequest, stop_ids: frozenset[int], tokenizer: Tokenizer
-) -> RowSampling:
+def _row_sampling(request: GenerationRequest, stop_ids: frozenset[int]) -> RowSampling:
     params = request.params
     num_logprobs = -1 if params.logprobs is None else params.logprobs
     if request.return_cumulative_logprob:
         num_logprobs = max(num_logprobs, 0)
-    bad_words_ids = [ids for word in params.bad_words for ids in tokenizer.encode_bad_word(word)]
     seed = secrets.randbits(64) if params.seed is None else params.seed & UINT64_MAX
     return RowSampling(
         seed=seed,
@@ -92,7 +84,7 @@ def _row_sampling(
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         logit_bias=params.logit_bias,
-        bad_words_ids=bad_words_ids,
+        bad_words_ids=request.bad_words_ids,
         min_tokens=params.min_tokens,
         stop_ids=sorted(stop_ids) if params.min_tokens else [],
         num_logprobs=num_logprobs,

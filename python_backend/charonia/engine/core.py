@@ -81,7 +81,6 @@ class EngineCore:
     ) -> None:
         self.metrics = Metrics()
         self._max_queue_size = scheduler_args.max_queue_size
-        self._tokenizer = tokenizer
         self._clock = clock
         self._log = log
         self._streams = OutputStreams(tokenizer, self.metrics, deliver=deliver, clock=clock)
@@ -153,7 +152,7 @@ class EngineCore:
         Raises:
             InvalidRequestError, UnavailableError.
         """
-        check(request, self._replica.info, self.limits, self._tokenizer)
+        check(request, self._replica.info, self.limits)
 
     def check_queue(self, num_live: int) -> None:
         """Refuse a request when the queue is full. Reads only; may be called from any thread.
@@ -291,7 +290,7 @@ class EngineCore:
     def _place(self, request: GenerationRequest, arrived_at: float) -> None:
         replica = self._replica
         try:
-            admitted = admit(request, replica.info, replica.limits, self._tokenizer, arrived_at)
+            admitted = admit(request, replica.info, replica.limits, arrived_at)
             replica.add(admitted)
         except CharoniaError as error:
             self._deadlines.remove(request.key)

@@ -3,8 +3,10 @@
 Owns the order of these, who may be cancelled meanwhile, and the count of what is refused. Must not
 know Triton, nor how anything is scheduled.
 
-    read ─► short prompt or ids ──────────► session ─► engine service
-         └► long prompt ─► session ─► tokenizing ─────►
+    read ─► ids or short texts ──────────► session ─► engine service
+         └► long texts ─► session ─► tokenizing ─────►
+
+The texts of a request are its prompt and its bad words.
 
 What is too long is refused by its size: the text is not decoded, and the ids are not listed.
 """
@@ -13,6 +15,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from charonia.engine.admission import GenerationRequest
@@ -31,11 +34,19 @@ from charonia.serving.schema import (
 )
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import INTERNAL_ERROR, Outputs, RawRequest
-from charonia.serving.tokenizing import INLINE_BYTES, Prompt, Tokenizing
+from charonia.serving.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 
 NOTHING: Outputs = {"text_output": [""]}
 """Answers a client's request that generates no text."""
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The texts of a request as ids."""
+
+    prompt_ids: list[int]
+    bad_words_ids: list[list[int]]
 
 
 class Intake:
@@ -111,58 +122,52 @@ class Intake:
         arrived_at = time.monotonic()
         with self._counting():
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
-            ids = self._ids_at_once(call)
-            echo = self._echo(call, ids)
+            tokens = self._tokenize(call) if _is_short(call) else None
             sink = self._sessions.open(
                 call.key,
                 call.options,
-                echo,
+                partial(self._echo, call),
                 outlet,
                 request_id=call.request_id,
                 tenant=call.params.tenant,
                 num_bytes=call.num_bytes,
             )
         try:
-            if ids is not None:
-                self._submit(call, ids, arrived_at, sink)
+            if tokens is not None:
+                self._submit(call, tokens, arrived_at, sink)
             else:
                 with self._counting():
-                    self._tokenize(call, arrived_at, sink)
+                    self._tokenize_later(call, arrived_at, sink)
         except BaseException:
             self._sessions.drop(call.key)
             raise
 
-    def _ids_at_once(self, call: GenerateCall) -> list[int] | None:
-        """The ids of a prompt for which that takes no time worth mentioning."""
+    def _tokenize(self, call: GenerateCall) -> _Tokens:
         if call.prompt_ids is not None:
             ids: list[int] = call.prompt_ids.tolist()
-            return ids
-        assert call.text is not None
-        return self._encode(call.text) if len(call.text) <= INLINE_BYTES else None
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, check_length=self._check_length)
+        else:
+            assert call.text is not None
+            ids = self._tokenizer.encode(call.text, check_length=self._check_length)
+        return _Tokens(ids, self._tokenizer.encode_bad_words(call.params.bad_words))
 
     def _check_length(self, num_ids: int) -> None:
         self._service.limits.check_prompt(num_ids)
 
-    def _echo(self, call: GenerateCall, ids: list[int] | None) -> Callable[[], str]:
+    def _echo(self, call: GenerateCall) -> str:
         """What is prepended to the answer; made when it is sent, of a request that was checked."""
         text = call.text if call.prompt_text is None else call.prompt_text
         if text is not None:
-            return lambda: text
-        assert ids is not None
-        return partial(
-            self._tokenizer.decode, ids, skip_special_tokens=call.params.skip_special_tokens
-        )
+            return text
+        assert call.prompt_ids is not None
+        skips_special = call.params.skip_special_tokens
+        return self._tokenizer.decode(call.prompt_ids.tolist(), skip_special_tokens=skips_special)
 
-    def _tokenize(self, call: GenerateCall, arrived_at: float, sink: Sink) -> None:
-        """Have the prompt tokenized, and go on with its ids."""
-        assert call.text is not None
+    def _tokenize_later(self, call: GenerateCall, arrived_at: float, sink: Sink) -> None:
+        """Have the texts tokenized, and go on with their ids."""
         times_s = [call.timeout_s, call.params.deadline_ms and call.params.deadline_ms / 1000]
         time_s = min((limit for limit in times_s if limit is not None), default=None)
 
-        def go_on(outcome: list[int] | CharoniaError) -> None:
+        def go_on(outcome: _Tokens | CharoniaError) -> None:
             try:
                 if isinstance(outcome, CharoniaError):
                     self._count_end(outcome)
@@ -177,7 +182,7 @@ class Intake:
         self._tokenizing.submit(
             Prompt(
                 key=call.key,
-                encode=partial(self._encode, call.text),
+                encode=partial(self._tokenize, call),
                 num_bytes=call.num_bytes,
                 expires_at=None if time_s is None else arrived_at + time_s,
                 done=go_on,
@@ -191,15 +196,22 @@ class Intake:
         else:
             self._service.count_rejection(error)
 
-    def _submit(self, call: GenerateCall, ids: list[int], arrived_at: float, sink: Sink) -> None:
+    def _submit(self, call: GenerateCall, tokens: _Tokens, arrived_at: float, sink: Sink) -> None:
         request = GenerationRequest(
             key=call.key,
             request_id=call.request_id,
-            prompt_ids=ids,
+            prompt_ids=tokens.prompt_ids,
             params=call.params,
+            bad_words_ids=tokens.bad_words_ids,
             return_cumulative_logprob=call.wants_cumulative_logprob,
             timeout_s=call.timeout_s,
         )
         self._service.submit(request, sink, arrived_at)
         if self._sessions.is_cancelled(call.key):  # while the service did not know it yet
             self._service.cancel(call.key)
+
+
+def _is_short(call: GenerateCall) -> bool:
+    """Whether its texts are tokenized in no time worth mentioning."""
+    texts = (call.text or "", *call.params.bad_words)
+    return sum(map(len, texts)) <= INLINE_CHARACTERS

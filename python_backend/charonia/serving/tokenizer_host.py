@@ -26,7 +26,7 @@ from charonia.serving.tensors import (
     RawRequest,
     read_request,
 )
-from charonia.serving.tokenizing import INLINE_BYTES, Prompt, Tokenizing
+from charonia.serving.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class TokenizerHost:
         if text is None:
             assert ids is not None
             outlet.send(self._outputs(ids, ""), is_final=True)
-        elif len(text) <= INLINE_BYTES:
+        elif len(text) <= INLINE_CHARACTERS:
             outlet.send(self._outputs(self._encode(text), text), is_final=True)
         else:
             self._tokenizing.submit(

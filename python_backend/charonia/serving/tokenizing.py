@@ -1,7 +1,7 @@
 """Long prompts to token ids, in threads of their own.
 
 Owns the queue of prompts that wait for that, and their ends while they do: by cancellation, or when
-their time is over. Must not know what becomes of the ids.
+their time is over. Must not know what the ids are, nor what becomes of them.
 
     any thread ─submit─► queue ─► tokenizing thread ─► done(ids)
                            └──── cancelled, expired or closed ─► done(error)
@@ -16,6 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from charonia.errors import (
     CharoniaError,
@@ -26,13 +27,14 @@ from charonia.errors import (
 from charonia.serving.ledger import Ledger
 from charonia.serving.tensors import INTERNAL_ERROR
 
-INLINE_BYTES = 4096
-"""A prompt of no more takes less time than handing it to another thread is worth."""
+INLINE_CHARACTERS = 4096
+"""Text of no more takes less time than handing it to another thread is worth."""
 _LOOK_S = 0.05
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class Prompt(Generic[T]):
     """A prompt that waits.
 
     Attributes:
@@ -42,10 +44,10 @@ class Prompt:
     """
 
     key: str
-    encode: Callable[[], list[int]]
+    encode: Callable[[], T]
     num_bytes: int
     expires_at: float | None
-    done: Callable[[list[int] | CharoniaError], None]
+    done: Callable[[T | CharoniaError], None]
 
 
 class Tokenizing:
@@ -58,8 +60,8 @@ class Tokenizing:
     def __init__(self, num_threads: int, ledger: Ledger, *, log: Callable[[str], None]) -> None:
         self._ledger = ledger
         self._log = log
-        self._queue: deque[Prompt] = deque()
-        self._live: dict[str, Prompt] = {}  # whose `done` was not called
+        self._queue: deque[Prompt[Any]] = deque()
+        self._live: dict[str, Prompt[Any]] = {}  # whose `done` was not called
         self._is_closing = False
         # Held while `done` is called: so that whoever finds a request no longer here finds it
         # where `done` brings it.
@@ -74,7 +76,7 @@ class Tokenizing:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, prompt: Prompt) -> None:
+    def submit(self, prompt: Prompt[Any]) -> None:
         """Have a prompt tokenized.
 
         Raises:
@@ -102,7 +104,7 @@ class Tokenizing:
         for thread in self._threads:
             thread.join()
 
-    def _end(self, key: str, outcome: list[int] | CharoniaError) -> bool:
+    def _end(self, key: str, outcome: Any) -> bool:
         with self._wake:
             prompt = self._live.pop(key, None)
             if prompt is None:
@@ -126,7 +128,7 @@ class Tokenizing:
             self._end(prompt.key, outcome)
             del prompt, outcome  # not to be kept while nothing comes
 
-    def _outcome_of(self, prompt: Prompt) -> list[int] | CharoniaError:
+    def _outcome_of(self, prompt: Prompt[T]) -> T | CharoniaError:
         try:
             return prompt.encode()
         except CharoniaError as error:

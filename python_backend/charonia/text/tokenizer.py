@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +112,21 @@ class Tokenizer:
             InvalidRequestError: the text has unpaired surrogates, so it is not valid Unicode; or
                 characters for which the tokenizer has no tokens, not even one for the unknown.
         """
+        (encoding,) = self._encode_all([text], add_special_tokens)
+        check_length(len(encoding))
+        return encoding.ids
+
+    def _encode_all(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         with _library_errors(InvalidRequestError, "the text cannot be tokenized"):
             try:
-                # A batch of one: `encode` would hold the interpreter's lock, 1 s per MB of text.
-                batch = self._backend.encode_batch_fast(
-                    [text], add_special_tokens=add_special_tokens
-                )
+                # All in one call, also a text alone: `encode` would hold the interpreter's lock,
+                # 1 s per MB of text, and each call waits for it once more.
+                return self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             except TypeError:
+                wrong = next(filter(_has_surrogates, texts))
                 raise InvalidRequestError(
-                    f"text must be valid Unicode, but {shown(text)} has unpaired surrogates"
+                    f"text must be valid Unicode, but {shown(wrong)} has unpaired surrogates"
                 ) from None
-        check_length(len(batch[0]))
-        return batch[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of all `ids`; ids without a token are left out."""
@@ -141,25 +145,43 @@ class Tokenizer:
             return self._backend.id_to_token(token_id) or ""
         return self.decode([token_id])
 
-    def encode_bad_word(self, word: str) -> list[list[int]]:
-        """Return the id sequences that spell a word which must not be generated.
+    def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the id sequences that spell words which must not be generated.
 
-        As in vLLM these are the word at the beginning of a text and the word after a space. vLLM
+        As in vLLM these are each word at the beginning of a text and the word after a space. vLLM
         drops the second where its number of tokens differs, and so lets words through that are
         one token in mid-text and several at the beginning; here it goes only where it ends with
         the first one, which then bans it already. A word of white space alone is taken as it is.
 
         Raises:
-            InvalidRequestError: nothing is left of the word, or it is not valid Unicode.
+            InvalidRequestError: nothing is left of a word, or it is not valid Unicode.
         """
-        bare = word.lstrip()
-        ids = self.encode(bare or word, add_special_tokens=False)
-        if not ids:
-            raise InvalidRequestError(f"bad_words must have tokens, but {shown(word)} has none")
-        if not bare:
-            return [ids]
-        after_space = self.encode(f" {bare}", add_special_tokens=False)
-        return [ids] if after_space[-len(ids) :] == ids else [ids, after_space]
+        if not words:
+            return []
+        spellings = [_spellings(word) for word in words]
+        encodings = iter(self._encode_all([*chain.from_iterable(spellings)], False))
+        return [
+            ids
+            for word, texts in zip(words, spellings, strict=True)
+            for ids in _banned(word, [encoding.ids for encoding in islice(encodings, len(texts))])
+        ]
+
+
+def _spellings(word: str) -> list[str]:
+    bare = word.lstrip()
+    return [bare, f" {bare}"] if bare else [word]
+
+
+def _banned(word: str, spelled: list[list[int]]) -> list[list[int]]:
+    """What of a word's spellings is to be banned."""
+    ids, *others = spelled
+    if not ids:
+        raise InvalidRequestError(f"bad_words must have tokens, but {shown(word)} has none")
+    return [ids, *(other for other in others if other[-len(ids) :] != ids)]
+
+
+def _has_surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 @contextmanager
