@@ -4,8 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-from charonia.serving.open_calls import OpenCallsOf
+import pytest
+
+from charonia.serving.open_calls import OpenCalls, OpenCallsOf
 
 NOTES = """
 import sys
@@ -36,6 +39,25 @@ def test_the_number_outlives_its_process() -> None:
         note(2)
         os.kill(process.pid, signal.SIGKILL)
     assert calls.count == 2
+    calls.close()
+
+
+def test_the_number_is_found_among_files_that_are_closed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = OpenCalls()
+    own.note(5)
+    closed = iter([True])
+    readlink = os.readlink
+
+    def read(link: Path) -> str:
+        if next(closed, False):
+            raise FileNotFoundError(link)
+        return readlink(link)
+
+    monkeypatch.setattr(os, "readlink", read)
+    calls = OpenCallsOf(os.getpid())
+    assert calls.count == 5
     calls.close()
 
 

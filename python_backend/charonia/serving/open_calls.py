@@ -9,6 +9,7 @@ depends on whether there were any, and only the lost process knew. The memory ha
 file system, and lives as long as somebody has it open.
 """
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -54,9 +55,11 @@ class OpenCallsOf:
 
 def _open(pid: int) -> int | None:
     try:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
+        links = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it has ended
+        return None
+    for link in links:
+        with contextlib.suppress(OSError):  # it was closed meanwhile, as others are all the time
             if os.readlink(link).startswith(f"/memfd:{_NAME} "):
                 return os.open(link, os.O_RDONLY)
-    except OSError:  # it has ended, or closes what it had open
-        return None
     return None
