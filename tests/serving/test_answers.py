@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -173,6 +173,13 @@ def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[GenerateHost]:
     host.finalize()
 
 
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)
+
+
 def text_request() -> Request:
     return Request(text_input=np.array([b"x"], dtype=object))
 
@@ -287,6 +294,26 @@ def test_what_is_over_the_bounds_is_refused_and_what_was_answered_makes_room(
     host.execute([again])
     scheduler.next()[2].send({"text_output": ["z"]}, is_final=True)
     assert answer_to(again) == "z"
+
+
+def test_a_request_counts_until_it_is_answered(
+    scheduler: SchedulerEnd, pb_utils: PbUtils, tmp_path: Path
+) -> None:
+    ledger = Ledger(MAX_WAITING, 2**27)
+    host = GenerateHost(pb_utils, "scheduler", tmp_path, ledger, log=lambda line: None)
+    counts: SimpleQueue[int] = SimpleQueue()
+    requests = [text_request() for _ in range(3)]
+    for request in requests:
+        request.sender.send = lambda response, flags=0: counts.put(ledger.held[0])
+    host.execute(requests)
+    outlets = [scheduler.next()[2] for _ in requests]
+    outlets[0].send({"text_output": ["y"]}, is_final=True)
+    assert counts.get(timeout=WAIT_S) == 3
+    eventually(lambda: ledger.held[0] == 2)
+    scheduler.relay.close()
+    assert [counts.get(timeout=WAIT_S) for _ in requests[1:]] == [2, 1]
+    eventually(lambda: ledger.held == (0, 0))
+    host.finalize()
 
 
 def test_an_answer_that_cannot_be_sent_keeps_none_from_being_sent(

@@ -162,17 +162,35 @@ def test_whoever_finds_a_request_gone_finds_it_where_it_was_brought(bench: Bench
     assert is_there.is_set()
 
 
+def test_a_request_counts_until_it_is_answered(bench: Bench) -> None:
+    counts: list[int] = []
+
+    def submit(key: str, encode: Callable[[], list[int]]) -> None:
+        def done(outcome: Outcome) -> None:
+            counts.append(bench.ledger.held[0])
+
+        bench.tokenizing.submit(Prompt(key, encode, 1, None, done))
+
+    submit("slow", bench.slow)
+    eventually(lambda: not bench.tokenizing._queue)
+    submit("waiting", lambda: [1])
+    bench.tokenizing.cancel("waiting")
+    assert (counts, bench.ledger.held[0]) == ([2], 1)
+    bench.may_go_on.set()
+    eventually(lambda: bench.ledger.held[0] == 0)
+    assert counts == [2, 1]
+
+
 def test_closing_answers_all_that_wait_and_takes_no_more() -> None:
     bench = Bench()
     bench.block()
     bench.submit("waiting")
-    closing = threading.Thread(target=bench.tokenizing.close)
-    closing.start()
+    bench.tokenizing.close()
     assert isinstance(bench.outcome("waiting"), ShuttingDownError)
     assert isinstance(bench.outcome("slow"), ShuttingDownError)
+    assert bench.ledger.held == (1, 10)  # nobody waited for the one that is being tokenized
     with pytest.raises(ShuttingDownError):
         bench.submit("late")
     bench.may_go_on.set()
-    closing.join(WAIT_S)
-    assert not closing.is_alive()
+    eventually(lambda: bench.ledger.held == (0, 0))
     assert len(bench.outcomes) == 2

@@ -79,8 +79,8 @@ class GenerateHost:
         """Answer what is still waiting, and stop."""
         with self._lock:
             connection = self._connection
-            outlets = self._take_all()
-        self._fail(outlets, ShuttingDownError())
+            waiting = self._take_all()
+        self._fail(waiting, ShuttingDownError())
         self._poller.close()
         if connection is not None:
             connection.close()
@@ -116,15 +116,15 @@ class GenerateHost:
             self._poller.remove(answer.key)
             outlet, num_bytes = self._waiting.pop(answer.key, (None, 0))
         if outlet is not None:
-            self._ledger.give_back(num_bytes)
             with failing_with_errors(outlet, self._log):
                 outlet.send(_outputs(answer), is_final=True)
+            self._ledger.give_back(num_bytes)  # it counts until it is answered
 
     def _on_end(self) -> None:
         with self._lock:
             self._connection = None
-            outlets = self._take_all()
-        self._fail(outlets, UnavailableError(LOST))
+            waiting = self._take_all()
+        self._fail(waiting, UnavailableError(LOST))
 
     def _on_cancelled(self, key: str) -> None:
         """The answer, an error by then, comes as any other."""
@@ -134,19 +134,18 @@ class GenerateHost:
                 with contextlib.suppress(UnavailableError):
                     post(self._connection, Cancellation(key))
 
-    def _take_all(self) -> list[TritonOutlet]:
-        """The caller holds the lock."""
+    def _take_all(self) -> list[tuple[TritonOutlet, int]]:
+        """What waits, with the bytes that each holds. The caller holds the lock."""
         for key in self._waiting:
             self._poller.remove(key)
         waiting = list(self._waiting.values())
         self._waiting.clear()
-        for _, num_bytes in waiting:
-            self._ledger.give_back(num_bytes)
-        return [outlet for outlet, _ in waiting]
+        return waiting
 
-    def _fail(self, outlets: list[TritonOutlet], error: CharoniaError) -> None:
-        for outlet in outlets:
+    def _fail(self, waiting: list[tuple[TritonOutlet, int]], error: CharoniaError) -> None:
+        for outlet, num_bytes in waiting:
             fail(outlet, error, self._log)
+            self._ledger.give_back(num_bytes)
 
 
 def _outputs(answer: RelayedAnswer) -> Outputs:

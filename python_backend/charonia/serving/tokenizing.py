@@ -29,6 +29,8 @@ from charonia.serving.tensors import INTERNAL_ERROR
 
 INLINE_CHARACTERS = 4096
 """Text of no more takes less time than handing it to another thread is worth."""
+CLOSE_WAIT_S = 0.1
+"""For so long a thread is waited for, which may be inside the library for many seconds."""
 _LOOK_S = 0.05
 T = TypeVar("T")
 
@@ -95,24 +97,26 @@ class Tokenizing:
         return self._end(key, RequestCancelledError("the request was cancelled"))
 
     def close(self) -> None:
-        """End all that wait, and stop the threads."""
+        """End all that wait, and stop the threads; one that tokenizes ends when it can."""
         with self._wake:
             self._is_closing = True
             self._wake.notify_all()
             for key in list(self._live):
                 self._end(key, ShuttingDownError())
         for thread in self._threads:
-            thread.join()
+            thread.join(CLOSE_WAIT_S)
 
     def _end(self, key: str, outcome: Any) -> bool:
         with self._wake:
             prompt = self._live.pop(key, None)
             if prompt is None:
                 return False
-            if prompt in self._queue:
+            is_waiting = prompt in self._queue
+            if is_waiting:
                 self._queue.remove(prompt)
-                self._ledger.give_back(prompt.num_bytes)
             prompt.done(outcome)
+            if is_waiting:  # else the thread that has it gives it back
+                self._ledger.give_back(prompt.num_bytes)
         return True
 
     def _run(self) -> None:
@@ -124,8 +128,8 @@ class Tokenizing:
                     return
                 prompt = self._queue.popleft()
             outcome = self._outcome_of(prompt)
-            self._ledger.give_back(prompt.num_bytes)
             self._end(prompt.key, outcome)
+            self._ledger.give_back(prompt.num_bytes)  # it counts until it is answered
             del prompt, outcome  # not to be kept while nothing comes
 
     def _outcome_of(self, prompt: Prompt[T]) -> T | CharoniaError:
