@@ -75,6 +75,14 @@ class QueueFullError(UnavailableError):
 
     kind = "queue_full"
 
+    @classmethod
+    def of(cls, maximum: str) -> "QueueFullError":
+        """The error in the words that Triton's own queue has, by which clients know it."""
+        return cls(
+            "Exceeds maximum queue size: the request is refused. "
+            f"Maximum queue size of {maximum} is reached; try again later"
+        )
+
 
 class EngineDownError(UnavailableError):
     """There is no engine to serve the request."""

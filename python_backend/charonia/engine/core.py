@@ -167,10 +167,7 @@ class EngineCore:
         """
         num_rows = self.limits.max_num_seqs
         if num_live >= self._max_queue_size + num_rows:
-            raise QueueFullError(
-                "Exceeds maximum queue size: the request is refused. "
-                f"Maximum queue size of {self._max_queue_size} is reached; try again later"
-            )
+            raise QueueFullError.of(str(self._max_queue_size))
 
     # ------------------------------------------------------------------ requests come and go
 

@@ -55,9 +55,9 @@ class Ledger:
         """
         with self._lock:
             if self._count >= self._max_count:
-                raise _full(f"{self._max_count} requests")
+                raise QueueFullError.of(f"{self._max_count} requests")
             if self._count and self._bytes + num_bytes > self._max_bytes:
-                raise _full(f"{self._max_bytes} bytes")
+                raise QueueFullError.of(f"{self._max_bytes} bytes")
             self._count += 1
             self._bytes += num_bytes
             self._on_change(self._count)
@@ -75,10 +75,3 @@ def _positive(parameters: Mapping[str, Mapping[str, str]], name: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 18 or not int(text):
         raise ConfigError(f"{name} must be a number of at least 1, but is {shown(text)}")
     return int(text)
-
-
-def _full(maximum: str) -> QueueFullError:
-    return QueueFullError(
-        "Exceeds maximum queue size: the request is refused. "
-        f"Maximum queue size of {maximum} is reached; try again later"
-    )
