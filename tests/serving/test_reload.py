@@ -13,6 +13,7 @@ import pytest
 
 from charonia.config import EngineArgs
 from charonia.engine.reload import Reload
+from charonia.errors import ConfigError
 from charonia.serving import reload
 from charonia.serving.engine_host import EngineHost
 from charonia.serving.engine_model import RELOAD_MARK
@@ -151,3 +152,27 @@ def test_of_orders_that_come_at_once_one_is_taken(operator: Operator) -> None:
         states = list(pool.map(lambda _: operator.order(), range(8)))
     assert sorted(state.phase for state in states) == ["failed"] * 7 + ["waiting"]
     assert len(operator.taken) == 1
+
+
+def test_a_tokenizer_is_read_again_only_when_its_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / reload.TOKENIZER_FILE
+    args = EngineArgs(model=str(tmp_path))
+    file.write_text('{"a": 1, "b": 2}', encoding="utf-8")
+    before = reload.fingerprint_tokenizer(args)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path.name} was read"))
+        assert reload.fingerprint_tokenizer(args) == before
+        reload.check_same_tokenizer(before, args)
+    file.write_text('{"b": 2,\n "a": 1}', encoding="utf-8")
+    assert reload.fingerprint_tokenizer(args) == before
+    file.write_text('{"b": 2, "a": 1, "c": 3}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        reload.check_same_tokenizer(before, args)
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot be read"):
+        reload.check_same_tokenizer(before, args)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot be read: No such file"):
+        reload.check_same_tokenizer(before, args)

@@ -23,7 +23,8 @@ Phase = Literal["waiting", "draining", "loading", "done", "failed"]
 class Reload:
     """An order to go on with another engine, and what has become of it.
 
-    Written by the engine's thread alone, read by any.
+    Written by the thread that owns the engine, and read by any. Two words come from elsewhere:
+    `is_cancelled`, and a `fail` of an order that was refused before that thread had seen it.
 
     Attributes:
         install: makes the new configuration the one that an engine is loaded with, or raises

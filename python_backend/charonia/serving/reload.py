@@ -14,6 +14,7 @@ The socket lies in the scheduler's directory, which belongs to the run and its o
 open it could as well write the files that Triton loads.
 """
 
+import functools
 import hashlib
 import os
 import threading
@@ -169,17 +170,29 @@ def _state(number: int, one: Reload) -> ReloadState:
 
 
 def fingerprint_tokenizer(args: EngineArgs) -> str:
-    """What tells tokenizers apart, whatever their files' layout.
+    """What tells tokenizers apart, whatever their files' layout; asking again costs no reading.
 
     Raises:
         ConfigError: there is none that can be read.
     """
+    path = args.tokenizer_dir / TOKENIZER_FILE
     try:
-        content = msgspec.json.decode((args.tokenizer_dir / TOKENIZER_FILE).read_bytes())
+        stat = path.stat()
+        return _fingerprint(path, (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size))
     except OSError as error:
         raise ConfigError(f"{TOKENIZER_FILE} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{TOKENIZER_FILE} cannot be read: {error}") from None
+
+
+@functools.lru_cache(maxsize=4)
+def _fingerprint(path: Path, version: tuple[int, ...]) -> str:
+    """Of a file of some megabytes; the scheduling thread asks at every new engine.
+
+    Args:
+        version: another one whenever the file has changed.
+    """
+    content = msgspec.json.decode(path.read_bytes())
     return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
 
