@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from charonia.errors import RankLostError
-from charonia.parallel.messages import Allocate, Lines, Ready, Refusal, encode
+from charonia.parallel.messages import Allocate, Lines, Message, Ready, Refusal, encode
 from charonia.parallel.peer import Peer
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
@@ -108,16 +108,36 @@ def test_to_hang_up_ends_the_sending_to_one_that_does_not_read(pair: Pair) -> No
             sent.result(LONG)
 
 
-def test_a_message_that_came_with_another_is_known_of(pair: Pair) -> None:
-    here, there = pair
-    two = [encode(message) for message in (Ready(1), Ready(2))]
-    here.send_encoded(two[0])
-    here.send_encoded(two[1])
+def taken(peer: Peer) -> list[Message]:
+    """What comes within a while."""
     time.sleep(SHORT)
-    assert there.receive() == Ready(1)
-    assert there.has_message
-    assert there.receive() == Ready(2)
-    assert not there.has_message
+    return list(peer.take())
+
+
+def test_what_has_come_is_taken_without_a_wait_for_more(pair: Pair) -> None:
+    here, there = pair
+    assert taken(there) == []
+    here.beat()
+    for number in range(3):
+        here.send(Ready(number))
+    assert taken(there) == [Ready(0), Ready(1), Ready(2)]
+    here.close()
+    with pytest.raises(RankLostError, match="has ended"):
+        taken(there)
+
+
+def test_a_rank_that_stops_amid_a_message_is_not_waited_for_and_falls_silent(
+    connect: Callable[[float], Pair],
+) -> None:
+    here, there = connect(SHORT)
+    message = encode(Refusal("", "x" * 2**20))
+    here._socket.sendall(len(message).to_bytes(4, "little") + message[:1000])
+    assert taken(there) == []
+    assert taken(there) == []
+    assert there.is_silent
+    here._socket.sendall(message[1000:])
+    assert taken(there) == [Refusal("", "x" * 2**20)]
+    assert not there.is_silent
 
 
 def send_for_ever(peer: Peer) -> None:

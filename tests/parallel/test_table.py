@@ -1,6 +1,8 @@
 """What ranks tell each other before they exchange tensors, from everywhere and within bounds."""
 
+import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,12 +10,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from charonia.errors import RankLostError
 from charonia.parallel import table as table_module
 from charonia.parallel.groups import open_memory
 from charonia.parallel.table import RemoteTable, Table, TableStore
+from charonia.sockets.channel import Channel
 from support.rank_end import remote_table, served_table
 
 SECRET = "open sesame"
@@ -76,6 +80,21 @@ def test_a_value_that_is_too_long_ends_its_connection_alone(
         remote.put("a", b"x" * 2**16)
     remote.put("a", b"x")
     assert table.get("a", 0.0) == b"x"
+
+
+def test_an_answer_that_comes_late_is_none_to_another_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(table_module, "_ANSWER_TIMEOUT_S", 0.05)
+    near, far = socket.socketpair()
+    remote, engine = RemoteTable(Channel(near)), Channel(far)
+    with pytest.raises(RankLostError, match="does not answer: timed out"):
+        remote.get("a", 0.0)
+    with contextlib.suppress(OSError):
+        engine.send(msgspec.msgpack.encode(b"late"))
+    with pytest.raises(RankLostError, match="is closed"):
+        remote.get("b", 0.0)
+    engine.close()
 
 
 def test_torch_gets_a_store_of_it() -> None:

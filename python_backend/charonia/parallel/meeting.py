@@ -11,7 +11,6 @@ that it knows the secret (`handshake`).
 import contextlib
 import os
 import secrets
-import select
 import time
 from collections.abc import Callable
 from functools import partial
@@ -132,7 +131,7 @@ class Meeting:
                 )
             arrived = self._next()
             # Who has ended meanwhile may be the one that comes again now.
-            for one in [one for one in joined if not _is_there(one[1], self._args.rank_timeout_s)]:
+            for one in [one for one in joined if not _is_there(one[1])]:
                 self._log(f"process {one[0].pid} had joined, and has gone again")
                 one[1].close()
                 joined.remove(one)
@@ -192,17 +191,12 @@ def _admit(channel: Channel, secret: str) -> bool:
     return is_rank
 
 
-def _is_there(peer: Peer, timeout: float) -> bool:
+def _is_there(peer: Peer) -> bool:
     """Whether who joined lives, and says nothing but that until it is told what to be."""
-    poll = select.poll()
-    poll.register(peer, select.POLLIN)
     try:
-        while poll.poll(0):
-            if peer.receive(timeout) is not None:
-                return False
+        return not any(True for _ in peer.take()) and not peer.is_silent
     except (RankLostError, msgspec.DecodeError):
         return False
-    return not peer.is_silent
 
 
 def _shared_secret() -> str:

@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 
 from charonia.errors import RankLostError
 from charonia.parallel.messages import BEAT, Message, decode, encode
@@ -48,11 +49,6 @@ class Peer:
         """Whether nothing was received for too long."""
         return time.monotonic() - self.heard_at > self._timeout
 
-    @property
-    def has_message(self) -> bool:
-        """Whether a message is here already, which `select` does not see."""
-        return self._connection.channel.has_message
-
     def send(self, message: Message) -> None:
         """Send a message.
 
@@ -83,13 +79,22 @@ class Peer:
             msgspec.DecodeError: it says what is no message.
         """
         try:
-            data = self._connection.channel.receive(timeout, spin=spin)
+            return self._next(timeout, spin=spin)
         except TimeoutError:
             raise RankLostError("nothing was heard of it") from None
-        if data is None:
-            raise RankLostError("the connection has ended")
-        self.heard_at = time.monotonic()
-        return decode(data) if data != BEAT else None
+
+    def take(self) -> Iterator[Message]:
+        """What has come; waits for nothing, nor for the rest of a message that came in part.
+
+        So one end that stops amid a message keeps nobody from hearing the others; it falls silent.
+
+        Raises:
+            RankLostError, msgspec.DecodeError: as `receive`.
+        """
+        with contextlib.suppress(TimeoutError):
+            while True:
+                if (message := self._next(0.0)) is not None:
+                    yield message
 
     def beat_for_ever(self) -> None:
         """Start to say that this process lives, and end it when there is nobody to say it to.
@@ -116,3 +121,10 @@ class Peer:
     def close(self) -> None:
         """Hang up and let go, when no other thread uses this any more."""
         self._connection.close()
+
+    def _next(self, timeout: float | None, *, spin: float = 0.0) -> Message | None:
+        data = self._connection.channel.receive(timeout, spin=spin)
+        if data is None:
+            raise RankLostError("the connection has ended")
+        self.heard_at = time.monotonic()
+        return decode(data) if data != BEAT else None

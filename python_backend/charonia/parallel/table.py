@@ -162,13 +162,21 @@ class RemoteTable:
     def _ask(self, request: Request, seconds: float = 0.0) -> bytes | None:
         try:
             with self._lock:
-                self._channel.send(_encoder.encode(request), _ANSWER_TIMEOUT_S)
-                answer = self._channel.receive(seconds + _ANSWER_TIMEOUT_S)
+                answer = self._exchange(_encoder.encode(request), seconds + _ANSWER_TIMEOUT_S)
             if answer is not None:
                 return _value_decoder.decode(answer)
         except (OSError, msgspec.DecodeError) as error:
             raise RankLostError(f"the engine's table does not answer: {error}") from None
         raise RankLostError("the engine's table has gone")
+
+    def _exchange(self, message: bytes, timeout: float) -> bytes | None:
+        self._channel.check_size(message)
+        try:
+            self._channel.send(message, _ANSWER_TIMEOUT_S)
+            return self._channel.receive(timeout)
+        except OSError:
+            self._channel.close()  # a late answer would be taken for that to the next request
+            raise
 
 
 class TableStore(Store):

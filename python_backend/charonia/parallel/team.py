@@ -326,14 +326,11 @@ class RankTeam:
                 if self._lost is not None:
                     return
                 try:
-                    has_more = rank.fileno() in ready
-                    while has_more:
-                        message = rank.receive()
+                    for message in rank.take() if rank.fileno() in ready else ():
                         if isinstance(message, Refusal):  # it ends now, but its words came first
                             self.lose(*_refused(number, message))
-                        elif message is not None:
+                        else:
                             self._said.put((number, message))
-                        has_more = rank.has_message
                     if rank.is_silent:
                         self.lose(f"rank {number}: nothing was heard of it")
                 except RankLostError as error:
