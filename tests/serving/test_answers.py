@@ -25,7 +25,7 @@ from charonia.serving.schema import GenerateCall, OutputOptions
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import Outputs, RawRequest, refuse_all
 from support.calls import parse
-from support.sockets import WAIT_S, SchedulerEnd
+from support.sockets import WAIT_S, SchedulerEnd, refuse_threads
 
 MAX_WAITING = 3
 
@@ -257,6 +257,22 @@ def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
     host.execute([taken])
     assert answer_to(taken) == "y"
     scheduler.relay.close()
+
+
+def test_a_connection_that_nobody_could_read_is_not_kept(
+    scheduler: SchedulerEnd, host: GenerateHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.take = lambda key, raw, outlet: outlet.send({"text_output": ["y"]}, is_final=True)
+    refused, taken = text_request(), text_request()
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "charonia-reader")
+        host.execute([refused])
+    assert answer_to(refused) == (
+        "no answer could be taken: can't start new thread [charonia:unavailable]",
+        "UNAVAILABLE",
+    )
+    host.execute([taken])
+    assert answer_to(taken) == "y"
 
 
 def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(

@@ -12,6 +12,7 @@ import pytest
 from charonia.sockets import connection
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
+from support.sockets import refuse_threads
 
 Pair = tuple[Connection, Channel]
 
@@ -125,3 +126,21 @@ def test_what_cannot_be_taken_ends_the_connection(pair: Pair) -> None:
     assert ended.wait(10)
     assert other.receive(10) is None
     assert "KeyError" in log[0]
+
+
+def test_what_needs_a_thread_that_cannot_be_started_fails_and_nothing_waits_for_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = pair
+    with monkeypatch.context() as patch:
+        for name, call in (
+            ("charonia-writer", lambda: one.post(b"lost")),
+            ("charonia-reader", lambda: one.follow(print, print, log=print)),
+        ):
+            refuse_threads(patch, name)
+            with pytest.raises(OSError, match="can't start new thread") as raised:
+                call()
+            assert raised.value.errno == errno.EAGAIN
+    one.post(b"a")
+    assert other.receive(10) == b"a"
+    one.close()

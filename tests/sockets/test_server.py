@@ -18,6 +18,7 @@ from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import connect, is_same_user, listen, peer_pid
 from charonia.sockets.server import Server
+from support.sockets import refuse_threads
 
 START = Callable[..., Server]
 NAME = "steps.socket"
@@ -286,3 +287,21 @@ def test_what_strangers_cause_to_be_logged_is_little() -> None:
     log("y")
     assert [len(line) for line in lines] == [RareLog.MAX_CHARACTERS, len(lines[1])]
     assert lines[1] == "y (99 more such lines were left out)"
+
+
+def test_a_connection_for_which_there_is_no_thread_ends_at_once_and_keeps_no_room(
+    tmp_path: Path, start: START, log: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "charonia-connection")
+        refused = connect(tmp_path / NAME)
+        assert refused.receive(10) is None
+    refused.close()
+    channel = connect(tmp_path / NAME)
+    channel.send(b"a")
+    assert channel.receive(10) == b"A"
+    assert len(server._served) == 1
+    assert not server._strangers
+    assert log == ["refused: no thread can be started for a connection"]
+    channel.close()

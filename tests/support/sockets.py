@@ -3,9 +3,12 @@
 Owns what such an end keeps. Must not know which model is tested.
 """
 
+import threading
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+
+import pytest
 
 from charonia.protocol import Hello, StepPlan, decode_reply, encode
 from charonia.serving.bls import STEPS_SOCKET
@@ -15,6 +18,18 @@ from charonia.serving.tensors import RawRequest
 from charonia.sockets.local import connect
 
 WAIT_S = 10.0
+
+
+def refuse_threads(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Have no thread of this name start until the patch is undone, as under a limit."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    patch.setattr(threading.Thread, "start", refuse)
 
 
 class SchedulerEnd:

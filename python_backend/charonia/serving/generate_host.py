@@ -104,9 +104,14 @@ class GenerateHost:
 
     def _connect(self) -> None:
         channel = self._scheduler.connect()
+        connection = Connection(channel)
         with self._lock:  # which `_on_end` waits for
-            self._connection = Connection(channel)
-            self._connection.follow(self._on_answer, self._on_end, log=self._log)
+            try:
+                connection.follow(self._on_answer, self._on_end, log=self._log)
+            except OSError as error:
+                connection.close()
+                raise UnavailableError(f"no answer could be taken: {error.strerror}") from None
+            self._connection = connection
 
     # ------------------------------------------------------------------ the connection's threads
 

@@ -67,7 +67,8 @@ class Connection:
         """Send a message soon; never waits. Nothing happens after the end.
 
         Raises:
-            OSError: the message is too long (EMSGSIZE), or too much waits already (ENOBUFS).
+            OSError: the message is too long (EMSGSIZE), too much waits already (ENOBUFS), or there
+                can be no further thread (EAGAIN).
         """
         self.channel.check_size(message)
         with self._changed:
@@ -77,8 +78,8 @@ class Connection:
             if len(self._outbox) >= MAX_WAITING or (self._outbox and num_bytes > MAX_WAITING_BYTES):
                 raise OSError(errno.ENOBUFS, f"{len(self._outbox)} messages wait to be sent")
             if not self._has_writer:
-                self._has_writer = True
                 self._start(self._write, "charonia-writer")
+                self._has_writer = True
             self._outbox.append(message)
             self._num_bytes = num_bytes
             self._changed.notify_all()
@@ -106,6 +107,9 @@ class Connection:
         Args:
             take: called with each message; when it raises, that is logged, and this hangs up.
             on_end: called once, after the last message.
+
+        Raises:
+            OSError: there can be no further thread (EAGAIN).
         """
 
         def read() -> None:
@@ -144,8 +148,13 @@ class Connection:
     # ------------------------------------------------------------------ the threads
 
     def _start(self, run: Callable[[], None], name: str) -> None:
-        self._threads.append(threading.Thread(target=run, name=name, daemon=True))
-        self._threads[-1].start()
+        """Raises OSError (EAGAIN): there is a limit of processes."""
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from None
+        self._threads.append(thread)
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # the other side has gone

@@ -112,8 +112,13 @@ class Server:
                     name="charonia-connection",
                     daemon=True,
                 )
+                try:
+                    thread.start()
+                except RuntimeError:  # a limit of processes, which may be over soon
+                    self._complain("refused: no thread can be started for a connection")
+                    channel.close()
+                    continue
                 self._strangers[connection] = thread
-                thread.start()
 
     def _make_room(self) -> bool:
         """Whether one more may come. The caller holds the lock."""
