@@ -11,7 +11,7 @@ from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult
-from engine.test_core import byte_tokenizer, expected
+from engine.bench import byte_tokenizer, expected
 from support.echo import EchoExecutor
 
 

@@ -5,7 +5,7 @@ import pytest
 from charonia.control import Request, Update
 from charonia.engine.outputs import Chunk, OutputStream
 from charonia.protocol import RowSampling, SamplingParams, TokenLogprobs
-from engine.test_core import byte_tokenizer
+from engine.bench import byte_tokenizer
 
 PROMPT = [10, 11, 12, 13, 14]
 

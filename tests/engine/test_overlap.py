@@ -7,7 +7,7 @@ import pytest
 
 from charonia.errors import CharoniaError
 from charonia.protocol import StepPlan
-from engine.test_core import Bench, hanging_bench
+from engine.bench import Bench, hanging_bench
 from support.echo import EchoExecutor, echo_run
 
 VOCAB = 64

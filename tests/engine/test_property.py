@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from charonia.config import SpeculativeConfig
 from charonia.engine.reload import Reload
-from engine.test_core import FIXED, Bench
+from engine.bench import FIXED, Bench
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
 

@@ -11,7 +11,7 @@ from charonia.engine.metrics import FAILURES, Metrics
 from charonia.engine.recovery import UNLOADED_WAIT_S
 from charonia.engine.reload import Reload
 from charonia.errors import CharoniaError, ConfigError, UnavailableError
-from engine.test_core import FIXED, Bench, expected
+from engine.bench import FIXED, Bench, expected
 from support.echo import EchoExecutor
 
 

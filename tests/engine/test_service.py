@@ -19,7 +19,7 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.protocol import SamplingParams
-from engine.test_core import byte_tokenizer
+from engine.bench import byte_tokenizer
 from support.echo import EchoExecutor, echo_run
 
 

@@ -14,7 +14,7 @@ from charonia.engine.service import EngineService
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult
 from charonia.serving.probing import TOKEN_INTERVAL_S, Prober
-from engine.test_core import byte_tokenizer
+from engine.bench import byte_tokenizer
 from support.echo import EchoExecutor
 
 WAIT_S = 20.0
