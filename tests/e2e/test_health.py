@@ -209,7 +209,7 @@ def test_a_dead_model_on_a_way_in_is_seen_although_triton_calls_it_ready(
     assert code == 1
     assert f"{door:<10} FAILED" in out
     assert err == f"charonia: not healthy: {door}\n"
-    ModelControl(server, threading.Event()).replace(model, [], timeout_s=30)
+    ModelControl(server, threading.Event()).reload(model, timeout_s=30)
     assert target.health("--wait", "10")[0] == 0
 
 

@@ -22,7 +22,7 @@ from support.live_stream import LiveStream
 from support.many_streams import check_complete
 from support.supervised import Supervised
 
-LIMITS = SupervisionLimits(stopped_s=0.5, stranded_s=60.0, backoff_s=0.1)
+LIMITS = SupervisionLimits(stopped_s=0.5, stranded_s=60.0, drain_s=1.0, backoff_s=0.1)
 SETTINGS = ("num_gpu_blocks_override=1025", "max_num_seqs=8")
 STARTS_S = 60.0
 PROMPT = [5, 6, 7]
@@ -31,6 +31,14 @@ ENDLESS = 4000  # tokens: as good as endless, whatever a slow machine takes to m
 STEP_S = 0.008
 NUM_TOKENS = 1200
 """Of a stream whose end is waited for; nothing is compared beyond them."""
+PROCESSES = {
+    "engine": 1,
+    "generate": 1,
+    "loader": 1,
+    "postprocessor": 1,
+    "scheduler": 1,
+    "tokenizer": 2,
+}
 FAULTS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 KINDS = {"killed": "died", "stopped": "stopped"}
 
@@ -122,15 +130,12 @@ def check_every_door(supervised: Supervised) -> None:
     for model in ("scheduler", "llm", "generate"):
         reply = generate(supervised.server, body, model)
         assert (model, reply.status_code) == (model, 200), reply.text
-    pids = {model: supervised.server.pids(model) for model in supervised.server.stubs()}
-    assert {model: len(found) for model, found in pids.items()} == {
-        "engine": 1,
-        "generate": 1,
-        "loader": 1,
-        "postprocessor": 1,
-        "scheduler": 1,
-        "tokenizer": 2,
-    }
+    assert wait_for(lambda: num_processes(supervised), PROCESSES.__eq__) == PROCESSES
+
+
+def num_processes(supervised: Supervised) -> dict[str, int]:
+    """How many processes each model has, those on their way out as well."""
+    return {model: len(found) for model, found in supervised.server.stubs().items()}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -4,6 +4,7 @@ The model repository beside this file holds a scheduler that needs no engine, so
 show what the launcher does, whatever the models do.
 """
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from charonia.launch.patience import SupervisionLimits
 from charonia.launch.server import TritonServer
+from support.stand_ins import QUICK, Target
 
 STAND_INS = Path(__file__).parent / "repository"
 CONFIG = {
@@ -58,3 +61,16 @@ def make_server(repository: Path) -> Iterator[Callable[..., TritonServer]]:
     for server in servers:
         server.kill()
         server.close()
+
+
+@pytest.fixture
+def supervise(make_server: Callable[..., TritonServer]) -> Iterator[Callable[..., Target]]:
+    """Starts a supervised server and waits until it serves."""
+    with contextlib.ExitStack() as stack:
+
+        def start(limits: SupervisionLimits = QUICK) -> Target:
+            supervised = stack.enter_context(Target(make_server(), limits))
+            supervised.wait_serving()
+            return supervised
+
+        yield start

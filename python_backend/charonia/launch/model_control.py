@@ -1,6 +1,6 @@
 """Triton's model control, for one running server: what state a model is in, and loading it anew.
 
-Owns these calls. Must not know when a model counts as lost.
+Owns these calls, each of which waits for its answer. Must not know when a model counts as lost.
 
 All goes over gRPC: a load over HTTP disturbs the streams of other connections, and HTTP's few
 threads can be kept busy by clients.
@@ -8,25 +8,24 @@ threads can be kept busy by clients.
 
 import contextlib
 import threading
-from collections.abc import Iterable
+import time
 
 import psutil
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.background import in_background
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import TritonServer
 
-_POLL_S = 0.05
 _ANSWER_S = 2.0
+_LEAST_S = 0.001  # no deadline at all would be for ever
 
 
 class ModelControl:
     """Over one server, which must be running.
 
     Args:
-        stop: once set, no call is waited for any more.
+        stop: once set, nothing more is unloaded or loaded: another server may run in its place.
     """
 
     def __init__(self, server: TritonServer, stop: threading.Event) -> None:
@@ -50,34 +49,31 @@ class ModelControl:
             return any(entry.name == model and entry.state == "READY" for entry in index.models)
         return True
 
-    def replace(
-        self,
-        model: str,
-        processes: Iterable[psutil.Process],
-        *,
-        timeout_s: float,
-    ) -> None:
-        """Kill what is left of a model, unload it and load it again.
+    def reload(self, model: str, *, timeout_s: float) -> list[psutil.Process]:
+        """Unload a model and load it again.
+
+        Processes of it that live finish what they have in hand, and end.
+
+        Returns:
+            The processes that it has since.
 
         Raises:
             LaunchError: it could not be loaded within `timeout_s` seconds.
         """
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()  # ends stopped ones, too
-        answer = in_background(lambda: self._reload(model, timeout_s))
-        while not answer.done():
-            if self._stop.wait(_POLL_S) or not self._server.is_running:
-                raise LaunchError(f"{model} could not be loaded again: tritonserver ended")
-        try:
-            answer.result()
-        except InferenceServerException as error:
-            raise LaunchError(f"{model} could not be loaded again: {error.message()}") from None
-
-    def _reload(self, model: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        before = self._server.model_processes(model)
         with self._client() as client:
             for call in (client.unload_model, client.load_model):
-                call(model, headers=self._server.api_headers, client_timeout=timeout_s)
+                if self._stop.is_set():
+                    raise LaunchError(f"{model} is not loaded again: tritonserver ends")
+                left_s = max(deadline - time.monotonic(), _LEAST_S)
+                try:
+                    call(model, headers=self._server.api_headers, client_timeout=left_s)
+                except InferenceServerException as error:
+                    raise LaunchError(
+                        f"{model} could not be loaded again: {error.message()}"
+                    ) from None
+        return [one for one in self._server.model_processes(model) if one not in before]
 
     def _client(self) -> contextlib.closing[tritonclient.grpc.InferenceServerClient]:
         return contextlib.closing(tritonclient.grpc.InferenceServerClient(self._server.grpc_url))

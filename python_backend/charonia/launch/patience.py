@@ -25,7 +25,10 @@ class SupervisionLimits:
             it.
         model_hang_s: without any answer of another model.
         server_hang_s: without any answer of tritonserver, over HTTP and over gRPC.
-        replace_s: for loading a lost model again.
+        replace_s: for unloading a lost model and loading it again.
+        drain_s: for what a healthy process has in hand whose model is loaded again for another.
+        max_reloads: of one model within `stable_s`; where it is lost once more, the server is
+            restarted.
         stranded_s: until the server is restarted to end the calls that were open in a lost process,
             while other requests run.
         stable_s: a server that served so long has made up for earlier failures.
@@ -45,6 +48,8 @@ class SupervisionLimits:
     model_hang_s: float = 60.0
     server_hang_s: float = 15.0
     replace_s: float = 60.0
+    drain_s: float = 30.0
+    max_reloads: int = 5
     stranded_s: float = 30.0
     stable_s: float = 60.0
     backoff_s: float = 1.0

@@ -1,7 +1,8 @@
 """Watches one started server: who is lost, and whether it can be brought back alone.
 
-Owns when a process counts as lost and what is done then. Must not know how a server is started or
-stopped, nor what a model does.
+Owns when a process counts as lost. Must not know how a server is started or stopped, how a model is
+brought back (`repairs.py`), nor what a model does. It never waits for an answer: whatever becomes
+of a question, a process that is lost meanwhile is noticed.
 
 ::
 
@@ -11,12 +12,12 @@ stopped, nor what a model does.
     scheduler         its process; no probe answered         with the whole server, as nothing less
                       for `hang_s`                           ends its open streams
     engine            the scheduler                          by the scheduler
-    any other model   its process; the project's own also    alone: killed, unloaded, loaded; with
-    in Python         unanswered for `model_hang_s`          the whole server where that fails
+    any other model   its process; those of `QUESTIONS`      alone: killed, unloaded, loaded; with
+    in Python         also unanswered for `model_hang_s`     the whole server where that fails
 
 A process is looked at several times a second. It is lost when it is gone, or has been stopped for
-`stopped_s`. Calls that a lost process was still to answer (`serving/open_calls.py`) can end in no
-other way than with the server: as soon as no other request runs, at the latest after `stranded_s`.
+`stopped_s`. Calls that a lost process was still to answer (`stranded.py`) can end in no other way
+than with the server: as soon as no other request runs, at the latest after `stranded_s`.
 """
 
 import contextlib
@@ -26,18 +27,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from charonia.events import event
 from charonia.launch.background import in_background
 from charonia.launch.doors import QUESTIONS, Inquiry
-from charonia.launch.errors import LaunchError
 from charonia.launch.lookout import TRITONSERVER, Lookout, Loss
-from charonia.launch.metrics_page import read_metrics
 from charonia.launch.model_control import ModelControl
 from charonia.launch.patience import Silence, SupervisionLimits
 from charonia.launch.probe import Health, Probe
+from charonia.launch.repairs import Repairs
 from charonia.launch.server import TritonServer
-
-_RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
+from charonia.launch.stranded import StrandedCalls
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,19 @@ class Watch:
         self._engine = engine
         self._limits = limits
         self._stop = stop
-        self._log = log
-        self._control = ModelControl(server, stop)
+        self._is_over = threading.Event()
+        self._control = ModelControl(server, self._is_over)
         self._lookout = Lookout(server, leave=(engine,), stopped_s=limits.stopped_s)
+        self._stranded = StrandedCalls(server.metrics_url, limits.stranded_s, log)
+        self._repairs = Repairs(
+            self._control,
+            self._lookout,
+            self._stranded,
+            scheduler=scheduler,
+            limits=limits,
+            on_change=self._begin_anew,
+            log=log,
+        )
         self._inquiries = [
             Inquiry(
                 server.http_url,
@@ -90,7 +98,6 @@ class Watch:
             for model in QUESTIONS
             if (server.repository / model / "1" / "model.py").exists()
         ]
-        self._stranded: dict[str, float] = {}  # models that left calls open, and since when
         self._examined: Future[_Finding] | None = None
         self._is_silent = False  # the scheduler, when it was last asked
         self._probed = self._live = time.monotonic()
@@ -99,17 +106,18 @@ class Watch:
     def keep(self) -> str | None:
         """Return why the server must be restarted, or None when `stop` is set. Called once."""
         with contextlib.closing(self._lookout):
-            return self._keep()
+            try:
+                return self._keep()
+            finally:
+                self._is_over.set()
 
     def _keep(self) -> str | None:
         while not self._stop.wait(self._limits.watch_interval_s):
             now = time.monotonic()
-            reason = (
-                self._look(now)
-                or self._ask_scheduler(now)
-                or self._ask_others(now)
-                or self._end_stranded(now)
-            )
+            reason = self._look(now) or self._ask_scheduler(now)
+            if reason is None:
+                self._ask_others(now)
+                reason = self._repairs.look(now) or self._stranded.look(now)
             if reason is not None:
                 return reason
         return None
@@ -122,55 +130,18 @@ class Watch:
         for loss in self._lookout.look(now):
             if loss.model == TRITONSERVER:
                 return "tritonserver was stopped"
-            self._note_open_calls(loss.model, now)
-            if not self._control.is_served(loss.model):
-                continue  # an operator has unloaded it, or loads another
-            if self._lookout.has_successors(loss.model):
-                self._adopt(loss.model)
+            if self._repairs.is_seen_to(loss.model, now):
                 continue
-            return self._replace(loss, now)
+            if self._lookout.has_successors(loss.model):
+                self._repairs.adopt(loss.model, now)
+            else:
+                self._repairs.begin(loss, now)
         return None
 
-    def _replace(self, loss: Loss, now: float) -> str | None:
-        self._log(event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))
-        if loss.model == self._scheduler:
-            return f"the {self._scheduler} process {loss.describe()}"
-        try:
-            self._control.replace(
-                loss.model,
-                self._lookout.processes(loss.model),
-                timeout_s=self._limits.replace_s,
-            )
-        except LaunchError as error:
-            return str(error)
-        self._adopt(loss.model)
-        self._log(event("model_back", model=loss.model, seconds=time.monotonic() - now))
-        return None
-
-    def _adopt(self, model: str) -> None:
-        """Look after the processes that the model has now, and no more after those before."""
-        self._lookout.adopt(model)
+    def _begin_anew(self, model: str) -> None:
         for inquiry in self._inquiries:
             if inquiry.model == model:
                 inquiry.forget(time.monotonic())
-
-    def _note_open_calls(self, model: str, now: float) -> None:
-        """Remember a model that is lost, or about to be killed, if it was still to answer calls."""
-        num_calls = self._lookout.num_open_calls(model)
-        if num_calls and model not in self._stranded:
-            self._stranded[model] = now
-            self._log(event("calls_stranded", model=model, calls=num_calls))
-
-    def _end_stranded(self, now: float) -> str | None:
-        """Whether to restart the server for calls that nothing else ends."""
-        for model, since in self._stranded.items():
-            if now - since > self._limits.stranded_s or self._is_idle():
-                return f"calls of the lost {model} process can end in no other way"
-        return None
-
-    def _is_idle(self) -> bool:
-        found = read_metrics(self._server.metrics_url) or {}
-        return bool(found) and not any(found.get(name) for name in _RUNNING)
 
     # ------------------------------------------------------------------ probes
 
@@ -197,16 +168,14 @@ class Watch:
             return None if excess is None else f"the {self._scheduler} {excess}"
         return None
 
-    def _ask_others(self, now: float) -> str | None:
+    def _ask_others(self, now: float) -> None:
         for inquiry in self._inquiries:
-            if self._is_silent:
-                inquiry.excuse(now)  # `generate` cannot answer without the scheduler
-            elif (kind := inquiry.look(now)) is not None:
+            # `generate` cannot answer without the scheduler.
+            if self._is_silent or self._repairs.is_seen_to(inquiry.model, now):
                 inquiry.excuse(now)
-                self._note_open_calls(inquiry.model, now)
-                pids = [process.pid for process in self._lookout.processes(inquiry.model)]
-                return self._replace(Loss(inquiry.model, next(iter(pids), None), kind), now)
-        return None
+            elif (kind := inquiry.look(now)) is not None:
+                pids = [member.process.pid for member in self._lookout.members(inquiry.model)]
+                self._repairs.begin(Loss(inquiry.model, next(iter(pids), None), kind), now)
 
     def _examine(self) -> _Finding:
         health = self._probe.check(self._limits.probe_timeout_s).health

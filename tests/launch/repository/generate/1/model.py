@@ -1,7 +1,8 @@
 """Answers with what came, through the response sender.
 
-"hold" is never answered, and after "hang" nothing is. A file `refuse-to-load-again` in the
-repository makes `initialize` raise.
+"slow" takes two seconds, "hold" is never answered, and after "hang" nothing is. A file
+`refuse-to-load-again` in the repository makes `initialize` raise, and `load-slowly` makes it wait
+for as long as that is there.
 """
 
 import time
@@ -19,6 +20,8 @@ class TritonPythonModel:
     def initialize(self, args):
         if (REPOSITORY / "refuse-to-load-again").exists():
             raise RuntimeError("the stand-in refuses to load again")
+        while (REPOSITORY / "load-slowly").exists():
+            time.sleep(0.1)
         self.held = []
         self.open_calls = OpenCalls()
 
@@ -29,6 +32,8 @@ class TritonPythonModel:
             text = np.array([b""], dtype=object) if tensor is None else tensor.as_numpy()
             if text[0] == b"hang":
                 time.sleep(3600)
+            if text[0] == b"slow":
+                time.sleep(2)
             if text[0] == b"hold":
                 self.held.append(sender)
                 self.open_calls.note(len(self.held))
