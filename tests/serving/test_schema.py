@@ -286,6 +286,18 @@ def test_a_prompt_that_is_too_long_is_refused_by_its_size(strings: Any) -> None:
     assert PromptLimits.of(7, None) == PromptLimits(max_ids=7)
 
 
+@pytest.mark.parametrize("max_bytes_per_token", [2**21, 2**25, None])
+def test_only_a_bound_by_the_vocabulary_is_said_to_be_one(
+    strings: Any, max_bytes_per_token: int | None
+) -> None:
+    limits = PromptLimits.of(3, max_bytes_per_token)
+    raw = RawRequest({"text_input": strings(b"x" * (limits.max_bytes + 1))}, {})
+    with pytest.raises(PromptTooLongError) as error:
+        parse(raw, limits=limits)
+    is_by_vocabulary = "a prompt of 3 tokens, the longest, has no more" in str(error.value)
+    assert is_by_vocabulary == (max_bytes_per_token == 2**21)
+
+
 ALL = frozenset(OUTPUT_TYPES) - {"text_output"}
 
 

@@ -59,10 +59,14 @@ class PromptLimits:
     """How long a prompt may be; what is longer is refused by its size, unread.
 
     The defaults are far beyond what anybody needs, and bound what one request can take.
+
+    Attributes:
+        is_by_vocabulary: no prompt of `max_ids` tokens has more than `max_bytes`.
     """
 
     max_ids: int = 2**22
     max_bytes: int = 2**24
+    is_by_vocabulary: bool = False
 
     @classmethod
     def of(cls, max_ids: int, max_bytes_per_token: int | None) -> "PromptLimits":
@@ -71,18 +75,18 @@ class PromptLimits:
         Args:
             max_bytes_per_token: of the tokenizer; None where a text of few tokens may be long.
         """
-        widest = cls()
-        max_bytes = (
-            widest.max_bytes if max_bytes_per_token is None else max_ids * max_bytes_per_token
-        )
-        return cls(min(max_ids, widest.max_ids), min(max_bytes, widest.max_bytes))
+        most_ids = min(max_ids, cls.max_ids)
+        if max_bytes_per_token is None or max_ids * max_bytes_per_token > cls.max_bytes:
+            return cls(most_ids)
+        return cls(most_ids, max_ids * max_bytes_per_token, is_by_vocabulary=True)
 
     def check_bytes(self, name: str, num_bytes: int) -> None:
         """Raises PromptTooLongError."""
         if num_bytes > self.max_bytes:
+            why = f"; a prompt of {self.max_ids} tokens, the longest, has no more"
             raise PromptTooLongError(
-                f"{name} must have at most {self.max_bytes} bytes, but has {num_bytes}; "
-                f"a prompt of {self.max_ids} tokens, the longest, has no more"
+                f"{name} must have at most {self.max_bytes} bytes, but has {num_bytes}"
+                f"{why if self.is_by_vocabulary else ''}"
             )
 
     def check_ids(self, num_ids: int) -> None:
