@@ -22,6 +22,7 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.protocol import EngineInfo
+from charonia.serving.cancellations import MAX_NAMES, Cancellations
 from charonia.serving.intake import Intake
 from charonia.serving.ledger import Ledger
 from charonia.serving.sessions import Sessions
@@ -181,6 +182,34 @@ def test_a_prompt_that_is_tokenized_can_be_cancelled_by_its_id_and_by_leaving(
     eventually(lambda: bench.count("charonia_cancellations_total") == 2)
     bench.tokenizer.may_go_on.set()
     assert text_of(bench.take("short")).startswith("short")
+
+
+def test_a_request_that_was_cancelled_on_its_way_here_ends_when_it_comes(bench: Bench) -> None:
+    def come(arrived_at: float, request_id: str) -> Any:
+        ids = np.array([5, 6], dtype=np.int32)
+        key = np.array([SEALER.new_key(ids, "", arrived_at).encode()], dtype=object)
+        raw = RawRequest({"input_ids": ids, "request_key": key}, {}, request_id=request_id)
+        outlet = bench.new_outlet()
+        bench.intake.take(lambda: raw, outlet)
+        return outlet
+
+    before = time.monotonic()
+    raw = RawRequest({"cancel": np.array([True])}, {}, request_id="7")
+    bench.intake.take(lambda: raw, bench.new_outlet())
+    assert isinstance(error_of(come(before, "7")), RequestCancelledError)
+    eventually(lambda: bench.count("charonia_cancellations_total") == 1)
+    assert text_of(come(before, "8"))
+    assert text_of(come(time.monotonic(), "7"))
+
+
+def test_the_oldest_cancellation_is_forgotten() -> None:
+    cancellations = Cancellations()
+    before = time.monotonic()
+    for index in range(MAX_NAMES + 1):
+        cancellations.note(str(index), "")
+    assert not cancellations.cover("0", "", before)
+    assert cancellations.cover("1", "", before)
+    assert not cancellations.cover("1", "other", before)
 
 
 @pytest.mark.parametrize("parameters", [{"timeout": 50_000}, {"deadline_ms": 50}])

@@ -218,7 +218,7 @@ def test_an_ensembles_cancel_has_an_empty_key(strings: Any) -> None:
 
 
 def test_the_ensemble_brings_ids_and_the_text_that_they_came_from(strings: Any) -> None:
-    key = SEALER.new_key(ids(5), "five")
+    key = SEALER.new_key(ids(5), "five", 7.25)
     tensors = {
         "input_ids": ids(5),
         "prompt_text": strings("five"),
@@ -227,7 +227,8 @@ def test_the_ensemble_brings_ids_and_the_text_that_they_came_from(strings: Any) 
     call = generate_call(RawRequest(tensors, {}))
     assert (call.prompt_text, call.key) == ("five", key[:32])
     assert call.options.has_key
-    tensors |= {"prompt_text": strings(), "request_key": strings(SEALER.new_key(ids(5), ""))}
+    assert call.arrived_at == 7.25
+    tensors |= {"prompt_text": strings(), "request_key": strings(SEALER.new_key(ids(5), "", 7.25))}
     assert generate_call(RawRequest(tensors, {})).prompt_text is None
 
 
@@ -246,7 +247,7 @@ def test_the_ensemble_brings_ids_and_the_text_that_they_came_from(strings: Any) 
 def test_nobody_but_the_tokenizer_names_a_request_or_gives_its_text(
     strings: Any, tokens: tuple[int, ...], text: str, key: str | None
 ) -> None:
-    sealed = SEALER.new_key(ids(5), "five") if key is None else key
+    sealed = SEALER.new_key(ids(5), "five", 7.25) if key is None else key
     tensors = {
         "input_ids": ids(*tokens),
         "prompt_text": strings(text),
@@ -254,7 +255,7 @@ def test_nobody_but_the_tokenizer_names_a_request_or_gives_its_text(
     }
     with pytest.raises(InvalidRequestError, match="are for other models"):
         parse(RawRequest(tensors, {}))
-    other = Sealer(b"1" * 32).new_key(ids(*tokens), text)
+    other = Sealer(b"1" * 32).new_key(ids(*tokens), text, 7.25)
     with pytest.raises(InvalidRequestError, match="are for other models"):
         parse(RawRequest(tensors | {"request_key": strings(other)}, {}))
 

@@ -1,6 +1,7 @@
 """The `tokenizer` model answers with ids, within the limits of the engine that there is now."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -54,6 +55,18 @@ class Bench:
         self.host.execute([request])
         return sender
 
+    def hold_up(self) -> threading.Event:
+        """Have long prompts wait for an event."""
+        may_go_on = threading.Event()
+        encode = self.host._tokenizer.encode
+
+        def wait(text: str, **options: Any) -> list[int]:
+            assert may_go_on.wait(WAIT_S)
+            return encode(text, **options)
+
+        self.host._tokenizer.encode = wait  # type: ignore[assignment]
+        return may_go_on
+
     def ask(self, **arrays: Any) -> int | str:
         """How many ids a prompt has, or why there are none."""
         return answer_of(self.send(**arrays))
@@ -84,3 +97,20 @@ def test_a_prompt_may_be_as_long_as_the_engine_takes_now(
     assert "at most" in str(bench.ask(**{kind: values}))
     bench.configure(num + 1)
     assert bench.ask(**{kind: values}) == num
+
+
+@pytest.mark.parametrize(
+    "limit", [{"timeout_us": 50_000}, {"sampling_parameters": '{"deadline_ms": 50}'}]
+)
+def test_the_time_of_a_prompt_runs_while_it_waits(
+    bench: Bench, strings: Callable[..., Any], limit: dict[str, Any]
+) -> None:
+    if "sampling_parameters" in limit:
+        limit = {name: strings(value) for name, value in limit.items()}
+    bench.configure(2 * MANY)
+    may_go_on = bench.hold_up()
+    late = bench.send(text_input=strings("7" * MANY), **limit)
+    patient = bench.send(text_input=strings("7" * MANY))
+    assert "Request timeout expired" in str(answer_of(late))
+    may_go_on.set()
+    assert answer_of(patient) == MANY

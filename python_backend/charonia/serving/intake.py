@@ -22,6 +22,7 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.outputs import Chunk
 from charonia.engine.service import EngineService, Sink
 from charonia.errors import CharoniaError, RequestCancelledError, UnavailableError
+from charonia.serving.cancellations import Cancellations
 from charonia.serving.outlets import Outlet, failing_with_errors
 from charonia.serving.probing import Prober
 from charonia.serving.request_key import Sealer
@@ -72,6 +73,7 @@ class Intake:
         self._tokenizing = tokenizing
         self._sealer = sealer
         self._prober = Prober(service, tokenizer)
+        self._cancellations = Cancellations()
         self._log = log
 
     def take(
@@ -89,6 +91,7 @@ class Intake:
                 case GenerateCall():
                     self._generate(call, outlet)
                 case CancelCall(request_id, tenant):
+                    self._cancellations.note(request_id, tenant)
                     for key in self._sessions.find(request_id, tenant):
                         self._sessions.cancel(key)
                     outlet.send(NOTHING, is_final=True)
@@ -119,7 +122,7 @@ class Intake:
             raise
 
     def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
-        arrived_at = time.monotonic()
+        arrived_at = time.monotonic() if call.arrived_at is None else call.arrived_at
         with self._counting():
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
             tokens = self._tokenize(call) if _is_short(call) else None
@@ -132,6 +135,8 @@ class Intake:
                 tenant=call.params.tenant,
                 num_bytes=call.num_bytes,
             )
+        if self._cancellations.cover(call.request_id, call.params.tenant, arrived_at):
+            self._sessions.cancel(call.key)
         try:
             if tokens is not None:
                 self._submit(call, tokens, arrived_at, sink)
@@ -164,8 +169,7 @@ class Intake:
 
     def _tokenize_later(self, call: GenerateCall, arrived_at: float, sink: Sink) -> None:
         """Have the texts tokenized, and go on with their ids."""
-        times_s = [call.timeout_s, call.params.deadline_ms and call.params.deadline_ms / 1000]
-        time_s = min((limit for limit in times_s if limit is not None), default=None)
+        time_s = call.time_s
 
         def go_on(outcome: _Tokens | CharoniaError) -> None:
             try:

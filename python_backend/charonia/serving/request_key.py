@@ -1,5 +1,8 @@
 """The name that a request of `llm` has among the models, sealed so that no client can make one up.
 
+A name begins with when the request came, on the clock that all processes of a machine share: its
+time runs from then on, and who cancels it later means it, wherever it is.
+
 Owns the seal and the file of its secret. Must not know what a request asks for.
 
 `tokenizer` names each request and hands its text on beside the ids; Triton brings both to
@@ -21,6 +24,7 @@ from charonia.errors import ConfigError, InvalidRequestError
 
 SECRET_FILE = "request.secret"
 _NUM_SECRET_BYTES = 32
+_NUM_TIME_DIGITS = 16
 _NUM_NAME_DIGITS = 32
 _NUM_DIGITS = _NUM_NAME_DIGITS + 64  # name and seal
 
@@ -55,9 +59,14 @@ class Sealer:
             )
         return cls(secret)
 
-    def new_key(self, ids: npt.NDArray[np.int32], text: str) -> str:
-        """A new name, sealed with these ids and this text."""
-        name = secrets.token_hex(_NUM_NAME_DIGITS // 2)
+    def new_key(self, ids: npt.NDArray[np.int32], text: str, arrived_at: float) -> str:
+        """A new name, sealed with these ids and this text.
+
+        Args:
+            arrived_at: when the request came, on the monotonic clock.
+        """
+        name = f"{round(arrived_at * 1e9):0{_NUM_TIME_DIGITS}x}"
+        name += secrets.token_hex((_NUM_NAME_DIGITS - _NUM_TIME_DIGITS) // 2)
         return name + self._seal(name, ids, text)
 
     def name_of(self, key: str, ids: npt.NDArray[np.int32], text: str) -> str:
@@ -80,6 +89,11 @@ class Sealer:
         mac.update(content)
         mac.update(text.encode())
         return mac.hexdigest()
+
+
+def arrival_of(name: str) -> float:
+    """When the request of a name came, on the monotonic clock."""
+    return int(name[:_NUM_TIME_DIGITS], 16) / 1e9
 
 
 def _read_or_create(path: Path) -> bytes:

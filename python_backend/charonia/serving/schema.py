@@ -27,7 +27,7 @@ from charonia.engine.outputs import Chunk, name_logprobs
 from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongError, shown
 from charonia.protocol import SamplingParams, TokenLogprobs
 from charonia.serving.parameters import parse_sampling_params, parse_timeout
-from charonia.serving.request_key import Sealer
+from charonia.serving.request_key import Sealer, arrival_of
 from charonia.serving.tensors import (
     INPUT_IDS,
     PROMPT_TEXT,
@@ -123,6 +123,7 @@ class GenerateCall:
 
     Attributes:
         prompt_text: what the ids were made from. num_bytes: of the request as it came.
+        arrived_at: when it came to `tokenizer`, on the monotonic clock; None where it did not.
     """
 
     key: str
@@ -134,6 +135,12 @@ class GenerateCall:
     timeout_s: float | None
     options: OutputOptions
     num_bytes: int
+    arrived_at: float | None
+
+    @property
+    def time_s(self) -> float | None:
+        """For how long it may wait before it starts."""
+        return _shortest(self.timeout_s, self.params)
 
     @property
     def wants_cumulative_logprob(self) -> bool:
@@ -204,7 +211,17 @@ def parse(
         timeout_s=_timeout_s(raw),
         options=options,
         num_bytes=raw.num_bytes,
+        arrived_at=None if name is None else arrival_of(name),
     )
+
+
+def read_time(raw: RawRequest) -> float | None:
+    """For how many seconds a request may wait before it starts.
+
+    Raises:
+        InvalidRequestError, NotSupportedError: as `parse`, of its parameters.
+    """
+    return _shortest(_timeout_s(raw), parse_sampling_params(_sampling_values(raw)))
 
 
 def read_prompt(
@@ -337,6 +354,11 @@ def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
     if "priority" in raw.parameters:
         values = {"priority": raw.parameters["priority"]} | values
     return values
+
+
+def _shortest(timeout_s: float | None, params: SamplingParams) -> float | None:
+    deadline_s = None if params.deadline_ms is None else params.deadline_ms / 1000
+    return min((limit for limit in (timeout_s, deadline_s) if limit is not None), default=None)
 
 
 def _timeout_s(raw: RawRequest) -> float | None:

@@ -1,8 +1,10 @@
 """The `tokenizer` model's side: the prompt of `llm` to token ids. Stateless.
 
-Owns checking the prompt and naming the request by a key. Must not know sequences.
+Owns checking the prompt, naming the request by a key, and its time while the prompt waits. Must not
+know sequences.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from charonia.errors import CharoniaError, PromptTooLongError
 from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.request_key import Sealer
-from charonia.serving.schema import PromptLimits, read_flag, read_prompt
+from charonia.serving.schema import PromptLimits, read_flag, read_prompt, read_time
 from charonia.serving.tensors import (
     INPUT_IDS,
     PROMPT_TEXT,
@@ -72,28 +74,32 @@ class TokenizerHost:
         if read_flag(raw.tensors, "cancel"):
             outlet.send({INPUT_IDS: [], PROMPT_TEXT: [], REQUEST_KEY: []}, is_final=True)
             return
+        arrived_at = time.monotonic()
         text, ids = self._within_limits(partial(read_prompt, raw.tensors))
         if text is None:
             assert ids is not None
-            outlet.send(self._outputs(ids, ""), is_final=True)
+            outlet.send(self._outputs(ids, "", arrived_at), is_final=True)
         elif len(text) <= INLINE_CHARACTERS:
-            outlet.send(self._outputs(self._encode(text), text), is_final=True)
+            outlet.send(self._outputs(self._encode(text), text, arrived_at), is_final=True)
         else:
+            time_s = read_time(raw)
             self._tokenizing.submit(
                 Prompt(
                     key=str(id(outlet)),
                     encode=partial(self._encode, text),
                     num_bytes=raw.num_bytes,
-                    expires_at=None,  # the scheduler looks after that
-                    done=partial(self._answer, text, outlet),
+                    expires_at=None if time_s is None else arrived_at + time_s,
+                    done=partial(self._answer, text, outlet, arrived_at),
                 )
             )
 
-    def _answer(self, text: str, outlet: TritonOutlet, ids: list[int] | CharoniaError) -> None:
+    def _answer(
+        self, text: str, outlet: TritonOutlet, arrived_at: float, ids: list[int] | CharoniaError
+    ) -> None:
         with failing_with_errors(outlet, self._log):
             if isinstance(ids, CharoniaError):
                 raise ids
-            outlet.send(self._outputs(ids, text), is_final=True)
+            outlet.send(self._outputs(ids, text, arrived_at), is_final=True)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, check_length=self._check_length)
@@ -118,10 +124,10 @@ class TokenizerHost:
             return PromptLimits()
         return PromptLimits.of(max_model_len - 1, self._tokenizer.max_bytes_per_token)
 
-    def _outputs(self, ids: list[int] | Array, text: str) -> Outputs:
+    def _outputs(self, ids: list[int] | Array, text: str, arrived_at: float) -> Outputs:
         array = np.asarray(ids, dtype=np.int32)
         return {
             INPUT_IDS: array,
             PROMPT_TEXT: [text] if text else [],
-            REQUEST_KEY: [self._sealer.new_key(array, text)],
+            REQUEST_KEY: [self._sealer.new_key(array, text, arrived_at)],
         }
