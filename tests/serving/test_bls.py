@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from charonia.errors import EngineDiedError, EngineUnloadedError, StepFailedError
+from charonia.errors import (
+    EngineDiedError,
+    EngineUnloadedError,
+    ServerStoppingError,
+    StepFailedError,
+)
 from charonia.protocol import (
     EngineInfo,
     Farewell,
@@ -156,17 +161,21 @@ def engine(tmp_path: Path) -> Iterator[SlowEngine]:
     engine.server.close()
 
 
-class SilentTriton:
-    """Triton, whom nobody gets to ask within a test."""
+class RefusingTriton:
+    """Triton before it has loaded all its models, or while it shuts down."""
 
     class TritonModelException(Exception):
         pass
+
+    @classmethod
+    def InferenceRequest(cls, **values: object) -> Any:
+        raise cls.TritonModelException("Server not ready")
 
 
 @pytest.fixture
 def executor(tmp_path: Path, engine: SlowEngine) -> Iterator[BlsExecutor]:
     executor = BlsExecutor(
-        SilentTriton, "engine", tmp_path, tmp_path / "loader.socket", log=lambda line: None
+        RefusingTriton, "engine", tmp_path, tmp_path / "loader.socket", log=lambda line: None
     )
     opened = threading.Event()
     opening = executor.open(replace=False, on_done=opened.set)
@@ -210,3 +219,27 @@ def test_a_plan_that_is_too_long_fails_alone(
     monkeypatch.setattr(executor._channel, "max_bytes", 1000)
     with pytest.raises(StepFailedError, match="too long; the most is 1000"):
         executor.submit(LONG_PLAN).result(20)
+
+
+def test_a_server_that_refuses_calls_is_shutting_down_once_it_has_had_requests(
+    executor: BlsExecutor, engine: SlowEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it took no call before it was stopped: its first requests show that it served."""
+    engine.reads.set()
+    asked = threading.Event()
+    ask = executor._server._ask
+
+    def note_and_ask() -> None:
+        try:
+            ask()
+        finally:
+            asked.set()
+
+    monkeypatch.setattr(executor._server, "_ask", note_and_ask)
+    assert asked.wait(20)
+    executor.check()
+    assert executor.submit(StepPlan(epoch=1, step_id=0, reset=True)).result(20) == RESULT
+    assert executor._server._thread is not None
+    executor._server._thread.join(20)
+    with pytest.raises(ServerStoppingError):
+        executor.check()

@@ -138,6 +138,7 @@ class BlsExecutor:
         channel, watch = self._channel, self._watch
         assert channel is not None, "submit() before open()"
         assert watch is not None
+        self._model.has_server_started = True  # or there were no requests to plan for
         failure: StepFailedError | None = None
         try:
             channel.post(encode(plan))

@@ -44,7 +44,7 @@ _KILL_TIMEOUT_S = 10.0
 _IS_LOADED = "missing required input"
 """What Triton says to a request without inputs for a model that is loaded."""
 _IS_NOT_LOADED = "is not ready"
-_IS_STOPPING = ("Server not ready", "BLS is only supported during")
+_TAKES_NO_CALLS = ("Server not ready", "BLS is only supported during")
 """What it says of all models while it shuts down, and before it has started; and its Python backend
 to a model that is being unloaded."""
 
@@ -58,6 +58,8 @@ class EngineModel:
 
     Attributes:
         can_be_replaced: whether Triton loads and unloads models on a model's order.
+        has_server_started: whether it is known to take calls, or to have taken some: one that
+            refuses them then is shutting down.
     """
 
     def __init__(self, pb_utils: Any, name: str, directory: Path, loader: Path) -> None:
@@ -65,7 +67,7 @@ class EngineModel:
         self._name = name
         self._loader = loader
         self._mark = directory / RELOAD_MARK
-        self._has_server_started = False  # whether it has taken a call
+        self.has_server_started = False
         self.can_be_replaced = has_explicit_control(_command_line(os.getppid()))
 
     def check_loaded(self) -> None:
@@ -84,11 +86,11 @@ class EngineModel:
             text = response.error().message()
         except pb_utils.TritonModelException as error:
             text = str(error)
-        if any(words in text for words in _IS_STOPPING):
-            if not self._has_server_started:
+        if any(words in text for words in _TAKES_NO_CALLS):
+            if not self.has_server_started:
                 raise ServerStartingError("the server has not started yet")
             raise ServerStoppingError("the server takes no calls")
-        self._has_server_started = True
+        self.has_server_started = True
         if _IS_NOT_LOADED in text:
             raise EngineUnloadedError(UNLOADED)  # its farewell may still be to come
         if _IS_LOADED not in text:

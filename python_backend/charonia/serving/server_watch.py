@@ -4,8 +4,9 @@ Owns a thread that asks Triton. Must not know what becomes of requests then.
 
 Triton tells no model that it shuts down before it unloads it, and it unloads none while requests
 are live: it waits for them as long as its `--exit-timeout-secs` says, then it gives up and breaks
-them off. To a BLS call it says "Server not ready" from the first moment on. So whoever asks can end
-what is live, and the server ends in order. A call that is refused takes 0.2 ms; 30,000 of them left
+them off. To a BLS call it says "Server not ready" from the first moment on, as it does until it has
+loaded all its models; see `EngineModel` for which of the two it is. So whoever asks can end what is
+live, and the server ends in order. A call that is refused takes 0.2 ms; 30,000 of them left
 no trace in the memory of either process.
 """
 
