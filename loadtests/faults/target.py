@@ -180,6 +180,7 @@ def serving_target(
     limits = SupervisionLimits(
         hang_s=step_deadline_s + HANG_MARGIN_S,
         stable_s=0.0,  # it is broken on purpose, however often
+        drain_s=1.0,  # a fault is mended once no process from before it is left
     )
     with prepared_server(options, on_log=log) as (server, prepared):
         make_supervisor = partial(

@@ -115,7 +115,8 @@ def test_the_other_of_two_processes_finishes_its_call_and_ends(
     callers = [threading.Thread(target=call) for _ in old]
     for caller in callers:
         caller.start()
-    time.sleep(0.5)  # each of the two has one in hand
+    in_hand = wait_for(lambda: list(repository.glob("slow-*")), lambda found: len(found) == 2)
+    assert len(in_hand) == 2, "each of the two has one"
     os.kill(min(old), signal.SIGKILL)
     for caller in callers:
         caller.join(timeout=ALLOWED_S)

@@ -48,7 +48,7 @@ def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_e
 
 
 def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Target]) -> None:
-    supervised = supervise()
+    supervised = supervise(PATIENT)
     assert supervised.server.pid is not None
     os.kill(supervised.server.pid, signal.SIGKILL)
     supervised.wait_serving()

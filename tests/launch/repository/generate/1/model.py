@@ -1,10 +1,11 @@
 """Answers with what came, through the response sender.
 
-"slow" takes two seconds, "hold" is never answered, and after "hang" nothing is. A file
-`refuse-to-load-again` in the repository makes `initialize` raise, and `load-slowly` makes it wait
-for as long as that is there.
+"slow" takes two seconds and leaves a file `slow-PID`; "hold" is never answered, and after "hang"
+nothing is. A file `refuse-to-load-again` in the repository makes `initialize` raise, and
+`load-slowly` makes it wait for as long as that is there.
 """
 
+import os
 import time
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class TritonPythonModel:
             if text[0] == b"hang":
                 time.sleep(3600)
             if text[0] == b"slow":
+                (REPOSITORY / f"slow-{os.getpid()}").touch()
                 time.sleep(2)
             if text[0] == b"hold":
                 self.held.append(sender)
