@@ -2,8 +2,6 @@
 
 Owns who must be there, and for how long a process may be stopped. Must not know what is done about
 a loss, nor talk to the server.
-
-A process that a debugger holds is no loss: the kernel calls that a tracing stop.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,6 +9,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from charonia.launch.processes import Stops, is_stopped, status
 from charonia.launch.server import TritonServer
 from charonia.serving.open_calls import OpenCallsOf
 
@@ -45,7 +44,7 @@ class Member:
     @property
     def is_lost(self) -> bool:
         """Whether it is gone, or stopped at this moment."""
-        return not _lives(self.process) or _is_stopped(self.process.pid)
+        return not _lives(self.process) or is_stopped(self.process.pid)
 
     @property
     def num_open_calls(self) -> int:
@@ -71,7 +70,7 @@ class Lookout:
         self._members: dict[str, list[Member]] = {}
         self._num_needed: dict[str, int] = {}
         self._dismissed: dict[Member, float] = {}  # and since when
-        self._stopped_since: dict[int, float] = {}
+        self._stops = Stops()
         found = server.stubs()
         for file in server.repository.glob("*/1/model.py"):
             if (model := file.parents[1].name) not in leave:
@@ -138,7 +137,7 @@ class Lookout:
         return [
             process
             for process in self._server.stubs().get(model, [])
-            if process not in dismissed and _lives(process) and not _is_stopped(process.pid)
+            if process not in dismissed and _lives(process) and not is_stopped(process.pid)
         ]
 
     def _replace_members(self, model: str, processes: Iterable[psutil.Process], now: float) -> None:
@@ -152,23 +151,9 @@ class Lookout:
         self._dismissed |= dict.fromkeys(before.values(), now)
 
     def _is_stopped_for_long(self, pid: int, now: float) -> bool:
-        if not _is_stopped(pid):
-            self._stopped_since.pop(pid, None)
-            return False
-        return now - self._stopped_since.setdefault(pid, now) > self._stopped_s
+        return self._stops.seconds(pid, now) > self._stopped_s
 
 
 def _lives(process: psutil.Process) -> bool:
     """Whether it is there, and no zombie: tritonserver does not reap what was its process."""
-    return process.is_running() and _status(process.pid) != psutil.STATUS_ZOMBIE
-
-
-def _is_stopped(pid: int) -> bool:
-    return _status(pid) == psutil.STATUS_STOPPED
-
-
-def _status(pid: int) -> str | None:
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
-        return None
+    return process.is_running() and status(process.pid) != psutil.STATUS_ZOMBIE
