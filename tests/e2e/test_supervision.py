@@ -16,13 +16,21 @@ from charonia.launch.repository import RepositoryOptions
 from charonia.launch.run import prepared_server
 from support.e2e import generate, infer_grpc, one_torch_thread, request_inputs, scrape, wait_for
 from support.events import events
-from support.faults import make_faulty_repository
+from support.faults import make_faulty_repository, order_fault
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.many_streams import check_complete
 from support.supervised import Supervised
 
-LIMITS = SupervisionLimits(stopped_s=0.5, stranded_s=60.0, drain_s=1.0, backoff_s=0.1)
+LIMITS = SupervisionLimits(
+    probe_interval_s=1.0,
+    probe_timeout_s=1.0,
+    stopped_s=0.5,
+    orphaned_load_s=2.0,
+    stranded_s=60.0,
+    drain_s=1.0,
+    backoff_s=0.1,
+)
 SETTINGS = ("num_gpu_blocks_override=1025", "max_num_seqs=8")
 STARTS_S = 60.0
 PROMPT = [5, 6, 7]
@@ -212,4 +220,23 @@ def test_a_lost_engine_is_left_to_the_scheduler(
     _, num_lines = strike(supervised, "engine", "killed")
     check_complete(stream.wait_over(), undisturbed)
     assert supervised.lines[num_lines:] == []
+    check_every_door(supervised)
+
+
+def test_an_engine_that_is_lost_while_it_loads_comes_back_with_the_server(
+    supervised: Supervised,
+) -> None:
+    stream = start_stream(supervised, "scheduler")
+    slow_load = order_fault(supervised.server.repository, "load-seconds", 600)
+    lost, num_lines = strike(supervised, "engine", "killed")
+    (loading,) = wait_for(
+        lambda: [pid for pid in supervised.server.pids("engine") if pid != lost], bool
+    )
+    os.kill(loading, signal.SIGSTOP)
+    slow_load.unlink()
+    stream.wait_over(30)
+    assert stream.error is not None
+    supervised.wait_serving(STARTS_S)
+    reason = "tritonserver waits for a process of engine that does not run"
+    assert any(reason in line for line in supervised.lines[num_lines:])
     check_every_door(supervised)

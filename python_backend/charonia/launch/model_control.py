@@ -15,6 +15,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.launch.errors import LaunchError
+from charonia.launch.processes import is_stopped
 from charonia.launch.server import TritonServer
 
 _ANSWER_S = 2.0
@@ -42,12 +43,17 @@ class ModelControl:
 
     def is_served(self, model: str) -> bool:
         """Whether Triton means to serve a model: nobody has unloaded it, or is loading it now."""
-        with self._client() as client, contextlib.suppress(InferenceServerException):
-            index = client.get_model_repository_index(
-                headers=self._server.api_headers, client_timeout=_ANSWER_S
-            )
-            return any(entry.name == model and entry.state == "READY" for entry in index.models)
-        return True
+        return self._state(model) in ("READY", None)
+
+    def is_load_orphaned(self, model: str) -> bool:
+        """Whether tritonserver loads a model in Python of which no process runs.
+
+        So it is for a moment in every load. But where the process is killed as it starts,
+        tritonserver (2.51.0) may wait for it for ever, and so does whoever ordered the load.
+        """
+        return self._state(model) == "LOADING" and all(
+            is_stopped(pid) for pid in self._server.pids(model)
+        )
 
     def reload(self, model: str, *, timeout_s: float) -> list[psutil.Process]:
         """Unload a model and load it again.
@@ -74,6 +80,17 @@ class ModelControl:
                         f"{model} could not be loaded again: {error.message()}"
                     ) from None
         return [one for one in self._server.model_processes(model) if one not in before]
+
+    def _state(self, model: str) -> str | None:
+        """As tritonserver's index has it; None when it does not say, or does not answer."""
+        with self._client() as client, contextlib.suppress(InferenceServerException):
+            index = client.get_model_repository_index(
+                headers=self._server.api_headers, client_timeout=_ANSWER_S
+            )
+            for entry in index.models:
+                if entry.name == model:
+                    return str(entry.state)
+        return None
 
     def _client(self) -> contextlib.closing[tritonclient.grpc.InferenceServerClient]:
         return contextlib.closing(tritonclient.grpc.InferenceServerClient(self._server.grpc_url))

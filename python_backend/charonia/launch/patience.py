@@ -23,6 +23,7 @@ class SupervisionLimits:
             at once.
         reload_s: without any answer while the engine is not loaded: the scheduler is then reloading
             it.
+        orphaned_load_s: for how long an engine may be loading without a process of it.
         model_hang_s: without any answer of another model.
         server_hang_s: without any answer of tritonserver, over HTTP and over gRPC.
         replace_s: for unloading a lost model and loading it again.
@@ -45,6 +46,7 @@ class SupervisionLimits:
     probe_timeout_s: float = 5.0
     hang_s: float = 45.0
     reload_s: float = 900.0
+    orphaned_load_s: float = 5.0
     model_hang_s: float = 60.0
     server_hang_s: float = 15.0
     replace_s: float = 60.0

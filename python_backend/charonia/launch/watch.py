@@ -12,6 +12,8 @@ of a question, a process that is lost meanwhile is noticed.
     scheduler         its process; no probe answered         with the whole server, as nothing less
                       for `hang_s`                           ends its open streams
     engine            the scheduler                          by the scheduler
+    engine that loads no process of it for                   with the whole server, as its load
+                      `orphaned_load_s`                      never ends
     any other model   its process; those of `QUESTIONS`      alone: killed, unloaded, loaded; with
     in Python         also unanswered for `model_hang_s`     the whole server where that fails
 
@@ -40,12 +42,14 @@ from charonia.launch.stranded import StrandedCalls
 
 @dataclass(frozen=True)
 class _Finding:
-    """What a probe found, and where no answer came, who else answers. An engine of which nothing
-    is known is taken for loaded."""
+    """What a probe found; where no answer came, who else answers; and where no step runs, whether
+    nothing can come of the engine's load. An engine of which nothing is known is taken for loaded.
+    """
 
     health: Health
     is_server_live: bool = True
     is_engine_loaded: bool = True
+    is_load_orphaned: bool = False
 
 
 class Watch:
@@ -102,6 +106,7 @@ class Watch:
         self._is_silent = False  # the scheduler, when it was last asked
         self._probed = self._live = time.monotonic()
         self._silence = Silence(limits, self._probed)
+        self._orphaned_since: float | None = None  # the engine's load
 
     def keep(self) -> str | None:
         """Return why the server must be restarted, or None when `stop` is set. Called once."""
@@ -163,10 +168,19 @@ class Watch:
             self._live = now
         elif now - self._live > self._limits.server_hang_s:
             return f"tritonserver has not answered for {now - self._live:.0f} s"
+        if self._is_orphaned_for_long(finding, now):
+            return f"tritonserver waits for a process of {self._engine} that does not run"
         if self._is_silent:
             excess = self._silence.note_silence(now, is_loaded=finding.is_engine_loaded)
             return None if excess is None else f"the {self._scheduler} {excess}"
         return None
+
+    def _is_orphaned_for_long(self, finding: _Finding, now: float) -> bool:
+        if not finding.is_load_orphaned:
+            self._orphaned_since = None
+            return False
+        self._orphaned_since = self._orphaned_since or now
+        return now - self._orphaned_since > self._limits.orphaned_load_s
 
     def _ask_others(self, now: float) -> None:
         for inquiry in self._inquiries:
@@ -179,6 +193,9 @@ class Watch:
 
     def _examine(self) -> _Finding:
         health = self._probe.check(self._limits.probe_timeout_s).health
+        if health is Health.REFUSING:
+            is_orphaned = self._control.is_load_orphaned(self._engine)
+            return _Finding(health, is_load_orphaned=is_orphaned)
         if health is not Health.SILENT:
             return _Finding(health)
         is_loaded = self._control.is_loaded(self._engine)
