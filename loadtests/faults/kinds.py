@@ -26,6 +26,7 @@ class Kind:
         loses: what does not outlive it.
         delays: entries whose calls wait until it has been mended; others go on as if nothing was.
         max_engines, max_servers: engines, and restarts of the whole server, that it may cost.
+        num_kept: processes of which tritonserver keeps what it has for each, see `growth`.
         arguments: of the engine when it comes; one of them is drawn.
         every: it comes in each round of that many; those that take long come less often.
     """
@@ -36,6 +37,7 @@ class Kind:
     delays: frozenset[str] = ENTRIES
     max_engines: int = 1
     max_servers: int = 0
+    num_kept: int = 0
     arguments: tuple[Arguments, ...] = ("plain",)
     every: int = 1
 
@@ -75,8 +77,8 @@ def _of_process(process: str, **values: Any) -> Iterator[Kind]:
 
 _BESIDE = (
     *_of_process("loader", loses="loader", delays=frozenset()),
-    *_of_process("tokenizer", loses="tokenizer", delays=frozenset({"llm"})),
-    *_of_process("postprocessor", loses="postprocessor", delays=frozenset({"llm"})),
+    *_of_process("tokenizer", loses="tokenizer", delays=frozenset({"llm"}), num_kept=2),
+    *_of_process("postprocessor", loses="postprocessor", delays=frozenset({"llm"}), num_kept=1),
     # Calls that are open there end with the whole server alone, half a minute later.
     *_of_process(
         "generate", loses="generate", delays=frozenset({"generate"}), max_servers=1, every=4

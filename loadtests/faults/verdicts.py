@@ -6,7 +6,7 @@ Owns the verdicts and their bounds. Must not know how anything was observed.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from faults.growth import MAX_FDS, MAX_THREADS, Growth, growths
+from faults.growth import Growth, growths
 from faults.kinds import KINDS
 from faults.outcome import FaultRecord, Outcome
 from support.live_stream import WRONG_ANSWER
@@ -121,7 +121,7 @@ def _at_rest(outcome: Outcome) -> list[Verdict]:
     others = outcome.rests[1:]
     busy = [f"{name} = {value:g}" for rest in others for name, value in rest.busy.items() if value]
     roles = [rest.footprint.roles for rest in outcome.rests]
-    grown = growths(outcome.rests)
+    grown = growths(outcome.rests, outcome.faults)
     return [
         Verdict("no leaked block, nothing running", not busy, _list(busy)),
         left,
@@ -132,8 +132,8 @@ def _at_rest(outcome: Outcome) -> list[Verdict]:
         ),
         _shared_memory(outcome),
         _memory(grown),
-        _bounded("open file", [(each.role, each.num_fds) for each in grown], MAX_FDS),
-        _bounded("thread", [(each.role, each.num_threads) for each in grown], MAX_THREADS),
+        _bounded("open file", [(each.role, each.num_fds, each.max_fds) for each in grown]),
+        _bounded("thread", [(each.role, each.num_threads, each.max_threads) for each in grown]),
     ]
 
 
@@ -164,11 +164,12 @@ def _memory(grown: Sequence[Growth]) -> Verdict:
     return Verdict("no process grew", bool(grown) and not above, _list(found))
 
 
-def _bounded(what: str, grown: Sequence[tuple[str, int]], most: int) -> Verdict:
-    above = [f"{role} {more:+d}" for role, more in grown if more > most]
-    highest = max((more for _, more in grown), default=0)
-    found = _list(above) if above else f"{highest:+d} at most; {most} are allowed"
-    return Verdict(f"no leaked {what}", bool(grown) and not above, found)
+def _bounded(what: str, grown: Sequence[tuple[str, int, int]]) -> Verdict:
+    """Judges what each role has more, by how much more it may have."""
+    above = [one for one in grown if one[1] > one[2]]
+    shown = sorted(grown, key=lambda one: one[1] / one[2], reverse=True)
+    found = [f"{role} {more:+d} of {most}" for role, more, most in above or shown]
+    return Verdict(f"no leaked {what}", bool(grown) and not above, _list(found))
 
 
 def _found(bad: Sequence[object], total: int, what: str) -> str:

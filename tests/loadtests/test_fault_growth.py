@@ -1,8 +1,19 @@
 """How much more a process holds at rest than before the faults, and when that is too much."""
 
+from dataclasses import replace
+
 from faults.footprint import Footprint, ProcessFootprint
-from faults.growth import MAX_BYTES, MAX_BYTES_PER_FAULT, MAX_FDS, MAX_THREADS, growths
-from faults.outcome import Outcome, Rest
+from faults.growth import (
+    KEPT_BYTES,
+    KEPT_FDS,
+    KEPT_THREADS,
+    MAX_BYTES,
+    MAX_BYTES_PER_FAULT,
+    MAX_FDS,
+    MAX_THREADS,
+    growths,
+)
+from faults.outcome import FaultRecord, Outcome, Rest
 from faults.verdicts import verdicts
 
 MEMORY, FILES, THREADS = "no process grew", "no leaked open file", "no leaked thread"
@@ -16,9 +27,13 @@ def rest(num_faults, *processes):
     return Rest(num_faults, {"charonia_requests_running": 0.0}, Footprint(processes, 2**20))
 
 
-def failed(*rests):
+def struck(number, kind):
+    return FaultRecord(number, kind, "", 0.0, 1.0, 1, 0, 0, 1.0, True, (), None, (), {}, 0)
+
+
+def failed(*rests, faults=()):
     """Which of the verdicts on growth fail."""
-    seen = verdicts(Outcome(0, rests=[*rests]))
+    seen = verdicts(Outcome(0, rests=[*rests], faults=[*faults]))
     return [each.what for each in seen if each.what in (MEMORY, FILES, THREADS) and not each.holds]
 
 
@@ -58,6 +73,22 @@ def test_files_and_threads_of_a_process_that_lived_through_are_counted():
 def test_a_new_process_may_have_what_tritonserver_had_open():
     assert failed(rest(0, process()), rest(9, process(pid=2, num_fds=100))) == []
     assert failed(rest(0, process()), rest(9, process(pid=2, num_threads=100))) == [THREADS]
+
+
+def test_tritonserver_may_keep_what_it_has_of_processes_that_were_lost_with_requests_in_hand():
+    kinds = ("kill-tokenizer", "stop-postprocessor", "kill", "kill-tokenizer")
+    faults = [struck(number, kind) for number, kind in enumerate(kinds, start=1)]
+    for role, num_kept in (("tritonserver", 3), ("scheduler", 0)):
+        most = process(
+            role,
+            rss_bytes=2**26 + MAX_BYTES + 3 * MAX_BYTES_PER_FAULT + num_kept * KEPT_BYTES,
+            num_fds=9 + MAX_FDS + num_kept * KEPT_FDS,
+            num_threads=16 + MAX_THREADS + num_kept * KEPT_THREADS,
+        )
+        assert failed(rest(0, process(role)), rest(3, most), faults=faults) == []
+        more = replace(most, num_fds=most.num_fds + 1, num_threads=most.num_threads + 1)
+        expected = [FILES, THREADS]
+        assert failed(rest(0, process(role)), rest(3, more), faults=faults) == expected
 
 
 def test_what_grew_most_of_what_it_may_is_named():
