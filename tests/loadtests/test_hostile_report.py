@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hostile import as_markdown, holds, verdicts
+from hostile import as_markdown, holds, memory_verdicts, verdicts
 from support.hostile.trial import Outcome
 
 GOOD = Outcome(
@@ -56,7 +56,8 @@ def test_a_neighbour_may_be_slow_in_a_minority_of_rounds() -> None:
     assert "| 3.00 | 3.00 |" in as_markdown([[slow], [GOOD], [slow]])
 
 
-def test_memory_counts_in_the_last_round() -> None:
-    grown = replace(GOOD, excess={"engine 0": 2**30})
-    assert verdicts((grown, GOOD)) == []
-    assert verdicts((GOOD, grown)) == ["noise on ports: engine 0 kept +1024 MiB"]
+def test_memory_counts_for_a_whole_round() -> None:
+    grown = replace(GOOD, growth={"engine 0": 2**30})
+    assert memory_verdicts((grown, GOOD)) == ["engine 0 kept +1024 MiB"]
+    given_back = replace(GOOD, growth={"engine 0": -(2**30)})
+    assert memory_verdicts((grown, GOOD, given_back)) == []

@@ -5,7 +5,7 @@ not know what an attack does.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -60,11 +60,7 @@ class Watch:
 
     def excess(self, before: "Watch") -> dict[str, int]:
         """The growth of those that have grown too much."""
-        return {
-            role: num_bytes
-            for role, num_bytes in self.growth(before).items()
-            if num_bytes > (KEPT_BY_TRITON_BYTES if role in OF_TRITON else KEPT_BYTES)
-        }
+        return excess_of(self.growth(before))
 
     def left_open(self, before: "Watch") -> dict[str, int]:
         """Files and connections more than before, of processes that have too many more."""
@@ -150,6 +146,15 @@ class Arena:
             lambda after: not after.excess(before) and not after.left_open(before),
             SETTLE_S,
         )
+
+
+def excess_of(growth: Mapping[str, int]) -> dict[str, int]:
+    """What has grown by more bytes than allocators keep."""
+    return {
+        role: num_bytes
+        for role, num_bytes in growth.items()
+        if num_bytes > (KEPT_BY_TRITON_BYTES if role in OF_TRITON else KEPT_BYTES)
+    }
 
 
 def _noticed(neighbour: Neighbour, expected: Answer) -> str | None:
