@@ -34,6 +34,11 @@ inline void pause() {
 #endif
 }
 
+// The library's thread_local variables get their memory when a thread first uses one of them, and
+// where the system gives none then, the C library ends the process. So a thread begins with that,
+// and not in the middle of an operation.
+inline thread_local volatile bool has_begun = false;
+
 // Threads that help the one that calls `run`. Work is claimed piece by piece, ever smaller ones,
 // and a helper that has claimed nothing is not waited for: on a machine whose cores have other
 // work too, a helper that does not get to run costs nothing.
@@ -58,6 +63,7 @@ class Pool {
   // Have so many threads, the caller of `run` among them; helper i on core cores[i], or unbound.
   // Throws where the system does not give them; then there are as many as it gave.
   void resize(int num_threads, const std::vector<int>& cores) {
+    has_begun = true;
     stop();
     for (int i = 0; i + 1 < num_threads; ++i) {
       const int core = i < static_cast<int>(cores.size()) ? cores[i] : -1;
@@ -146,6 +152,7 @@ class Pool {
   }
 
   void help(int core) {
+    has_begun = true;
     if (core >= 0) bind(core);
     uint64_t done = gate_.load(std::memory_order_acquire) >> 32;
     if (gate_.load(std::memory_order_acquire) & kOpen) --done;
