@@ -290,7 +290,7 @@ def test_64_streams_run_at_once_and_each_gets_its_own_text(
     server: TritonServer, most_running: Callable[[], float]
 ) -> None:
     samplings = [
-        {"max_tokens": 200, "temperature": 1.5, "seed": 1000 + index, "ignore_eos": True}
+        {"max_tokens": 500, "temperature": 1.5, "seed": 1000 + index, "ignore_eos": True}
         for index in range(NUM_STREAMS)
     ]
     models = ["scheduler", "llm"] * (NUM_STREAMS // 2)
