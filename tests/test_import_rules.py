@@ -65,7 +65,8 @@ RULES = {
     ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
-        "engine text protocol config sockets errors events checkpoint_files", "numpy msgspec"
+        "engine text protocol config sockets errors events checkpoint_files",
+        "numpy msgspec grpc tritonclient",
     ),
 }
 # These may import anything, and only each other may import them (and "" the Python API, lazily).

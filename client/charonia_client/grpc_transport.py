@@ -21,7 +21,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
+import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from charonia_client import wire

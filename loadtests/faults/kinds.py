@@ -13,7 +13,7 @@ ENTRIES = frozenset({"scheduler", "llm", "generate"})
 Arguments = Literal["plain", "draft", "suffix", "narrow"]
 """Of the engine: `draft` and `suffix` guess tokens ahead, `narrow` has too few blocks for all."""
 
-Part = Literal["engine", "loader", "tokenizer", "postprocessor", "generate", "server"]
+Part = Literal["engine", "tokenizer", "postprocessor", "generate", "server"]
 """What is lost: the processes of one model, or the whole server."""
 
 
@@ -60,7 +60,7 @@ _ENGINE = (
     Kind("exception", "exception in a step"),
     Kind("memory", "out of memory in a step"),
     Kind("poison", "poisoned request", max_engines=DEATHS_BY_POISON),
-    # A load that fails can end the process that ordered it, and then tritonserver 2.51.0.
+    # tritonserver 2.51.0 may wait for ever for a process that is killed as it starts.
     Kind("kill-in-recovery", "kill -9, and again while it is loaded", max_engines=2, max_servers=1),
     Kind("kill-in-reload", "kill -9 during a reload", max_engines=2, max_servers=1),
     Kind("kill-in-prefill", "kill -9 during a long prefill"),
@@ -76,7 +76,6 @@ def _of_process(process: str, **values: Any) -> Iterator[Kind]:
 
 
 _BESIDE = (
-    *_of_process("loader", loses="loader", delays=frozenset()),
     *_of_process("tokenizer", loses="tokenizer", delays=frozenset({"llm"}), num_kept=2),
     *_of_process("postprocessor", loses="postprocessor", delays=frozenset({"llm"}), num_kept=1),
     # Calls that are open there end with the whole server alone, half a minute later.

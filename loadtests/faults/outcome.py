@@ -75,15 +75,15 @@ class Summary:
 
     Attributes:
         num_engines, num_servers: that these faults cost in all.
-        first, last: of each fault's first and last lane that had to wait; None where nobody has.
-        pause: of the lanes that had not, each fault's longest.
+        first, last: of each fault's first and last lane that had to wait.
+        pause: of the lanes that had not, each fault's longest; None where all had.
     """
 
     count: int
     num_engines: int
     num_servers: int
-    first: "Spread | None"
-    last: "Spread | None"
+    first: "Spread"
+    last: "Spread"
     pause: "Spread | None"
 
 
@@ -96,10 +96,8 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread | None":
-        """Describe values, if there are any; the percentile is the nearest that occurs."""
-        if not values:
-            return None
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Describe values, of which there is one at least; the percentile is one of them."""
         ordered = sorted(values)
         rank = -(-9 * len(ordered) // 10)
         return cls(statistics.median(ordered), ordered[rank - 1], ordered[-1])
@@ -126,9 +124,8 @@ class Outcome:
     stopped_by: str | None = None
 
     def of_kind(self, kind: Kind) -> list[FaultRecord]:
-        """The faults of one kind from which at least one lane recovered, or none had to."""
-        faults = [fault for fault in self.faults if fault.kind == kind.name]
-        return [fault for fault in faults if fault.recovery or not kind.delays]
+        """The faults of one kind from which at least one lane recovered."""
+        return [fault for fault in self.faults if fault.kind == kind.name and fault.recovery]
 
     def summary(self) -> dict[str, Summary]:
         """By the kind's name, of those that occurred."""
@@ -151,7 +148,7 @@ def _summary(faults: Sequence[FaultRecord]) -> Summary:
         len(faults),
         sum(fault.num_engines for fault in faults),
         sum(fault.num_servers for fault in faults),
-        Spread.of([fault.recovery[0] for fault in faults if fault.recovery]),
-        Spread.of([fault.recovery[-1] for fault in faults if fault.recovery]),
-        Spread.of(pauses),
+        Spread.of([fault.recovery[0] for fault in faults]),
+        Spread.of([fault.recovery[-1] for fault in faults]),
+        Spread.of(pauses) if pauses else None,
     )

@@ -19,7 +19,7 @@ _COLORS = ("#1f5fa8", "#e08a2e", "#5a9c57", "#7b5ba6", "#c0392b", "#2b9aa8", "#8
 
 def write_plot(report: Report, path: Path) -> None:
     """Two panels, of the first and the last client to go on; a dot is a fault, a box its kind."""
-    kinds = [name for name, each in report.outcome.summary().items() if each.first is not None]
+    kinds = [*report.outcome.summary()]
     victims = sorted({fault.victim for fault in report.outcome.faults})
     colors = dict(zip(victims, cycle(_COLORS), strict=False))
     size = (11.0, 1.6 + 0.62 * max(len(kinds), 2))

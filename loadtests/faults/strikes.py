@@ -205,7 +205,7 @@ STRIKES: dict[str, Callable[[Scene], Strike]] = {
     "kill-when-full": partial(_kill_when_growing, "charonia_preemptions_total"),
     **{
         f"{name}-{model}": partial(_signal_model, signum, model)
-        for model in ("loader", "tokenizer", "postprocessor", "generate")
+        for model in ("tokenizer", "postprocessor", "generate")
         for name, signum in _SIGNALS.items()
     },
     **{

@@ -273,7 +273,6 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         engine_model: name of the Triton model that is the engine.
-        loader_model: of the one that has Triton load it again.
         max_queue_size: waiting requests before new ones are refused.
         max_queue_bytes: of all requests that wait or run, as they came, before new ones are
             refused. A request that lives takes some 16 times as much memory, 64 times at most.
@@ -286,7 +285,6 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     engine_model: str = "engine"
-    loader_model: str = "loader"
     max_queue_size: PositiveInt = 1024
     max_queue_bytes: PositiveInt = 2**26
     min_step_deadline_s: Seconds = 30.0

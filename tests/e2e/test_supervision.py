@@ -34,7 +34,6 @@ NUM_TOKENS = 1200
 PROCESSES = {
     "engine": 1,
     "generate": 1,
-    "loader": 1,
     "postprocessor": 1,
     "scheduler": 1,
     "tokenizer": 2,

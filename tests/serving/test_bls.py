@@ -29,12 +29,13 @@ from charonia.protocol import (
     encode,
 )
 from charonia.serving.bls import STEPS_SOCKET, BlsExecutor, _last_words
-from charonia.serving.engine_model import clean, has_explicit_control, kill_processes
+from charonia.serving.engine_model import clean, kill_processes
 from charonia.serving.liveness import start_time
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
+from support.model_control import NoControl
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -70,24 +71,6 @@ def test_a_pid_that_belongs_to_another_process_is_left_alone() -> None:
 )
 def test_a_message_has_no_traceback_and_no_path(message: str, cleaned: str) -> None:
     assert clean(message) == cleaned
-
-
-@pytest.mark.parametrize(
-    ("command_line", "is_explicit"),
-    [
-        ([], False),
-        (["tritonserver", "--model-repository=/m"], False),
-        (["tritonserver", "--model-control-mode=explicit"], True),
-        (["tritonserver", "--model-control-mode", "explicit", "--load-model=*"], True),
-        (["tritonserver", "--model-control-mode=poll"], False),
-        (["tritonserver", "--model-control-mode=none", "--model-control-mode=explicit"], True),
-        (["tritonserver", "--model-control-mode"], False),
-    ],
-)
-def test_the_control_mode_is_read_from_the_command_line(
-    command_line: list[str], is_explicit: bool
-) -> None:
-    assert has_explicit_control(command_line) == is_explicit
 
 
 @pytest.mark.parametrize(
@@ -174,9 +157,7 @@ class RefusingTriton:
 
 @pytest.fixture
 def executor(tmp_path: Path, engine: SlowEngine) -> Iterator[BlsExecutor]:
-    executor = BlsExecutor(
-        RefusingTriton, "engine", tmp_path, tmp_path / "loader.socket", log=lambda line: None
-    )
+    executor = BlsExecutor(RefusingTriton, "engine", tmp_path, NoControl(), log=lambda line: None)
     opened = threading.Event()
     opening = executor.open(replace=False, on_done=opened.set)
     assert opened.wait(20)

@@ -14,7 +14,7 @@ from charonia.serving.schema import RETURN_FLAGS
 from charonia.serving.tensors import OUTPUT_TYPES
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
-MODELS = ("llm", "tokenizer", "scheduler", "engine", "loader", "postprocessor", "generate")
+MODELS = ("llm", "tokenizer", "scheduler", "engine", "postprocessor", "generate")
 INTERNAL_INPUTS = {"request_key", "prompt_text", "probe"}
 INTERNAL_OUTPUTS = {"request_key"}
 PUBLIC_INPUTS = {

@@ -12,6 +12,7 @@ from charonia.errors import (
 )
 from charonia.serving.engine_model import EngineModel
 from charonia.serving.server_watch import ServerWatch
+from support.model_control import NoControl
 
 MISSING_INPUT = "expected 1 inputs but got 0 inputs, but missing required input(s) ['question']"
 
@@ -35,7 +36,7 @@ class FakeTriton:
 def model(says: str, tmp_path) -> EngineModel:
     """Of a server that has taken a call before it says this."""
     triton = FakeTriton(MISSING_INPUT)
-    model = EngineModel(triton, "engine", tmp_path, tmp_path / "loader.socket")
+    model = EngineModel(triton, "engine", tmp_path, NoControl())
     model.check_server()
     triton.says = says
     return model
@@ -74,15 +75,13 @@ def test_what_triton_says_of_the_engines_model_is_understood(says, error, tmp_pa
 
 def test_an_engine_is_not_loaded_by_a_server_that_is_shutting_down(tmp_path):
     asked = model("Server not ready", tmp_path)
-    asked.can_be_replaced = True
     with pytest.raises(ServerStoppingError):
         asked.replace({}, lambda: pytest.fail("it was loaded"))
 
 
 def test_a_server_that_has_not_loaded_all_its_models_is_not_shutting_down(tmp_path):
     triton = FakeTriton("Server not ready")
-    asked = EngineModel(triton, "engine", tmp_path, tmp_path / "loader.socket")
-    asked.can_be_replaced = True
+    asked = EngineModel(triton, "engine", tmp_path, NoControl())
     for ask in (
         asked.check_loaded,
         asked.check_server,

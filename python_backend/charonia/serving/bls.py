@@ -40,7 +40,7 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
-from charonia.serving.engine_model import RECOVERY_IS_OFF, EngineModel
+from charonia.serving.engine_model import EngineModel, ModelControl
 from charonia.serving.liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
 from charonia.serving.server_watch import ServerWatch
 from charonia.sockets.channel import Channel
@@ -93,8 +93,10 @@ class BlsExecutor:
 
     Args:
         engine_model: its name. engine_dir: its version directory.
-        loader: the loader's socket, see `loading`.
         log: takes one line, from any thread.
+
+    Attributes:
+        refusal: why no engine can be loaded in the place of another; None where one can.
     """
 
     def __init__(
@@ -102,7 +104,7 @@ class BlsExecutor:
         pb_utils: Any,
         engine_model: str,
         engine_dir: Path,
-        loader: Path,
+        control: ModelControl,
         *,
         log: Callable[[str], None],
     ) -> None:
@@ -113,15 +115,12 @@ class BlsExecutor:
         self._watch: EngineWatch | None = None
         self._processes: dict[int, int] = {}
         self._opening: EngineOpening | None = None
-        self._model = EngineModel(pb_utils, engine_model, engine_dir, loader)
+        self._model = EngineModel(pb_utils, engine_model, engine_dir, control)
         self._server = ServerWatch(self._model.check_server, log=log)
-        if not self.can_replace:
-            log(event("recovery_off", reason=RECOVERY_IS_OFF))
-
-    @property
-    def can_replace(self) -> bool:
-        """Whether Triton lets an engine be replaced."""
-        return self._model.can_be_replaced
+        self._control = control
+        self.refusal = control.refusal
+        if self.refusal is not None:
+            log(event("recovery_off", reason=self.refusal))
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
         """As `Executor.open`, in a thread of its own.
@@ -157,6 +156,7 @@ class BlsExecutor:
     def close(self) -> None:
         """Hang up; the engine stays. One that is being opened is waited for a little."""
         self._server.close()
+        self._control.close()
         if self._opening is not None:
             self._opening.join(_CLOSE_TIMEOUT_S)
         self._disconnect()

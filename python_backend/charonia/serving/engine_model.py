@@ -1,18 +1,17 @@
 """The engine as one of Triton's models: whether it is loaded, and having another one loaded.
 
-Owns the calls to Triton, and the end of the processes that are left of an engine. Must not know
-plans, or how an engine is spoken to.
+Owns what Triton is asked for, and when, and the end of the processes that are left of an engine.
+Must not know plans, how an engine is spoken to, or how a model is loaded.
 
 Triton is asked over BLS, with a request that lacks its input: that is refused before it gets into
 the model's queue, so the answer waits neither for the engine nor behind anybody's requests. BLS
 works in `execute` and, once the model is loaded, in threads; its errors are harmless, and so are
 answers without tensors. The tensors of an answer are made without holding Python's lock (2.51.0),
 so in a process with threads every such answer may corrupt the heap; measured, a process with three
-threads dies after some thousand calls. Model control is not: each call of
-`pb_utils` that fails has a chance of taking the whole server down (seen after 3 to 26 of them, on
-2.51.0). So nothing is asked for that may be refused: whether control is explicit is read from the
-server's command line, a server that is shutting down is asked for nothing, and an engine that is
-loaded *again* comes up even when it cannot work, says why in answer to a hello, and is unloaded.
+threads dies after some thousand calls.
+
+A server that is shutting down is asked for nothing. An engine that is loaded *again* comes up even
+when it cannot work, says why in answer to a hello, and is unloaded.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from charonia.errors import (
     EngineDiedError,
@@ -33,13 +32,10 @@ from charonia.errors import (
 )
 from charonia.protocol import EngineInfo
 from charonia.serving.liveness import UNLOADED, start_time
-from charonia.serving.loading import LoadOrder, order_control
 
 ANSWER = "answer"
 """The engine model's output, which nobody gets."""
-RECOVERY_IS_OFF = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
 RELOAD_MARK = "reload.mark"
-_CONTROL_OPTION = "--model-control-mode"
 _KILL_TIMEOUT_S = 10.0
 _IS_LOADED = "missing required input"
 """What Triton says to a request without inputs for a model that is loaded."""
@@ -49,26 +45,42 @@ _TAKES_NO_CALLS = ("Server not ready", "BLS is only supported during")
 to a model that is being unloaded."""
 
 
+class ModelControl(Protocol):
+    """Loads and unloads models of this Triton; each call waits until it has.
+
+    Attributes:
+        refusal: why it does not; None where it does.
+    """
+
+    refusal: str | None
+
+    def load(self, model: str) -> None:
+        """Any exception says that it is not loaded."""
+
+    def unload(self, model: str) -> None:
+        """Any exception says that it may still be loaded."""
+
+    def close(self) -> None:
+        """End the call under way, if there is one, with an error."""
+
+
 class EngineModel:
     """The engine's model in the Triton that this process belongs to.
 
     Args:
-        name: of the model. directory: its version directory. loader: the socket of the one that
-            makes the calls which take long, see `loading`.
+        name: of the model. directory: its version directory.
 
     Attributes:
-        can_be_replaced: whether Triton loads and unloads models on a model's order.
         has_server_started: whether it is known to take calls, or to have taken some: one that
             refuses them then is shutting down.
     """
 
-    def __init__(self, pb_utils: Any, name: str, directory: Path, loader: Path) -> None:
+    def __init__(self, pb_utils: Any, name: str, directory: Path, control: ModelControl) -> None:
         self._pb_utils = pb_utils
         self._name = name
-        self._loader = loader
+        self._control = control
         self._mark = directory / RELOAD_MARK
         self.has_server_started = False
-        self.can_be_replaced = has_explicit_control(_command_line(os.getppid()))
 
     def check_loaded(self) -> None:
         """Ask whether it is loaded.
@@ -119,19 +131,19 @@ class EngineModel:
                 unloaded.
 
         Raises:
-            EngineDiedError: it cannot be loaded, or Triton is not in explicit model control.
+            EngineDiedError: it cannot be loaded, or Triton loads nothing on a model's order.
             ServerStoppingError, ServerStartingError: nothing can be loaded any more, or yet.
         """
-        if not self.can_be_replaced:
-            raise EngineDiedError(RECOVERY_IS_OFF)
+        if self._control.refusal is not None:
+            raise EngineDiedError(self._control.refusal)
         self.check_server()
         kill_processes(processes)
         own_pid = os.getpid()
         try:
             self._mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
-            self._control("unload")
+            self._control.unload(self._name)
             self.check_server()
-            self._control("load")
+            self._control.load(self._name)
             return self._reach(reach)
         except EngineDiedError:
             raise
@@ -147,11 +159,8 @@ class EngineModel:
             return reach()
         except EngineDiedError:
             self.check_server()
-            self._control("unload")
+            self._control.unload(self._name)
             raise
-
-    def _control(self, action: Literal["load", "unload"]) -> None:
-        order_control(self._pb_utils, self._loader, LoadOrder(self._name, action))
 
 
 def is_reload(engine_dir: Path) -> bool:
@@ -161,21 +170,6 @@ def is_reload(engine_dir: Path) -> bool:
     except (OSError, ValueError):
         return False
     return str(start_time(int(pid))) == started
-
-
-def has_explicit_control(command_line: list[str]) -> bool:
-    """Whether a tritonserver started by this lets models load and unload others."""
-    modes = re.findall(rf"^{_CONTROL_OPTION}[=\n](.*)$", "\n".join(command_line), re.MULTILINE)
-    return modes[-1:] == ["explicit"]
-
-
-def _command_line(pid: int) -> list[str]:
-    try:
-        return (
-            Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
-        )
-    except OSError:
-        return []
 
 
 def clean(message: str) -> str:

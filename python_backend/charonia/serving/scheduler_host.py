@@ -6,6 +6,7 @@ scheduled.
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,10 +18,9 @@ from charonia.engine.service import EngineService
 from charonia.errors import ConfigError
 from charonia.serving.bls import BlsExecutor
 from charonia.serving.engine_host import MODEL_FILE
-from charonia.serving.engine_model import RECOVERY_IS_OFF
+from charonia.serving.grpc_control import GrpcControl
 from charonia.serving.intake import Intake
 from charonia.serving.ledger import Ledger
-from charonia.serving.loading import LOADER_SOCKET
 from charonia.serving.metrics import MetricsExporter
 from charonia.serving.outlets import Outlet, TritonOutlet
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
@@ -31,6 +31,7 @@ from charonia.serving.reload import (
     fingerprint_tokenizer,
 )
 from charonia.serving.request_key import Sealer
+from charonia.serving.server_options import ServerOptions
 from charonia.serving.sessions import Sessions
 from charonia.serving.succession import SUCCESSION_SOCKET, Succession
 from charonia.serving.tensors import RawRequest, read_request
@@ -79,7 +80,7 @@ class SchedulerHost:
             pb_utils,
             scheduler_args.engine_model,
             engine_dir,
-            repository / scheduler_args.loader_model / "1" / LOADER_SOCKET,
+            GrpcControl(ServerOptions.of_process(os.getppid())),
             log=log,
         )
         self._service = EngineService(
@@ -118,7 +119,7 @@ class SchedulerHost:
                 own_dir / RELOAD_SOCKET,
                 model_file,
                 self._service.reload,
-                refusal=None if executor.can_replace else RECOVERY_IS_OFF,
+                refusal=executor.refusal,
                 log=log,
             )
         self._exporter = MetricsExporter(

@@ -16,7 +16,7 @@ from support.e2e import wait_for, wait_idle
 from support.hostile.neighbour import Answer, Neighbour, undisturbed
 from support.hostile.target import Attack, Target
 
-MODELS = ("engine", "generate", "loader", "postprocessor", "scheduler", "tokenizer")
+MODELS = ("engine", "generate", "postprocessor", "scheduler", "tokenizer")
 SERVER, SHARED = OF_TRITON = ("tritonserver", "/dev/shm")
 KEPT_BYTES, KEPT_BY_TRITON_BYTES = 96 * 2**20, 2**28
 """What may remain of a process's growth: an allocator keeps what it has, for the next time."""

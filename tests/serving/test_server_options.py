@@ -1,0 +1,74 @@
+"""What a tritonserver's command line says of model control."""
+
+import os
+
+import pytest
+
+from charonia.serving.server_options import ENCRYPTED, NO_GRPC, NOT_EXPLICIT, ServerOptions
+
+EXPLICIT = "--model-control-mode=explicit"
+
+
+@pytest.mark.parametrize(
+    ("command_line", "refusal"),
+    [
+        ([], NOT_EXPLICIT),
+        (["tritonserver", "--model-repository=/m"], NOT_EXPLICIT),
+        (["tritonserver", EXPLICIT, ""], None),
+        (["tritonserver", "--model-control-mode", "explicit", "--load-model=*"], None),
+        (["tritonserver", "--model-co=explicit"], None),
+        (["tritonserver", "--model-control-mode=poll"], NOT_EXPLICIT),
+        (["tritonserver", "--model-control-mode=none", EXPLICIT], None),
+        (["tritonserver", EXPLICIT, "--model-control-mode=none"], NOT_EXPLICIT),
+        (["tritonserver", "--model-control-mode"], NOT_EXPLICIT),
+        (["tritonserver", EXPLICIT, "--allow-grpc=false"], NO_GRPC),
+        (["tritonserver", EXPLICIT, "--allow-grpc", "0"], NO_GRPC),
+        (["tritonserver", EXPLICIT, "--allow-grpc=True"], None),
+        (["tritonserver", EXPLICIT, "--grpc-use-ssl=1"], ENCRYPTED),
+        (["tritonserver", EXPLICIT, "--grpc-use-ssl=false"], None),
+        (["tritonserver", EXPLICIT, "--grpc-use-ssl-mutual=true"], ENCRYPTED),
+    ],
+)
+def test_whether_models_can_be_loaded_is_read_from_the_command_line(
+    command_line: list[str], refusal: str | None
+) -> None:
+    assert ServerOptions(command_line).refusal == refusal
+
+
+@pytest.mark.parametrize(
+    ("command_line", "url"),
+    [
+        ([], "127.0.0.1:8001"),
+        (["--grpc-port=7", "--grpc-address", "10.0.0.8"], "10.0.0.8:7"),
+        (["--grpc-port=7", "--grpc-port", "8"], "127.0.0.1:8"),
+        (["--grpc-po=7", "--grpc-add=0.0.0.0"], "127.0.0.1:7"),
+        (["--grpc-address=::"], "[::1]:8001"),
+        (["--grpc-address=fe80::1"], "[fe80::1]:8001"),
+        (["--http-port=7", "--http-address=10.0.0.8"], "127.0.0.1:8001"),
+    ],
+)
+def test_where_grpc_listens_is_read_from_the_command_line(
+    command_line: list[str], url: str
+) -> None:
+    assert ServerOptions(["tritonserver", *command_line]).grpc_url == url
+
+
+@pytest.mark.parametrize(
+    ("restrictions", "metadata"),
+    [
+        ([], ()),
+        (["health:a=b"], ()),
+        (["health,model-repository:a=b=c"], (("triton-grpc-protocol-a", "b=c"),)),
+        (["health:x=y", "model-repository:a=b"], (("triton-grpc-protocol-a", "b"),)),
+    ],
+)
+def test_what_opens_model_control_is_read_from_the_command_line(
+    restrictions: list[str], metadata: tuple[tuple[str, str], ...]
+) -> None:
+    command_line = [f"--grpc-restricted-protocol={one}" for one in restrictions]
+    assert ServerOptions(command_line).metadata == metadata
+
+
+def test_a_process_that_has_ended_was_started_in_no_explicit_mode() -> None:
+    assert ServerOptions.of_process(os.getpid()).refusal == NOT_EXPLICIT
+    assert ServerOptions.of_process(2**22 + 1).refusal == NOT_EXPLICIT
