@@ -17,12 +17,15 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 import charonia
+from charonia.launch.background import in_background
 from charonia.launch.discovery import Installation
 from charonia.launch.errors import LaunchError
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import TritonServer
+from support.e2e import wait_for
 from support.leftovers import leftovers
 
+SLOW_LINE = "the stand-in engine loads slowly"
 MakeServer = Callable[..., TritonServer]
 
 
@@ -52,6 +55,22 @@ def test_a_stopped_process_does_not_survive_a_stop(make_server: MakeServer) -> N
         os.kill(server.pids("scheduler")[0], signal.SIGSTOP)
         started = time.monotonic()
     assert time.monotonic() - started < 10
+    assert leftovers(server.runtime_dir) == []
+
+
+def test_a_stop_waits_for_no_model_that_is_being_loaded(
+    make_server: MakeServer, repository: Path
+) -> None:
+    log: list[str] = []
+    with make_server(on_log=log.append) as server:
+        url = f"http://{server.http_url}/v2/repository/models/engine"
+        httpx.post(f"{url}/unload", headers=server.api_headers).raise_for_status()
+        (repository / "load-slowly").touch()
+        in_background(lambda: httpx.post(f"{url}/load", headers=server.api_headers, timeout=60))
+        wait_for(lambda: log, lambda lines: any(SLOW_LINE in line for line in lines))
+    print(*log[-25:], sep="\n")
+    assert [line for line in log if "failed to load 'engine'" in line]
+    assert [line for line in log if "did not end" in line or "Exit timeout expired" in line] == []
     assert leftovers(server.runtime_dir) == []
 
 

@@ -34,6 +34,7 @@ DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
 RESTRICTED = "model-repository,shared-memory,trace,logging"
 END_REQUESTS_S = 2.5  # that the scheduler takes at most to end all requests, before a shutdown
+INDEX_S = 0.5  # that tritonserver takes at most to say what it is loading, before a shutdown
 EXIT_TIMEOUT_S = 6  # in which tritonserver unloads its models, or gives up
 STOP_S = 7.0  # then the server is killed
 LOG_TAIL_LINES = 200
@@ -230,15 +231,19 @@ class TritonServer:
         """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s.
 
         Requests are ended before: from the moment at which tritonserver is told, it carries no
-        stream of an ensemble any further, nor its end, and waits for it in vain. An end that
-        was not in order is logged.
+        stream of an ensemble any further, nor its end, and waits for it in vain. Nor does it end
+        before a model is loaded; so the load is made to fail. An end that was not in order is
+        logged.
         """
         if self._process is None:
             return
         if self.is_running:
             for path in self.repository.glob(f"*/*/{SUCCESSION_SOCKET}"):
                 step_down(path, END_REQUESTS_S)
+            loading = self._loading_models()
             self._process.terminate()
+            for model in loading:
+                self._end_load(model)
             try:
                 # Before it has a handler of its own, the signal itself ends it.
                 if self._process.wait(timeout=STOP_S) not in (0, -signal.SIGTERM):
@@ -304,6 +309,22 @@ class TritonServer:
             options[MAX_INPUT_OPTION] = MAX_HTTP_INPUT_BYTES
         flags = [f"--{name}={value}" for name, value in options.items()]
         return [str(self._installation.binary), "--disable-auto-complete-config", *flags]
+
+    def _loading_models(self) -> list[str]:
+        """What tritonserver is loading at this moment, as far as it says so soon."""
+        url = f"http://{self.http_url}/v2/repository/index"
+        try:
+            reply = httpx.post(url, headers=self.api_headers, timeout=INDEX_S)
+            return [entry["name"] for entry in reply.json() if entry.get("state") == "LOADING"]
+        except (httpx.HTTPError, ValueError):
+            return []
+
+    def _end_load(self, model: str) -> None:
+        """Have a load fail: kill the newest process. Older ones end by themselves if they can;
+        tritonserver waits in vain for the end of a model whose process dies while it is unloaded.
+        """
+        with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # there may be none yet
+            max(self.model_processes(model), key=psutil.Process.create_time).kill()
 
     def _says_ready(self) -> bool:
         try:
