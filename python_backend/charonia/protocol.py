@@ -324,12 +324,6 @@ class StepFailure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class LoadFailure(msgspec.Struct, frozen=True, tag=True):
-    """Why an engine that was loaded again cannot work; it is there only to say so."""
-
-    message: str
-
-
 class Farewell(msgspec.Struct, frozen=True, tag=True):
     """The engine is being unloaded; nothing follows. Said unasked, or instead of an answer."""
 
@@ -379,7 +373,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 EngineRequest = Hello | StepPlan
-EngineReply = EngineInfo | StepResult | StepFailure | LoadFailure | Farewell
+EngineReply = EngineInfo | StepResult | StepFailure | Farewell
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)

@@ -1,7 +1,6 @@
 """The engine takes plans from the scheduler alone, and gives nothing away."""
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from charonia.protocol import (
     EngineInfo,
     Hello,
     KVLayout,
-    LoadFailure,
     StepFailure,
     StepPlan,
     StepResult,
@@ -25,8 +23,6 @@ from charonia.protocol import (
 from charonia.serving import engine_host
 from charonia.serving.bls import STEPS_SOCKET
 from charonia.serving.engine_host import NOT_ENDED, EngineHost
-from charonia.serving.engine_model import RELOAD_MARK
-from charonia.serving.liveness import start_time
 from charonia.sockets.local import connect
 from support.sockets import StepsClient
 
@@ -270,47 +266,9 @@ def test_an_unknown_key_is_named(make_host: Callable[..., EngineHost]) -> None:
         make_host(max_modle_len=5)
 
 
-def test_a_first_load_that_fails_fails(make_host: Callable[..., EngineHost]) -> None:
+def test_a_load_that_fails_says_so_to_whoever_loads(make_host: Callable[..., EngineHost]) -> None:
     def make_runner(args: EngineArgs) -> Runner:
         raise CheckpointError("no weights")
 
-    with pytest.raises(CheckpointError):
-        make_host(make_runner=make_runner)
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (CheckpointError("no weights in /srv/models/m"), "no weights in …"),
-        (MemoryError("at /usr/lib/x.py"), "MemoryError"),
-    ],
-)
-def test_a_reload_that_fails_comes_up_to_say_why(
-    tmp_path: Path,
-    make_host: Callable[..., EngineHost],
-    error: Exception,
-    reason: str,
-) -> None:
-    def make_runner(args: EngineArgs) -> Runner:
-        raise error
-
-    own_pid = os.getpid()
-    (tmp_path / RELOAD_MARK).write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
-    host = make_host(make_runner=make_runner)
-    host.serve_steps()
-    client = StepsClient(tmp_path)
-    assert client.ask(Hello()) == LoadFailure(reason)
-    assert client.ask(StepPlan(epoch=1, step_id=0, reset=True)) == LoadFailure(reason)
-    client.close()
-    host.finalize()
-
-
-def test_the_mark_of_a_scheduler_that_has_gone_counts_for_nothing(
-    tmp_path: Path, make_host: Callable[..., EngineHost]
-) -> None:
-    def make_runner(args: EngineArgs) -> Runner:
-        raise CheckpointError("no weights")
-
-    (tmp_path / RELOAD_MARK).write_text("1 999", encoding="ascii")
     with pytest.raises(CheckpointError):
         make_host(make_runner=make_runner)

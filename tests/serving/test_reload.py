@@ -68,9 +68,9 @@ def test_a_full_disk_changes_nothing_and_leaves_nothing_behind(
     assert names(model_file) == {"model.json"}
 
 
-@pytest.mark.parametrize("is_scheduler_alive", [False, True])
+@pytest.mark.parametrize("owner", ["none", "gone", "alive"])
 def test_a_change_that_its_scheduler_did_not_live_to_finish_is_undone(
-    model_file: Path, is_scheduler_alive: bool
+    model_file: Path, owner: str
 ) -> None:
     loaded: list[str] = []
 
@@ -79,13 +79,13 @@ def test_a_change_that_its_scheduler_did_not_live_to_finish_is_undone(
 
     log: list[str] = []
     reload.install(model_file, NEW)
-    if is_scheduler_alive:
-        own_pid = os.getpid()
-        mark = model_file.with_name(RELOAD_MARK)
-        mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
+    own_pid = os.getpid()
+    marks = {"gone": f"{own_pid} 999", "alive": f"{own_pid} {start_time(own_pid)}"}
+    if owner in marks:
+        model_file.with_name(RELOAD_MARK).write_text(marks[owner], encoding="ascii")
     EngineHost(make_runner, model_file.parent, "MODEL", log=log.append)
-    assert loaded == ["new" if is_scheduler_alive else "old"]
-    assert log == ([] if is_scheduler_alive else ["engine_reload_undone"])
+    assert loaded == ["new" if owner == "alive" else "old"]
+    assert log == ([] if owner == "alive" else ["engine_reload_undone"])
 
 
 class Operator:

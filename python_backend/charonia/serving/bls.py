@@ -32,7 +32,6 @@ from charonia.protocol import (
     EngineReply,
     Farewell,
     Hello,
-    LoadFailure,
     Pending,
     StepFailure,
     StepPlan,
@@ -205,8 +204,6 @@ class BlsExecutor:
             reply = None if data is None else _decode(data)
         except (OSError, StepFailedError) as error:
             raise self._unreachable(f"no answer through its socket: {error}") from None
-        if isinstance(reply, LoadFailure):
-            raise EngineDiedError(reply.message)
         if isinstance(reply, Farewell):
             raise EngineUnloadedError(UNLOADED)
         if not isinstance(reply, EngineInfo):

@@ -20,14 +20,13 @@ import msgspec
 
 from charonia.config import EngineArgs
 from charonia.engine.inline import PlanRunner
-from charonia.errors import CharoniaError, ConfigError, PlanRefusedError, UnavailableError
+from charonia.errors import ConfigError, PlanRefusedError
 from charonia.events import event
 from charonia.protocol import (
     EngineReply,
     EngineRequest,
     Farewell,
     Hello,
-    LoadFailure,
     StepFailure,
     StepPlan,
     decode_request,
@@ -36,7 +35,7 @@ from charonia.protocol import (
 from charonia.serving.answering import Answer, answer_each, answer_overlapping
 from charonia.serving.bls import STEPS_SOCKET
 from charonia.serving.cores import has_core_to_itself, take_engine_cores
-from charonia.serving.engine_model import clean, is_reload
+from charonia.serving.engine_model import is_reload
 from charonia.serving.reload import restore
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
@@ -73,9 +72,7 @@ class _OpenSteps:
 class EngineHost:
     """One engine behind Triton.
 
-    A change of model.json that a server did not live to finish is undone first, see `reload`. An
-    engine that the scheduler loads again comes up even when it cannot work, see
-    `engine_model`.
+    A change of model.json that a server did not live to finish is undone first, see `reload`.
 
     Args:
         make_runner: loads the engine.
@@ -99,21 +96,12 @@ class EngineHost:
         self._server: Server | None = None
         self._one_step_at_a_time = threading.Lock()
         self._open_steps = _OpenSteps()
-        self._runner: PlanRunner | UnavailableError
         self._is_pipelined = False  # whether a step may begin before the one ahead of it has ended
         if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
             log(event("engine_reload_undone"))
-        try:
-            check_instance_kind(version_dir / MODEL_FILE, instance_kind)
-            take_engine_cores()
-            self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE))
-        except Exception as error:
-            if not is_reload(version_dir):
-                raise
-            reason = clean(str(error)) if isinstance(error, CharoniaError) else type(error).__name__
-            self._log(event("load_failed", reason=f"{type(error).__name__}: {error}"))
-            self._log(traceback.format_exc())
-            self._runner = UnavailableError(reason)
+        check_instance_kind(version_dir / MODEL_FILE, instance_kind)
+        take_engine_cores()
+        self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE))
 
     def serve_steps(self) -> None:
         """Answer the scheduler's messages through the socket, from now until `finalize`.
@@ -121,8 +109,7 @@ class EngineHost:
         Raises:
             ConfigError: the model's directory takes no socket.
         """
-        if not isinstance(self._runner, UnavailableError):
-            self._is_pipelined = self._runner.info().max_steps_in_flight > 1
+        self._is_pipelined = self._runner.info().max_steps_in_flight > 1
         path = self._version_dir / STEPS_SOCKET
         try:
             listener = listen(path)
@@ -137,8 +124,7 @@ class EngineHost:
         """Stop taking messages through the socket, and end the other ranks."""
         if self._server is not None:
             self._server.close(farewell=encode(Farewell()))
-        if not isinstance(self._runner, UnavailableError):
-            self._runner.close()
+        self._runner.close()
 
     def _serve(self, connection: Connection) -> None:
         answer = answer_overlapping if self._is_pipelined else answer_each
@@ -154,12 +140,8 @@ class EngineHost:
         return self._begin(message)
 
     def _begin(self, message: EngineRequest) -> Answer:
-        runner = self._runner
-        if isinstance(runner, UnavailableError):
-            failure = encode(LoadFailure(str(runner)))
-            return lambda: failure
         if isinstance(message, Hello):
-            info = encode(runner.info())
+            info = encode(self._runner.info())
             return lambda: info
         assert isinstance(message, StepPlan)
         with self._one_step_at_a_time:
@@ -168,16 +150,16 @@ class EngineHost:
                 self._log(event("step_failed", reason=NOT_ENDED))
                 failure = encode(StepFailure(NOT_ENDED))
                 return lambda: failure
-            end = self._begin_step(runner, message)
+            end = self._begin_step(message)
             if self._is_pipelined:
                 return lambda: encode(end())
             reply = encode(end())
         return lambda: reply
 
-    def _begin_step(self, runner: PlanRunner, plan: StepPlan) -> Callable[[], EngineReply]:
+    def _begin_step(self, plan: StepPlan) -> Callable[[], EngineReply]:
         """Begin a step; whatever it raises, now or at its end, becomes its result."""
         try:
-            end = runner.begin(plan)
+            end = self._runner.begin(plan)
         except Exception as error:
             failure = self._failure(error)
             return lambda: failure

@@ -10,8 +10,7 @@ answers without tensors. The tensors of an answer are made without holding Pytho
 so in a process with threads every such answer may corrupt the heap; measured, a process with three
 threads dies after some thousand calls.
 
-A server that is shutting down is asked for nothing. An engine that is loaded *again* comes up even
-when it cannot work, says why in answer to a hello, and is unloaded.
+A server that is shutting down is asked for nothing.
 """
 
 import contextlib
@@ -127,8 +126,7 @@ class EngineModel:
 
         Args:
             processes: of the old engine, see `kill_processes`.
-            reach: connects to the new one; where it cannot work, which is an EngineDiedError, it is
-                unloaded.
+            reach: connects to the new one; where that is an EngineDiedError, it is unloaded.
 
         Raises:
             EngineDiedError: it cannot be loaded, or Triton loads nothing on a model's order.

@@ -12,6 +12,7 @@ thread waits, and a load that fails is an error.
 A load takes as long as it takes, so no time limit ends the wait for an answer.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,9 @@ CONNECT_S = 10.0
 _OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # the server is on this machine
     ("grpc.max_reconnect_backoff_ms", 1000),
+)
+_FAILED_LOAD = re.compile(
+    r"^load failed for model '.*?': version \d+ is at \w+ state: Internal: (?:TritonModelException: )?"
 )
 
 
@@ -73,7 +77,7 @@ class GrpcControl:
             self._connect()
             method(request, metadata=self._metadata)
         except grpc.RpcError as error:
-            raise ControlError(error.details()) from None
+            raise ControlError(_said_by_model(error.details())) from None
         except ValueError as error:  # the channel was closed meanwhile
             raise ControlError(str(error)) from None
 
@@ -85,3 +89,8 @@ class GrpcControl:
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise ControlError(f"nobody answers at {self._url}") from None
+
+
+def _said_by_model(details: str) -> str:
+    """Why a load has failed, without Triton's words around what the model itself has raised."""
+    return _FAILED_LOAD.sub("", details).rstrip("\n;")
