@@ -28,7 +28,8 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 _FAILED_LOAD = re.compile(
-    r"^load failed for model '.*?': version \d+ is at \w+ state: Internal: (?:TritonModelException: )?"
+    r"^load failed for model '.*?': version \d+ is at \w+ state: Internal: "
+    r"(?:TritonModelException: )?"
 )
 
 
