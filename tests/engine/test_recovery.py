@@ -5,12 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from charonia.engine.metrics import Metrics
-from charonia.engine.recovery import (
-    SILENT_START_S,
+from charonia.engine.recovery import SILENT_START_S, Recovery
+from charonia.engine.transitions import (
     TRANSITIONS,
     Event,
     IllegalTransitionError,
-    Recovery,
     State,
     next_state,
 )

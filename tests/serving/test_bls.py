@@ -1,6 +1,5 @@
 """Around BLS: processes, messages, Triton's command line. The calls need the real server."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -18,10 +17,8 @@ from charonia.errors import (
     StepFailedError,
 )
 from charonia.protocol import (
-    EngineInfo,
     Farewell,
     Hello,
-    KVLayout,
     StepFailure,
     StepPlan,
     StepResult,
@@ -36,6 +33,7 @@ from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
 from support.model_control import NoControl
+from support.sockets import INFO
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -94,23 +92,6 @@ def test_an_engine_that_takes_nothing_any_more_may_have_said_farewell(
     channel.close()
 
 
-INFO = EngineInfo(
-    epoch=0,
-    pids=[os.getpid()],
-    num_blocks=9,
-    kv=KVLayout(
-        num_layers=1, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32", bytes_per_block=9
-    ),
-    max_model_len=64,
-    max_num_seqs=2,
-    max_num_batched_tokens=16,
-    vocab_size=10,
-    eos_token_ids=[],
-    architecture="any",
-    dtype="float32",
-    device="cpu",
-    num_parameters=1,
-)
 RESULT = StepResult(epoch=1, step_id=0, rows=[], seconds=0.1)
 LONG_PLAN = StepPlan(epoch=1, step_id=0, reset=True, leaves=list(range(10**6, 2 * 10**6)))
 

@@ -14,7 +14,6 @@ from charonia.errors import CheckpointError, ConfigError, PlanRefusedError
 from charonia.protocol import (
     EngineInfo,
     Hello,
-    KVLayout,
     StepFailure,
     StepPlan,
     StepResult,
@@ -24,25 +23,7 @@ from charonia.serving import engine_host
 from charonia.serving.bls import STEPS_SOCKET
 from charonia.serving.engine_host import NOT_ENDED, EngineHost
 from charonia.sockets.local import connect
-from support.sockets import StepsClient
-
-INFO = EngineInfo(
-    epoch=0,
-    pids=[1],
-    num_blocks=3,
-    kv=KVLayout(
-        num_layers=1, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32", bytes_per_block=9
-    ),
-    max_model_len=32,
-    max_num_seqs=2,
-    max_num_batched_tokens=16,
-    vocab_size=10,
-    eos_token_ids=[0],
-    architecture="LlamaForCausalLM",
-    dtype="float32",
-    device="cpu",
-    num_parameters=1,
-)
+from support.sockets import INFO, StepsClient
 
 
 class Runner:

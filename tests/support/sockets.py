@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from charonia.protocol import Hello, StepPlan, decode_reply, encode
+from charonia.protocol import EngineInfo, Hello, KVLayout, StepPlan, decode_reply, encode
 from charonia.serving.bls import STEPS_SOCKET
 from charonia.serving.outlets import Outlet
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
@@ -18,6 +18,24 @@ from charonia.serving.tensors import RawRequest
 from charonia.sockets.local import connect
 
 WAIT_S = 10.0
+INFO = EngineInfo(
+    epoch=0,
+    pids=[2**22 + 1],
+    num_blocks=3,
+    kv=KVLayout(
+        num_layers=1, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32", bytes_per_block=9
+    ),
+    max_model_len=32,
+    max_num_seqs=2,
+    max_num_batched_tokens=16,
+    vocab_size=10,
+    eos_token_ids=[0],
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    device="cpu",
+    num_parameters=1,
+)
+"""What an engine says of itself."""
 
 
 def refuse_threads(patch: pytest.MonkeyPatch, name: str) -> None:

@@ -21,8 +21,9 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import CostCurve, Limits, Request, Scheduler, SchedulerStats, Update
 from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
-from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN, Event, Recovery, State
+from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN, Recovery
 from charonia.engine.reload import Reload, misfit, take_over
+from charonia.engine.transitions import Event, State
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,

@@ -24,24 +24,24 @@ class Guard:
     """Whether a server is guarded.
 
     Attributes:
-        library: what it is to load; None where nothing is needed, or there is an obstacle.
+        preload: what it is to load; None where nothing is needed, or there is an obstacle.
         obstacle: why it is open to requests that end it; empty where it is not.
     """
 
-    library: Path | None = None
+    preload: Path | None = None
     obstacle: str = ""
 
     def describe(self) -> str:
         """A line for the log."""
         if self.obstacle:
             return event("request_guard_missing", reason=self.obstacle)
-        return event("request_guard", max_elements=MAX_ELEMENTS if self.library else "none")
+        return event("request_guard", max_elements=MAX_ELEMENTS if self.preload else "none")
 
     def add_to(self, environment: dict[str, str]) -> None:
         """Have a server that gets this environment load the library."""
-        if self.library is not None:
+        if self.preload is not None:
             others = environment.get(_PRELOAD, "").split()
-            environment[_PRELOAD] = " ".join([str(self.library), *others])
+            environment[_PRELOAD] = " ".join([str(self.preload), *others])
 
 
 def make_guard(installation: Installation, directory: Path) -> Guard:
