@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,13 @@ def log() -> list[str]:
 
 
 @pytest.fixture
-def server(make_server: Callable[..., TritonServer], log: list[str]) -> TritonServer:
+def server(make_server: Callable[..., TritonServer], log: list[str]) -> Iterator[TritonServer]:
     with make_server(on_log=log.append) as server:
         yield server
 
 
 @pytest.fixture
-def control(server: TritonServer) -> GrpcControl:
+def control(server: TritonServer) -> Iterator[GrpcControl]:
     assert server.pid is not None
     control = GrpcControl(ServerOptions.of_process(server.pid))
     assert control.refusal is None
@@ -106,6 +106,7 @@ def test_without_its_key_or_a_server_nothing_is_loaded(
     server.stop()
     with pytest.raises(ControlError, match="nobody answers"):
         stranger.unload("engine")
+    stranger.close()
 
 
 def test_a_call_waits_for_a_server_that_does_not_listen_yet(
@@ -131,3 +132,4 @@ def test_a_call_waits_for_a_server_that_does_not_listen_yet(
     with server:
         unloading.result(timeout=60)
         assert not is_ready(server, "engine")
+    control.close()

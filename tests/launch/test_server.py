@@ -68,10 +68,28 @@ def test_a_stop_waits_for_no_model_that_is_being_loaded(
         (repository / "load-slowly").touch()
         in_background(lambda: httpx.post(f"{url}/load", headers=server.api_headers, timeout=60))
         wait_for(lambda: log, lambda lines: any(SLOW_LINE in line for line in lines))
-    print(*log[-25:], sep="\n")
     assert [line for line in log if "failed to load 'engine'" in line]
     assert [line for line in log if "did not end" in line or "Exit timeout expired" in line] == []
     assert leftovers(server.runtime_dir) == []
+
+
+def test_a_stop_of_a_server_that_is_ending_already_leaves_nothing_behind(
+    make_server: MakeServer, repository: Path
+) -> None:
+    with make_server() as server:
+        (repository / "load-slowly").touch()
+        in_background(lambda: load_again(server, "engine"))
+        wait_for(lambda: server.pids("engine"), lambda pids: len(pids) > 1)
+        assert server.pid is not None
+        os.kill(server.pid, signal.SIGTERM)
+        time.sleep(0.5)  # it answers still, though it takes no calls
+    assert leftovers(server.runtime_dir) == []
+
+
+def load_again(server: TritonServer, model: str) -> None:
+    (server.repository / model / "1" / "model.py").touch()
+    url = f"http://{server.http_url}/v2/repository/models/{model}/load"
+    httpx.post(url, headers=server.api_headers, timeout=60)
 
 
 def test_restricted_endpoints_open_only_with_the_key_over_http(make_server: MakeServer) -> None:

@@ -1,4 +1,4 @@
-"""Around BLS: processes, messages, Triton's command line. The calls need the real server."""
+"""Around BLS: processes and messages. The calls need the real server."""
 
 import socket
 import subprocess
@@ -32,7 +32,7 @@ from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
-from support.model_control import NoControl
+from support.model_control import FakeControl
 from support.sockets import INFO
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -138,7 +138,7 @@ class RefusingTriton:
 
 @pytest.fixture
 def executor(tmp_path: Path, engine: SlowEngine) -> Iterator[BlsExecutor]:
-    executor = BlsExecutor(RefusingTriton, "engine", tmp_path, NoControl(), log=lambda line: None)
+    executor = BlsExecutor(RefusingTriton, "engine", tmp_path, FakeControl(), log=lambda line: None)
     opened = threading.Event()
     opening = executor.open(replace=False, on_done=opened.set)
     assert opened.wait(20)

@@ -1,6 +1,7 @@
 """The engine takes plans from the scheduler alone, and gives nothing away."""
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from charonia.config import EngineArgs
-from charonia.errors import CheckpointError, ConfigError, PlanRefusedError
+from charonia.errors import CheckpointError, ConfigError, PlanRefusedError, UnavailableError
 from charonia.protocol import (
     EngineInfo,
     Hello,
@@ -22,6 +23,8 @@ from charonia.protocol import (
 from charonia.serving import engine_host
 from charonia.serving.bls import STEPS_SOCKET
 from charonia.serving.engine_host import NOT_ENDED, EngineHost
+from charonia.serving.engine_model import RELOAD_MARK
+from charonia.serving.liveness import start_time
 from charonia.sockets.local import connect
 from support.sockets import INFO, StepsClient
 
@@ -253,3 +256,28 @@ def test_a_load_that_fails_says_so_to_whoever_loads(make_host: Callable[..., Eng
 
     with pytest.raises(CheckpointError):
         make_host(make_runner=make_runner)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "reason"),
+    [
+        (CheckpointError("no weights"), CheckpointError, "no weights"),
+        (RuntimeError("nobody at 10.1.2.3:29500"), UnavailableError, "RuntimeError"),
+    ],
+)
+def test_a_reload_that_fails_tells_clients_its_reason_or_kind_and_the_log_all(
+    tmp_path: Path,
+    make_host: Callable[..., EngineHost],
+    log: list[str],
+    error: Exception,
+    raised: type[Exception],
+    reason: str,
+) -> None:
+    def make_runner(args: EngineArgs) -> Runner:
+        raise error
+
+    own_pid = os.getpid()
+    (tmp_path / RELOAD_MARK).write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
+    with pytest.raises(raised, match=f"^{reason}$"):
+        make_host(make_runner=make_runner)
+    assert log[0] == f'load_failed reason="{type(error).__name__}: {error}"'

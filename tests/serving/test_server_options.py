@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from charonia.serving.server_options import ENCRYPTED, NO_GRPC, NOT_EXPLICIT, ServerOptions
+from charonia.serving.server_options import ENCRYPTED, NO_GRPC, NOT_EXPLICIT, SHARED, ServerOptions
 
 EXPLICIT = "--model-control-mode=explicit"
 
@@ -27,6 +27,11 @@ EXPLICIT = "--model-control-mode=explicit"
         (["tritonserver", EXPLICIT, "--grpc-use-ssl=1"], ENCRYPTED),
         (["tritonserver", EXPLICIT, "--grpc-use-ssl=false"], None),
         (["tritonserver", EXPLICIT, "--grpc-use-ssl-mutual=true"], ENCRYPTED),
+        (["tritonserver", EXPLICIT, "--grpc-use-ssl-mutual=false"], ENCRYPTED),  # so it is
+        (["tritonserver", EXPLICIT, "--grpc-use-ssl-mutual=true", "--grpc-use-ssl=false"], None),
+        (["tritonserver", EXPLICIT, "--reuse-grpc-port=1"], SHARED),
+        (["tritonserver", EXPLICIT, "--reuse-grpc-port=false", "--reuse-http-port=1"], None),
+        (["tritonserver", "--model-control-mode=EXPLICIT"], None),
     ],
 )
 def test_whether_models_can_be_loaded_is_read_from_the_command_line(
@@ -42,8 +47,8 @@ def test_whether_models_can_be_loaded_is_read_from_the_command_line(
         (["--grpc-port=7", "--grpc-address", "10.0.0.8"], "10.0.0.8:7"),
         (["--grpc-port=7", "--grpc-port", "8"], "127.0.0.1:8"),
         (["--grpc-po=7", "--grpc-add=0.0.0.0"], "127.0.0.1:7"),
-        (["--grpc-address=::"], "[::1]:8001"),
-        (["--grpc-address=fe80::1"], "[fe80::1]:8001"),
+        (["--grpc-address=[::]"], "[::1]:8001"),
+        (["--grpc-address", "[fe80::1]"], "[fe80::1]:8001"),
         (["--http-port=7", "--http-address=10.0.0.8"], "127.0.0.1:8001"),
     ],
 )
@@ -59,6 +64,7 @@ def test_where_grpc_listens_is_read_from_the_command_line(
         ([], ()),
         (["health:a=b"], ()),
         (["health,model-repository:a=b=c"], (("triton-grpc-protocol-a", "b=c"),)),
+        (["model-repository:a=b", "health:x=y"], (("triton-grpc-protocol-a", "b"),)),
         (["health:x=y", "model-repository:a=b"], (("triton-grpc-protocol-a", "b"),)),
     ],
 )

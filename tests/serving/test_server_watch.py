@@ -1,4 +1,4 @@
-"""A server that is shutting down, as who asks it time and again sees it."""
+"""What is asked of Triton about the engine, and a server that is shutting down."""
 
 import threading
 
@@ -10,9 +10,10 @@ from charonia.errors import (
     ServerStartingError,
     ServerStoppingError,
 )
-from charonia.serving.engine_model import EngineModel
+from charonia.serving.engine_model import EngineModel, is_reload
+from charonia.serving.grpc_control import ControlError
 from charonia.serving.server_watch import ServerWatch
-from support.model_control import NoControl
+from support.model_control import FakeControl
 
 MISSING_INPUT = "expected 1 inputs but got 0 inputs, but missing required input(s) ['question']"
 
@@ -33,10 +34,10 @@ class FakeTriton:
         raise self.TritonModelException(self.says)
 
 
-def model(says: str, tmp_path) -> EngineModel:
+def model(says: str, tmp_path, control: FakeControl | None = None) -> EngineModel:
     """Of a server that has taken a call before it says this."""
     triton = FakeTriton(MISSING_INPUT)
-    model = EngineModel(triton, "engine", tmp_path, NoControl())
+    model = EngineModel(triton, "engine", tmp_path, control or FakeControl())
     model.check_server()
     triton.says = says
     return model
@@ -74,14 +75,56 @@ def test_what_triton_says_of_the_engines_model_is_understood(says, error, tmp_pa
 
 
 def test_an_engine_is_not_loaded_by_a_server_that_is_shutting_down(tmp_path):
-    asked = model("Server not ready", tmp_path)
+    control = FakeControl()
+    asked = model("Server not ready", tmp_path, control)
     with pytest.raises(ServerStoppingError):
         asked.replace({}, lambda: pytest.fail("it was loaded"))
+    assert control.done == []
+
+
+def test_an_engine_is_replaced_under_the_mark_of_who_has_it_loaded(tmp_path):
+    control = FakeControl()
+
+    def reach() -> str:
+        assert is_reload(tmp_path)
+        control.done.append("reach")
+        return "the engine"
+
+    assert model(MISSING_INPUT, tmp_path, control).replace({}, reach) == "the engine"
+    assert control.done == ["unload engine", "load engine", "reach"]
+    assert not is_reload(tmp_path)
+
+
+def test_an_engine_that_cannot_be_loaded_says_why_without_a_path(tmp_path):
+    control = FakeControl(ControlError("no weights in /srv/models/x"))
+    with pytest.raises(EngineDiedError, match=r"^no weights in …$"):
+        model(MISSING_INPUT, tmp_path, control).replace({}, lambda: pytest.fail("it is there"))
+    assert control.done == ["unload engine", "load engine"]
+    assert not is_reload(tmp_path)
+
+
+def test_an_engine_that_is_loaded_and_cannot_be_reached_is_unloaded(tmp_path):
+    control = FakeControl()
+
+    def reach() -> None:
+        raise EngineDiedError("nobody is there")
+
+    with pytest.raises(EngineDiedError, match="nobody is there"):
+        model(MISSING_INPUT, tmp_path, control).replace({}, reach)
+    assert control.done == ["unload engine", "load engine", "unload engine"]
+
+
+def test_nothing_is_asked_of_a_server_that_loads_nothing(tmp_path):
+    control = FakeControl()
+    control.refusal = "recovery is off"
+    with pytest.raises(EngineDiedError, match="recovery is off"):
+        model(MISSING_INPUT, tmp_path, control).replace({}, lambda: pytest.fail("it is there"))
+    assert control.done == []
 
 
 def test_a_server_that_has_not_loaded_all_its_models_is_not_shutting_down(tmp_path):
     triton = FakeTriton("Server not ready")
-    asked = EngineModel(triton, "engine", tmp_path, NoControl())
+    asked = EngineModel(triton, "engine", tmp_path, FakeControl())
     for ask in (
         asked.check_loaded,
         asked.check_server,

@@ -1,16 +1,26 @@
-"""Model control for tests that must not come to it."""
+"""Model control that a test can look into, in the place of a real tritonserver's."""
 
 
-class NoControl:
-    """Of a Triton in which nothing is ever loaded."""
+class FakeControl:
+    """Does nothing.
+
+    Attributes:
+        done: what was asked of it, in order. failure: what each load raises, if anything.
+    """
 
     refusal: str | None = None
 
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.done: list[str] = []
+        self.failure = failure
+
     def load(self, model: str) -> None:
-        raise AssertionError(f"{model} was loaded")
+        self.done.append(f"load {model}")
+        if self.failure is not None:
+            raise self.failure
 
     def unload(self, model: str) -> None:
-        raise AssertionError(f"{model} was unloaded")
+        self.done.append(f"unload {model}")
 
     def close(self) -> None:
-        pass
+        self.done.append("close")

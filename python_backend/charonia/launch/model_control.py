@@ -83,14 +83,7 @@ class ModelControl:
 
     def _state(self, model: str) -> str | None:
         """As tritonserver's index has it; None when it does not say, or does not answer."""
-        with self._client() as client, contextlib.suppress(InferenceServerException):
-            index = client.get_model_repository_index(
-                headers=self._server.api_headers, client_timeout=_ANSWER_S
-            )
-            for entry in index.models:
-                if entry.name == model:
-                    return str(entry.state)
-        return None
+        return self._server.model_states(_ANSWER_S).get(model)
 
     def _client(self) -> contextlib.closing[tritonclient.grpc.InferenceServerClient]:
         return contextlib.closing(tritonclient.grpc.InferenceServerClient(self._server.grpc_url))

@@ -18,6 +18,8 @@ from types import TracebackType
 
 import httpx
 import psutil
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
 
 from charonia.launch import processes
 from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
@@ -160,6 +162,21 @@ class TritonServer:
                 found.setdefault(model, []).append(process)
         return found
 
+    def model_states(self, timeout_s: float) -> dict[str, str]:
+        """The state of each model, as tritonserver's index has it; of none when it says nothing.
+
+        It is asked over gRPC: HTTP's few threads can be kept busy by clients.
+        """
+        with (
+            contextlib.closing(tritonclient.grpc.InferenceServerClient(self.grpc_url)) as client,
+            contextlib.suppress(InferenceServerException),
+        ):
+            index = client.get_model_repository_index(
+                headers=self.api_headers, client_timeout=timeout_s
+            )
+            return {entry.name: str(entry.state) for entry in index.models}
+        return {}
+
     def start(self) -> None:
         """Start tritonserver; returns at once. The kernel kills it when the calling thread ends.
 
@@ -224,7 +241,8 @@ class TritonServer:
         lines = list(self._tail)
         if code is not None and code < 0:
             return f"tritonserver was ended by {signal.Signals(-code).name}"
-        reason = failure_reason(lines) or next(filter(is_interesting, lines), "it said nothing")
+        reason = None if self._is_open else failure_reason(lines)
+        reason = reason or next(filter(is_interesting, lines), "it said nothing")
         return f"tritonserver ended with exit code {code}: {reason}"
 
     def stop(self) -> None:
@@ -235,22 +253,34 @@ class TritonServer:
         before a model is loaded; so the load is made to fail. An end that was not in order is
         logged.
         """
-        if self._process is None:
-            return
-        if self.is_running:
-            for path in self.repository.glob(f"*/*/{SUCCESSION_SOCKET}"):
-                step_down(path, END_REQUESTS_S)
-            loading = self._loading_models()
-            self._process.terminate()
-            for model in loading:
+        try:
+            if self.is_running:
+                self._end()
+        finally:
+            self.kill()
+
+    def _end(self) -> None:
+        assert self._process is not None
+        for path in self.repository.glob(f"*/*/{SUCCESSION_SOCKET}"):
+            step_down(path, END_REQUESTS_S)
+        for model, state in self.model_states(INDEX_S).items():
+            if state == "LOADING":
                 self._end_load(model)
-            try:
-                # Before it has a handler of its own, the signal itself ends it.
-                if self._process.wait(timeout=STOP_S) not in (0, -signal.SIGTERM):
-                    self._on_log(self.explain_end())
-            except subprocess.TimeoutExpired:
-                self._on_log(f"tritonserver did not end within {STOP_S:g} s and is killed")
-        self.kill()
+        self._process.terminate()
+        try:
+            # Before it has a handler of its own, the signal itself ends it.
+            if self._process.wait(timeout=STOP_S) not in (0, -signal.SIGTERM):
+                self._on_log(self.explain_end())
+        except subprocess.TimeoutExpired:
+            self._on_log(f"tritonserver did not end within {STOP_S:g} s and is killed")
+
+    def _end_load(self, model: str) -> None:
+        """Have a load fail: kill the newest process of the model.
+
+        Older ones are of a model that the new one replaces, and end by themselves.
+        """
+        with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # there may be none yet
+            max(self.model_processes(model), key=psutil.Process.create_time).kill()
 
     def kill(self) -> None:
         """SIGKILL tritonserver and all its processes, and remove their shared memory."""
@@ -309,22 +339,6 @@ class TritonServer:
             options[MAX_INPUT_OPTION] = MAX_HTTP_INPUT_BYTES
         flags = [f"--{name}={value}" for name, value in options.items()]
         return [str(self._installation.binary), "--disable-auto-complete-config", *flags]
-
-    def _loading_models(self) -> list[str]:
-        """What tritonserver is loading at this moment, as far as it says so soon."""
-        url = f"http://{self.http_url}/v2/repository/index"
-        try:
-            reply = httpx.post(url, headers=self.api_headers, timeout=INDEX_S)
-            return [entry["name"] for entry in reply.json() if entry.get("state") == "LOADING"]
-        except (httpx.HTTPError, ValueError):
-            return []
-
-    def _end_load(self, model: str) -> None:
-        """Have a load fail: kill the newest process. Older ones end by themselves if they can;
-        tritonserver waits in vain for the end of a model whose process dies while it is unloaded.
-        """
-        with contextlib.suppress(psutil.NoSuchProcess, ValueError):  # there may be none yet
-            max(self.model_processes(model), key=psutil.Process.create_time).kill()
 
     def _says_ready(self) -> bool:
         try:

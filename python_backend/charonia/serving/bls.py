@@ -92,7 +92,7 @@ class BlsExecutor:
 
     Args:
         engine_model: its name. engine_dir: its version directory.
-        log: takes one line, from any thread.
+        control: loads and unloads the engine. log: takes one line, from any thread.
 
     Attributes:
         refusal: why no engine can be loaded in the place of another; None where one can.

@@ -20,7 +20,7 @@ import msgspec
 
 from charonia.config import EngineArgs
 from charonia.engine.inline import PlanRunner
-from charonia.errors import ConfigError, PlanRefusedError
+from charonia.errors import CharoniaError, ConfigError, PlanRefusedError, UnavailableError
 from charonia.events import event
 from charonia.protocol import (
     EngineReply,
@@ -81,6 +81,8 @@ class EngineHost:
 
     Raises:
         ConfigError, CheckpointError: the engine cannot be loaded as configured.
+        UnavailableError: an engine that is loaded again cannot be, for any other reason; clients
+            are told that it is one of its kind, the log has the rest.
     """
 
     def __init__(
@@ -99,9 +101,18 @@ class EngineHost:
         self._is_pipelined = False  # whether a step may begin before the one ahead of it has ended
         if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
             log(event("engine_reload_undone"))
-        check_instance_kind(version_dir / MODEL_FILE, instance_kind)
-        take_engine_cores()
-        self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE))
+        try:
+            check_instance_kind(version_dir / MODEL_FILE, instance_kind)
+            take_engine_cores()
+            self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE))
+        except Exception as error:
+            if not is_reload(version_dir):
+                raise
+            log(event("load_failed", reason=f"{type(error).__name__}: {error}"))
+            if isinstance(error, CharoniaError):
+                raise
+            log(traceback.format_exc())
+            raise UnavailableError(type(error).__name__) from None
 
     def serve_steps(self) -> None:
         """Answer the scheduler's messages through the socket, from now until `finalize`.

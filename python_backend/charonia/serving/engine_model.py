@@ -68,6 +68,7 @@ class EngineModel:
 
     Args:
         name: of the model. directory: its version directory.
+        control: loads and unloads it.
 
     Attributes:
         has_server_started: whether it is known to take calls, or to have taken some: one that

@@ -38,7 +38,10 @@ class ControlError(Exception):
 
 
 class GrpcControl:
-    """Model control of a running server.
+    """Model control of a running server; it connects with the first call.
+
+    Args:
+        options: how that server was started.
 
     Attributes:
         refusal: why it carries nothing out; None where it does.

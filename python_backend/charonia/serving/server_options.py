@@ -1,32 +1,37 @@
-"""How a tritonserver was started, as far as model control needs it.
+"""How a tritonserver was started, as far as having it load and unload models needs that.
 
-Owns reading its command line. Must not know what is asked of the server.
+Owns reading its command line, as tritonserver 2.51.0 does. Must not know what is asked of a server.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_MODEL_CONTROL = "model-control-mode"
-_ALLOW_GRPC = "allow-grpc"
-_ADDRESS = "grpc-address"
-_PORT = "grpc-port"
-_SSL = "grpc-use-ssl"
-_MUTUAL_SSL = "grpc-use-ssl-mutual"
-_RESTRICTED = "grpc-restricted-protocol"
-_NAMES = (_MODEL_CONTROL, _ALLOW_GRPC, _ADDRESS, _PORT, _SSL, _MUTUAL_SSL, _RESTRICTED)
+_NAMES = (
+    "allow-grpc",
+    "grpc-address",
+    "grpc-port",
+    "grpc-restricted-protocol",
+    "grpc-use-ssl",
+    "grpc-use-ssl-mutual",
+    "model-control-mode",
+    "reuse-grpc-port",
+)
 _PROTOCOL = "model-repository"
 _HEADER = "triton-grpc-protocol-"
-_DEFAULT_PORT = "8001"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _TRUE = ("true", "1", "on")
 
 NOT_EXPLICIT = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
 NO_GRPC = "recovery is off: tritonserver serves no gRPC, over which models are loaded"
 ENCRYPTED = "recovery is off: tritonserver's gRPC, over which models are loaded, is encrypted"
+SHARED = "recovery is off: tritonserver shares its gRPC port, over which models are loaded"
 
 
 class ServerOptions:
     """What a tritonserver that was started by this command line can be asked.
+
+    Args:
+        command_line: with or without the name of the executable.
 
     Attributes:
         refusal: why it loads and unloads no models on a model's order; None where it does.
@@ -34,13 +39,37 @@ class ServerOptions:
     """
 
     def __init__(self, command_line: Sequence[str]) -> None:
-        values = _read(command_line)
-        self.refusal = _refusal(values)
-        address = values[_ADDRESS][-1] if values[_ADDRESS] else "0.0.0.0"
-        host = _LOOPBACK.get(address, address)
-        port = values[_PORT][-1] if values[_PORT] else _DEFAULT_PORT
+        host, port = "0.0.0.0", "8001"
+        is_explicit, serves_grpc, is_encrypted, is_shared = False, True, False, False
+        self.metadata: tuple[tuple[str, str], ...] = ()
+        for name, value in _options(command_line):
+            is_true = value.lower() in _TRUE
+            match name:
+                case "model-control-mode":
+                    is_explicit = value.lower() == "explicit"
+                case "allow-grpc":
+                    serves_grpc = is_true
+                case "grpc-address":
+                    host = value.removeprefix("[").removesuffix("]")
+                case "grpc-port":
+                    port = value
+                case "reuse-grpc-port":
+                    is_shared = is_true
+                case "grpc-use-ssl":
+                    is_encrypted = is_true
+                case "grpc-use-ssl-mutual":
+                    is_encrypted = True  # whatever its value
+                case "grpc-restricted-protocol":
+                    self.metadata = _metadata(value) or self.metadata
+        obstacles = {
+            NOT_EXPLICIT: not is_explicit,
+            NO_GRPC: not serves_grpc,
+            ENCRYPTED: is_encrypted,
+            SHARED: is_shared,
+        }
+        self.refusal = next((reason for reason, holds in obstacles.items() if holds), None)
+        host = _LOOPBACK.get(host, host)
         self.grpc_url = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.metadata = _metadata(values[_RESTRICTED])
 
     @classmethod
     def of_process(cls, pid: int) -> "ServerOptions":
@@ -52,18 +81,15 @@ class ServerOptions:
         return cls(text.split("\0"))
 
 
-def _read(command_line: Sequence[str]) -> dict[str, list[str]]:
-    """The values of each option of `_NAMES`, as getopt_long takes them apart."""
-    values: dict[str, list[str]] = {name: [] for name in _NAMES}
+def _options(command_line: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Those of `_NAMES` with their values, in order, as getopt_long takes them apart."""
     parts = iter(command_line)
     for part in parts:
-        if not part.startswith("--"):
-            continue
-        given, equals, value = part[2:].partition("=")
-        name = _full_name(given)
-        if name is not None:
-            values[name].append(value if equals else next(parts, ""))
-    return values
+        if part.startswith("--"):
+            given, equals, value = part[2:].partition("=")
+            name = _full_name(given)
+            if name is not None:
+                yield name, value if equals else next(parts, "")
 
 
 def _full_name(given: str) -> str | None:
@@ -74,25 +100,8 @@ def _full_name(given: str) -> str | None:
     return meant[0] if len(meant) == 1 else None
 
 
-def _refusal(values: dict[str, list[str]]) -> str | None:
-    if values[_MODEL_CONTROL][-1:] != ["explicit"]:
-        return NOT_EXPLICIT
-    if values[_ALLOW_GRPC] and not _is_true(values[_ALLOW_GRPC]):
-        return NO_GRPC
-    if _is_true(values[_SSL]) or _is_true(values[_MUTUAL_SSL]):
-        return ENCRYPTED
-    return None
-
-
-def _is_true(values: list[str]) -> bool:
-    return bool(values) and values[-1].lower() in _TRUE
-
-
-def _metadata(restrictions: list[str]) -> tuple[tuple[str, str], ...]:
-    """Of all restrictions, each `protocol,protocol,…:key=value`, what opens model control."""
-    for restriction in restrictions:
-        protocols, _, pair = restriction.partition(":")
-        key, _, value = pair.partition("=")
-        if _PROTOCOL in protocols.split(","):
-            return ((f"{_HEADER}{key}", value),)
-    return ()
+def _metadata(restriction: str) -> tuple[tuple[str, str], ...]:
+    """What opens model control, if that is among the protocols of `protocol,…:key=value`."""
+    protocols, _, pair = restriction.partition(":")
+    key, _, value = pair.partition("=")
+    return ((f"{_HEADER}{key}", value),) if _PROTOCOL in protocols.split(",") else ()
