@@ -92,6 +92,18 @@ def test_every_chunk_is_handed_on_and_reported(
     assert triton.num_calls == 1, "one connection is enough"
 
 
+def test_one_that_ends_in_order_has_lost_nothing(
+    scheduler: SchedulerEnd, tmp_path: Path, triton: Triton, pb_utils: Any
+) -> None:
+    host = PostprocessorHost(triton, "scheduler", tmp_path, log=print)
+    name = pb_utils.Tensor("request_key", np.array([f"{KEY}.1".encode()], dtype=object))
+    request = pb_utils.Request([name])
+    request.is_cancelled = lambda: False
+    host.execute([request])
+    host.finalize()
+    assert scheduler.lost.get(timeout=WAIT_S) is False
+
+
 def test_a_client_that_has_gone_cancels_its_request_once(
     scheduler: SchedulerEnd, hand_on: Callable[..., Any]
 ) -> None:

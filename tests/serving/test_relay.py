@@ -1,5 +1,7 @@
 """Requests that are handed on through a socket: each is answered, and the ends see each other's."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -107,8 +109,45 @@ def test_deliveries_name_their_request_and_end_with_their_connection(
 ) -> None:
     channel.send(encode(Delivery("k", 3)))
     assert server.delivered.get(timeout=WAIT_S) == ("k", 3)
+    channel.hang_up()  # by a process that lives
+    assert server.lost.get(timeout=WAIT_S) is False
+
+
+REPORTER = """
+import sys, time
+from pathlib import Path
+from charonia.serving.relay import Delivery, Parting, encode
+from charonia.sockets.local import connect
+channel = connect(Path(sys.argv[1]))
+channel.send(encode(Delivery("k", 3)))
+if "parts" in sys.argv:
+    channel.send(encode(Parting()))
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("word", ["dies", "parts"])
+def test_what_a_process_had_in_hand_is_lost_when_it_dies_without_a_word(
+    server: SchedulerEnd, word: str
+) -> None:
+    command = [sys.executable, "-c", REPORTER, str(server.path), word]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+        assert server.lost.get(timeout=WAIT_S) is (word == "dies")
+    assert server.delivered.get_nowait() == ("k", 3)
+
+
+def test_the_end_of_a_connection_without_deliveries_says_nothing_of_any(
+    server: SchedulerEnd, channel: Channel
+) -> None:
+    channel.send(encode(PLAIN))
+    server.next()
     channel.hang_up()
-    assert server.delivered.get(timeout=WAIT_S) is None
+    assert server.cancelled.get(timeout=WAIT_S) == "k"
+    assert server.lost.empty()
 
 
 @pytest.mark.parametrize(
@@ -221,7 +260,7 @@ def test_closing_what_was_never_started_waits_for_nothing(tmp_path: Path) -> Non
         lambda *request: None,
         cancel=lambda key: None,
         delivered=lambda key, number: None,
-        end_deliveries=lambda: None,
+        end_deliveries=lambda is_lost: None,
         log=lambda line: None,
     )
     early = connect(tmp_path / REQUESTS_SOCKET)

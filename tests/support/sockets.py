@@ -55,6 +55,7 @@ class SchedulerEnd:
 
     Attributes:
         taken, cancelled, delivered: requests and keys, as they came. log: its lines.
+        lost: of each connection through which deliveries came, at its end, whether some were lost.
         take: what is done with a request; keeps it in `taken`.
     """
 
@@ -63,7 +64,8 @@ class SchedulerEnd:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.taken: SimpleQueue[tuple[str, RawRequest, Outlet]] = SimpleQueue()
         self.cancelled: SimpleQueue[str] = SimpleQueue()
-        self.delivered: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
+        self.delivered: SimpleQueue[tuple[str, int]] = SimpleQueue()
+        self.lost: SimpleQueue[bool] = SimpleQueue()
         self.log: list[str] = []
         self.take = lambda *request: self.taken.put(request)
         self.relay = RelayServer(
@@ -71,7 +73,7 @@ class SchedulerEnd:
             lambda *request: self.take(*request),
             cancel=self.cancelled.put,
             delivered=lambda *delivery: self.delivered.put(delivery),
-            end_deliveries=lambda: self.delivered.put(None),
+            end_deliveries=self.lost.put,
             log=self.log.append,
         )
         self.relay.start()

@@ -8,6 +8,7 @@ has but a few of each request on this way, see `sessions`, and sends more when i
 been handed on.
 """
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import numpy as np
 
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.outlets import answered
-from charonia.serving.relay import Cancellation, Delivery, SchedulerAddress, encode
+from charonia.serving.relay import Cancellation, Delivery, Parting, SchedulerAddress, encode
 from charonia.serving.tensors import REQUEST_KEY, Array
 from charonia.sockets.channel import Channel
 
@@ -59,7 +60,10 @@ class PostprocessorHost:
         ]
 
     def finalize(self) -> None:
-        """Hang up."""
+        """Say that nothing is in hand any more, and hang up."""
+        if self._channel is not None:
+            with contextlib.suppress(OSError):
+                self._channel.send(encode(Parting()), _SEND_TIMEOUT_S)
         self._disconnect()
 
     def _hand_on(self, request: Any) -> Any:

@@ -8,15 +8,17 @@ know what a request asks for.
       any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation ─► reader ─► takes them in
       passes on ◄── reader ◄───────── RelayedAnswer ◄─ writer ◄─ outbox ◄─ any thread
 
-    postprocessor ────────────────────► Delivery, Cancellation ───────► reader
+    postprocessor ────────────────────► Delivery, Cancellation, Parting ► reader
 
 Every request gets one answer, a refusal too. Neither side of `generate` ever waits for the other:
 what a stopped process does not take stays in the outbox, as far as that reaches; then requests are
 refused, and a `generate` that does not take its answers is hung up on. The end of a connection
-cancels all requests that came through it, because their client is seen to have gone.
+cancels all requests that came through it, because their client is seen to have gone. A process that
+has said deliveries and dies without a word has lost what it had in hand.
 """
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,15 +35,17 @@ from charonia.errors import (
 )
 from charonia.events import RareLog, event
 from charonia.serving.engine_model import clean
+from charonia.serving.liveness import start_time
 from charonia.serving.outlets import Outlet
 from charonia.serving.tensors import Array, Outputs, RawRequest
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
-from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen
+from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen, peer_pid
 from charonia.sockets.server import Server
 
 REQUESTS_SOCKET = f"requests{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
+_DEATH_S = 0.2
 
 
 class RelayedRequest(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +72,10 @@ class Delivery(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
+class Parting(msgspec.Struct, frozen=True, tag=True):
+    """Who handed responses on ends in order, and has nothing in hand any more."""
+
+
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The whole answer to one request: outputs, or an error and its kind."""
 
@@ -77,7 +85,7 @@ class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: str = ""
 
 
-Message = RelayedRequest | Cancellation | Delivery
+Message = RelayedRequest | Cancellation | Delivery | Parting
 """To the scheduler."""
 
 
@@ -179,7 +187,7 @@ class RelayServer:
         cancel: called with the key of a request to be cancelled.
         delivered: called with the key of a request of which responses were handed on, and the
             number of the last. end_deliveries: called when a connection has ended, through which
-            such words may have come.
+            such words came; with whether its process has died without a word.
         log: takes one line, from any thread.
 
     Raises:
@@ -193,7 +201,7 @@ class RelayServer:
         *,
         cancel: Callable[[str], None],
         delivered: Callable[[str, int], None],
-        end_deliveries: Callable[[], None],
+        end_deliveries: Callable[[bool], None],
         log: Callable[[str], None],
     ) -> None:
         self._take = take
@@ -212,22 +220,52 @@ class RelayServer:
 
     def _serve(self, connection: Connection) -> None:
         live: set[str] = set()
+        peer = _Peer(connection.channel)
         try:
             for data in connection.messages():
-                self._on_message(live, connection, data)
+                self._on_message(live, connection, peer, data)
         finally:
-            self._end_deliveries()
+            if peer.hands_on:
+                self._end_deliveries(not peer.has_parted and peer.has_died())
             for key in list(live):
                 self._cancel(key)
 
-    def _on_message(self, live: set[str], connection: Connection, data: bytes) -> None:
+    def _on_message(
+        self, live: set[str], connection: Connection, peer: "_Peer", data: bytes
+    ) -> None:
         match decode_message(data):
             case Delivery(key, number):
+                peer.hands_on = True
                 self._delivered(key, number)
+            case Parting():
+                peer.has_parted = True
             case Cancellation(key):
                 self._cancel(key)
             case RelayedRequest(key, raw):
                 self._take(key, raw, RelayedOutlet(connection, key, live))
+
+
+class _Peer:
+    """The process at the other end of a connection.
+
+    Attributes:
+        hands_on: it has told of responses. has_parted: it has said that it ends.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.hands_on = False
+        self.has_parted = False
+        self._pid = peer_pid(channel)
+        self._started = start_time(self._pid)
+
+    def has_died(self) -> bool:
+        """Whether it ends, or has; asked when its connection has, which a kill ends first."""
+        deadline = time.monotonic() + _DEATH_S
+        while start_time(self._pid) == self._started:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
 
 
 class SchedulerAddress:

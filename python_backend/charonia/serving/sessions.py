@@ -30,7 +30,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from charonia.engine.outputs import Chunk
-from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError
+from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError, UnavailableError
 from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import CancellationPoller, Outlet, fail
 from charonia.serving.schema import OutputOptions, chunk_outputs
@@ -38,6 +38,7 @@ from charonia.serving.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
 
 MAX_UNDER_WAY = 4
+LOST = "a part of the answer was lost with the process that handed it on"
 CLOSE_WAIT_S = 1.0
 MAX_ERROR_WAIT_S = 2.0
 """For so long an error waits for reports, which nobody may send."""
@@ -209,12 +210,20 @@ class Sessions:
                 session.num_delivered = max(number, session.num_delivered)
                 self._queue(session)
 
-    def stop_reports(self) -> None:
-        """Nobody reports any more, or not until the next report."""
+    def stop_reports(self, is_lost: bool = False) -> None:
+        """Nobody reports any more, or not until the next report.
+
+        Args:
+            is_lost: what was under way never arrives, so that the requests that have such end.
+        """
         for session in list(self._sessions.values()):
             with session.lock:
-                session.is_reported = False
+                has_lost = is_lost and session.is_reported and session.num_under_way > 0
+                session.is_reported = has_lost  # its error waits, as any does
                 self._queue(session)
+            if has_lost:
+                self._take(session, Chunk(session.key, error=UnavailableError(LOST)))
+                self._cancel(session.key)
 
     def close(self) -> None:
         """End what is still live with an error, and stop the threads."""
@@ -239,6 +248,8 @@ class Sessions:
 
     def _take(self, session: Session, chunk: Chunk) -> None:
         with session.lock:
+            if session.chunks and session.chunks[-1].is_final:
+                return  # it was ended here, and then by the engine
             session.chunks.append(chunk)
             self._queue(session)
 
