@@ -92,6 +92,24 @@ def load_again(server: TritonServer, model: str) -> None:
     httpx.post(url, headers=server.api_headers, timeout=60)
 
 
+def test_a_process_that_ends_while_it_is_looked_at_harms_nobody(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = psutil.Process.cmdline
+    seen: set[int] = set()
+
+    def read_once(process: psutil.Process) -> list[str]:
+        if process.pid in seen:
+            return []  # as of one that has just ended
+        seen.add(process.pid)
+        return list(read(process))
+
+    with make_server() as server:
+        monkeypatch.setattr(psutil.Process, "cmdline", read_once)
+        assert set(server.stubs()) == {"engine", "generate", "scheduler"}
+        assert server.stubs() == {}
+
+
 def test_restricted_endpoints_open_only_with_the_key_over_http(make_server: MakeServer) -> None:
     endpoints = (
         ("POST", "/v2/repository/index"),

@@ -166,13 +166,23 @@ def free_ports(address: str, count: int) -> list[int]:
 
 def find_by_argument(processes: Iterable[psutil.Process], fragment: str) -> list[psutil.Process]:
     """Triton's processes among these whose command line contains `fragment`."""
+    return [process for process, _ in find_arguments(processes, fragment)]
+
+
+def find_arguments(
+    processes: Iterable[psutil.Process], fragment: str
+) -> list[tuple[psutil.Process, str]]:
+    """Each of them with the first argument that contains `fragment`.
+
+    A command line is read once: one that ends has none any more.
+    """
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             program, *arguments = process.cmdline() or [""]
-            is_triton = Path(program).name.startswith("triton")
-            if is_triton and any(fragment in argument for argument in arguments):
-                found.append(process)
+            argument = next((one for one in arguments if fragment in one), None)
+            if Path(program).name.startswith("triton") and argument is not None:
+                found.append((process, argument))
     return found
 
 

@@ -155,11 +155,9 @@ class TritonServer:
         found: dict[str, list[psutil.Process]] = {}
         folder = f"{self.repository}/"
         members = processes.session_members(self._process.pid)
-        for process in processes.find_by_argument(members, folder):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                path = next(part for part in process.cmdline() if part.startswith(folder))
-                model = path.removeprefix(folder).partition("/")[0]
-                found.setdefault(model, []).append(process)
+        for process, path in processes.find_arguments(members, folder):
+            model = path.partition(folder)[2].partition("/")[0]
+            found.setdefault(model, []).append(process)
         return found
 
     def model_states(self, timeout_s: float) -> dict[str, str]:
