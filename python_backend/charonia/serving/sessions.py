@@ -30,7 +30,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from charonia.engine.outputs import Chunk
-from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError, UnavailableError
+from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError
 from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import CancellationPoller, Outlet, fail
 from charonia.serving.schema import OutputOptions, chunk_outputs
@@ -38,7 +38,6 @@ from charonia.serving.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
 
 MAX_UNDER_WAY = 4
-LOST = "a part of the answer was lost with the process that handed it on"
 CLOSE_WAIT_S = 1.0
 MAX_ERROR_WAIT_S = 2.0
 """For so long an error waits for reports, which nobody may send."""
@@ -214,16 +213,14 @@ class Sessions:
         """Nobody reports any more, or not until the next report.
 
         Args:
-            is_lost: what was under way never arrives, so that the requests that have such end.
+            is_lost: what was under way never arrives. Triton ends such requests with an error, as
+                soon as it has come to what lies behind it; so no more is laid there.
         """
         for session in list(self._sessions.values()):
             with session.lock:
-                has_lost = is_lost and session.is_reported and session.num_under_way > 0
-                session.is_reported = has_lost  # its error waits, as any does
+                has_lost = session.is_reported and session.num_under_way > 0
+                session.is_reported = is_lost and has_lost
                 self._queue(session)
-            if has_lost:
-                self._take(session, Chunk(session.key, error=UnavailableError(LOST)))
-                self._cancel(session.key)
 
     def close(self) -> None:
         """End what is still live with an error, and stop the threads."""
@@ -248,8 +245,6 @@ class Sessions:
 
     def _take(self, session: Session, chunk: Chunk) -> None:
         with session.lock:
-            if session.chunks and session.chunks[-1].is_final:
-                return  # it was ended here, and then by the engine
             session.chunks.append(chunk)
             self._queue(session)
 
