@@ -25,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -218,6 +219,9 @@ def _break(
                 progress.update()
     except TargetError as error:
         outcome.stopped_by = str(error)
+    except Exception as error:  # a bug; what was found until then is recorded all the same
+        traceback.print_exc()
+        outcome.stopped_by = f"{type(error).__name__}: {error}"
 
 
 def _about(options: argparse.Namespace) -> dict[str, Any]:
