@@ -46,6 +46,7 @@ from charonia.sockets.server import Server
 REQUESTS_SOCKET = f"requests{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
 _DEATH_S = 0.2
+"""That a killed process may take to end once the kernel has closed its connections."""
 
 
 class RelayedRequest(msgspec.Struct, frozen=True, tag=True):
