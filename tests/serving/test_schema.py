@@ -224,10 +224,12 @@ def test_the_ensemble_brings_ids_and_the_text_that_they_came_from(strings: Any) 
         "prompt_text": strings("five"),
         "request_key": strings(key),
     }
-    call = generate_call(RawRequest(tensors, {}))
+    outputs = frozenset({"text_output", "request_key"})
+    call = generate_call(RawRequest(tensors, {}, output_names=outputs))
     assert (call.prompt_text, call.key) == ("five", key[:32])
     assert call.options.has_key
     assert call.arrived_at == 7.25
+    assert not generate_call(RawRequest(tensors, {})).options.has_key  # nobody takes it there
     tensors |= {"prompt_text": strings(), "request_key": strings(SEALER.new_key(ids(5), "", 7.25))}
     assert generate_call(RawRequest(tensors, {})).prompt_text is None
 

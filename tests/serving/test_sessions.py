@@ -20,11 +20,12 @@ from charonia.errors import (
 from charonia.serving import sessions
 from charonia.serving.ledger import Ledger
 from charonia.serving.schema import OutputOptions
-from charonia.serving.sessions import MAX_UNDER_WAY, Sessions
+from charonia.serving.sessions import MAX_ALL_UNDER_WAY, MAX_UNDER_WAY, Sessions
 from charonia.serving.tensors import Outputs
 from charonia.text.tokenizer import Tokenizer
 
 STREAMING = OutputOptions(is_streaming=True, has_echo=False, names=frozenset({"output_ids"}))
+NAMED = OutputOptions(is_streaming=True, has_echo=False, names=frozenset(), has_key=True)
 AT_ONCE = OutputOptions(is_streaming=False, has_echo=True, names=frozenset({"output_ids"}))
 
 
@@ -102,8 +103,9 @@ def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: 
 
 
 def test_what_follows_a_lost_response_waits_for_the_end_and_others_go_on(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sessions, "LOST_RESPONSE_S", 0.5)
     outlets = {name: new_outlet() for name in ("lost", "arrived")}
     sinks = {
         name: harness.sessions.open(name, STREAMING, str, outlet)
@@ -120,8 +122,10 @@ def test_what_follows_a_lost_response_waits_for_the_end_and_others_go_on(
         for sink in sinks.values():
             sink(chunk(step))
         eventually(lambda step=step: len(outlets["arrived"].sent) == step)
-    assert len(outlets["lost"].sent) == 1 + MAX_UNDER_WAY
+    assert len(outlets["lost"].sent) == 2
     sinks["lost"](chunk(20, is_last=True))
+    time.sleep(0.1)
+    assert len(outlets["lost"].sent) == 2  # until Triton has missed the lost one
     eventually(lambda: outlets["lost"].sent[-1][1])
     assert texts(outlets["lost"].sent) == "".join(f"{step} " for step in range(21))
 
@@ -154,6 +158,71 @@ def test_a_stream_goes_on_when_somebody_reports_again_after_a_pause(
     assert len(outlet.sent) == num_sent + MAX_UNDER_WAY
 
 
+def test_a_named_stream_counts_on_reports_from_its_start_but_not_for_ever(
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "FIRST_REPORT_S", 0.5)
+    outlets = {name: new_outlet() for name in ("silent", "next", "last")}
+
+    def begin(name: str) -> Callable[[Chunk], None]:
+        sink = harness.sessions.open(name, NAMED, str, outlets[name])
+        for step in range(1 + MAX_UNDER_WAY):
+            sink(chunk(step))
+            least = min(step + 1, MAX_UNDER_WAY)
+            eventually(lambda least=least: len(outlets[name].sent) >= least)
+        return sink
+
+    begin("silent")
+    time.sleep(0.1)
+    assert len(outlets["silent"].sent) == MAX_UNDER_WAY
+    eventually(lambda: len(outlets["silent"].sent) == 1 + MAX_UNDER_WAY)
+    begin("next")(chunk(9))  # who does not report one does not report another
+    eventually(lambda: texts(outlets["next"].sent).endswith("4 9 "))
+    harness.sessions.report("next", 1)  # but somebody does
+    for name in ("silent", "next"):
+        harness.sessions.drop(name)
+    begin("last")
+    time.sleep(0.1)
+    assert len(outlets["last"].sent) == MAX_UNDER_WAY
+    harness.sessions.report("last", 1)
+    eventually(lambda: len(outlets["last"].sent) == 1 + MAX_UNDER_WAY)
+
+
+def test_many_streams_share_what_may_be_under_way(harness: Harness, new_outlet: Any) -> None:
+    outlets = [new_outlet() for _ in range(MAX_ALL_UNDER_WAY)]
+    sinks = [
+        harness.sessions.open(str(index), NAMED, str, outlet)
+        for index, outlet in enumerate(outlets)
+    ]
+    for sink, outlet in zip(sinks, outlets, strict=True):
+        sink(chunk(0))
+        eventually(lambda outlet=outlet: outlet.sent)
+        sink(chunk(1))
+    time.sleep(0.1)
+    assert [len(outlet.sent) for outlet in outlets] == [1] * MAX_ALL_UNDER_WAY
+    for index in range(1, MAX_ALL_UNDER_WAY):
+        harness.sessions.drop(str(index))
+    sinks[0](chunk(2))  # who is left has more room
+    eventually(lambda: texts(outlets[0].sent) == "0 1 2 ")
+
+
+def test_a_lost_reporter_is_waited_for(harness: Harness, new_outlet: Any) -> None:
+    outlet = new_outlet()
+    sink = harness.sessions.open("k", NAMED, str, outlet)
+    sink(chunk(0))
+    eventually(lambda: outlet.sent)
+    harness.sessions.report("k", 1)
+    harness.sessions.stop_reports(is_lost=True)
+    for step in range(MAX_UNDER_WAY):
+        sink(chunk(1 + step))
+        eventually(lambda step=step: len(outlet.sent) == 2 + step)
+    sink(chunk(9))
+    time.sleep(0.1)
+    assert len(outlet.sent) == 1 + MAX_UNDER_WAY
+    harness.sessions.report("k", 2)
+    eventually(lambda: texts(outlet.sent).endswith("9 "))
+
+
 def test_an_error_does_not_wait_for_ever_for_reports(
     harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,8 +239,7 @@ def test_an_error_does_not_wait_for_ever_for_reports(
 
 def test_each_response_of_a_named_request_has_its_number(harness: Harness, new_outlet: Any) -> None:
     outlet = new_outlet()
-    options = OutputOptions(is_streaming=True, has_echo=False, names=frozenset(), has_key=True)
-    sink = harness.sessions.open("k", options, str, outlet)
+    sink = harness.sessions.open("k", NAMED, str, outlet)
     for step in range(3):
         sink(chunk(step, is_last=step == 2))
         eventually(lambda step=step: len(outlet.sent) == step + 1)

@@ -108,7 +108,7 @@ class OutputOptions:
         is_streaming: one response per new text, else one in all.
         has_echo: the prompt is prepended (never when streaming).
         names: outputs to give, beside `text_output`.
-        has_key: the name of the request is on every response, for `postprocessor`.
+        has_key: the name of the request is on every response, for who reports them.
     """
 
     is_streaming: bool
@@ -198,7 +198,7 @@ def parse(
         return CancelCall(raw.request_id, params.tenant)
     text, prompt_ids = read_prompt(tensors, limits)
     name, prompt_text = _read_internal(tensors, prompt_ids, limits, sealer)
-    options = _read_options(raw, params, has_key=name is not None)
+    options = _read_options(raw, params, has_name=name is not None)
     if relayed_key is not None and options.is_streaming:
         raise InvalidRequestError("a relayed request cannot stream")
     return GenerateCall(
@@ -389,7 +389,7 @@ def _read_internal(
     return sealer.name_of(key or "", no_ids if ids is None else ids, text or ""), text or None
 
 
-def _read_options(raw: RawRequest, params: SamplingParams, *, has_key: bool) -> OutputOptions:
+def _read_options(raw: RawRequest, params: SamplingParams, *, has_name: bool) -> OutputOptions:
     is_streaming = bool(read_flag(raw.tensors, "stream"))
     excludes = read_flag(raw.tensors, "exclude_input_in_output")
     if is_streaming and excludes is False:
@@ -401,7 +401,7 @@ def _read_options(raw: RawRequest, params: SamplingParams, *, has_key: bool) -> 
         is_streaming=is_streaming,
         has_echo=not (is_streaming or excludes),
         names=frozenset(wanted) & raw.output_names,
-        has_key=has_key,
+        has_key=has_name and REQUEST_KEY in raw.output_names,
     )
 
 

@@ -10,21 +10,25 @@ A send is a blocking round trip, so whatever piled up for a request while one wa
 out as one response. A session that does not stream waits for its last chunk.
 
 Where another model hands responses on, a send says nothing of that: Triton takes any number and
-keeps them for that model. If it reports what it has handed on, a session has no more than
-`MAX_UNDER_WAY` responses on that way, but for the last one, and the rest piles up here. Otherwise a
-model that is slower than the engine would delay every request by all that it has not done yet. Each
-response has its number, and a report names one: so whatever words were lost, the next one makes up
-for all of them.
+keeps them for that model. If that reports what it has handed on, a session has a few responses at
+most on that way, but for the last one, and the rest piles up here. Otherwise a model that is slower
+than the engine would delay every request by all that it has not done yet, and one that stands still
+would hold up much: Triton 2.51.0 takes `LOST_RESPONSE_S` for each response that a lost process was
+to have, one after the other. The few are `MAX_UNDER_WAY`, or a session's share of
+`MAX_ALL_UNDER_WAY` where there are many. Each response has its number, and a report names one: so
+whatever words were lost, the next one makes up for all of them. A session whose responses are named
+counts on reports from its start, but not for ever: another model than ours may stand there.
 
 What piles up is bounded by `max_tokens`, one small chunk per token; how many requests there may be,
 and of how many bytes as they came, is the ledger's.
 """
 
 import contextlib
+import heapq
+import itertools
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -38,9 +42,14 @@ from charonia.serving.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
 
 MAX_UNDER_WAY = 4
+MAX_ALL_UNDER_WAY = 8
 CLOSE_WAIT_S = 1.0
 MAX_ERROR_WAIT_S = 2.0
 """For so long an error waits for reports, which nobody may send."""
+FIRST_REPORT_S = 5.0
+"""For so long a session waits for its first report; a model that stands still is lost by then."""
+LOST_RESPONSE_S = 1.0
+"""What Triton takes to find that there is no process for a response."""
 _LOOK_S = 0.25
 
 
@@ -51,8 +60,11 @@ class Session:
         name: request id and tenant. num_bytes: of the request as it came.
         chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
         is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
-        is_reported: somebody says when a response has been handed on.
-        send_error_at: when an error waits no longer, by the monotonic clock; None while none does.
+        is_reported: somebody says when a response has been handed on, or is counted on to do so;
+            has_report: somebody did, for this session.
+        is_lost: what was under way never arrives.
+        send_end_at: when its end waits no longer, by the monotonic clock; None while it need not.
+        is_awaited: the time runs in which its first report must come.
         num_sent: responses so far; num_delivered: those of them that were handed on.
     """
 
@@ -76,7 +88,10 @@ class Session:
         self.is_cancelled = False
         self.is_abandoned = False
         self.is_reported = False
-        self.send_error_at: float | None = None
+        self.has_report = False
+        self.is_lost = False
+        self.send_end_at: float | None = None
+        self.is_awaited = False
         self.num_sent = 0
         self.num_delivered = 0
         self.lock = threading.Lock()
@@ -86,23 +101,51 @@ class Session:
         """Responses that were sent and not reported."""
         return self.num_sent - self.num_delivered
 
-    def may_send(self) -> bool:
+    def may_send(self, max_under_way: int) -> bool:
         """Whether what waits may go out now. The caller holds the lock."""
         if not self.chunks:
             return False
         if self.chunks[-1].is_final:
-            return not self.waits_with_error()
-        is_full = self.is_reported and self.num_under_way >= MAX_UNDER_WAY
-        return self.options.is_streaming and not is_full
+            return not self.waits_with_end()
+        return self.options.is_streaming and not self.is_full(max_under_way)
 
-    def waits_with_error(self) -> bool:
-        """Whether an error must wait until the responses before it were handed on.
+    def is_full(self, max_under_way: int) -> bool:
+        """Whether a report must come before the next response."""
+        return self.is_reported and (self.is_lost or self.num_under_way >= max_under_way)
 
-        An ensemble that gets one while it still hands on may count the request as live for ever.
+    def waits_with_end(self) -> bool:
+        """Whether the last chunk must wait until Triton has done with the responses before it.
+
+        An ensemble that gets an error while it still hands on may count the request as live for
+        ever. And where these are lost it does with each what takes a second, and then needs no
+        more of the request: until then anything would but lengthen its queue.
         """
-        is_error = bool(self.chunks) and self.chunks[-1].error is not None
-        is_late = self.send_error_at is not None and self.send_error_at <= time.monotonic()
-        return is_error and self.is_reported and self.num_under_way > 0 and not is_late
+        if not self.chunks or not self.chunks[-1].is_final:
+            return False
+        is_late = self.send_end_at is not None and self.send_end_at <= time.monotonic()
+        has_error = self.chunks[-1].error is not None
+        has_more_before = self.is_reported and self.num_under_way > 0
+        return (has_error or self.is_lost) and has_more_before and not is_late
+
+
+class _Timer:
+    """Sessions, each for the time when it is to be looked at again."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, int, Session]] = []  # a heap
+        self._number = itertools.count()
+        self._lock = threading.Lock()
+
+    def add(self, at: float, session: Session) -> None:
+        with self._lock:
+            heapq.heappush(self._waiting, (at, next(self._number), session))
+
+    def take(self) -> Session | None:
+        """One whose time has come; it is taken once."""
+        with self._lock:
+            if self._waiting and self._waiting[0][0] <= time.monotonic():
+                return heapq.heappop(self._waiting)[2]
+        return None
 
 
 class Sessions:
@@ -128,9 +171,10 @@ class Sessions:
         self._cancel = cancel
         self._log = log
         self._sessions: dict[str, Session] = {}
+        self._named: dict[str, Session] = {}  # those of them whose responses are named
+        self._counts_on_reports = True
         self._ready: SimpleQueue[Session | None] = SimpleQueue()
-        self._waiting_errors: deque[Session] = deque()  # in the order of their times
-        self._late_lock = threading.Lock()  # for taking from them
+        self._timer = _Timer()
         self._poller = CancellationPoller(self.abandon, log=log)
         self._threads = [
             threading.Thread(target=self._run, name=f"charonia-sender-{index}", daemon=True)
@@ -164,6 +208,9 @@ class Sessions:
         if self._sessions.setdefault(key, session) is not session:
             self._ledger.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
+        if options.has_key:
+            self._named[key] = session
+            session.is_reported = self._counts_on_reports
         if outlet.is_polled:
             self._poller.add(key, outlet)
         return lambda chunk: self._take(session, chunk)
@@ -203,8 +250,10 @@ class Sessions:
         """All responses of this request up to one, counted from 1, have been handed on."""
         session = self._sessions.get(key)
         if session is not None:
+            self._counts_on_reports = True
             with session.lock:
-                session.is_reported = True
+                session.is_reported = session.has_report = True
+                session.is_lost = False
                 number = min(number, session.num_sent)
                 session.num_delivered = max(number, session.num_delivered)
                 self._queue(session)
@@ -214,12 +263,20 @@ class Sessions:
 
         Args:
             is_lost: what was under way never arrives. Triton ends such requests with an error, as
-                soon as it has come to what lies behind it; so no more is laid there.
+                soon as it has come to that; so no more is laid behind it. The others wait for their
+                first report again, from a successor.
         """
-        for session in list(self._sessions.values()):
+        self._counts_on_reports = is_lost
+        sessions = list(self._sessions.values())
+        num_lost = sum(session.num_under_way for session in sessions if session.is_reported)
+        for session in sessions:
             with session.lock:
-                has_lost = session.is_reported and session.num_under_way > 0
-                session.is_reported = is_lost and has_lost
+                session.is_lost = is_lost and session.is_reported and session.num_under_way > 0
+                session.has_report = session.is_lost
+                session.is_reported = is_lost and (session.is_lost or session.options.has_key)
+                if session.is_lost:
+                    session.send_end_at = time.monotonic() + num_lost * LOST_RESPONSE_S
+                    self._timer.add(session.send_end_at, session)
                 self._queue(session)
 
     def close(self) -> None:
@@ -250,12 +307,23 @@ class Sessions:
 
     def _queue(self, session: Session) -> None:
         """Have a sender thread take the session. The caller holds its lock."""
-        if not session.is_queued and session.may_send():
+        if session.is_queued:
+            return
+        max_under_way = self._max_under_way()
+        if session.may_send(max_under_way):
             session.is_queued = True
             self._ready.put(session)
-        elif session.send_error_at is None and session.waits_with_error():
-            session.send_error_at = time.monotonic() + MAX_ERROR_WAIT_S
-            self._waiting_errors.append(session)
+        elif session.send_end_at is None and session.waits_with_end():
+            session.send_end_at = time.monotonic() + MAX_ERROR_WAIT_S
+            self._timer.add(session.send_end_at, session)
+        elif session.is_full(max_under_way) and not (session.has_report or session.is_awaited):
+            session.is_awaited = True
+            self._timer.add(time.monotonic() + FIRST_REPORT_S, session)
+
+    def _max_under_way(self) -> int:
+        """Responses of one session, of which not more may wait for a report."""
+        share = MAX_ALL_UNDER_WAY // max(len(self._named), 1)
+        return max(1, min(share, MAX_UNDER_WAY))
 
     def _run(self) -> None:
         while (session := self._next()) is not None:
@@ -272,23 +340,19 @@ class Sessions:
                 self._queue(session)
 
     def _next(self) -> Session | None:
-        """Wait for a session that may send, and see to it that no error waits for ever."""
+        """Wait for a session that may send, and see to it that none waits for ever."""
         while True:
-            self._queue_late_errors()
+            while (session := self._timer.take()) is not None:
+                self._look_again(session)
             with contextlib.suppress(Empty):
                 return self._ready.get(timeout=_LOOK_S)
 
-    def _queue_late_errors(self) -> None:
-        while (session := self._take_late()) is not None:
-            with session.lock:
-                self._queue(session)
-
-    def _take_late(self) -> Session | None:
-        with self._late_lock:
-            waiting = self._waiting_errors
-            if waiting and (waiting[0].send_error_at or 0.0) <= time.monotonic():
-                return waiting.popleft()
-        return None
+    def _look_again(self, session: Session) -> None:
+        with session.lock:
+            if session.is_awaited and not session.has_report:
+                self._counts_on_reports = session.is_reported = False
+            session.is_awaited = False
+            self._queue(session)
 
     def _send(self, session: Session, chunks: list[Chunk]) -> None:
         last = chunks[-1]
@@ -311,7 +375,7 @@ class Sessions:
         """Keep an error if it has to wait; returns whether it does."""
         with session.lock:
             session.chunks = [error]
-            if not session.waits_with_error():
+            if not session.waits_with_end():
                 session.chunks = []
             return bool(session.chunks)
 
@@ -329,6 +393,7 @@ class Sessions:
 
     def _end(self, key: str) -> None:
         self._poller.remove(key)
+        self._named.pop(key, None)
         session = self._sessions.pop(key, None)
         if session is not None:
             self._ledger.give_back(session.num_bytes)
