@@ -20,12 +20,13 @@ from charonia.errors import (
 from charonia.serving import sessions
 from charonia.serving.ledger import Ledger
 from charonia.serving.schema import OutputOptions
-from charonia.serving.sessions import MAX_ALL_UNDER_WAY, MAX_UNDER_WAY, Sessions
+from charonia.serving.sessions import MAX_UNDER_WAY, SHARED_UNDER_WAY, Sessions
 from charonia.serving.tensors import Outputs
 from charonia.text.tokenizer import Tokenizer
 
 STREAMING = OutputOptions(is_streaming=True, has_echo=False, names=frozenset({"output_ids"}))
 NAMED = OutputOptions(is_streaming=True, has_echo=False, names=frozenset(), has_key=True)
+FOR_EVER_S = 3600.0
 AT_ONCE = OutputOptions(is_streaming=False, has_echo=True, names=frozenset({"output_ids"}))
 
 
@@ -91,7 +92,7 @@ def test_few_responses_are_under_way_to_who_reports_them(harness: Harness, new_o
 
 def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: Any) -> None:
     outlet = new_outlet()
-    sink = harness.sessions.open("k", STREAMING, str, outlet)
+    sink = harness.sessions.open("k", NAMED, str, outlet)
     harness.sessions.report("k", 0)
     for step in range(20):
         sink(chunk(step))
@@ -102,32 +103,99 @@ def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: 
     harness.sessions.report("of nobody", 1)
 
 
-def test_what_follows_a_lost_response_waits_for_the_end_and_others_go_on(
+class Loss:
+    """Two streams that were reported, after whose reporter was lost with a response of one."""
+
+    def __init__(self, harness: Harness, new_outlet: Any) -> None:
+        self.sessions = harness.sessions
+        self.outlets = {name: new_outlet() for name in ("lost", "arrived")}
+        self.sinks = {
+            name: self.sessions.open(name, NAMED, str, outlet)
+            for name, outlet in self.outlets.items()
+        }
+        for name in self.sinks:
+            self.send(name, 0)
+            self.sessions.report(name, 1)
+        self.send("lost", 1)
+        self.at = time.monotonic()
+        self.sessions.stop_reports(is_lost=True)
+
+    def send(self, name: str, step: int) -> None:
+        """One response, which goes out."""
+        self.sinks[name](chunk(step))
+        eventually(lambda: texts(self.outlets[name].sent).endswith(f"{step} "))
+
+
+def test_what_follows_a_lost_response_waits_until_triton_has_missed_it(
     harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "LOST_RESPONSE_S", 0.5)
-    outlets = {name: new_outlet() for name in ("lost", "arrived")}
-    sinks = {
-        name: harness.sessions.open(name, STREAMING, str, outlet)
-        for name, outlet in outlets.items()
-    }
-    for name, sink in sinks.items():
-        sink(chunk(0))
-        eventually(lambda name=name: len(outlets[name].sent) == 1)
-        harness.sessions.report(name, 1)
-    sinks["lost"](chunk(1))
-    eventually(lambda: len(outlets["lost"].sent) == 2)
-    harness.sessions.stop_reports(is_lost=True)
+    loss = Loss(harness, new_outlet)
+    sent = loss.outlets["lost"].sent
     for step in range(2, 20):
-        for sink in sinks.values():
-            sink(chunk(step))
-        eventually(lambda step=step: len(outlets["arrived"].sent) == step)
-    assert len(outlets["lost"].sent) == 2
-    sinks["lost"](chunk(20, is_last=True))
+        loss.sinks["lost"](chunk(step))
+    loss.sinks["lost"](chunk(20, is_last=True))
+    eventually(lambda: len(sent) == 3)
+    assert time.monotonic() - loss.at >= 0.5
+    assert texts(sent) == "".join(f"{step} " for step in range(21))
+
+
+def test_who_lost_nothing_goes_on_with_the_successor(
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "FIRST_REPORT_S", FOR_EVER_S)
+    loss = Loss(harness, new_outlet)
+    for step in range(1, 1 + MAX_UNDER_WAY):
+        loss.send("arrived", step)
+    loss.sinks["arrived"](chunk(9))
     time.sleep(0.1)
-    assert len(outlets["lost"].sent) == 2  # until Triton has missed the lost one
-    eventually(lambda: outlets["lost"].sent[-1][1])
-    assert texts(outlets["lost"].sent) == "".join(f"{step} " for step in range(21))
+    assert len(loss.outlets["arrived"].sent) == 1 + MAX_UNDER_WAY
+    loss.sessions.report("arrived", 2)
+    eventually(lambda: texts(loss.outlets["arrived"].sent).endswith("9 "))
+
+
+def test_a_report_shows_that_nothing_was_lost(
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LOST_RESPONSE_S", FOR_EVER_S)
+    loss = Loss(harness, new_outlet)  # of another process than that which has the responses
+    loss.sinks["lost"](chunk(2))
+    time.sleep(0.1)
+    assert len(loss.outlets["lost"].sent) == 2
+    loss.sessions.stop_reports()  # of yet another, which changes nothing
+    loss.sessions.report("lost", 1)
+    eventually(lambda: texts(loss.outlets["lost"].sent).endswith("2 "))
+    loss.sinks["lost"](Chunk("lost", error=ShuttingDownError()))
+    time.sleep(0.1)
+    assert not loss.outlets["lost"].failures  # the error waits as any other
+    loss.sessions.report("lost", 3)
+    eventually(lambda: loss.outlets["lost"].failures)
+
+
+def test_a_second_loss_adds_to_the_first(
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LOST_RESPONSE_S", 0.3)
+    loss = Loss(harness, new_outlet)
+    loss.send("arrived", 1)
+    loss.sessions.stop_reports(is_lost=True)
+    for sink in loss.sinks.values():
+        sink(chunk(2, is_last=True))
+    eventually(lambda: loss.outlets["lost"].sent[-1][1])
+    assert time.monotonic() - loss.at >= 0.3
+    eventually(lambda: loss.outlets["arrived"].sent[-1][1])
+    assert time.monotonic() - loss.at >= 0.6
+
+
+def test_what_is_lost_holds_up_no_end_of_all(new_outlet: Any) -> None:
+    harness = Harness()
+    loss = Loss(harness, new_outlet)
+    loss.sinks["lost"](chunk(2, is_last=True))
+    loss.sinks["arrived"](chunk(1))
+    harness.sessions.close()
+    assert texts(loss.outlets["lost"].sent) == "0 1 2 "
+    assert not loss.outlets["lost"].failures
+    assert [type(error) for error in loss.outlets["arrived"].failures] == [ShuttingDownError]
 
 
 def test_a_stream_goes_on_when_somebody_reports_again_after_a_pause(
@@ -162,34 +230,26 @@ def test_a_named_stream_counts_on_reports_from_its_start_but_not_for_ever(
     harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "FIRST_REPORT_S", 0.5)
-    outlets = {name: new_outlet() for name in ("silent", "next", "last")}
-
-    def begin(name: str) -> Callable[[Chunk], None]:
-        sink = harness.sessions.open(name, NAMED, str, outlets[name])
+    outlets = {name: new_outlet() for name in ("first", "silent")}
+    sinks = {}
+    for name, outlet in outlets.items():
+        sinks[name] = harness.sessions.open(name, NAMED, str, outlet)
+        begun = time.monotonic()
         for step in range(1 + MAX_UNDER_WAY):
-            sink(chunk(step))
-            least = min(step + 1, MAX_UNDER_WAY)
-            eventually(lambda least=least: len(outlets[name].sent) >= least)
-        return sink
-
-    begin("silent")
-    time.sleep(0.1)
-    assert len(outlets["silent"].sent) == MAX_UNDER_WAY
-    eventually(lambda: len(outlets["silent"].sent) == 1 + MAX_UNDER_WAY)
-    begin("next")(chunk(9))  # who does not report one does not report another
-    eventually(lambda: texts(outlets["next"].sent).endswith("4 9 "))
-    harness.sessions.report("next", 1)  # but somebody does
-    for name in ("silent", "next"):
-        harness.sessions.drop(name)
-    begin("last")
-    time.sleep(0.1)
-    assert len(outlets["last"].sent) == MAX_UNDER_WAY
-    harness.sessions.report("last", 1)
-    eventually(lambda: len(outlets["last"].sent) == 1 + MAX_UNDER_WAY)
+            sinks[name](chunk(step))
+            eventually(lambda outlet=outlet, step=step: len(outlet.sent) == 1 + step)
+        if name == "first":  # nobody is known to report
+            harness.sessions.report("first", 1)
+            harness.sessions.drop("first")
+    assert time.monotonic() - begun >= 0.5
 
 
-def test_many_streams_share_what_may_be_under_way(harness: Harness, new_outlet: Any) -> None:
-    outlets = [new_outlet() for _ in range(MAX_ALL_UNDER_WAY)]
+def test_many_streams_share_what_may_be_under_way(
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "FIRST_REPORT_S", FOR_EVER_S)
+    harness.sessions.report("of nobody", 1)  # but somebody does
+    outlets = [new_outlet() for _ in range(SHARED_UNDER_WAY)]
     sinks = [
         harness.sessions.open(str(index), NAMED, str, outlet)
         for index, outlet in enumerate(outlets)
@@ -199,28 +259,11 @@ def test_many_streams_share_what_may_be_under_way(harness: Harness, new_outlet: 
         eventually(lambda outlet=outlet: outlet.sent)
         sink(chunk(1))
     time.sleep(0.1)
-    assert [len(outlet.sent) for outlet in outlets] == [1] * MAX_ALL_UNDER_WAY
-    for index in range(1, MAX_ALL_UNDER_WAY):
+    assert [len(outlet.sent) for outlet in outlets] == [1] * SHARED_UNDER_WAY
+    for index in range(1, SHARED_UNDER_WAY):
         harness.sessions.drop(str(index))
     sinks[0](chunk(2))  # who is left has more room
     eventually(lambda: texts(outlets[0].sent) == "0 1 2 ")
-
-
-def test_a_lost_reporter_is_waited_for(harness: Harness, new_outlet: Any) -> None:
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", NAMED, str, outlet)
-    sink(chunk(0))
-    eventually(lambda: outlet.sent)
-    harness.sessions.report("k", 1)
-    harness.sessions.stop_reports(is_lost=True)
-    for step in range(MAX_UNDER_WAY):
-        sink(chunk(1 + step))
-        eventually(lambda step=step: len(outlet.sent) == 2 + step)
-    sink(chunk(9))
-    time.sleep(0.1)
-    assert len(outlet.sent) == 1 + MAX_UNDER_WAY
-    harness.sessions.report("k", 2)
-    eventually(lambda: texts(outlet.sent).endswith("9 "))
 
 
 def test_an_error_does_not_wait_for_ever_for_reports(

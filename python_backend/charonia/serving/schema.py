@@ -7,7 +7,8 @@ Beside the public inputs there are `probe`, see `probing`, and two internal ones
 are models themselves::
 
     request_key   STRING [-1]  the name that `tokenizer` gave the request, sealed: every response
-                               carries the name, and its own number, as the output `request_key`
+                               carries the name, and its own number, as the output `request_key`,
+                               if that is asked for
     prompt_text   STRING [-1]  with `input_ids`: the text that they came from, for the echo
 
 Neither is taken from anybody else, see `request_key`.

@@ -15,9 +15,8 @@ most on that way, but for the last one, and the rest piles up here. Otherwise a 
 than the engine would delay every request by all that it has not done yet, and one that stands still
 would hold up much: Triton 2.51.0 takes `LOST_RESPONSE_S` for each response that a lost process was
 to have, one after the other. The few are `MAX_UNDER_WAY`, or a session's share of
-`MAX_ALL_UNDER_WAY` where there are many. Each response has its number, and a report names one: so
-whatever words were lost, the next one makes up for all of them. A session whose responses are named
-counts on reports from its start, but not for ever: another model than ours may stand there.
+`SHARED_UNDER_WAY` where there are many, but one at least. Each response has its number, and a
+report names one: so whatever words were lost, the next one makes up for all of them.
 
 What piles up is bounded by `max_tokens`, one small chunk per token; how many requests there may be,
 and of how many bytes as they came, is the ledger's.
@@ -25,11 +24,11 @@ and of how many bytes as they came, is the ledger's.
 
 import contextlib
 import heapq
-import itertools
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -42,15 +41,25 @@ from charonia.serving.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
 
 MAX_UNDER_WAY = 4
-MAX_ALL_UNDER_WAY = 8
+SHARED_UNDER_WAY = 8
 CLOSE_WAIT_S = 1.0
 MAX_ERROR_WAIT_S = 2.0
 """For so long an error waits for reports, which nobody may send."""
 FIRST_REPORT_S = 5.0
-"""For so long a session waits for its first report; a model that stands still is lost by then."""
+"""For so long a session waits for its first report, which nobody may send; a process that was
+stopped is lost by then."""
 LOST_RESPONSE_S = 1.0
 """What Triton takes to find that there is no process for a response."""
 _LOOK_S = 0.25
+
+
+class Reports(Enum):
+    """What is known of who hands a session's responses on."""
+
+    NONE = "nobody says anything of them"
+    EXPECTED = "the first report is counted on, for a time"
+    COMING = "there are reports"
+    LOST = "what was under way never arrives"
 
 
 class Session:
@@ -60,11 +69,9 @@ class Session:
         name: request id and tenant. num_bytes: of the request as it came.
         chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
         is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
-        is_reported: somebody says when a response has been handed on, or is counted on to do so;
-            has_report: somebody did, for this session.
-        is_lost: what was under way never arrives.
-        send_end_at: when its end waits no longer, by the monotonic clock; None while it need not.
-        is_awaited: the time runs in which its first report must come.
+        reports: of its responses. report_due_at: when the first one is counted on no longer, by the
+            monotonic clock; None while nothing waits for it.
+        send_end_at: when its end waits no longer, likewise.
         num_sent: responses so far; num_delivered: those of them that were handed on.
     """
 
@@ -87,11 +94,9 @@ class Session:
         self.is_queued = False
         self.is_cancelled = False
         self.is_abandoned = False
-        self.is_reported = False
-        self.has_report = False
-        self.is_lost = False
+        self.reports = Reports.NONE
+        self.report_due_at: float | None = None
         self.send_end_at: float | None = None
-        self.is_awaited = False
         self.num_sent = 0
         self.num_delivered = 0
         self.lock = threading.Lock()
@@ -111,40 +116,41 @@ class Session:
 
     def is_full(self, max_under_way: int) -> bool:
         """Whether a report must come before the next response."""
-        return self.is_reported and (self.is_lost or self.num_under_way >= max_under_way)
+        if self.reports is Reports.NONE:
+            return False
+        return self.reports is Reports.LOST or self.num_under_way >= max_under_way
 
     def waits_with_end(self) -> bool:
         """Whether the last chunk must wait until Triton has done with the responses before it.
 
         An ensemble that gets an error while it still hands on may count the request as live for
-        ever. And where these are lost it does with each what takes a second, and then needs no
-        more of the request: until then anything would but lengthen its queue.
+        ever. And where these are lost, Triton waits for each in turn and then ends the request by
+        itself: until then anything more would but lengthen the row.
         """
         if not self.chunks or not self.chunks[-1].is_final:
             return False
+        has_error = self.chunks[-1].error is not None and self.reports is not Reports.NONE
         is_late = self.send_end_at is not None and self.send_end_at <= time.monotonic()
-        has_error = self.chunks[-1].error is not None
-        has_more_before = self.is_reported and self.num_under_way > 0
-        return (has_error or self.is_lost) and has_more_before and not is_late
+        is_early = has_error or self.reports is Reports.LOST
+        return is_early and self.num_under_way > 0 and not is_late
 
 
 class _Timer:
-    """Sessions, each for the time when it is to be looked at again."""
+    """Keys of sessions, each for the time when that one is to be looked at again."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[float, int, Session]] = []  # a heap
-        self._number = itertools.count()
+        self._waiting: list[tuple[float, str]] = []  # a heap
         self._lock = threading.Lock()
 
-    def add(self, at: float, session: Session) -> None:
+    def add(self, at: float, key: str) -> None:
         with self._lock:
-            heapq.heappush(self._waiting, (at, next(self._number), session))
+            heapq.heappush(self._waiting, (at, key))
 
-    def take(self) -> Session | None:
+    def take(self) -> str | None:
         """One whose time has come; it is taken once."""
         with self._lock:
             if self._waiting and self._waiting[0][0] <= time.monotonic():
-                return heapq.heappop(self._waiting)[2]
+                return heapq.heappop(self._waiting)[1]
         return None
 
 
@@ -171,8 +177,10 @@ class Sessions:
         self._cancel = cancel
         self._log = log
         self._sessions: dict[str, Session] = {}
-        self._named: dict[str, Session] = {}  # those of them whose responses are named
-        self._counts_on_reports = True
+        self._named: dict[str, Session] = {}  # those of them that stream named responses
+        self._has_reporter = False
+        self._lost_until = 0.0  # Triton is busy with what was lost, by the monotonic clock
+        self._is_closing = False
         self._ready: SimpleQueue[Session | None] = SimpleQueue()
         self._timer = _Timer()
         self._poller = CancellationPoller(self.abandon, log=log)
@@ -208,9 +216,10 @@ class Sessions:
         if self._sessions.setdefault(key, session) is not session:
             self._ledger.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
-        if options.has_key:
+        if options.has_key and options.is_streaming:
             self._named[key] = session
-            session.is_reported = self._counts_on_reports
+            if self._has_reporter:
+                session.reports = Reports.EXPECTED
         if outlet.is_polled:
             self._poller.add(key, outlet)
         return lambda chunk: self._take(session, chunk)
@@ -248,14 +257,16 @@ class Sessions:
 
     def report(self, key: str, number: int) -> None:
         """All responses of this request up to one, counted from 1, have been handed on."""
+        self._has_reporter = not self._is_closing
         session = self._sessions.get(key)
         if session is not None:
-            self._counts_on_reports = True
             with session.lock:
-                session.is_reported = session.has_report = True
-                session.is_lost = False
                 number = min(number, session.num_sent)
                 session.num_delivered = max(number, session.num_delivered)
+                if not self._is_closing:
+                    if session.reports is Reports.LOST:  # not this one's
+                        session.send_end_at = None
+                    session.reports, session.report_due_at = Reports.COMING, None
                 self._queue(session)
 
     def stop_reports(self, is_lost: bool = False) -> None:
@@ -266,25 +277,39 @@ class Sessions:
                 soon as it has come to that; so no more is laid behind it. The others wait for their
                 first report again, from a successor.
         """
-        self._counts_on_reports = is_lost
-        sessions = list(self._sessions.values())
-        num_lost = sum(session.num_under_way for session in sessions if session.is_reported)
-        for session in sessions:
+        self._has_reporter = is_lost
+        live = [one for one in list(self._sessions.values()) if one.reports is not Reports.NONE]
+        if is_lost:
+            num_lost = sum(one.num_under_way for one in live if one.reports is not Reports.LOST)
+            # Last responses that were under way, too, are not known here any more.
+            self._lost_until = max(self._lost_until, time.monotonic()) + num_lost * LOST_RESPONSE_S
+        for session in live:
             with session.lock:
-                session.is_lost = is_lost and session.is_reported and session.num_under_way > 0
-                session.has_report = session.is_lost
-                session.is_reported = is_lost and (session.is_lost or session.options.has_key)
-                if session.is_lost:
-                    session.send_end_at = time.monotonic() + num_lost * LOST_RESPONSE_S
-                    self._timer.add(session.send_end_at, session)
+                if session.reports is not Reports.LOST:
+                    self._stop_reports_of(session, is_lost)
                 self._queue(session)
+
+    def _stop_reports_of(self, session: Session, is_lost: bool) -> None:
+        """The caller holds its lock."""
+        session.report_due_at = None
+        if not is_lost:
+            session.reports = Reports.NONE
+        elif session.num_under_way == 0:
+            session.reports = Reports.EXPECTED
+        else:
+            session.reports, session.send_end_at = Reports.LOST, self._lost_until
+            self._timer.add(session.send_end_at, session.key)
 
     def close(self) -> None:
         """End what is still live with an error, and stop the threads."""
         for key, session in list(self._sessions.items()):
             self._take(session, Chunk(key, error=ShuttingDownError()))
         self._wait_over(CLOSE_WAIT_S)
-        self.stop_reports()  # who waits for them has waited long enough
+        self._is_closing = True
+        for session in list(self._sessions.values()):  # who waits for a report no longer does
+            with session.lock:
+                session.reports = Reports.NONE
+                self._queue(session)
         for _ in self._threads:
             self._ready.put(None)
         for thread in self._threads:
@@ -302,32 +327,43 @@ class Sessions:
 
     def _take(self, session: Session, chunk: Chunk) -> None:
         with session.lock:
-            session.chunks.append(chunk)
+            if not session.chunks or not session.chunks[-1].is_final:
+                session.chunks.append(chunk)
             self._queue(session)
 
     def _queue(self, session: Session) -> None:
-        """Have a sender thread take the session. The caller holds its lock."""
-        if session.is_queued:
+        """Have a sender thread take the session, if it may send. The caller holds its lock."""
+        if session.is_queued or self._sessions.get(session.key) is not session:
             return
         max_under_way = self._max_under_way()
         if session.may_send(max_under_way):
             session.is_queued = True
             self._ready.put(session)
-        elif session.send_end_at is None and session.waits_with_end():
-            session.send_end_at = time.monotonic() + MAX_ERROR_WAIT_S
-            self._timer.add(session.send_end_at, session)
-        elif session.is_full(max_under_way) and not (session.has_report or session.is_awaited):
-            session.is_awaited = True
-            self._timer.add(time.monotonic() + FIRST_REPORT_S, session)
+        elif session.waits_with_end():
+            if session.send_end_at is None:
+                session.send_end_at = time.monotonic() + MAX_ERROR_WAIT_S
+                self._timer.add(session.send_end_at, session.key)
+        elif session.is_full(max_under_way) and session.reports is Reports.EXPECTED:
+            self._await_report(session)
+
+    def _await_report(self, session: Session) -> None:
+        if session.report_due_at is None:
+            # A successor may have to wait until Triton has done with what was lost.
+            session.report_due_at = max(time.monotonic(), self._lost_until) + FIRST_REPORT_S
+            self._timer.add(session.report_due_at, session.key)
 
     def _max_under_way(self) -> int:
         """Responses of one session, of which not more may wait for a report."""
-        share = MAX_ALL_UNDER_WAY // max(len(self._named), 1)
+        share = SHARED_UNDER_WAY // max(len(self._named), 1)
         return max(1, min(share, MAX_UNDER_WAY))
 
     def _run(self) -> None:
         while (session := self._next()) is not None:
             with session.lock:
+                if not session.may_send(self._max_under_way()):  # no longer
+                    session.is_queued = False
+                    self._queue(session)
+                    continue
                 chunks, session.chunks = session.chunks, []
                 session.num_sent += 1
             try:
@@ -342,16 +378,21 @@ class Sessions:
     def _next(self) -> Session | None:
         """Wait for a session that may send, and see to it that none waits for ever."""
         while True:
-            while (session := self._timer.take()) is not None:
-                self._look_again(session)
+            while (key := self._timer.take()) is not None:
+                self._look_again(key)
             with contextlib.suppress(Empty):
                 return self._ready.get(timeout=_LOOK_S)
 
-    def _look_again(self, session: Session) -> None:
+    def _look_again(self, key: str) -> None:
+        session = self._sessions.get(key)
+        if session is None:
+            return
         with session.lock:
-            if session.is_awaited and not session.has_report:
-                self._counts_on_reports = session.is_reported = False
-            session.is_awaited = False
+            now = time.monotonic()
+            if session.reports is Reports.LOST and (session.send_end_at or 0.0) <= now:
+                session.reports = Reports.EXPECTED
+            elif session.report_due_at is not None and session.report_due_at <= now:
+                session.reports, session.report_due_at = Reports.NONE, None
             self._queue(session)
 
     def _send(self, session: Session, chunks: list[Chunk]) -> None:
