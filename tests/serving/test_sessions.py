@@ -96,8 +96,8 @@ def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: 
     harness.sessions.report("k", 0)
     for step in range(20):
         sink(chunk(step))
-        time.sleep(0.01)  # each goes out by itself, if it may
-    assert len(texts(outlet.sent).split()) < 20
+        eventually(lambda step=step: len(outlet.sent) == min(step + 1, MAX_UNDER_WAY))
+    assert len(texts(outlet.sent).split()) == MAX_UNDER_WAY
     harness.sessions.stop_reports()
     eventually(lambda: len(texts(outlet.sent).split()) == 20)
     harness.sessions.report("of nobody", 1)
@@ -158,6 +158,7 @@ def test_a_report_shows_that_nothing_was_lost(
     harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "LOST_RESPONSE_S", FOR_EVER_S)
+    monkeypatch.setattr(sessions, "MAX_ERROR_WAIT_S", 0.1)
     loss = Loss(harness, new_outlet)  # of another process than that which has the responses
     loss.sinks["lost"](chunk(2))
     time.sleep(0.1)
@@ -166,10 +167,7 @@ def test_a_report_shows_that_nothing_was_lost(
     loss.sessions.report("lost", 1)
     eventually(lambda: texts(loss.outlets["lost"].sent).endswith("2 "))
     loss.sinks["lost"](Chunk("lost", error=ShuttingDownError()))
-    time.sleep(0.1)
-    assert not loss.outlets["lost"].failures  # the error waits as any other
-    loss.sessions.report("lost", 3)
-    eventually(lambda: loss.outlets["lost"].failures)
+    eventually(lambda: loss.outlets["lost"].failures)  # which waits no longer than any other
 
 
 def test_a_second_loss_adds_to_the_first(
@@ -187,7 +185,20 @@ def test_a_second_loss_adds_to_the_first(
     assert time.monotonic() - loss.at >= 0.6
 
 
-def test_what_is_lost_holds_up_no_end_of_all(new_outlet: Any) -> None:
+def test_a_stream_that_outlives_its_loss_goes_on(
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LOST_RESPONSE_S", 0.2)
+    monkeypatch.setattr(sessions, "FIRST_REPORT_S", 0.2)
+    loss = Loss(harness, new_outlet)
+    for step in range(2, 4 + MAX_UNDER_WAY):  # more than may be under way, and nobody reports
+        loss.send("lost", step)
+
+
+def test_what_is_lost_holds_up_no_end_of_all(
+    new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions, "LOST_RESPONSE_S", FOR_EVER_S)
     harness = Harness()
     loss = Loss(harness, new_outlet)
     loss.sinks["lost"](chunk(2, is_last=True))
@@ -339,19 +350,19 @@ def test_a_stream_keeps_its_order_and_ends_with_its_last_token(
 def test_what_piles_up_during_a_send_leaves_as_one_response(
     harness: Harness, new_outlet: Any
 ) -> None:
-    may_go_on = threading.Event()
+    has_begun, may_go_on = threading.Event(), threading.Event()
     outlet = new_outlet()
     record = outlet.send
 
     def slow_send(outputs: Outputs, *, is_final: bool) -> None:
+        has_begun.set()
         assert may_go_on.wait(10)
         record(outputs, is_final=is_final)
 
     outlet.send = slow_send
     sink = harness.sessions.open("k", STREAMING, str, outlet)
     sink(chunk(0))
-    eventually(lambda: harness.sessions._ready.empty())
-    time.sleep(0.02)  # the first chunk is with a sender thread by now
+    assert has_begun.wait(10)
     for index in (1, 2, 3):
         sink(chunk(index, is_last=index == 3))
     may_go_on.set()

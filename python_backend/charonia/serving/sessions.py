@@ -264,7 +264,7 @@ class Sessions:
                 number = min(number, session.num_sent)
                 session.num_delivered = max(number, session.num_delivered)
                 if not self._is_closing:
-                    if session.reports is Reports.LOST:  # not this one's
+                    if session.reports is not Reports.COMING:  # nothing of it is lost, then
                         session.send_end_at = None
                     session.reports, session.report_due_at = Reports.COMING, None
                 self._queue(session)
@@ -285,7 +285,7 @@ class Sessions:
             self._lost_until = max(self._lost_until, time.monotonic()) + num_lost * LOST_RESPONSE_S
         for session in live:
             with session.lock:
-                if session.reports is not Reports.LOST:
+                if session.reports not in (Reports.LOST, Reports.NONE):  # `close` may let go of it
                     self._stop_reports_of(session, is_lost)
                 self._queue(session)
 
