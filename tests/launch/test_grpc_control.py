@@ -15,8 +15,8 @@ from charonia.serving import grpc_control
 from charonia.serving.grpc_control import ControlError, GrpcControl
 from charonia.serving.server_options import ServerOptions
 from support.e2e import wait_for
+from support.stand_ins import SLOW_LINE
 
-SLOW_LINE = "the stand-in engine loads slowly"
 NUM_FAILURES = 12
 
 

@@ -24,8 +24,8 @@ from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
 from support.leftovers import leftovers
+from support.stand_ins import SLOW_LINE
 
-SLOW_LINE = "the stand-in engine loads slowly"
 MakeServer = Callable[..., TritonServer]
 
 

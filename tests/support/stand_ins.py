@@ -28,6 +28,7 @@ QUICK = SupervisionLimits(
 PATIENT = dataclasses.replace(QUICK, hang_s=5.0, server_hang_s=5.0)
 """For who must not be restarted, on a machine that may stand still for a second or two."""
 UNPROBED = SupervisionLimits(probe_interval_s=3600, stopped_s=0.5)
+SLOW_LINE = "the stand-in engine loads slowly"
 KINDS = {signal.SIGKILL: "died", signal.SIGSTOP: "stopped"}
 
 
