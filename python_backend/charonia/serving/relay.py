@@ -262,7 +262,8 @@ class _Peer:
     def has_died(self) -> bool:
         """Whether it ends, or has; asked when its connection has, which a kill ends first."""
         deadline = time.monotonic() + _DEATH_S
-        while start_time(self._pid) == self._started:
+        # A process may have ended before this looked for the first time.
+        while self._started is not None and start_time(self._pid) == self._started:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
