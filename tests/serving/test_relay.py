@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from charonia.errors import UnavailableError
+from charonia.serving import relay
 from charonia.serving.relay import (
     REQUESTS_SOCKET,
     Cancellation,
@@ -138,6 +139,16 @@ def test_what_a_process_had_in_hand_is_lost_when_it_dies_without_a_word(
         process.kill()
         assert server.lost.get(timeout=WAIT_S) is (word == "dies")
     assert server.delivered.get_nowait() == ("k", 3)
+
+
+def test_a_process_that_ended_before_it_was_looked_at_has_lost_what_it_had(
+    server: SchedulerEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "start_time", lambda pid: None)
+    late = connect(server.path)
+    late.send(encode(Delivery("k", 1)))
+    late.close()
+    assert server.lost.get(timeout=WAIT_S) is True
 
 
 def test_the_end_of_a_connection_without_deliveries_says_nothing_of_any(
