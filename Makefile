@@ -14,7 +14,7 @@ PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
 
-.PHONY: help setup demo serve test check bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance bench-hostile clean
+.PHONY: help setup demo serve test check interface bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -22,6 +22,7 @@ help:
 	@echo "make serve   serve until interrupted; arguments in ARGS=\"--model DIR ...\""
 	@echo "make test    all default tests, with the coverage gate; arguments for pytest in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
+	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
 	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
@@ -69,7 +70,11 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m charonia.launch.interface_files --check
 	$(BIN)/python -m pytest --quiet tests/test_import_rules.py
+
+interface: $(STAMP)
+	@$(BIN)/python -m charonia.launch.interface_files
 
 bench: $(STAMP)
 	@$(BIN)/python loadtests/bench.py $(ARGS)

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 from tritonclient.utils import deserialize_bytes_tensor
 
 from charonia.protocol import SamplingParams
+from charonia.serving.interface import FLAGS, OUTPUTS, Output
 from charonia_client import (
     Chunk,
     InvalidRequest,
@@ -20,7 +21,7 @@ from charonia_client import (
     TokenLogprob,
     wire,
 )
-from charonia_client.values import join
+from charonia_client.values import Include, join
 
 
 def request(prompt: Any = "hi", **options: Any) -> wire.Request:
@@ -31,6 +32,21 @@ def request(prompt: Any = "hi", **options: Any) -> wire.Request:
 def test_the_sampling_parameters_are_those_of_the_server() -> None:
     server = {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert set(Sampling.__annotations__) == server
+
+
+def test_the_client_can_ask_for_every_output_of_the_server() -> None:
+    include = get_args(Include)
+    asked = {name for name, value in request(include=include).inputs.items() if value is True}
+    assert asked == {*FLAGS, "stream", "exclude_input_in_output"}
+
+
+@pytest.mark.parametrize("output", OUTPUTS, ids=lambda one: one.name)
+def test_a_chunk_has_every_output_of_the_server(output: Output) -> None:
+    values = {"finish_reason": ["stop"], "logprobs": ["[{}]"], "prompt_logprobs": ["[null]"]}
+    values |= {"timing": ['{"queue_seconds": 1}'], "text_output": ["b"]}
+    given = values.get(output.name, [7])
+    without = wire.to_chunk({"text_output": ["a"]})
+    assert wire.to_chunk({"text_output": ["a"], output.name: given}) != without
 
 
 def test_the_client_needs_neither_the_servers_package_nor_torch() -> None:

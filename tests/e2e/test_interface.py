@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from charonia.launch.server import TritonServer
 from charonia.protocol import SamplingParams
+from charonia.serving.interface import FLAGS
 from support.e2e import (
     Response,
     at_once,
@@ -33,15 +34,6 @@ from support.e2e import (
 
 PROMPT = "def größer(queue: list[str]) -> int:"
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "temperature": 1.5, "seed": 42, "ignore_eos": True}
-RETURN_FLAGS = {
-    "return_finish_reason": "finish_reason",
-    "return_cumulative_logprob": "cumulative_logprob",
-    "return_logprobs": "logprobs",
-    "return_num_input_tokens": "num_input_tokens",
-    "return_num_output_tokens": "num_output_tokens",
-    "return_token_ids": "output_ids",
-    "return_timing": "timing",
-}
 ECHO_IN_STREAM = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 )
@@ -90,7 +82,7 @@ def test_a_model_has_the_tensors_of_the_interface(server: TritonServer, model: s
     with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
         config = client.get_model_config(model, as_json=True)["config"]
     types = {tensor["name"]: tensor["data_type"] for tensor in config["input"]}
-    expected = dict.fromkeys([*RETURN_FLAGS, "exclude_input_in_output", "cancel"], "TYPE_BOOL")
+    expected = dict.fromkeys([*FLAGS, "exclude_input_in_output", "cancel"], "TYPE_BOOL")
     expected |= {"text_input": "TYPE_STRING", "input_ids": "TYPE_INT32"}
     expected |= {"sampling_parameters": "TYPE_STRING"}
     if model != "generate":
@@ -99,7 +91,7 @@ def test_a_model_has_the_tensors_of_the_interface(server: TritonServer, model: s
     assert set(types) - set(expected) <= {"request_key", "prompt_text", "probe"}
     assert all(tensor["optional"] for tensor in config["input"])
     outputs = {tensor["name"] for tensor in config["output"]}
-    assert {"text_output", *RETURN_FLAGS.values()} <= outputs
+    assert {"text_output", *FLAGS.values()} <= outputs
 
 
 @pytest.mark.parametrize("model", ["scheduler", "llm", "generate"])
@@ -115,7 +107,7 @@ def test_a_stream_carries_all_that_was_asked_for(
     server: TritonServer, tokenizer: Tokenizer, text: str, model: str
 ) -> None:
     inputs = request_inputs(PROMPT, SAMPLING | {"logprobs": 3}, stream=True)
-    responses = stream_grpc(server, inputs | dict.fromkeys(RETURN_FLAGS, True), model)
+    responses = stream_grpc(server, inputs | dict.fromkeys(FLAGS, True), model)
     assert text_of(responses) == text
     ids = ids_of(responses)
     assert tokenizer.decode(ids) == text
@@ -141,7 +133,7 @@ def test_a_whole_answer_carries_all_that_was_asked_for(
     server: TritonServer, tokenizer: Tokenizer, text: str, infer: Unary
 ) -> None:
     inputs = request_inputs(PROMPT, SAMPLING | {"logprobs": 2})
-    response = infer(server, inputs | dict.fromkeys(RETURN_FLAGS, True))
+    response = infer(server, inputs | dict.fromkeys(FLAGS, True))
     assert response.text == PROMPT + text
     assert tokenizer.decode(response.outputs["output_ids"]) == text
     assert response.one("num_output_tokens") == len(response.outputs["output_ids"]) == 12
@@ -179,22 +171,40 @@ def check_timing(response: Response, num_prompt: int) -> None:
     assert timing["restarts"] == 0
 
 
-@pytest.mark.parametrize("infer", UNARY)
-@pytest.mark.parametrize("flag", [None, *RETURN_FLAGS])
-def test_an_output_comes_only_when_asked_for(
-    server: TritonServer, infer: Unary, flag: str | None
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0}])
+@pytest.mark.parametrize(
+    ("model", "stream"),
+    [("scheduler", True), ("scheduler", False), ("llm", True), ("llm", False), ("generate", None)],
+)
+def test_exactly_the_outputs_that_were_asked_for_come(
+    server: TritonServer, model: str, stream: bool | None, sampling: dict[str, Any]
 ) -> None:
-    flags = dict.fromkeys(RETURN_FLAGS, False) | ({flag: True} if flag else {})
-    response = infer(server, request_inputs(PROMPT, {"max_tokens": 1}) | flags)
-    assert set(response.outputs) == {"text_output"} | ({RETURN_FLAGS[flag]} if flag else set())
+    """Every combination of the flags, each given as true or as false, or not at all."""
+    sampling = {"max_tokens": 2, "ignore_eos": True, "temperature": 0} | sampling
+    inputs = request_inputs([5, 6, 7], sampling)
+    combinations = list(product([True, False], repeat=len(FLAGS)))
 
+    def ask(values: tuple[bool, ...]) -> list[Response]:
+        given = dict(zip(FLAGS, values, strict=True))
+        if sum(values) % 2:
+            given = {name: value for name, value in given.items() if value}
+        if model == "generate":
+            return [infer_grpc(server, inputs | given)]
+        return stream_grpc(server, inputs | given | {"stream": stream}, model)
 
-@pytest.mark.parametrize("infer", UNARY)
-def test_logprobs_are_null_when_sampling_did_not_ask_for_them(
-    server: TritonServer, infer: Unary
-) -> None:
-    response = infer(server, request_inputs(PROMPT, SAMPLING, return_logprobs=True))
-    assert response.one("logprobs") == "null"
+    answers = at_once([partial(ask, values) for values in combinations], num_threads=8)
+    for values, responses in zip(combinations, answers, strict=True):
+        wanted = {FLAGS[flag] for flag, value in zip(FLAGS, values, strict=True) if value}
+        for response in responses:
+            expected = {"text_output"} | wanted
+            if not response.is_final:
+                expected -= {"timing"}
+            if response is responses[0] and "prompt_logprobs" in sampling:
+                expected |= {"prompt_logprobs"}
+            assert set(response.outputs) == expected
+            if "logprobs" in wanted:
+                is_null = response.one("logprobs") == "null"
+                assert is_null == ("logprobs" not in sampling)
 
 
 @pytest.mark.parametrize("infer", UNARY)
@@ -212,7 +222,7 @@ def test_prompt_logprobs_come_with_every_token_of_the_prompt(
 
 def test_only_the_outputs_that_a_client_names_come(server: TritonServer) -> None:
     outputs = [grpc.InferRequestedOutput(name) for name in ("text_output", "output_ids")]
-    inputs = request_inputs(PROMPT, SAMPLING) | dict.fromkeys(RETURN_FLAGS, True)
+    inputs = request_inputs(PROMPT, SAMPLING) | dict.fromkeys(FLAGS, True)
     response = infer_grpc(server, inputs, outputs=outputs)
     assert set(response.outputs) == {"text_output", "output_ids"}
 

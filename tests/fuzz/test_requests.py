@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from charonia.errors import InvalidRequestError, NotSupportedError
+from charonia.serving.interface import FLAGS
 from charonia.serving.parameters import PARAMETER_NAMES
-from charonia.serving.schema import RETURN_FLAGS, Call, GenerateCall
+from charonia.serving.schema import Call, GenerateCall
 from charonia.serving.tensors import RawRequest, read_request
 from support.calls import parse
 from support.fuzzing import (
@@ -37,7 +38,7 @@ SAMPLING: dict[str, Any] = {
     "deadline_ms": 1000,
 }
 TENSORS = (
-    *RETURN_FLAGS,
+    *FLAGS,
     "text_input",
     "input_ids",
     "sampling_parameters",

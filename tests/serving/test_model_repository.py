@@ -8,33 +8,19 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.config import SchedulerArgs
+from charonia.launch import interface_files
+from charonia.launch.errors import LaunchError
+from charonia.serving import interface
 from charonia.serving.parameters import PARAMETER_NAMES
-from charonia.serving.postprocessor_host import PREFIX
-from charonia.serving.schema import RETURN_FLAGS
-from charonia.serving.tensors import OUTPUT_TYPES
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
+DATATYPES = {value: name.removeprefix("TYPE_") for name, value in model_config_pb2.DataType.items()}
 MODELS = ("llm", "tokenizer", "scheduler", "engine", "postprocessor", "generate")
-INTERNAL_INPUTS = {"request_key", "prompt_text", "probe"}
-INTERNAL_OUTPUTS = {"request_key"}
-PUBLIC_INPUTS = {
-    "text_input",
-    "input_ids",
-    "stream",
-    "sampling_parameters",
-    "exclude_input_in_output",
-    "cancel",
-    *RETURN_FLAGS,
-}
 
 
 def read(model: str) -> Any:
     text = (REPOSITORY / model / "config.pbtxt").read_text(encoding="utf-8")
     return text_format.Parse(text, model_config_pb2.ModelConfig())
-
-
-def tensors(described: Any) -> dict[str, tuple[int, tuple[int, ...]]]:
-    return {one.name: (one.data_type, tuple(one.dims)) for one in described}
 
 
 def test_these_are_the_models() -> None:
@@ -52,45 +38,51 @@ def test_no_input_shares_its_name_with_a_sampling_parameter(model: str) -> None:
     assert not {one.name for one in read(model).input} & PARAMETER_NAMES
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "outputs"),
-    [
-        ("llm", PUBLIC_INPUTS, set()),
-        ("scheduler", PUBLIC_INPUTS | INTERNAL_INPUTS, INTERNAL_OUTPUTS),
-        ("generate", PUBLIC_INPUTS - {"stream"}, set()),
-    ],
-)
-def test_the_public_models_have_the_same_tensors(
-    model: str, inputs: set[str], outputs: set[str]
-) -> None:
-    config, scheduler = read(model), read("scheduler")
-    assert tensors(config.input).keys() == inputs
-    assert tensors(config.output).keys() == OUTPUT_TYPES.keys() | outputs
-    assert tensors(config.input).items() <= tensors(scheduler.input).items()
-    assert tensors(config.output).items() <= tensors(scheduler.output).items()
+def test_the_files_say_what_the_interface_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert interface_files.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_marked_place_is_in_a_file() -> None:
+    files = [*REPOSITORY.glob("*/config.pbtxt"), REPOSITORY / "README.md"]
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    for key in interface_files.places():
+        assert f" {key}: written by `make interface`" in text
+
+
+def test_a_place_is_written_anew_and_an_unknown_one_refused() -> None:
+    text = "a\n  # x: written by `make interface`\nold\n  # end\nb\n"
+    expected = text.replace("old", "new\nmore")
+    assert interface_files.write_places(text, {"x": lambda: ["new", "more"]}) == expected
+    with pytest.raises(LaunchError, match="nothing to write for 'x'; known are y"):
+        interface_files.write_places(text, {"y": list})
+
+
+@pytest.mark.parametrize("model", interface.MODELS)
+def test_triton_reads_the_tensors_that_the_interface_names(model: str) -> None:
+    config, expected = read(model), interface.MODELS[model]
+    for found, tensors in ((config.input, expected.inputs), (config.output, expected.outputs)):
+        assert [(one.name, DATATYPES[one.data_type], list(one.dims)) for one in found] == [
+            (one.name, one.datatype, [one.num]) for one in tensors
+        ]
     assert all(one.optional for one in config.input)
 
 
 def test_the_ensemble_connects_every_tensor_of_its_steps() -> None:
-    llm = read("llm")
-    for step in llm.ensemble_scheduling.step:
+    known = {one.name for one in read("llm").input}
+    for step in read("llm").ensemble_scheduling.step:
         model = read(step.model_name)
         inputs = {one.name for one in model.input}
-        outputs = {one.name for one in model.output}
         if step.model_name == "scheduler":
             inputs -= {"text_input", "probe"}  # it gets ids, and is asked itself
         assert set(step.input_map) == inputs
-        assert set(step.output_map) == outputs
+        assert set(step.output_map) == {one.name for one in model.output}
+        assert set(step.input_map.values()) <= known
+        known |= set(step.output_map.values())
+    assert {one.name for one in read("llm").output} <= known
 
 
-def test_the_postprocessor_hands_every_output_on() -> None:
-    config = read("postprocessor")
-    handed_on = {f"{PREFIX}{name}": kind for name, kind in tensors(config.output).items()}
-    assert handed_on.items() <= tensors(config.input).items()
-    assert tensors(config.input).keys() == handed_on.keys() | {"request_key"}
-    assert tensors(config.output).keys() == OUTPUT_TYPES.keys()
-    assert all(one.optional for one in config.input)
-    assert config.instance_group[0].count == 1
+def test_the_postprocessor_keeps_the_order_of_chunks() -> None:
+    assert read("postprocessor").instance_group[0].count == 1
 
 
 def test_each_model_has_its_kind() -> None:

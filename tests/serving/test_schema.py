@@ -1,38 +1,20 @@
 """Requests of the vLLM convention, and the responses to them."""
 
-import json
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from charonia.engine.outputs import Chunk
 from charonia.errors import InvalidRequestError, PromptTooLongError, RequestTimeoutError
-from charonia.protocol import TokenLogprobs
+from charonia.serving.interface import FLAGS
 from charonia.serving.request_key import Sealer
-from charonia.serving.schema import (
-    RETURN_FLAGS,
-    CancelCall,
-    GenerateCall,
-    OutputOptions,
-    PromptLimits,
-    chunk_outputs,
-)
-from charonia.serving.tensors import OUTPUT_TYPES, RawRequest, error_response, read_request, tensor
-from charonia.text.tokenizer import Tokenizer
+from charonia.serving.schema import CancelCall, GenerateCall, OutputOptions, PromptLimits
+from charonia.serving.tensors import RawRequest, error_response, read_request, tensor
 from support.calls import SEALER, parse
 
 ECHO_TEXT = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 )
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    from support.checkpoints import make_tokenizer
-
-    return Tokenizer(make_tokenizer())
 
 
 def flag(*values: bool) -> Any:
@@ -53,7 +35,7 @@ def test_a_text_is_enough(strings: Any) -> None:
     call = generate_call(RawRequest({"text_input": strings("héllo")}, {}))
     assert (call.text, call.prompt_ids, call.prompt_text) == ("héllo", None, None)
     assert call.options == OutputOptions(
-        is_streaming=False, has_echo=True, names=frozenset(), has_key=False
+        is_streaming=False, has_echo=True, names=frozenset({"text_output"}), has_key=False
     )
     assert call.timeout_s is None
 
@@ -70,18 +52,18 @@ def test_every_request_has_a_key_of_its_own() -> None:
     assert generate_call(raw).key != generate_call(raw).key
 
 
-@pytest.mark.parametrize("name", sorted(RETURN_FLAGS))
+@pytest.mark.parametrize("name", sorted(FLAGS))
 def test_a_flag_asks_for_its_output(name: str) -> None:
     raw = RawRequest({"input_ids": ids(1), name: flag(True)}, {})
-    assert generate_call(raw).options.names == {RETURN_FLAGS[name]}
+    assert generate_call(raw).options.names == {"text_output", FLAGS[name]}
     raw = RawRequest({"input_ids": ids(1), name: flag(False)}, {})
-    assert not generate_call(raw).options.names
+    assert generate_call(raw).options.names == {"text_output"}
 
 
 def test_an_output_that_the_client_does_not_want_is_not_made() -> None:
     tensors = {"input_ids": ids(1), "return_logprobs": flag(True)}
     raw = RawRequest(tensors, {}, output_names=frozenset({"text_output"}))
-    assert not generate_call(raw).options.names
+    assert generate_call(raw).options.names == {"text_output"}
 
 
 @pytest.mark.parametrize(
@@ -153,7 +135,7 @@ def test_a_timeout_counts_wherever_it_stands(
 
 def test_logprobs_of_the_prompt_are_an_output_when_they_are_computed() -> None:
     raw = RawRequest({"input_ids": ids(1)}, {"prompt_logprobs": 0})
-    assert generate_call(raw).options.names == {"prompt_logprobs"}
+    assert generate_call(raw).options.names == {"text_output", "prompt_logprobs"}
 
 
 @pytest.mark.parametrize(
@@ -299,58 +281,6 @@ def test_only_a_bound_by_the_vocabulary_is_said_to_be_one(
         parse(raw, limits=limits)
     is_by_vocabulary = "a prompt of 3 tokens, the longest, has no more" in str(error.value)
     assert is_by_vocabulary == (max_bytes_per_token == 2**21)
-
-
-ALL = frozenset(OUTPUT_TYPES) - {"text_output"}
-
-
-def options(*, is_streaming: bool = True, names: frozenset[str] = ALL) -> OutputOptions:
-    return OutputOptions(is_streaming=is_streaming, has_echo=not is_streaming, names=names)
-
-
-def test_a_chunk_in_mid_stream_has_no_reason_yet(tokenizer: Tokenizer) -> None:
-    chunk = Chunk("k", text="ab", token_ids=(7, 8), num_prompt_tokens=3)
-    outputs = chunk_outputs(chunk, options(), "prompt", tokenizer)
-    assert outputs == {
-        "text_output": ["ab"],
-        "finish_reason": ["None"],
-        "num_input_tokens": [3],
-        "num_output_tokens": [2],
-        "logprobs": ["null"],
-        "output_ids": [7, 8],
-    }
-
-
-def test_the_last_chunk_says_why_it_ends(tokenizer: Tokenizer) -> None:
-    chunk = Chunk("k", token_ids=(7,), finish_reason="stop", timing={"total_seconds": 1.5})
-    outputs = chunk_outputs(chunk, options(), "", tokenizer)
-    assert outputs["finish_reason"] == ["stop"]
-    assert json.loads(outputs["timing"][0]) == {"total_seconds": 1.5}
-
-
-def test_without_streaming_the_prompt_comes_first(tokenizer: Tokenizer) -> None:
-    chunk = Chunk("k", text=" b", token_ids=(7,), finish_reason="length")
-    outputs = chunk_outputs(chunk, options(is_streaming=False, names=frozenset()), "a", tokenizer)
-    assert outputs == {"text_output": ["a b"]}
-
-
-def test_logprobs_are_json_by_token_id_with_rank_and_text(tokenizer: Tokenizer) -> None:
-    entry = TokenLogprobs(token_ids=[65, 66], logprobs=[-2.0, -0.5], rank=4)
-    chunk = Chunk("k", text="x", token_ids=(65,), logprobs=(entry,), prompt_logprobs=[None, entry])
-    outputs = chunk_outputs(chunk, options(), "", tokenizer)
-    expected = {
-        "65": {"logprob": -2.0, "rank": 4, "decoded_token": tokenizer.token_text(65)},
-        "66": {"logprob": -0.5, "rank": 1, "decoded_token": tokenizer.token_text(66)},
-    }
-    assert json.loads(outputs["logprobs"][0]) == [expected]
-    assert json.loads(outputs["prompt_logprobs"][0]) == [None, expected]
-
-
-def test_a_logprob_that_json_has_no_number_for_is_null(tokenizer: Tokenizer) -> None:
-    entry = TokenLogprobs(token_ids=[65, 66], logprobs=[-math.inf, -0.5], rank=2)
-    chunk = Chunk("k", text="x", token_ids=(65,), logprobs=(entry,))
-    (text,) = chunk_outputs(chunk, options(), "", tokenizer)["logprobs"]
-    assert [one["logprob"] for one in json.loads(text)[0].values()] == [None, -0.5]
 
 
 def test_a_request_is_copied_out_of_shared_memory(pb_utils: Any) -> None:

@@ -24,10 +24,16 @@ from charonia.serving.sessions import MAX_UNDER_WAY, SHARED_UNDER_WAY, Sessions
 from charonia.serving.tensors import Outputs
 from charonia.text.tokenizer import Tokenizer
 
-STREAMING = OutputOptions(is_streaming=True, has_echo=False, names=frozenset({"output_ids"}))
-NAMED = OutputOptions(is_streaming=True, has_echo=False, names=frozenset(), has_key=True)
+STREAMING = OutputOptions(
+    is_streaming=True, has_echo=False, names=frozenset({"text_output", "output_ids"})
+)
+NAMED = OutputOptions(
+    is_streaming=True, has_echo=False, names=frozenset({"text_output"}), has_key=True
+)
 FOR_EVER_S = 3600.0
-AT_ONCE = OutputOptions(is_streaming=False, has_echo=True, names=frozenset({"output_ids"}))
+AT_ONCE = OutputOptions(
+    is_streaming=False, has_echo=True, names=frozenset({"text_output", "output_ids"})
+)
 
 
 class Harness:

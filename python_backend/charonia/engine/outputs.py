@@ -26,7 +26,8 @@ class Chunk:
 
     Attributes:
         text: new text; only the last chunk may have none. token_ids: new tokens, at least one.
-        logprobs: one entry per token, when asked for; cumulative_logprob: of all tokens so far.
+        logprobs: one entry per token, when sampling asks for them.
+        cumulative_logprob: of all tokens so far, when log-probabilities are counted.
         prompt_logprobs: in the first chunk, when asked for; the first token has None.
         timing: in the last chunk; see model_repository/README.md.
     """
@@ -174,7 +175,7 @@ class OutputStream:
             key=self.request.key,
             text=text,
             token_ids=tuple(self._held),
-            logprobs=None if self._cumulative_logprob is None else tuple(self._held_logprobs),
+            logprobs=None if self._params.logprobs is None else tuple(self._held_logprobs),
             cumulative_logprob=self._cumulative_logprob,
             prompt_logprobs=self._prompt_logprobs,
             finish_reason=reason,

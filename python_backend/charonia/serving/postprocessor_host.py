@@ -19,13 +19,11 @@ from typing import Any
 import numpy as np
 
 from charonia.errors import CharoniaError, InvalidRequestError
+from charonia.serving.interface import CHUNK_PREFIX, REQUEST_KEY
 from charonia.serving.outlets import answered
 from charonia.serving.relay import Cancellation, Delivery, Parting, SchedulerAddress, encode
-from charonia.serving.tensors import REQUEST_KEY, Array
+from charonia.serving.tensors import Array
 from charonia.sockets.channel import Channel
-
-PREFIX = "chunk_"
-"""Input `chunk_x` is handed on as output `x`."""
 
 _KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
 _NUM_REMEMBERED = 4096
@@ -70,7 +68,7 @@ class PostprocessorHost:
         outputs = []
         for chunk in request.inputs():
             if chunk.name() != REQUEST_KEY:
-                name = chunk.name().removeprefix(PREFIX)
+                name = chunk.name().removeprefix(CHUNK_PREFIX)
                 outputs.append(self._pb_utils.Tensor(name, np.array(chunk.as_numpy())))
             else:
                 self._report(*_key_and_number(chunk.as_numpy()), request)

@@ -1,10 +1,10 @@
-"""What a request of the vLLM convention asks for, and what a chunk looks like to its client.
+"""What a request of the vLLM convention asks for.
 
 Owns the meaning of the public tensors (model_repository/README.md). Must not know senders, threads
 or the engine.
 
-Beside the public inputs there are `probe`, see `probing`, and two internal ones, for callers that
-are models themselves::
+Which tensors there are says `interface`. Beside the public inputs there are `probe`, see `probing`,
+and two internal ones, for callers that are models themselves::
 
     request_key   STRING [-1]  the name that `tokenizer` gave the request, sealed: every response
                                carries the name, and its own number, as the output `request_key`,
@@ -21,36 +21,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from charonia.engine.outputs import Chunk, name_logprobs
 from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongError, shown
-from charonia.protocol import SamplingParams, TokenLogprobs
+from charonia.protocol import SamplingParams
+from charonia.serving.interface import FLAGS, INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
 from charonia.serving.parameters import parse_sampling_params, parse_timeout
 from charonia.serving.request_key import Sealer, arrival_of
-from charonia.serving.tensors import (
-    INPUT_IDS,
-    PROMPT_TEXT,
-    REQUEST_KEY,
-    Array,
-    RawRequest,
-)
-from charonia.text.tokenizer import Tokenizer
+from charonia.serving.tensors import Array, RawRequest
 
 ECHO_IN_STREAM = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
 )
-RETURN_FLAGS = {
-    "return_finish_reason": "finish_reason",
-    "return_cumulative_logprob": "cumulative_logprob",
-    "return_logprobs": "logprobs",
-    "return_num_input_tokens": "num_input_tokens",
-    "return_num_output_tokens": "num_output_tokens",
-    "return_token_ids": "output_ids",
-    "return_timing": "timing",
-}
-"""Input that asks for an output, and that output."""
 MAX_SAMPLING_BYTES = 2**20
 _MAX_KEY_BYTES = 128
 
@@ -108,7 +90,7 @@ class OutputOptions:
     Attributes:
         is_streaming: one response per new text, else one in all.
         has_echo: the prompt is prepended (never when streaming).
-        names: outputs to give, beside `text_output`.
+        names: outputs to give.
         has_key: the name of the request is on every response, for who reports them.
     """
 
@@ -293,45 +275,6 @@ def read_flag(tensors: Mapping[str, Array], name: str) -> bool | None:
     return bool(array.item())
 
 
-def chunk_outputs(
-    chunk: Chunk,
-    options: OutputOptions,
-    prompt_text: str,
-    tokenizer: Tokenizer,
-    request_key: str = "",
-) -> dict[str, list[Any]]:
-    """The outputs of one response.
-
-    Args:
-        chunk: without an error. prompt_text: for the echo. request_key: where it has one.
-    """
-    candidates: dict[str, Any] = {
-        "finish_reason": chunk.finish_reason or "None",
-        "cumulative_logprob": chunk.cumulative_logprob,
-        "num_input_tokens": chunk.num_prompt_tokens,
-        "num_output_tokens": len(chunk.token_ids),
-    }
-    if "logprobs" in options.names:
-        candidates["logprobs"] = _logprobs_json(chunk.logprobs, tokenizer)
-    if "prompt_logprobs" in options.names and chunk.prompt_logprobs is not None:
-        candidates["prompt_logprobs"] = _logprobs_json(chunk.prompt_logprobs, tokenizer)
-    if chunk.timing is not None:
-        candidates["timing"] = json.dumps(chunk.timing)
-    outputs: dict[str, list[Any]] = {
-        "text_output": [prompt_text + chunk.text if options.has_echo else chunk.text]
-    }
-    outputs |= {
-        name: [value]
-        for name, value in candidates.items()
-        if name in options.names and value is not None
-    }
-    if "output_ids" in options.names:
-        outputs["output_ids"] = list(chunk.token_ids)
-    if options.has_key:
-        outputs[REQUEST_KEY] = [request_key]
-    return outputs
-
-
 def _one_element(name: str, kind: str, array: Array) -> str:
     return f"{name} must be one {kind}, but has shape {list(array.shape)} and type {array.dtype}"
 
@@ -395,7 +338,8 @@ def _read_options(raw: RawRequest, params: SamplingParams, *, has_name: bool) ->
     excludes = read_flag(raw.tensors, "exclude_input_in_output")
     if is_streaming and excludes is False:
         raise ExactTextError(ECHO_IN_STREAM)
-    wanted = {out for flag, out in RETURN_FLAGS.items() if read_flag(raw.tensors, flag)}
+    wanted = {out for flag, out in FLAGS.items() if read_flag(raw.tensors, flag)}
+    wanted.add("text_output")
     if params.prompt_logprobs is not None:
         wanted.add("prompt_logprobs")
     return OutputOptions(
@@ -404,13 +348,3 @@ def _read_options(raw: RawRequest, params: SamplingParams, *, has_name: bool) ->
         names=frozenset(wanted) & raw.output_names,
         has_key=has_name and REQUEST_KEY in raw.output_names,
     )
-
-
-def _logprobs_json(
-    entries: tuple[TokenLogprobs, ...] | list[TokenLogprobs | None] | None, tokenizer: Tokenizer
-) -> str:
-    """A list with one object per token, `null` for the first of a prompt; `null` for none."""
-    if entries is None:
-        return "null"
-    named = [entry and name_logprobs(entry, tokenizer) for entry in entries]
-    return msgspec.json.encode(named).decode()

@@ -30,13 +30,13 @@ import traceback
 from collections.abc import Callable
 from enum import Enum
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError
 from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import CancellationPoller, Outlet, fail
-from charonia.serving.schema import OutputOptions, chunk_outputs
+from charonia.serving.responses import Answer, chunk_outputs
+from charonia.serving.schema import OutputOptions
 from charonia.serving.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
 
@@ -421,13 +421,9 @@ class Sessions:
             return bool(session.chunks)
 
     def _send_outputs(self, session: Session, chunks: list[Chunk], *, is_final: bool) -> None:
-        outputs: dict[str, list[Any]] = chunk_outputs(
-            Chunk.merge(chunks),
-            session.options,
-            session.echo() if session.options.has_echo else "",
-            self._tokenizer,
-            f"{session.key}.{session.num_sent}",
-        )
+        echo = session.echo() if session.options.has_echo else ""
+        answer = Answer(Chunk.merge(chunks), echo, self._tokenizer)
+        outputs = chunk_outputs(answer, session.options, f"{session.key}.{session.num_sent}")
         if is_final:
             self._end(session.key)
         session.outlet.send(outputs, is_final=is_final)

@@ -1,7 +1,7 @@
 """Triton's tensors and errors to plain Python values, and back.
 
-Owns the names and types of all tensors, copying inputs out of shared memory, and building
-responses. Must not know what the values mean: that is `schema`'s.
+Owns copying inputs out of shared memory, and building responses. Must not know what the values
+mean: that is `schema`'s.
 """
 
 import json
@@ -13,31 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError
+from charonia.serving.interface import MODELS, OUTPUTS, Datatype
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Any]
 """Values of a response by output name; each is a list, or an array, of one dimension."""
 
-OUTPUT_TYPES: dict[str, type] = {
-    "text_output": np.object_,
-    "finish_reason": np.object_,
-    "cumulative_logprob": np.float32,
-    "logprobs": np.object_,
-    "prompt_logprobs": np.object_,
-    "num_input_tokens": np.uint32,
-    "num_output_tokens": np.uint32,
-    "output_ids": np.int32,
-    "timing": np.object_,
+_NUMPY_TYPES: dict[Datatype, type] = {
+    "BOOL": np.bool_,
+    "FP32": np.float32,
+    "INT32": np.int32,
+    "STRING": np.object_,
+    "UINT32": np.uint32,
 }
-"""What a client can get; `np.object_` is Triton's STRING."""
-
-REQUEST_KEY = "request_key"
-PROMPT_TEXT = "prompt_text"
-INPUT_IDS = "input_ids"
-_TYPES: dict[str, type] = OUTPUT_TYPES | {
-    REQUEST_KEY: np.object_,
-    PROMPT_TEXT: np.object_,
-    INPUT_IDS: np.int32,
+_TYPES = {
+    one.name: _NUMPY_TYPES[one.datatype] for model in MODELS.values() for one in model.outputs
 }
 MAX_REQUEST_BYTES = 2**26
 MAX_PARAMETER_BYTES = 2**20
@@ -60,7 +50,7 @@ class RawRequest:
     parameters: Mapping[str, Any]
     request_id: str = ""
     timeout_us: int = 0
-    output_names: frozenset[str] = frozenset(OUTPUT_TYPES)
+    output_names: frozenset[str] = frozenset(one.name for one in OUTPUTS)
     num_bytes: int = 0
 
 

@@ -15,19 +15,12 @@ import numpy as np
 from charonia.checkpoint_files import read_json_object
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError, PromptTooLongError
+from charonia.serving.interface import INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
 from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.request_key import Sealer
 from charonia.serving.schema import PromptLimits, read_flag, read_prompt, read_time
-from charonia.serving.tensors import (
-    INPUT_IDS,
-    PROMPT_TEXT,
-    REQUEST_KEY,
-    Array,
-    Outputs,
-    RawRequest,
-    read_request,
-)
+from charonia.serving.tensors import Array, Outputs, RawRequest, read_request
 from charonia.serving.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 

@@ -1,0 +1,125 @@
+"""Writes what files repeat of the interface's tables: `make interface`.
+
+Owns the places between two marks, in a config.pbtxt, and as comments of Markdown in a README.md::
+
+    # inputs of llm: written by `make interface`
+    ...
+    # end
+
+Must not know what the tables say. `--check` writes nothing and fails where a file would change.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from charonia.launch.errors import LaunchError
+from charonia.launch.repository import default_repository
+from charonia.serving.interface import (
+    INPUTS,
+    MODELS,
+    OUTPUTS,
+    EnsembleStep,
+    Tensor,
+    ensemble_steps,
+)
+
+_PLACE = re.compile(
+    r"(?P<begin>^ *(?:#|<!--) (?P<key>[^\n:]+): written by `make interface`(?: -->)?\n)"
+    r"(?P<text>.*?)"
+    r"(?P<end>^ *(?:#|<!--) end(?: -->)?$)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def write_places(text: str, lines_of: Mapping[str, Callable[[], Iterable[str]]]) -> str:
+    """The text with every marked place written anew.
+
+    Args:
+        lines_of: what stands at a place, by its key.
+
+    Raises:
+        LaunchError: a place has a key that is not known.
+    """
+
+    def written(place: re.Match[str]) -> str:
+        key = place["key"]
+        if key not in lines_of:
+            accepted = ", ".join(lines_of)
+            raise LaunchError(f"there is nothing to write for {key!r}; known are {accepted}")
+        lines = "".join(f"{line}\n" for line in lines_of[key]())
+        return place["begin"] + lines + place["end"]
+
+    return _PLACE.sub(written, text)
+
+
+def places() -> dict[str, Callable[[], Iterable[str]]]:
+    """What can be written, by key."""
+    found: dict[str, Callable[[], Iterable[str]]] = {}
+    for model, tensors in MODELS.items():
+        found[f"inputs of {model}"] = partial(_config_inputs, tensors.inputs)
+        found[f"outputs of {model}"] = partial(_config_outputs, tensors.outputs)
+    found["steps of llm"] = partial(_config_steps, tuple(ensemble_steps()))
+    found["inputs"] = partial(_table, "input", INPUTS)
+    found["outputs"] = partial(_table, "output", OUTPUTS)
+    return found
+
+
+def _config_inputs(tensors: Iterable[Tensor]) -> Iterable[str]:
+    return (f"input {{ {_fields(one)} optional: true }}" for one in tensors)
+
+
+def _config_outputs(tensors: Iterable[Tensor]) -> Iterable[str]:
+    return (f"output {{ {_fields(one)} }}" for one in tensors)
+
+
+def _fields(tensor: Tensor) -> str:
+    return f'name: "{tensor.name}" data_type: TYPE_{tensor.datatype} dims: [ {tensor.num} ]'
+
+
+def _config_steps(steps: Iterable[EnsembleStep]) -> Iterable[str]:
+    for step in steps:
+        yield "  step {"
+        yield f'    model_name: "{step.model}"'
+        yield "    model_version: -1"
+        for kind, names in (("input_map", step.inputs), ("output_map", step.outputs)):
+            for own, called in names.items():
+                yield f'    {kind} {{ key: "{own}" value: "{called}" }}'
+        yield "  }"
+
+
+def _table(what: str, tensors: Iterable[Tensor]) -> Iterable[str]:
+    yield f"| {what} | type, dims | meaning |"
+    yield "| --- | --- | --- |"
+    for one in tensors:
+        yield f"| `{one.name}` | {one.datatype} [{one.num}] | {one.meaning} |"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write, or check, all files."""
+    parser = argparse.ArgumentParser(
+        prog="python -m charonia.launch.interface_files",
+        description="write what config.pbtxt and README.md files repeat of the interface's tables",
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where it would")
+    is_check = parser.parse_args(arguments).check
+    repository = default_repository()
+    known = places()
+    num_changed = 0
+    for path in (*sorted(repository.glob("*/config.pbtxt")), repository / "README.md"):
+        before = path.read_text(encoding="utf-8")
+        after = write_places(before, known)
+        if after != before:
+            num_changed += 1
+            print(f"{path}: {'differs from the interface' if is_check else 'written'}")
+            if not is_check:
+                path.write_text(after, encoding="utf-8")
+    if is_check and num_changed:
+        print("run `make interface`", file=sys.stderr)
+    return int(is_check and num_changed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The tensors of the models in one table: name, type, number of elements, what it means.
+
+Everything that says it again follows from here. `make interface` writes the tensors of the
+config.pbtxt files and the tables of model_repository/README.md (`launch/interface_files.py`),
+`tensors` takes the types from here and `schema` the flags, and tests hold the client against it.
+Must not know values.
+
+To add an output: a line in `OUTPUTS`, a property of `schema.Answer` with its name that says what
+it is in a response, and `make interface`.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Datatype = Literal["BOOL", "FP32", "INT32", "STRING", "UINT32"]
+
+INPUT_IDS = "input_ids"
+REQUEST_KEY = "request_key"
+PROMPT_TEXT = "prompt_text"
+
+CHUNK_PREFIX = "chunk_"
+"""An output `x` of `scheduler` is the input `chunk_x` of `postprocessor`."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output.
+
+    Attributes:
+        num: elements; -1 is any number. meaning: for people, in Markdown.
+    """
+
+    name: str
+    datatype: Datatype
+    num: Literal[1, -1]
+    meaning: str = ""
+
+
+@dataclass(frozen=True)
+class Output(Tensor):
+    """What a client can get.
+
+    Attributes:
+        flag: the input that asks for it; None where it comes unasked, or sampling asks for it.
+    """
+
+    flag: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """What one model takes and gives. All inputs are optional to Triton."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+OUTPUTS = (
+    Output("text_output", "STRING", -1, "the text; streaming: the new one"),
+    Output(
+        "finish_reason",
+        "STRING",
+        -1,
+        '"None" until the last response, then "stop" or "length"',
+        "return_finish_reason",
+    ),
+    Output(
+        "cumulative_logprob",
+        "FP32",
+        -1,
+        "of all tokens so far",
+        "return_cumulative_logprob",
+    ),
+    Output(
+        "logprobs",
+        "STRING",
+        -1,
+        'JSON: for each new token `{"<id>": {"logprob": x, "rank": r, "decoded_token": s}, …}`,'
+        " the sampled one first, and `x` is `null` where it is no finite number; `null` when"
+        " sampling did not ask for them",
+        "return_logprobs",
+    ),
+    Output(
+        "prompt_logprobs",
+        "STRING",
+        1,
+        "JSON like `logprobs`, for the tokens of the prompt, `null` for the first; in the first"
+        " response, when the sampling parameter of this name asks for them",
+    ),
+    Output("num_input_tokens", "UINT32", 1, "of the prompt", "return_num_input_tokens"),
+    Output("num_output_tokens", "UINT32", -1, "of this response", "return_num_output_tokens"),
+    Output("output_ids", "INT32", -1, "the new tokens", "return_token_ids"),
+    Output(
+        "timing",
+        "STRING",
+        1,
+        "JSON, in the last response: seconds in the queue, to the first token, in all; counts of"
+        " tokens, preemptions and restarts survived; what drafts were worth, see below",
+        "return_timing",
+    ),
+)
+FLAGS: Mapping[str, str] = {one.flag: one.name for one in OUTPUTS if one.flag is not None}
+"""Input that asks for an output, and that output."""
+
+INPUTS = (
+    Tensor(
+        "text_input",
+        "STRING",
+        1,
+        "the prompt, at most 16 MiB, and at most what `max_model_len` tokens can be, see below",
+    ),
+    Tensor(INPUT_IDS, "INT32", -1, "the prompt as token ids, instead of `text_input`"),
+    Tensor(
+        "stream",
+        "BOOL",
+        1,
+        "one response per new text; default one response in all. Not on `generate`",
+    ),
+    Tensor("sampling_parameters", "STRING", 1, "a JSON object, at most 1 MiB"),
+    Tensor(
+        "exclude_input_in_output",
+        "BOOL",
+        1,
+        "without it the prompt is prepended, but never in a stream, where `false` is an error",
+    ),
+    *(Tensor(flag, "BOOL", 1, f"adds the output `{name}`") for flag, name in FLAGS.items()),
+    Tensor(
+        "cancel",
+        "BOOL",
+        1,
+        "cancels the live requests of this request id and `tenant`; no other input is needed",
+    ),
+)
+"""What clients give."""
+
+_PROBE = Tensor("probe", "BOOL", 1)
+_BETWEEN = (Tensor(REQUEST_KEY, "STRING", -1), Tensor(PROMPT_TEXT, "STRING", -1))
+_KEY_OF_CHUNK = Tensor(REQUEST_KEY, "STRING", 1)
+
+
+def _inputs(names: Collection[str]) -> tuple[Tensor, ...]:
+    return tuple(one for one in INPUTS if one.name in names)
+
+
+MODELS: Mapping[str, ModelTensors] = {
+    "llm": ModelTensors(INPUTS, OUTPUTS),
+    "scheduler": ModelTensors((*INPUTS, _PROBE, *_BETWEEN), (*OUTPUTS, _KEY_OF_CHUNK)),
+    "generate": ModelTensors(tuple(one for one in INPUTS if one.name != "stream"), OUTPUTS),
+    "tokenizer": ModelTensors(
+        _inputs({"text_input", INPUT_IDS, "sampling_parameters", "cancel"}),
+        (*_inputs({INPUT_IDS}), *_BETWEEN),
+    ),
+    "postprocessor": ModelTensors(
+        (*(replace(one, name=CHUNK_PREFIX + one.name) for one in OUTPUTS), _KEY_OF_CHUNK),
+        OUTPUTS,
+    ),
+}
+"""`probe` asks how the scheduler and its engine are, see `probing`; `request_key` and
+`prompt_text` are said between models, never by clients, see `schema`."""
+
+
+@dataclass(frozen=True)
+class EnsembleStep:
+    """A step of `llm`: the ensemble's name of each of its tensors, by the model's own."""
+
+    model: str
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+def ensemble_steps() -> Iterator[EnsembleStep]:
+    """The steps of `llm`.
+
+    What `tokenizer` makes is called `ids`, `key` and `prompt_text` between the steps, a chunk's
+    outputs have a prefix, and all else keeps its name. `scheduler` gets ids instead of text there.
+    """
+    between = {INPUT_IDS: "ids", REQUEST_KEY: "key"}
+    chunk = {one.name: CHUNK_PREFIX + one.name for one in OUTPUTS}
+    chunk[REQUEST_KEY] = "chunk_key"
+
+    def names(tensors: tuple[Tensor, ...], called: Mapping[str, str]) -> dict[str, str]:
+        return {one.name: called.get(one.name, one.name) for one in tensors}
+
+    tokenizer, scheduler, last = (MODELS[m] for m in ("tokenizer", "scheduler", "postprocessor"))
+    asked = tuple(one for one in scheduler.inputs if one.name not in ("text_input", "probe"))
+    yield EnsembleStep("tokenizer", names(tokenizer.inputs, {}), names(tokenizer.outputs, between))
+    yield EnsembleStep("scheduler", names(asked, between), names(scheduler.outputs, chunk))
+    yield EnsembleStep("postprocessor", names(last.inputs, chunk), names(last.outputs, {}))
