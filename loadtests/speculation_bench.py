@@ -29,7 +29,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from cases import Entry
-from charonia.launch.repository import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
+from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
 from figures import WrongOutputError
 from record import circumstances, new_stem, positive

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT, EngineArgs, SchedulerArgs
 from charonia.errors import ConfigError
 
 
@@ -61,7 +61,6 @@ def test_a_wrong_parameter_of_the_scheduler_is_named(parameters, message):
             "rendezvous = 'here' is not HOST:PORT",
         ),
         ('{"model": "m", "rank_timeout_s": 1.9}', ">= 2.*rank_timeout_s"),
-        ("{}", "model"),
     ],
 )
 def test_a_wrong_model_json_is_refused_by_name(tmp_path: Path, text, message):
@@ -71,6 +70,17 @@ def test_a_wrong_model_json_is_refused_by_name(tmp_path: Path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         EngineArgs.from_file(path)
     assert str(tmp_path) not in str(caught.value)
+
+
+def test_without_a_model_it_is_the_demo_pair_and_the_log_says_so(tmp_path: Path):
+    path, lines = tmp_path / "model.json", []
+    path.write_text('{"max_num_seqs": 3}')
+    args = EngineArgs.from_file(path, lines.append)
+    assert lines == ["model.json names no model: it is the demo model"]
+    assert (args.model, args.max_num_seqs) == (str(DEMO_CHECKPOINT), 3)
+    assert args.speculative_config.model == str(DEMO_DRAFT_CHECKPOINT)
+    path.write_text('{"speculative_config": null}')
+    assert EngineArgs.from_file(path).speculative_config is None
 
 
 def test_paths_in_model_json_are_relative_to_it_and_the_tokenizer_is_the_models(tmp_path: Path):

@@ -45,7 +45,9 @@ RULES = {
     "errors": rule(),
     "version": rule(),
     "protocol": rule("errors", "msgspec"),
-    "config": rule("errors", "msgspec"),
+    "config": rule("errors vllm_args", "msgspec"),
+    "vllm_args": rule("errors"),
+    "sampling_defaults": rule("protocol config errors checkpoint_files"),
     "checkpoint_files": rule("errors"),
     "sockets": rule("events"),
     "events": rule(),
@@ -65,7 +67,7 @@ RULES = {
     ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
-        "engine text protocol config sockets errors events checkpoint_files",
+        "engine text protocol config sampling_defaults sockets errors events checkpoint_files",
         "numpy msgspec grpc tritonclient",
     ),
 }

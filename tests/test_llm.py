@@ -1,5 +1,6 @@
 """The Python API: its shapes, and that it can be used on after whatever happened."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,3 +116,30 @@ def test_a_lost_engine_that_could_not_be_replaced_is_replaced_by_a_later_call(
 def test_arguments_that_contradict_each_other_are_refused_at_once(model: str) -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens = 16 must be at least"):
         LLM(model, enable_chunked_prefill=False, max_num_batched_tokens=16, **ARGS)
+
+
+def test_an_engines_seed_gives_requests_without_one_the_same_tokens(model: str) -> None:
+    def answers(seed: int | None) -> list[list[int]]:
+        params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=2.0)
+        with LLM(model, seed=seed, **ARGS) as llm:
+            outputs = llm.generate(["ab", "ab"], params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    first, second = answers(7)
+    assert first != second
+    assert answers(7) == [first, second]
+    assert answers(8) != [first, second]
+    assert answers(None) != answers(None)
+
+
+def test_without_sampling_parameters_the_checkpoints_defaults_count(
+    model: str, tmp_path: Path
+) -> None:
+    checkpoint = shutil.copytree(model, tmp_path / "checkpoint")
+    (checkpoint / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 5}')
+    with LLM(str(checkpoint), **ARGS) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0, max_tokens=5)
+        (output,) = llm.generate("ab", use_tqdm=False)
+        (given,) = llm.generate("ab", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 5
+    assert len(given.outputs[0].token_ids) == 9

@@ -6,11 +6,13 @@ parameters of its config.pbtxt. Must not know Triton or torch.
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from charonia import vllm_args
 from charonia.errors import ConfigError, shown
 
 SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
@@ -21,11 +23,20 @@ _MAX_THREADS = 256
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INTEGER)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MAX_SECONDS)]
 T = TypeVar("T")
+Log = Callable[[str], None]
 _PORT = re.compile("[0-9]{1,5}")
 _MAX_REASON = 200  # characters of a text that is not ours
 
+DEMO_CHECKPOINT = Path(__file__).parent / "demo" / "checkpoints" / "charonia-demo"
+DEMO_DRAFT_CHECKPOINT = DEMO_CHECKPOINT.with_name("charonia-demo-draft")
+
+_GENERATION_CONFIG_WORDS = ("auto", "none", "vllm")
 MAX_SPECULATIVE_TOKENS = 64
 _SPECULATIVE_TOKENS = {"draft_model": 5, "ngram": 10, "suffix": 16}
+
+
+def _no_log(line: str) -> None:
+    """Take a log line and do nothing with it."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,10 +139,16 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         enable_prefix_caching: reuse KV blocks of earlier requests with the same prefix.
         enable_chunked_prefill: let a prompt be computed over several steps.
         speculative_config: how to guess tokens ahead, see `SpeculativeConfig`; None does not.
+        generation_config: where defaults of sampling parameters come from: "auto" is the
+            checkpoint's generation_config.json where there is one, "none" (or vLLM's word "vllm")
+            is none, anything else the directory of another.
         scheduling_policy: "fcfs", first come first served.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
             bytes of bfloat16, at a small loss.
-        seed: of what the engine itself draws. device: "auto" takes a GPU where there is one.
+        seed: of the requests that bring none, each of which gets one drawn from it in the order in
+            which they are admitted; None draws them at random. It is read when the scheduler
+            starts.
+        device: "auto" takes a GPU where there is one.
         cpu_kernels: what computes on a CPU: our kernels for an instruction set, or torch's
             operations; "auto" is the best that the processor has.
         cpu_threads: threads of each rank that compute on a CPU; None is one per core that the
@@ -160,8 +177,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache_dtype: Literal["auto"] = "auto"
     quantization: Literal["int8"] | None = None
     speculative_config: SpeculativeConfig | None = None
+    generation_config: str = "auto"
     scheduling_policy: Literal["fcfs"] = "fcfs"
-    seed: int = 0
+    seed: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu_kernels: Literal[
         "auto", "amx_bf16", "avx512_bf16", "avx512", "avx2", "portable", "torch"
@@ -172,6 +190,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         draft_model = self.speculative_config.model if self.speculative_config else None
         paths = {"model": self.model, "tokenizer": self.tokenizer, "the draft model": draft_model}
+        paths["generation_config"] = self.generation_config
         for name, path in paths.items():
             if path is not None and not _is_path(path):
                 raise ConfigError(f"{name} has a character that no path can have")
@@ -214,22 +233,40 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return (config.draft_tensor_parallel_size if config else None) or 1
 
     @property
+    def generation_config_dir(self) -> Path | None:
+        """Where the generation_config.json is that sampling takes its defaults from."""
+        if self.generation_config == "auto":
+            return Path(self.model)
+        if self.generation_config in _GENERATION_CONFIG_WORDS:
+            return None
+        return Path(self.generation_config)
+
+    @property
     def tokenizer_dir(self) -> Path:
         """Where the tokenizer's files are."""
         return Path(self.tokenizer or self.model)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "EngineArgs":
+    def from_dict(cls, values: dict[str, Any], log: Log = _no_log) -> "EngineArgs":
         """Check names and types.
+
+        Args:
+            log: takes a line for each argument of vLLM's that has no effect here.
 
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range; it is named.
         """
-        return _convert(values, cls, "engine argument")
+        return _convert(vllm_args.leave_out(values, log), cls, "engine argument")
 
     @classmethod
-    def from_file(cls, path: Path) -> "EngineArgs":
+    def from_file(cls, path: Path, log: Log = _no_log) -> "EngineArgs":
         """Read `model.json`; a relative `model` or `tokenizer` is relative to its directory.
+
+        Where no `model` is named it is the demo model, with its draft model unless
+        `speculative_config` is named.
+
+        Args:
+            log: as of `from_dict`.
 
         Raises:
             ConfigError: no such file, not a JSON object, or as `from_dict`.
@@ -241,7 +278,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too
             raise ConfigError(f"{path.name} is not a JSON object: {error}") from None
         make_paths_absolute(values, path.parent)
-        return cls.from_dict(values)
+        if "model" not in values:
+            log(f"{path.name} names no model: it is the demo model")
+        return cls.from_dict(with_demo_model(values), log)
+
+
+def with_demo_model(values: dict[str, Any]) -> dict[str, Any]:
+    """An engine's arguments; where they name no model it is the demo pair."""
+    if "model" in values:
+        return values
+    draft = {"speculative_config": {"model": str(DEMO_DRAFT_CHECKPOINT)}}
+    return draft | values | {"model": str(DEMO_CHECKPOINT)}
 
 
 def _is_path(text: str) -> bool:
@@ -259,10 +306,12 @@ def make_paths_absolute(values: dict[str, Any], base: Path) -> None:
     """
     speculative = values.get("speculative_config")
     for holder in (values, speculative if isinstance(speculative, dict) else {}):
-        for name in ("model", "tokenizer"):
-            if isinstance(holder.get(name), str):
+        for name in ("model", "tokenizer", "generation_config"):
+            text = holder.get(name)
+            is_word = name == "generation_config" and text in _GENERATION_CONFIG_WORDS
+            if isinstance(text, str) and not is_word:
                 try:
-                    path = Path(holder[name]).expanduser()
+                    path = Path(text).expanduser()
                 except RuntimeError as error:
                     raise ConfigError(f"{name} begins with ~: {error}") from None
                 holder[name] = os.path.normpath(base / path)

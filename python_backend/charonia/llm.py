@@ -23,6 +23,7 @@ from charonia.engine.outputs import Chunk, Logprob, Timing, name_logprobs
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.parallel.engine import load_engine
 from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
+from charonia.sampling_defaults import SamplingDefaults
 from charonia.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -67,9 +68,12 @@ class LLM:
     """
 
     def __init__(self, model: str, *, verbose: bool = False, **engine_args: Any) -> None:
-        args = EngineArgs.from_dict({"model": str(model), **engine_args})
         log = print if verbose else _ignore
+        args = EngineArgs.from_dict({"model": str(model), **engine_args}, log)
         self._tokenizer = Tokenizer.from_dir(args.tokenizer_dir)
+        self._defaults = SamplingDefaults.of_engine(args)
+        for line in self._defaults.describe():
+            log(line)
         self._chunks: dict[str, deque[Chunk]] = {}
         self._keys = itertools.count()
         self._core = EngineCore(
@@ -90,6 +94,10 @@ class LLM:
         """Counts of this engine since it was made."""
         return self._core.metrics
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What counts where no sampling parameters are given: those of the checkpoint."""
+        return self._defaults.fill({})
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -106,7 +114,8 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            sampling_params: for all prompts, or one for each.
+            sampling_params: for all prompts, or one for each; as they are, without the
+                checkpoint's defaults. None is `get_default_sampling_params()`.
             use_tqdm: show a progress bar.
 
         Returns:
@@ -117,7 +126,7 @@ class LLM:
             CharoniaError: a request failed; the others are cancelled.
         """
         many = _as_list(prompts)
-        params = _as_params(sampling_params, len(many))
+        params = _as_params(sampling_params or self.get_default_sampling_params(), len(many))
         requests = [self._request(p, s) for p, s in zip(many, params, strict=True)]
         self._check(requests)
         chunks: dict[str, list[Chunk]] = {request.key: [] for request in requests}
@@ -151,7 +160,7 @@ class LLM:
             InvalidRequestError: the request cannot be served.
             CharoniaError: it failed on its way.
         """
-        request = self._request(prompt, sampling_params or SamplingParams())
+        request = self._request(prompt, sampling_params or self.get_default_sampling_params())
         self._check([request])
         return self._stream(request)
 
@@ -263,10 +272,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

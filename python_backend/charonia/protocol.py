@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: this many most likely tokens per generated token, with their raw
             log-probabilities (before temperature and penalties); 0 is the sampled token alone.
         prompt_logprobs: the same for the prompt's tokens; such a request takes no cache hits.
-        priority: smaller is sooner. deadline_ms: total time the request may take.
+        priority: only 0 so far. deadline_ms: total time the request may take.
         tenant: whose request this is; caches are isolated by tenant and cache_salt.
         cache_salt: isolates the prefix cache further. speculation: False turns drafts off.
     """
@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             InvalidRequestError: a value is out of range; the text names it and the range.
-            NotSupportedError: `n` other than 1.
+            NotSupportedError: `n` other than 1, or `priority` other than 0.
         """
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
@@ -142,7 +142,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_size(name, num, most, "characters")
         _check("stop", self.stop, all(self.stop), "a string or a list of non-empty strings")
         _check("bad_words", self.bad_words, all(self.bad_words), "a list of non-empty strings")
-        _check_range("priority", self.priority, -(2**31), 2**31 - 1)
+        if self.priority:
+            raise NotSupportedError(
+                f"priority = {self.priority} is not supported yet: requests are served in the order"
+                " in which they came; leave it out or use 0"
+            )
         _check(
             "deadline_ms",
             self.deadline_ms,

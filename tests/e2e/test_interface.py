@@ -325,7 +325,7 @@ def test_the_tensor_is_taken_before_parameters(server: TritonServer, text: str) 
 
 
 def test_what_triton_puts_among_the_parameters_is_no_error(server: TritonServer, text: str) -> None:
-    body = {"id": "7", "priority": 3, "timeout": 30_000_000, "sequence_id": 1}
+    body = {"id": "7", "priority": 0, "timeout": 30_000_000, "sequence_id": 1}
     body |= {"sequence_start": True, "sequence_end": True}
     reply = generate(server, {"text_input": PROMPT, **SAMPLING, **body})
     assert reply.json()["text_output"] == PROMPT + text
@@ -371,7 +371,7 @@ def test_every_accepted_parameter_is_accepted(server: TritonServer) -> None:
         "logit_bias": {"7": -5},
         "logprobs": 1,
         "prompt_logprobs": 0,
-        "priority": -1,
+        "priority": 0,
         "deadline_ms": 60_000,
         "tenant": "a",
         "cache_salt": "b",
@@ -407,6 +407,10 @@ def test_stop_tokens_minimum_and_bias_act(server: TritonServer) -> None:
     assert special.text == PROMPT + "<|endoftext|>" * 10
 
 
-def test_n_is_not_supported_yet(server: TritonServer) -> None:
-    with pytest.raises(InferenceServerException, match="n = 2 is not supported yet; use n = 1"):
-        infer_grpc(server, request_inputs(PROMPT, {"n": 2}))
+@pytest.mark.parametrize("sampling", [{"n": 2}, {"priority": 3}])
+def test_what_would_have_no_effect_is_not_supported_yet(
+    server: TritonServer, sampling: dict[str, Any]
+) -> None:
+    ((name, value),) = sampling.items()
+    with pytest.raises(InferenceServerException, match=f"{name} = {value} is not supported yet"):
+        infer_grpc(server, request_inputs(PROMPT, sampling))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from charonia.launch.repository import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
+from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from charonia.text.tokenizer import Tokenizer

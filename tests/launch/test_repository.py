@@ -1,4 +1,5 @@
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,16 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT, EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import (
-    DEMO_CHECKPOINT,
-    DEMO_DRAFT_CHECKPOINT,
     LINK_FROM_BYTES,
     PreparedRepository,
     RepositoryOptions,
     change_engine,
+    check_checkpoint,
+    default_repository,
     prepare_repository,
 )
 from charonia.serving import reload
@@ -300,3 +302,19 @@ def test_a_change_of_the_engine_is_checked_and_told_and_writes_nothing(
     assert model_json(target) == before
     with pytest.raises(ConfigError, match=r"scheduler\.max_queue_size cannot change"):
         change_engine(target, RepositoryOptions(settings=("scheduler.max_queue_size=1",)))
+
+
+def test_a_copy_of_the_repository_finds_its_checkpoint(tmp_path: Path) -> None:
+    copy = shutil.copytree(default_repository(), tmp_path / "elsewhere")
+    args = EngineArgs.from_file(copy / "engine" / "1" / "model.json")
+    assert args.model == str(DEMO_CHECKPOINT)
+    check_checkpoint(args)
+
+
+def test_a_generation_config_that_cannot_be_served_is_refused(
+    source: Path, target: Path, checkpoint_dir: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(checkpoint_dir, tmp_path / "changed")
+    (model / "generation_config.json").write_text('{"top_p": 2}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match="top_p must be above 0 and at most 1, but is 2"):
+        prepare(source, target, model=model)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from charonia import LLM, SamplingParams
-from charonia.launch.repository import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
+from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.text.tokenizer import Tokenizer
 from parity.reference import greedy
 from support.parity import counter

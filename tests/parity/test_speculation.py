@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from charonia import LLM, SamplingParams
-from charonia.launch.repository import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
+from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.llm import RequestOutput
 from charonia.text.tokenizer import Tokenizer
 from parity.reference import greedy, random_prompt

@@ -5,7 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.errors import InvalidRequestError, PromptTooLongError, RequestTimeoutError
+from charonia.errors import (
+    InvalidRequestError,
+    NotSupportedError,
+    PromptTooLongError,
+    RequestTimeoutError,
+)
 from charonia.serving.interface import FLAGS
 from charonia.serving.request_key import Sealer
 from charonia.serving.schema import CancelCall, GenerateCall, OutputOptions, PromptLimits
@@ -101,10 +106,10 @@ def test_an_echo_in_a_stream_is_refused_in_the_words_that_clients_test_for() -> 
 
 def test_sampling_parameters_come_from_the_tensor_before_the_requests_own(strings: Any) -> None:
     tensors = {"input_ids": ids(1), "sampling_parameters": strings('{"max_tokens": "5"}')}
-    params = generate_call(
-        RawRequest(tensors, {"max_tokens": 9, "custom": 1, "priority": 2})
-    ).params
-    assert (params.max_tokens, params.priority) == (5, 2)
+    params = generate_call(RawRequest(tensors, {"max_tokens": 9, "custom": 1})).params
+    assert params.max_tokens == 5
+    with pytest.raises(NotSupportedError, match="priority = 2 is not supported yet"):
+        parse(RawRequest(tensors, {"priority": 2}))
     assert (
         generate_call(RawRequest({"input_ids": ids(1)}, {"max_tokens": 9})).params.max_tokens == 9
     )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from charonia.launch.repository import DEMO_CHECKPOINT
+from charonia.config import DEMO_CHECKPOINT
 from charonia.text import tokenizer as tokenizer_module
 from charonia.text.bounds import max_bytes_per_token
 from text.conftest import byte_level

@@ -3,8 +3,10 @@
 Owns what makes a request acceptable to this engine. Must not know how it is served.
 """
 
-import secrets
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from charonia.control import Limits, Request
 from charonia.errors import InvalidRequestError
@@ -47,7 +49,23 @@ def check(request: GenerationRequest, info: EngineInfo, limits: Limits) -> None:
     _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
 
 
-def admit(request: GenerationRequest, info: EngineInfo, limits: Limits, now: float) -> Request:
+def seeds_of(seed: int | None) -> Callable[[], int]:
+    """A function that gives 64-bit seeds to requests without one of their own.
+
+    Args:
+        seed: the engine's; the same gives the same seeds in the same order. None: random ones.
+    """
+    generator = random.SystemRandom() if seed is None else random.Random(seed)
+    return partial(generator.getrandbits, 64)
+
+
+def admit(
+    request: GenerationRequest,
+    info: EngineInfo,
+    limits: Limits,
+    now: float,
+    next_seed: Callable[[], int],
+) -> Request:
     """Translate a request that was checked, perhaps against another engine: it may not fit."""
     params = request.params
     num_room = limits.max_model_len - len(request.prompt_ids)
@@ -57,7 +75,7 @@ def admit(request: GenerationRequest, info: EngineInfo, limits: Limits, now: flo
         key=request.key,
         token_ids=list(request.prompt_ids),
         num_prompt=len(request.prompt_ids),
-        sampling=_row_sampling(request, stop_ids),
+        sampling=_row_sampling(request, stop_ids, next_seed),
         max_tokens=min(params.max_tokens, num_room),
         stop_ids=stop_ids,
         arrived_at=now,
@@ -68,12 +86,14 @@ def admit(request: GenerationRequest, info: EngineInfo, limits: Limits, now: flo
     )
 
 
-def _row_sampling(request: GenerationRequest, stop_ids: frozenset[int]) -> RowSampling:
+def _row_sampling(
+    request: GenerationRequest, stop_ids: frozenset[int], next_seed: Callable[[], int]
+) -> RowSampling:
     params = request.params
     num_logprobs = -1 if params.logprobs is None else params.logprobs
     if request.return_cumulative_logprob:
         num_logprobs = max(num_logprobs, 0)
-    seed = secrets.randbits(64) if params.seed is None else params.seed & UINT64_MAX
+    seed = next_seed() if params.seed is None else params.seed & UINT64_MAX
     return RowSampling(
         seed=seed,
         temperature=params.temperature,

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits, Update
-from charonia.engine.admission import GenerationRequest, admit, check
+from charonia.engine.admission import GenerationRequest, admit, check, seeds_of
 from charonia.engine.deadlines import Deadlines
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
@@ -86,6 +86,7 @@ class EngineCore:
         self._streams = OutputStreams(tokenizer, self.metrics, deliver=deliver, clock=clock)
         self._updates: list[Update] = []
         self._held: dict[str, _Held] = {}
+        self._next_seed = seeds_of(engine_args.seed)
         self._deadlines = Deadlines()
         self._reload: Reload | None = None  # that was ordered and is not over
         self._replica = Replica(
@@ -287,7 +288,7 @@ class EngineCore:
     def _place(self, request: GenerationRequest, arrived_at: float) -> None:
         replica = self._replica
         try:
-            admitted = admit(request, replica.info, replica.limits, arrived_at)
+            admitted = admit(request, replica.info, replica.limits, arrived_at, self._next_seed)
             replica.add(admitted)
         except CharoniaError as error:
             self._deadlines.remove(request.key)

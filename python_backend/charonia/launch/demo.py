@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.demo.prompts import DEMO_PROMPTS, DemoPrompt
 from charonia.launch.errors import LaunchError
-from charonia.launch.repository import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.launch.run import running_server
 from charonia.launch.serve import say
 from charonia_client import CharoniaClientError, Client

@@ -23,17 +23,16 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 import charonia
-from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute
+from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute, with_demo_model
 from charonia.data.model.spec import ModelSpec, check_draft
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
+from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.reload import LEFT_OF_RELOADS
 from charonia.sockets.local import SOCKET_SUFFIX
 
 DEFAULT_SCHEDULER = "scheduler"
-DEMO_CHECKPOINT = Path(charonia.__file__).parent / "demo" / "checkpoints" / "charonia-demo"
-DEMO_DRAFT_CHECKPOINT = DEMO_CHECKPOINT.with_name("charonia-demo-draft")
 LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
 
 
@@ -162,10 +161,11 @@ def check_checkpoint(args: EngineArgs) -> None:
 
     Raises:
         LaunchError: no such directory, or files are missing in it.
-        CheckpointError: its configuration is not supported.
+        CheckpointError: its configuration, or its generation_config.json, is not supported.
         ConfigError: the draft model does not fit the model.
     """
     spec = _check_model(Path(args.model))
+    SamplingDefaults.of_engine(args)
     if not (args.tokenizer_dir / "tokenizer.json").is_file():
         raise LaunchError(f"no tokenizer.json in {args.tokenizer_dir}")
     speculative = args.speculative_config
@@ -198,9 +198,7 @@ def _engine_values(
     if not isinstance(values, dict):
         raise ConfigError(f"{model_json} is not a JSON object")
     make_paths_absolute(values, model_json.parent)
-    if "model" not in values:
-        values["model"] = str(DEMO_CHECKPOINT)
-        values.setdefault("speculative_config", {"model": str(DEMO_DRAFT_CHECKPOINT)})
+    values = with_demo_model(values)
     model = settings.get("model", options.model)
     if model is not None:
         values.pop("tokenizer", None)

@@ -104,7 +104,7 @@ class EngineHost:
         try:
             check_instance_kind(version_dir / MODEL_FILE, instance_kind)
             take_engine_cores()
-            self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE))
+            self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE, log))
         except Exception as error:
             if not is_reload(version_dir):
                 raise

@@ -21,7 +21,13 @@ from functools import partial
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.outputs import Chunk
 from charonia.engine.service import EngineService, Sink
-from charonia.errors import CharoniaError, RequestCancelledError, UnavailableError
+from charonia.errors import (
+    CharoniaError,
+    CheckpointError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from charonia.serving.cancellations import Cancellations
 from charonia.serving.outlets import Outlet, failing_with_errors
 from charonia.serving.probing import Prober
@@ -55,6 +61,9 @@ class Intake:
 
     Args:
         log: takes one line, from any thread.
+
+    Raises:
+        CheckpointError: the model's defaults of sampling parameters cannot be read.
     """
 
     def __init__(
@@ -75,6 +84,7 @@ class Intake:
         self._prober = Prober(service, tokenizer)
         self._cancellations = Cancellations()
         self._log = log
+        self._defaults = service.engine_args, self._read_defaults()
 
     def take(
         self, read: Callable[[], RawRequest], outlet: Outlet, relayed_key: str | None = None
@@ -86,7 +96,13 @@ class Intake:
         """
         with failing_with_errors(outlet, self._log):
             with self._counting():
-                call = parse(read(), relayed_key, limits=self._limits(), sealer=self._sealer)
+                call = parse(
+                    read(),
+                    relayed_key,
+                    limits=self._limits(),
+                    sealer=self._sealer,
+                    defaults=self._sampling_defaults(),
+                )
             match call:
                 case GenerateCall():
                     self._generate(call, outlet)
@@ -111,6 +127,25 @@ class Intake:
         except UnavailableError:
             return PromptLimits()
         return PromptLimits.of(limits.max_model_len - 1, self._tokenizer.max_bytes_per_token)
+
+    def _sampling_defaults(self) -> SamplingDefaults:
+        """Of the model that is served at this moment."""
+        args, defaults = self._defaults
+        if args is not self._service.engine_args:  # another engine was loaded
+            try:
+                defaults = self._read_defaults()
+            except CheckpointError as error:  # by Triton itself; `charonia reload` checks before
+                self._log(f"there are no defaults of sampling parameters: {error}")
+                defaults = NO_DEFAULTS
+            self._defaults = self._service.engine_args, defaults
+        return defaults
+
+    def _read_defaults(self) -> SamplingDefaults:
+        """Raises CheckpointError."""
+        defaults = SamplingDefaults.of_engine(self._service.engine_args)
+        for line in defaults.describe():
+            self._log(line)
+        return defaults
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

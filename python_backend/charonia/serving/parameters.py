@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from charonia.errors import InvalidRequestError, shown
 from charonia.protocol import INT32_MAX, SamplingParams
+from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -18,8 +19,13 @@ _NOT_OURS = ("id", "timeout")
 _NOT_OURS_PREFIX = "sequence_"
 
 
-def parse_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
+def parse_sampling_params(
+    values: Mapping[str, Any], defaults: SamplingDefaults = NO_DEFAULTS
+) -> SamplingParams:
     """Coerce and check; null is the default, and names that Triton adds are passed over.
+
+    Args:
+        defaults: of the model that is served; else those of `SamplingParams`.
 
     Raises:
         InvalidRequestError: an unknown name, or a value of the wrong type or out of range.
@@ -36,7 +42,7 @@ def parse_sampling_params(values: Mapping[str, Any]) -> SamplingParams:
             )
         if value is not None:
             arguments[name] = coerce(name, value)
-    return SamplingParams(**arguments)
+    return defaults.fill(arguments)
 
 
 def parse_timeout(value: Any) -> int:

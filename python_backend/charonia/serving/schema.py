@@ -25,6 +25,7 @@ import numpy as np
 
 from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongError, shown
 from charonia.protocol import SamplingParams
+from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from charonia.serving.interface import FLAGS, INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
 from charonia.serving.parameters import parse_sampling_params, parse_timeout
 from charonia.serving.request_key import Sealer, arrival_of
@@ -159,12 +160,13 @@ def parse(
     *,
     limits: PromptLimits,
     sealer: Sealer,
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> Call:
     """Say what a request asks for.
 
     Args:
         relayed_key: names a request that `relay` brought; only its caller gets to see it.
-        sealer: of the names that are taken from `tokenizer`.
+        sealer: of the names that are taken from `tokenizer`. defaults: of sampling.
 
     Raises:
         InvalidRequestError: it is malformed; the text names the tensor or parameter.
@@ -174,7 +176,7 @@ def parse(
     tensors = raw.tensors
     if read_flag(tensors, "probe"):
         return ProbeCall(wants_text="text_output" in raw.output_names)
-    params = parse_sampling_params(_sampling_values(raw))
+    params = parse_sampling_params(_sampling_values(raw), defaults)
     if read_flag(tensors, "cancel"):
         if not raw.request_id:
             raise InvalidRequestError("cancel needs the id of the request that it cancels")
@@ -202,9 +204,10 @@ def read_time(raw: RawRequest) -> float | None:
     """For how many seconds a request may wait before it starts.
 
     Raises:
-        InvalidRequestError, NotSupportedError: as `parse`, of its parameters.
+        InvalidRequestError: as `parse`, of its times.
     """
-    return _shortest(_timeout_s(raw), parse_sampling_params(_sampling_values(raw)))
+    deadline_ms = _sampling_values(raw).get("deadline_ms")
+    return _shortest(_timeout_s(raw), parse_sampling_params({"deadline_ms": deadline_ms}))
 
 
 def read_prompt(

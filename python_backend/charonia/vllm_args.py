@@ -1,0 +1,119 @@
+"""vLLM's engine arguments that have no effect here, so that a model.json of its backend can stay.
+
+Owns their names and the values at which they have none: any other value asks for something that
+is not done, and is refused. Must not know what has an effect: that is `EngineArgs`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from charonia.errors import ConfigError, shown
+
+_ANY: tuple[Any, ...] | None = None
+
+_REASONS: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
+    "steps are neither compiled nor captured by vLLM's means": {
+        "compilation_config": _ANY,
+        "cuda_graph_sizes": _ANY,
+        "disable_cascade_attn": _ANY,
+        "disable_custom_all_reduce": _ANY,
+        "enforce_eager": _ANY,
+        "max_context_len_to_capture": _ANY,
+        "max_seq_len_to_capture": _ANY,
+    },
+    "metrics and the log are Triton's": {
+        "disable_log_requests": _ANY,
+        "disable_log_stats": _ANY,
+        "enable_log_requests": _ANY,
+        "max_log_len": _ANY,
+        "collect_detailed_traces": (None,),
+        "otlp_traces_endpoint": (None,),
+    },
+    "a checkpoint is a directory of safetensors files, and no code in it is ever run": {
+        "code_revision": (None,),
+        "config_format": ("auto", "hf"),
+        "download_dir": _ANY,
+        "hf_overrides": (None, {}),
+        "hf_token": _ANY,
+        "ignore_patterns": _ANY,
+        "load_format": ("auto", "safetensors"),
+        "max_parallel_loading_workers": _ANY,
+        "model_impl": ("auto", "vllm"),
+        "revision": (None,),
+        "safetensors_load_strategy": _ANY,
+        "skip_tokenizer_init": (False,),
+        "tokenizer_mode": ("auto", "fast", "hf"),
+        "tokenizer_revision": (None,),
+        "trust_remote_code": (False,),
+        "use_tqdm_on_load": _ANY,
+    },
+    "there are no adapters": {
+        "enable_lora": (False, None),
+        "enable_lora_bias": (False, None),
+        "fully_sharded_loras": (False,),
+        "lora_dtype": _ANY,
+        "lora_extra_vocab_size": _ANY,
+        "max_cpu_loras": _ANY,
+        "max_lora_rank": _ANY,
+        "max_loras": _ANY,
+    },
+    "a preempted request is computed anew, and nothing is swapped or offloaded": {
+        "cpu_offload_gb": (0, None),
+        "kv_transfer_config": (None,),
+        "preemption_mode": (None, "recompute"),
+        "swap_space": _ANY,
+    },
+    "how the engine runs its steps and its ranks is its own": {
+        "async_scheduling": _ANY,
+        "data_parallel_size": (1,),
+        "disable_async_output_proc": _ANY,
+        "distributed_executor_backend": (None, "mp", "uni"),
+        "enable_expert_parallel": (False,),
+        "max_logprobs": (20,),
+        "max_long_partial_prefills": (1,),
+        "max_num_partial_prefills": (1,),
+        "num_scheduler_steps": _ANY,
+        "ray_workers_use_nsight": (False,),
+        "scheduler_delay_factor": (0,),
+        "use_v2_block_manager": _ANY,
+        "worker_use_ray": (False,),
+    },
+    "text is all that it takes and generates": {
+        "convert": ("auto", "none"),
+        "disable_mm_preprocessor_cache": _ANY,
+        "enable_prompt_embeds": (False,),
+        "limit_mm_per_prompt": _ANY,
+        "mm_processor_kwargs": (None,),
+        "runner": ("auto", "generate"),
+        "task": ("auto", "generate"),
+    },
+}
+_ACCEPTED = {name: accepted for names in _REASONS.values() for name, accepted in names.items()}
+_WHY = {name: why for why, names in _REASONS.items() for name in names}
+NAMES = tuple(_ACCEPTED)
+
+
+def leave_out(values: Mapping[str, Any], log: Callable[[str], None]) -> dict[str, Any]:
+    """The engine arguments without those of vLLM that have no effect here.
+
+    Args:
+        log: takes a line for each of these.
+
+    Raises:
+        ConfigError: one of them has a value that would have an effect; it is named.
+    """
+    for name, value in values.items():
+        if name not in _ACCEPTED:
+            continue
+        accepted = _ACCEPTED[name]
+        # 0 is no False here, nor 1 a True.
+        if accepted is not None and not any(
+            value == one and type(value) is type(one) for one in accepted
+        ):
+            choices = " or ".join(map(shown, accepted))
+            raise ConfigError(
+                f"engine argument {name} = {shown(value)} is not supported: {_WHY[name]};"
+                f" accepted is {choices}"
+            )
+        log(f"engine argument {name} = {shown(value)} has no effect: {_WHY[name]}")
+    return {name: value for name, value in values.items() if name not in _ACCEPTED}
