@@ -142,6 +142,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         generation_config: where defaults of sampling parameters come from: "auto" is the
             checkpoint's generation_config.json where there is one, "none" (or vLLM's word "vllm")
             is none, anything else the directory of another.
+        kv_cache_dtype: "auto" is that of the weights.
         scheduling_policy: "fcfs", first come first served.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
             bytes of bfloat16, at a small loss.

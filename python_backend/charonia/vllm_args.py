@@ -11,7 +11,7 @@ from charonia.errors import ConfigError, shown
 
 _ANY: tuple[Any, ...] | None = None
 
-_REASONS: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
+BY_REASON: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
     "steps are neither compiled nor captured by vLLM's means": {
         "compilation_config": _ANY,
         "cuda_graph_sizes": _ANY,
@@ -88,8 +88,10 @@ _REASONS: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         "task": ("auto", "generate"),
     },
 }
-_ACCEPTED = {name: accepted for names in _REASONS.values() for name, accepted in names.items()}
-_WHY = {name: why for why, names in _REASONS.items() for name in names}
+"""Values at which each has no effect, None for any, by the reason why."""
+
+_ACCEPTED = {name: accepted for names in BY_REASON.values() for name, accepted in names.items()}
+_WHY = {name: why for why, names in BY_REASON.items() for name in names}
 NAMES = tuple(_ACCEPTED)
 
 

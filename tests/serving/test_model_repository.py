@@ -1,5 +1,6 @@
 """The model repository: what its files promise about each other."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,18 @@ def test_models_are_named_by_configuration() -> None:
     assert parameters["tokenizer"]["engine_model"] == "engine"
     assert parameters["generate"]["scheduler_model"] == "scheduler"
     assert parameters["postprocessor"]["scheduler_model"] == "scheduler"
+
+
+def test_the_meaning_of_an_argument_is_what_its_docstring_says() -> None:
+    docstring = """What it is.
+
+    Not: an attribute.
+
+    Attributes:
+        one: None is
+            nothing. two: not an entry.
+        three, four: True or None."""
+    assert interface_files.meanings_of(inspect.cleandoc(docstring)) == {
+        ("one",): "null is nothing. two: not an entry.",
+        ("three", "four"): "true or null.",
+    }

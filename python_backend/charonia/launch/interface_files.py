@@ -1,4 +1,7 @@
-"""Writes what files repeat of the interface's tables: `make interface`.
+"""Writes what files repeat of the interface: `make interface`.
+
+Tensors come from `serving/interface.py`, arguments with their meanings from the docstrings of
+`config.py`.
 
 Owns the places between two marks, in a config.pbtxt, and as comments of Markdown in a README.md::
 
@@ -10,11 +13,17 @@ Must not know what the tables say. `--check` writes nothing and fails where a fi
 """
 
 import argparse
+import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+import msgspec
+
+from charonia import vllm_args
+from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import default_repository
 from charonia.serving.interface import (
@@ -64,6 +73,10 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     found["steps of llm"] = partial(_config_steps, tuple(ensemble_steps()))
     found["inputs"] = partial(_table, "input", INPUTS)
     found["outputs"] = partial(_table, "output", OUTPUTS)
+    found["engine arguments"] = partial(_arguments, EngineArgs)
+    found["speculative_config"] = partial(_arguments, SpeculativeConfig)
+    found["scheduler parameters"] = partial(_arguments, SchedulerArgs)
+    found["arguments without effect"] = _without_effect
     return found
 
 
@@ -95,6 +108,54 @@ def _table(what: str, tensors: Iterable[Tensor]) -> Iterable[str]:
     yield "| --- | --- | --- |"
     for one in tensors:
         yield f"| `{one.name}` | {one.datatype} [{one.num}] | {one.meaning} |"
+
+
+def _arguments(struct: type[msgspec.Struct]) -> Iterable[str]:
+    """A table of a Struct's fields: name as clients write it, default, meaning by its docstring.
+
+    Raises:
+        LaunchError: the docstring says nothing of a field.
+    """
+    fields = {field.name: field for field in msgspec.structs.fields(struct)}
+    meanings = meanings_of(inspect.getdoc(struct) or "")
+    if missing := fields.keys() - {name for names in meanings for name in names}:
+        raise LaunchError(f"the docstring of {struct.__name__} has no {', '.join(missing)}")
+    yield "| argument | default | meaning |"
+    yield "| --- | --- | --- |"
+    for names, meaning in meanings.items():
+        shown = ", ".join(f"`{fields[name].encode_name}`" for name in names)
+        defaults = {_default(fields[name]) for name in names}
+        yield f"| {shown} | {', '.join(sorted(defaults))} | {meaning} |"
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    return "" if field.required else f"`{json.dumps(field.default)}`"
+
+
+def meanings_of(docstring: str) -> dict[tuple[str, ...], str]:
+    """What the `Attributes:` of a docstring say, by the names that an entry begins with."""
+    _, _, attributes = docstring.partition("Attributes:\n")
+    entries = re.findall(
+        r"^    ([a-z_]+(?:, [a-z_]+)*): (.*(?:\n     +.*)*)", attributes, re.MULTILINE
+    )
+    words = {"None": "null", "True": "true", "False": "false"}  # as JSON has them
+    return {
+        tuple(names.split(", ")): re.sub(
+            r"\b(None|True|False)\b", lambda word: words[word[0]], " ".join(text.split())
+        )
+        for names, text in entries
+    }
+
+
+def _without_effect() -> Iterable[str]:
+    yield "| because | arguments of vLLM's, and the values that are taken where not all are |"
+    yield "| --- | --- |"
+    for why, names in vllm_args.BY_REASON.items():
+        shown = [
+            f"`{name}`" + ("" if values is None else f" ({', '.join(map(json.dumps, values))})")
+            for name, values in names.items()
+        ]
+        yield f"| {why} | {', '.join(shown)} |"
 
 
 def main(arguments: list[str] | None = None) -> int:
