@@ -11,6 +11,10 @@ from support.e2e import one_torch_thread
 from support.faults import make_faulty_repository
 
 MAX_MODEL_LEN = 4096
+FORWARDING = (
+    "--http-header-forward-pattern=(X-.*|Host)",
+    "--grpc-header-forward-pattern=x-.*",
+)
 ROOMY = ("num_gpu_blocks_override=2049", "max_num_seqs=64")
 NARROW = (
     "num_gpu_blocks_override=257",
@@ -43,7 +47,12 @@ def server(small_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServ
     """The server that tests share which do it no harm: 64 rows, 2,048 KV blocks of 16 tokens."""
     with (
         one_torch_thread(),
-        running_server(model=small_checkpoint, settings=ROOMY, on_log=server_log.append) as server,
+        running_server(
+            model=small_checkpoint,
+            settings=ROOMY,
+            tritonserver=FORWARDING,
+            on_log=server_log.append,
+        ) as server,
     ):
         yield server
 

@@ -9,6 +9,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tritonclient.grpc as grpc
 from tokenizers import Tokenizer
@@ -18,6 +19,7 @@ from charonia.launch.server import TritonServer
 from charonia.protocol import SamplingParams
 from charonia.serving.interface import FLAGS
 from support.e2e import (
+    GrpcStream,
     Response,
     at_once,
     error_of,
@@ -334,6 +336,26 @@ def test_what_triton_puts_among_the_parameters_is_no_error(server: TritonServer,
     assert infer_grpc(server, inputs, **options).text == PROMPT + text
     responses = stream_grpc(server, inputs, sequence_id=1, sequence_start=True, **options)
     assert one_response(responses).text == PROMPT + text
+
+
+@pytest.mark.parametrize("model", ["scheduler", "llm", "generate"])
+def test_headers_that_triton_forwards_are_no_parameters(
+    server: TritonServer, text: str, model: str
+) -> None:
+    body = {"text_input": PROMPT, **SAMPLING}
+    url = f"http://{server.http_url}/v2/models/{model}/generate"
+    reply = httpx.post(url, json=body, headers={"X-Request-Id": "7", "X-Trace": "a"})
+    assert reply.json()["text_output"] == PROMPT + text
+    inputs = request_inputs(PROMPT)
+    headers = {"x-request-id": "7"}
+    if model == "generate":
+        answer = infer_grpc(server, inputs, headers=headers, parameters=SAMPLING).text
+    else:
+        with GrpcStream(server, model, headers) as stream:
+            answer = one_response(list(stream.send(inputs, parameters=SAMPLING))).text
+    assert answer == PROMPT + text
+    refused = httpx.post(url, json=body | {"Y-Request-Id": "7"})
+    assert "unknown sampling parameter 'Y-Request-Id'" in refused.json()["error"]
 
 
 def test_an_empty_sampling_tensor_means_the_defaults(server: TritonServer) -> None:

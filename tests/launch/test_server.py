@@ -241,3 +241,20 @@ def test_a_killed_launcher_takes_its_server_along_and_the_next_one_sweeps(
     assert Path(path) in sweep_stale_runs()
     # What was killed may take its time on a busy machine.
     assert wait_for(lambda: leftovers(Path(path)), lambda found: not found) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ("log-verbose=1", "'log-verbose=1' of tritonserver is not --NAME=VALUE"),
+        ("--log-verbose", "'--log-verbose' of tritonserver is not --NAME=VALUE"),
+        ("--http-port=1", "'--http-port=1' of tritonserver is for charonia to choose"),
+        ("--http-restricted=x", "'--http-restricted=x' of tritonserver is for charonia to choose"),
+    ],
+)
+def test_an_option_of_tritonserver_is_checked_before_the_start(
+    repository: Path, option: str, problem: str
+) -> None:
+    with pytest.raises(LaunchError) as error:
+        TritonServer(repository, further_options=[option])
+    assert str(error.value) == f"option {problem}"

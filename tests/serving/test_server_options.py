@@ -78,3 +78,21 @@ def test_what_opens_model_control_is_read_from_the_command_line(
 def test_a_process_that_has_ended_was_started_in_no_explicit_mode() -> None:
     assert ServerOptions.of_process(os.getpid()).refusal == NOT_EXPLICIT
     assert ServerOptions.of_process(2**22 + 1).refusal == NOT_EXPLICIT
+
+
+@pytest.mark.parametrize(
+    ("command_line", "name", "is_forwarded"),
+    [
+        ([], "X-Id", False),
+        (["--http-header-forward-pattern=X-.*"], "X-Id", True),
+        (["--http-header-forward-pattern", "X-.*"], "x-id", False),
+        (["--http-h=.*"], "anything", True),
+        (["--http-header-forward-pattern=a", "--grpc-header-forward-pattern=b"], "b", True),
+        (["--http-header-forward-pattern=a", "--http-header-forward-pattern=b"], "a", False),
+        (["--grpc-header-forward-pattern=\\pN"], "7", True),  # what only RE2 knows
+    ],
+)
+def test_which_headers_become_parameters_is_read_from_the_command_line(
+    command_line: list[str], name: str, is_forwarded: bool
+) -> None:
+    assert ServerOptions(["tritonserver", *command_line]).forwards(name) == is_forwarded

@@ -159,14 +159,21 @@ class GrpcStream:
     raised as `InferenceServerException`.
 
     Args:
-        model: `scheduler` or `llm`.
+        model: `scheduler` or `llm`. headers: of the stream.
     """
 
-    def __init__(self, server: TritonServer, model: str = "scheduler") -> None:
+    def __init__(
+        self,
+        server: TritonServer,
+        model: str = "scheduler",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self._model = model
         self._results: SimpleQueue[Any] = SimpleQueue()
         self._client = grpc.InferenceServerClient(server.grpc_url)
-        self._client.start_stream(lambda result, error: self._results.put(error or result))
+        self._client.start_stream(
+            lambda result, error: self._results.put(error or result), headers=headers
+        )
 
     def send(self, inputs: Mapping[str, Any], **options: Any) -> "GrpcStream":
         """Send a request; `options` are of `async_stream_infer`, e.g. `request_id`."""

@@ -76,6 +76,12 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
             f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s"
         )
     serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
+    serve.add_argument(
+        "tritonserver",
+        nargs="*",
+        metavar="-- --NAME=VALUE",
+        help="options that are handed to tritonserver, for example --log-verbose=1",
+    )
     serve.set_defaults(run=_run_serve)
 
 
@@ -197,6 +203,7 @@ def _run_serve(options: argparse.Namespace) -> None:
             grpc_port=options.grpc_port,
             metrics_port=options.metrics_port,
             is_verbose=options.verbose,
+            tritonserver=options.tritonserver,
         ),
     )
 

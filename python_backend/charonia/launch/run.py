@@ -5,7 +5,7 @@ the demo, the benchmark, the tests. `charonia serve` does the same under a super
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +51,13 @@ def running_server(
     settings: tuple[str, ...] = (),
     source: Path | None = None,
     timeout: float = 120.0,
+    tritonserver: Sequence[str] = (),
     on_log: Callable[[str], None] = lambda line: None,
 ) -> Iterator[TritonServer]:
     """A server on free ports that has answered a real inference; arguments as RepositoryOptions.
 
-    Call it from a thread that lives as long as the server. `timeout` is in seconds.
+    Call it from a thread that lives as long as the server. `timeout` is in seconds, `tritonserver`
+    has further options of that, `--name=value` each.
 
     Raises:
         LaunchError, ConfigError, CheckpointError: it cannot be started; the text says why.
@@ -63,7 +65,10 @@ def running_server(
     options = RepositoryOptions(
         source=source, model=model, draft_model=draft_model, dtype=dtype, settings=settings
     )
-    with prepared_server(options, on_log=on_log) as (server, prepared):
+    with prepared_server(options, further_options=tritonserver, on_log=on_log) as (
+        server,
+        prepared,
+    ):
         server.start()
         with contextlib.closing(Probe(server.http_url, prepared.scheduler)) as probe:
             wait_serving(server, probe, timeout)

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -27,13 +27,18 @@ HANG_MARGIN_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where to listen, and whether to show all of Triton's log."""
+    """Where to listen, and whether to show all of Triton's log.
+
+    Attributes:
+        tritonserver: options that are handed to it, `--name=value` each.
+    """
 
     address: str = DEFAULT_ADDRESS
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
     is_verbose: bool = False
+    tritonserver: Sequence[str] = ()
 
 
 def serve(what: RepositoryOptions, options: ServeOptions) -> None:
@@ -54,6 +59,7 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             http_port=options.http_port,
             grpc_port=options.grpc_port,
             metrics_port=options.metrics_port,
+            further_options=options.tritonserver,
             on_log=on_log,
         ) as (server, prepared):
             for path in sweep_stale_runs():

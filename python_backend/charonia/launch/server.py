@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -58,7 +58,11 @@ class TritonServer:
         address: to listen on. http_port, grpc_port, metrics_port: 0 takes a free one.
         runtime: where what belongs to this run is kept; None makes one. `close` closes it.
         cores: for all but the engine, see `cores`; None leaves them to the operating system.
+        further_options: of tritonserver, `--name=value` each.
         on_log: gets the server's log, line by line, from a thread.
+
+    Raises:
+        LaunchError: an option is not of that form, or is for the launcher to choose.
 
     Attributes:
         stack_limit: of its threads. guard: against requests that would end it.
@@ -74,6 +78,7 @@ class TritonServer:
         metrics_port: int = 0,
         runtime: RuntimeDir | None = None,
         cores: frozenset[int] | None = None,
+        further_options: Sequence[str] = (),
         on_log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.repository = repository.absolute()
@@ -82,6 +87,7 @@ class TritonServer:
         self.http_port = http_port or free[0]
         self.grpc_port = grpc_port or free[1]
         self.metrics_port = metrics_port or free[2]
+        self._further_options = tuple(further_options)
         self._cores = cores
         self._on_log = on_log
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
@@ -94,6 +100,7 @@ class TritonServer:
         self._runtime = runtime or RuntimeDir()
         self.guard = make_guard(self._installation, self.runtime_dir)
         self._backends = self._installation.link_backends(self.runtime_dir / "backends")
+        self._command()  # raises where an option is wrong
 
     @property
     def runtime_dir(self) -> Path:
@@ -335,8 +342,15 @@ class TritonServer:
         }
         if MAX_INPUT_OPTION in self._installation.options:
             options[MAX_INPUT_OPTION] = MAX_HTTP_INPUT_BYTES
+        for option in self._further_options:
+            given, equals, _ = option.removeprefix("--").partition("=")
+            if not option.startswith("--") or not given or not equals:
+                raise LaunchError(f"option {option!r} of tritonserver is not --NAME=VALUE")
+            if any(name.startswith(given) for name in options):  # names may be shortened
+                raise LaunchError(f"option {option!r} of tritonserver is for charonia to choose")
         flags = [f"--{name}={value}" for name, value in options.items()]
-        return [str(self._installation.binary), "--disable-auto-complete-config", *flags]
+        binary = str(self._installation.binary)
+        return [binary, "--disable-auto-complete-config", *flags, *self._further_options]
 
     def _says_ready(self) -> bool:
         try:

@@ -60,6 +60,7 @@ class Intake:
     """Takes requests in, from any thread.
 
     Args:
+        is_header: whether Triton makes a parameter of a header with such a name.
         log: takes one line, from any thread.
 
     Raises:
@@ -74,6 +75,7 @@ class Intake:
         tokenizing: Tokenizing,
         sealer: Sealer,
         *,
+        is_header: Callable[[str], bool],
         log: Callable[[str], None],
     ) -> None:
         self._service = service
@@ -81,6 +83,7 @@ class Intake:
         self._tokenizer = tokenizer
         self._tokenizing = tokenizing
         self._sealer = sealer
+        self._is_header = is_header
         self._prober = Prober(service, tokenizer)
         self._cancellations = Cancellations()
         self._log = log
@@ -102,6 +105,7 @@ class Intake:
                     limits=self._limits(),
                     sealer=self._sealer,
                     defaults=self._sampling_defaults(),
+                    is_header=self._is_header,
                 )
             match call:
                 case GenerateCall():

@@ -20,12 +20,16 @@ _NOT_OURS_PREFIX = "sequence_"
 
 
 def parse_sampling_params(
-    values: Mapping[str, Any], defaults: SamplingDefaults = NO_DEFAULTS
+    values: Mapping[str, Any],
+    defaults: SamplingDefaults = NO_DEFAULTS,
+    is_header: Callable[[str], bool] = lambda name: False,
 ) -> SamplingParams:
     """Coerce and check; null is the default, and names that Triton adds are passed over.
 
     Args:
         defaults: of the model that is served; else those of `SamplingParams`.
+        is_header: whether Triton makes parameters of headers with such a name; they are passed
+            over, too.
 
     Raises:
         InvalidRequestError: an unknown name, or a value of the wrong type or out of range.
@@ -37,6 +41,8 @@ def parse_sampling_params(
             continue
         coerce = _COERCIONS.get(name)
         if coerce is None:
+            if is_header(name):
+                continue
             raise InvalidRequestError(
                 f"unknown sampling parameter {shown(name)}; accepted are {', '.join(_COERCIONS)}"
             )

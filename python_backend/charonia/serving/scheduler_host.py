@@ -76,11 +76,12 @@ class SchedulerHost:
         model_file = engine_dir / MODEL_FILE
         engine_args = EngineArgs.from_file(model_file)
         self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
+        server_options = ServerOptions.of_process(os.getppid())
         executor = BlsExecutor(
             pb_utils,
             scheduler_args.engine_model,
             engine_dir,
-            GrpcControl(ServerOptions.of_process(os.getppid())),
+            GrpcControl(server_options),
             log=log,
         )
         self._service = EngineService(
@@ -110,6 +111,7 @@ class SchedulerHost:
             self._tokenizer,
             self._tokenizing,
             Sealer.from_dir(engine_dir),
+            is_header=server_options.forwards,
             log=log,
         )
         own_dir = Path(args["model_repository"]) / "1"

@@ -161,12 +161,14 @@ def parse(
     limits: PromptLimits,
     sealer: Sealer,
     defaults: SamplingDefaults = NO_DEFAULTS,
+    is_header: Callable[[str], bool] = lambda name: False,
 ) -> Call:
     """Say what a request asks for.
 
     Args:
         relayed_key: names a request that `relay` brought; only its caller gets to see it.
-        sealer: of the names that are taken from `tokenizer`. defaults: of sampling.
+        sealer: of the names that are taken from `tokenizer`.
+        defaults, is_header: see `parse_sampling_params`.
 
     Raises:
         InvalidRequestError: it is malformed; the text names the tensor or parameter.
@@ -176,7 +178,7 @@ def parse(
     tensors = raw.tensors
     if read_flag(tensors, "probe"):
         return ProbeCall(wants_text="text_output" in raw.output_names)
-    params = parse_sampling_params(_sampling_values(raw), defaults)
+    params = parse_sampling_params(_sampling_values(raw), defaults, is_header)
     if read_flag(tensors, "cancel"):
         if not raw.request_id:
             raise InvalidRequestError("cancel needs the id of the request that it cancels")

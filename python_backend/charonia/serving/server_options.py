@@ -1,18 +1,21 @@
-"""How a tritonserver was started, as far as having it load and unload models needs that.
+"""How a tritonserver was started, as far as having it load models, and its requests, need that.
 
 Owns reading its command line, as tritonserver 2.51.0 does. Must not know what is asked of a server.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _NAMES = (
     "allow-grpc",
     "grpc-address",
+    "grpc-header-forward-pattern",
     "grpc-port",
     "grpc-restricted-protocol",
     "grpc-use-ssl",
     "grpc-use-ssl-mutual",
+    "http-header-forward-pattern",
     "model-control-mode",
     "reuse-grpc-port",
 )
@@ -42,6 +45,7 @@ class ServerOptions:
         host, port = "0.0.0.0", "8001"
         is_explicit, serves_grpc, is_encrypted, is_shared = False, True, False, False
         self.metadata: tuple[tuple[str, str], ...] = ()
+        self._header_patterns: dict[str, re.Pattern[str]] = {}
         for name, value in _options(command_line):
             is_true = value.lower() in _TRUE
             match name:
@@ -59,6 +63,8 @@ class ServerOptions:
                     is_encrypted = is_true
                 case "grpc-use-ssl-mutual":
                     is_encrypted = True  # whatever its value
+                case "grpc-header-forward-pattern" | "http-header-forward-pattern":
+                    self._header_patterns[name] = _pattern(value)
                 case "grpc-restricted-protocol":
                     self.metadata = _metadata(value) or self.metadata
         obstacles = {
@@ -70,6 +76,13 @@ class ServerOptions:
         self.refusal = next((reason for reason, holds in obstacles.items() if holds), None)
         host = _LOOPBACK.get(host, host)
         self.grpc_url = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def forwards(self, name: str) -> bool:
+        """Whether a header of this name becomes a request's parameter.
+
+        Over gRPC headers have names in lower case; over HTTP they keep theirs.
+        """
+        return any(pattern.search(name) for pattern in self._header_patterns.values())
 
     @classmethod
     def of_process(cls, pid: int) -> "ServerOptions":
@@ -98,6 +111,14 @@ def _full_name(given: str) -> str | None:
         return given
     meant = [name for name in _NAMES if given and name.startswith(given)]
     return meant[0] if len(meant) == 1 else None
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Triton's syntax is RE2's; what Python does not know of it is taken to forward everything."""
+    try:
+        return re.compile(text)
+    except re.error:
+        return re.compile("")
 
 
 def _metadata(restriction: str) -> tuple[tuple[str, str], ...]:
