@@ -44,12 +44,16 @@ def server_log() -> list[str]:
 
 @pytest.fixture(scope="session")
 def server(small_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServer]:
-    """The server that tests share which do it no harm: 64 rows, 2,048 KV blocks of 16 tokens."""
+    """The server that tests share which do it no harm: 64 rows, 2,048 KV blocks of 16 tokens.
+
+    Its scheduler has a second name, "second".
+    """
     with (
         one_torch_thread(),
         running_server(
             model=small_checkpoint,
             settings=ROOMY,
+            served_model_names=("second",),
             tritonserver=FORWARDING,
             on_log=server_log.append,
         ) as server,

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from charonia.launch.cli import main
+from charonia.launch.discovery import default_repository
 from charonia.launch.model_control import ModelControl
 from charonia.launch.processes import free_ports
-from charonia.launch.repository import default_repository
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import infer_grpc, one_torch_thread, request_inputs, scrape, wait_for

@@ -60,6 +60,10 @@ UNARY = [
     pytest.param(
         lambda server, inputs: one_response(stream_grpc(server, inputs, "llm")), id="llm by gRPC"
     ),
+    pytest.param(
+        lambda server, inputs: one_response(stream_grpc(server, inputs, "second")),
+        id="a second name by gRPC",
+    ),
 ]
 Unary = Callable[[TritonServer, dict[str, Any]], Response]
 
@@ -79,7 +83,7 @@ def text(server: TritonServer) -> str:
 # ---------------------------------------------------------------------- inputs and outputs
 
 
-@pytest.mark.parametrize("model", ["scheduler", "llm", "generate"])
+@pytest.mark.parametrize("model", ["scheduler", "llm", "generate", "second"])
 def test_a_model_has_the_tensors_of_the_interface(server: TritonServer, model: str) -> None:
     with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
         config = client.get_model_config(model, as_json=True)["config"]
@@ -104,7 +108,7 @@ def test_no_input_has_the_name_of_a_sampling_parameter(server: TritonServer, mod
     assert not inputs & {*SamplingParams.__struct_fields__, "id", "timeout"}
 
 
-@pytest.mark.parametrize("model", ["scheduler", "llm"])
+@pytest.mark.parametrize("model", ["scheduler", "llm", "second"])
 def test_a_stream_carries_all_that_was_asked_for(
     server: TritonServer, tokenizer: Tokenizer, text: str, model: str
 ) -> None:
@@ -176,7 +180,10 @@ def check_timing(response: Response, num_prompt: int) -> None:
 @pytest.mark.parametrize("sampling", [{}, {"logprobs": 1}, {"logprobs": 0, "prompt_logprobs": 0}])
 @pytest.mark.parametrize(
     ("model", "stream"),
-    [("scheduler", True), ("scheduler", False), ("llm", True), ("llm", False), ("generate", None)],
+    [
+        *product(["scheduler", "llm", "second"], [True, False]),
+        ("generate", None),
+    ],
 )
 def test_exactly_the_outputs_that_were_asked_for_come(
     server: TritonServer, model: str, stream: bool | None, sampling: dict[str, Any]
@@ -264,6 +271,7 @@ def test_a_stream_that_asks_for_the_prompt_gets_the_exact_error(server: TritonSe
     assert error.message() == IN_ENSEMBLE + ECHO_IN_STREAM
     body = {"text_input": PROMPT, "stream": True, "exclude_input_in_output": False}
     assert generate_stream(server, body) == [{"error": ECHO_IN_STREAM}]
+    assert generate_stream(server, body, "second") == [{"error": ECHO_IN_STREAM}]
     assert generate_stream(server, body, "llm") == [{"error": IN_ENSEMBLE + ECHO_IN_STREAM}]
 
 

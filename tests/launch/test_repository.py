@@ -10,6 +10,7 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT, EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError
+from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import (
     LINK_FROM_BYTES,
@@ -17,7 +18,6 @@ from charonia.launch.repository import (
     RepositoryOptions,
     change_engine,
     check_checkpoint,
-    default_repository,
     prepare_repository,
 )
 from charonia.serving import reload
@@ -318,3 +318,29 @@ def test_a_generation_config_that_cannot_be_served_is_refused(
     (model / "generation_config.json").write_text('{"top_p": 2}', encoding="utf-8")
     with pytest.raises(CheckpointError, match="top_p must be above 0 and at most 1, but is 2"):
         prepare(source, target, model=model)
+
+
+def test_the_scheduler_gets_a_second_name(source: Path, target: Path) -> None:
+    prepare(source, target, served_model_names=["llama", "Llama-3.1"])
+    for name in ("llama", "Llama-3.1"):
+        text = (target / name / "config.pbtxt").read_text("utf-8")
+        config = text_format.Parse(text, model_config_pb2.ModelConfig())
+        assert config.model_transaction_policy.decoupled
+        assert config.parameters["scheduler_model"].string_value == "scheduler"
+        assert "stream" in {one.name for one in config.input}
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("meta-llama/Llama", "'meta-llama/Llama' is no name of a Triton model"),
+        ("", "'' is no name of a Triton model"),
+        ("..", "'..' is no name of a Triton model"),
+        ("engine", "'engine' is a model of its own in the repository"),
+    ],
+)
+def test_a_second_name_that_cannot_be_is_refused(
+    source: Path, target: Path, name: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--served-model-name {problem}"):
+        prepare(source, target, served_model_names=[name])

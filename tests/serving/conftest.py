@@ -108,6 +108,7 @@ class RecordingOutlet:
     """An outlet that keeps what it got. Raises what is in `errors`, one per send."""
 
     is_polled = True
+    is_acknowledged = False
 
     def __init__(self) -> None:
         self.sent: list[tuple[Outputs, bool]] = []

@@ -18,7 +18,7 @@ from charonia.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from charonia.serving.generate_host import LOST, GenerateHost
+from charonia.serving.front_host import LOST, FrontHost
 from charonia.serving.ledger import Ledger
 from charonia.serving.relay import RelayedOutlet
 from charonia.serving.schema import GenerateCall, OutputOptions
@@ -166,9 +166,11 @@ def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
 
 
 @pytest.fixture
-def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[GenerateHost]:
+def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[FrontHost]:
     ledger = Ledger(MAX_WAITING, 2**27)
-    host = GenerateHost(pb_utils, "scheduler", tmp_path, ledger, log=lambda line: None)
+    host = FrontHost(
+        pb_utils, "scheduler", tmp_path, ledger, is_decoupled=False, log=lambda line: None
+    )
     yield host
     host.finalize()
 
@@ -195,7 +197,7 @@ def answer_to(request: Request) -> Any:
 
 
 def test_requests_are_answered_in_any_order_through_one_connection(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, host: GenerateHost
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
     requests = [text_request() for _ in range(3)]
     host.execute(requests)
@@ -207,7 +209,7 @@ def test_requests_are_answered_in_any_order_through_one_connection(
 
 
 def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, host: GenerateHost
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
     request = Request(text_input=np.array([b"x" * (2**26 + 1)], dtype=object))
     host.execute([request])
@@ -230,7 +232,7 @@ def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
     ],
 )
 def test_an_error_of_the_scheduler_keeps_its_words_and_code(
-    scheduler: SchedulerEnd, host: GenerateHost, error: CharoniaError, code: str
+    scheduler: SchedulerEnd, host: FrontHost, error: CharoniaError, code: str
 ) -> None:
     scheduler.take = lambda key, raw, outlet: outlet.fail(error)
     request = text_request()
@@ -239,7 +241,7 @@ def test_an_error_of_the_scheduler_keeps_its_words_and_code(
 
 
 def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
-    pb_utils: PbUtils, tmp_path: Path, host: GenerateHost
+    pb_utils: PbUtils, tmp_path: Path, host: FrontHost
 ) -> None:
     pb_utils.refusal = "Request for unknown model: 'scheduler' is not found"
     refused, unheard = text_request(), text_request()
@@ -260,7 +262,7 @@ def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
 
 
 def test_a_connection_that_nobody_could_read_is_not_kept(
-    scheduler: SchedulerEnd, host: GenerateHost, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerEnd, host: FrontHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler.take = lambda key, raw, outlet: outlet.send({"text_output": ["y"]}, is_final=True)
     refused, taken = text_request(), text_request()
@@ -276,7 +278,7 @@ def test_a_connection_that_nobody_could_read_is_not_kept(
 
 
 def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
-    scheduler: SchedulerEnd, tmp_path: Path, host: GenerateHost
+    scheduler: SchedulerEnd, tmp_path: Path, host: FrontHost
 ) -> None:
     lost = [text_request(), text_request()]
     host.execute(lost)
@@ -295,7 +297,7 @@ def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
 
 
 def test_what_is_over_the_bounds_is_refused_and_what_was_answered_makes_room(
-    scheduler: SchedulerEnd, host: GenerateHost
+    scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
     requests = [text_request() for _ in range(MAX_WAITING + 1)]
     host.execute(requests)
@@ -316,7 +318,9 @@ def test_a_request_counts_until_it_is_answered(
     scheduler: SchedulerEnd, pb_utils: PbUtils, tmp_path: Path
 ) -> None:
     ledger = Ledger(MAX_WAITING, 2**27)
-    host = GenerateHost(pb_utils, "scheduler", tmp_path, ledger, log=lambda line: None)
+    host = FrontHost(
+        pb_utils, "scheduler", tmp_path, ledger, is_decoupled=False, log=lambda line: None
+    )
     counts: SimpleQueue[int] = SimpleQueue()
     requests = [text_request() for _ in range(3)]
     for request in requests:
@@ -333,7 +337,7 @@ def test_a_request_counts_until_it_is_answered(
 
 
 def test_an_answer_that_cannot_be_sent_keeps_none_from_being_sent(
-    scheduler: SchedulerEnd, host: GenerateHost
+    scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
     requests = [text_request(), text_request()]
 
@@ -349,7 +353,7 @@ def test_an_answer_that_cannot_be_sent_keeps_none_from_being_sent(
 
 
 def test_an_answer_that_cannot_be_read_ends_the_wait_of_all(
-    scheduler: SchedulerEnd, host: GenerateHost
+    scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
     requests = [text_request(), text_request()]
     host.execute(requests)
@@ -362,7 +366,7 @@ def test_an_answer_that_cannot_be_read_ends_the_wait_of_all(
 
 
 def test_a_request_whose_client_has_gone_is_cancelled_and_still_answered_once(
-    scheduler: SchedulerEnd, host: GenerateHost
+    scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
     request, other = text_request(), text_request()
     host.execute([request, other])
@@ -376,7 +380,7 @@ def test_a_request_whose_client_has_gone_is_cancelled_and_still_answered_once(
 
 
 def test_the_end_of_generate_answers_what_waits_and_hangs_up(
-    scheduler: SchedulerEnd, host: GenerateHost
+    scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
     request = text_request()
     host.execute([request])
@@ -393,6 +397,38 @@ def test_the_end_of_generate_answers_what_waits_and_hangs_up(
     outlet.send({"text_output": ["late"]}, is_final=True)
 
 
+def test_a_decoupled_front_passes_streams_on_and_says_so(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path
+) -> None:
+    ledger = Ledger(MAX_WAITING, 2**27)
+    host = FrontHost(
+        pb_utils, "scheduler", tmp_path, ledger, is_decoupled=True, log=lambda line: None
+    )
+    request = Request(text_input=np.array([b"x"], dtype=object), stream=np.array([True]))
+    host.execute([request])
+    key, _, outlet = scheduler.next()
+    for number in (1, 2):
+        outlet.send({"text_output": [f"text {number}"]}, is_final=False)
+        assert scheduler.taken.get(timeout=WAIT_S) == (key, number)
+        response = request.sender.sent.get(timeout=WAIT_S)
+        assert response.output_tensors()[0].as_numpy().item().decode() == f"text {number}"
+    outlet.fail(QueueFullError("full"))
+    assert answer_to(request) == ("full [charonia:queue_full]", "UNAVAILABLE")
+    eventually(lambda: ledger.held == (0, 0))
+    host.finalize()
+
+
+def test_a_front_that_is_not_decoupled_takes_no_streams(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    request = Request(text_input=np.array([b"x"], dtype=object), stream=np.array([False]))
+    host.execute([request])
+    text, code = answer_to(request)
+    assert text == "this model cannot stream: it is not decoupled [charonia:invalid_request]"
+    assert code == "INVALID_ARG"
+    assert pb_utils.num_calls == 0
+
+
 # ---------------------------------------------------------------------- sessions
 
 
@@ -400,6 +436,7 @@ class SlowOutlet:
     """An outlet whose sends wait until `go` is set."""
 
     is_polled = True
+    is_acknowledged = False
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -441,12 +478,6 @@ def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_respons
 
 def internal(**arrays: Any) -> RawRequest:
     return RawRequest({name: np.array(a) for name, a in arrays.items()}, {})
-
-
-def test_a_relayed_request_cannot_stream() -> None:
-    text = np.array([b"x"], dtype=object)
-    with pytest.raises(InvalidRequestError, match="a relayed request cannot stream"):
-        parse(internal(text_input=text, stream=[True]), "k")
 
 
 def test_a_key_is_short_and_an_empty_one_is_none() -> None:

@@ -85,6 +85,7 @@ def test_an_outlet_that_cannot_be_asked_or_ended_costs_no_other_its_poller(
 ) -> None:
     class Broken:
         is_polled = True
+        is_acknowledged = False
 
         def is_cancelled(self) -> bool:
             raise OSError("no such request")

@@ -96,6 +96,23 @@ def test_few_responses_are_under_way_to_who_reports_them(harness: Harness, new_o
     assert texts(outlet.sent) == "".join(f"{step} " for step in range(22))
 
 
+def test_few_responses_are_under_way_to_who_acknowledges_them(
+    harness: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    outlet.is_acknowledged = True
+    sink = harness.sessions.open("k", STREAMING, str, outlet)
+    for step in range(20):
+        sink(chunk(step))
+        eventually(lambda step=step: len(outlet.sent) == min(step + 1, MAX_UNDER_WAY))
+    harness.sessions.stop_reports(is_lost=True)  # of somebody else
+    harness.sessions.acknowledge("k", 1)
+    eventually(lambda: len(outlet.sent) == MAX_UNDER_WAY + 1)
+    assert len(texts(outlet.sent).split()) == 20  # what had piled up left as one
+    sink(chunk(20, is_last=True))  # which waits for nobody
+    eventually(lambda: outlet.sent[-1][1])
+
+
 def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: Any) -> None:
     outlet = new_outlet()
     sink = harness.sessions.open("k", NAMED, str, outlet)

@@ -7,7 +7,7 @@ the orders are.
 import shutil
 from pathlib import Path
 
-from charonia.launch.repository import default_repository
+from charonia.launch.discovery import default_repository
 
 _FAULTY_ENGINE = Path(__file__).with_name("faulty_engine")
 

@@ -65,6 +65,7 @@ class SchedulerEnd:
         self.taken: SimpleQueue[tuple[str, RawRequest, Outlet]] = SimpleQueue()
         self.cancelled: SimpleQueue[str] = SimpleQueue()
         self.delivered: SimpleQueue[tuple[str, int]] = SimpleQueue()
+        self.taken: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.lost: SimpleQueue[bool] = SimpleQueue()
         self.log: list[str] = []
         self.take = lambda *request: self.taken.put(request)
@@ -72,6 +73,7 @@ class SchedulerEnd:
             self.path,
             lambda *request: self.take(*request),
             cancel=self.cancelled.put,
+            taken=lambda *taken: self.taken.put(taken),
             delivered=lambda *delivery: self.delivered.put(delivery),
             end_deliveries=self.lost.put,
             log=self.log.append,

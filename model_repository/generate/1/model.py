@@ -1,4 +1,4 @@
-"""The generate model; what it does is in charonia.serving.generate_host."""
+"""A model in front of the scheduler; what it does is in charonia.serving.front_host."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
 from charonia.serving import model_process
-from charonia.serving.generate_host import GenerateHost
+from charonia.serving.front_host import FrontHost
 from charonia.serving.ledger import Ledger
 from charonia.serving.open_calls import OpenCalls
 
@@ -19,14 +19,22 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Learn the scheduler's name."""
         log = model_process.start(args["model_name"])
-        parameters = json.loads(args["model_config"])["parameters"]
+        config = json.loads(args["model_config"])
+        parameters = config["parameters"]
         scheduler_model = parameters["scheduler_model"]["string_value"]
         repository = Path(args["model_repository"]).parent
         try:
             ledger = Ledger.configured(parameters, OpenCalls().note)
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._host = GenerateHost(pb_utils, scheduler_model, repository, ledger, log=log)
+        self._host = FrontHost(
+            pb_utils,
+            scheduler_model,
+            repository,
+            ledger,
+            is_decoupled=pb_utils.using_decoupled_model_transaction_policy(config),
+            log=log,
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests in; the answers come from another thread."""

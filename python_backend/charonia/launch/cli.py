@@ -70,6 +70,14 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     serve.add_argument(
         "--model-repository", type=Path, metavar="DIR", help="model repository to take a copy of"
     )
+    serve.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="served_model_names",
+        help="a further name under which clients find the scheduler; may be repeated",
+    )
     serve.add_argument("--address", default="127.0.0.1", metavar="A", help="default: %(default)s")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         serve.add_argument(
@@ -196,7 +204,7 @@ def _run_serve(options: argparse.Namespace) -> None:
     from charonia.launch.serve import ServeOptions, serve
 
     serve(
-        _what(options, options.model_repository),
+        _what(options, options.model_repository, options.served_model_names),
         ServeOptions(
             address=options.address,
             http_port=options.http_port,
@@ -209,7 +217,7 @@ def _run_serve(options: argparse.Namespace) -> None:
 
 
 def _what(
-    options: argparse.Namespace, source: Path | None = None
+    options: argparse.Namespace, source: Path | None = None, names: Sequence[str] = ()
 ) -> "repository.RepositoryOptions":
     from charonia.launch.repository import RepositoryOptions
 
@@ -220,6 +228,7 @@ def _what(
         dtype=options.dtype,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
+        served_model_names=names,
         settings=options.settings,
     )
 

@@ -1,7 +1,7 @@
 """Finds a tritonserver that can run charonia's models with this very Python.
 
-Owns where the server's parts are and the environment that its Python stubs need. Must not know
-models, ports or processes.
+Owns where the server's parts and the project's model repository are, and the environment that
+Python stubs need. Must not know models, ports or processes.
 
 Two places are looked at, the container's first::
 
@@ -100,6 +100,20 @@ class Installation:
             inherited = [part for part in env.get(name, "").split(os.pathsep) if part]
             env[name] = os.pathsep.join([*map(str, first), *inherited])
         return env
+
+
+def default_repository() -> Path:
+    """The model_repository/ of the checkout (or copied tree) that this package lies in.
+
+    Raises:
+        LaunchError: the package was installed without it.
+    """
+    root = PACKAGE_PARENT.parent
+    if (root / "model_repository").is_dir():
+        return root / "model_repository"
+    raise LaunchError(
+        f"no model_repository beside the package in {root}; name one with --model-repository"
+    )
 
 
 def find_tritonserver(container_root: Path = CONTAINER_ROOT) -> Installation:

@@ -24,8 +24,8 @@ import msgspec
 
 from charonia import vllm_args
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
+from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
-from charonia.launch.repository import default_repository
 from charonia.serving.interface import (
     INPUTS,
     MODELS,
@@ -68,8 +68,8 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     """What can be written, by key."""
     found: dict[str, Callable[[], Iterable[str]]] = {}
     for model, tensors in MODELS.items():
-        found[f"inputs of {model}"] = partial(_config_inputs, tensors.inputs)
-        found[f"outputs of {model}"] = partial(_config_outputs, tensors.outputs)
+        found[f"inputs of {model}"] = partial(config_inputs, tensors.inputs)
+        found[f"outputs of {model}"] = partial(config_outputs, tensors.outputs)
     found["steps of llm"] = partial(_config_steps, tuple(ensemble_steps()))
     found["inputs"] = partial(_table, "input", INPUTS)
     found["outputs"] = partial(_table, "output", OUTPUTS)
@@ -80,11 +80,13 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     return found
 
 
-def _config_inputs(tensors: Iterable[Tensor]) -> Iterable[str]:
+def config_inputs(tensors: Iterable[Tensor]) -> Iterable[str]:
+    """Lines of a config.pbtxt."""
     return (f"input {{ {_fields(one)} optional: true }}" for one in tensors)
 
 
-def _config_outputs(tensors: Iterable[Tensor]) -> Iterable[str]:
+def config_outputs(tensors: Iterable[Tensor]) -> Iterable[str]:
+    """Lines of a config.pbtxt."""
     return (f"output {{ {_fields(one)} }}" for one in tensors)
 
 

@@ -4,7 +4,7 @@ Owns finding model_repository/, copying it, and the overrides of `charonia serve
 `--draft-model`, `--dtype`, `--set` and the like. All of it is checked here, before a server starts,
 or goes on with another engine. Must not know processes.
 
-Two files are changed in the copy::
+Two files are changed in the copy, and a model is added for each further name of the scheduler::
 
     engine/1/model.json     the engine's arguments (EngineArgs), with absolute paths
     scheduler/config.pbtxt  its `parameters` (SchedulerArgs), only where one is overridden
@@ -12,6 +12,7 @@ Two files are changed in the copy::
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,17 +23,21 @@ import msgspec
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-import charonia
 from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute, with_demo_model
 from charonia.data.model.spec import ModelSpec, check_draft
 from charonia.errors import CheckpointError, ConfigError
+from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
+from charonia.launch.interface_files import config_inputs, config_outputs
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.engine_model import RELOAD_MARK
+from charonia.serving.interface import FRONT
 from charonia.serving.reload import LEFT_OF_RELOADS
 from charonia.sockets.local import SOCKET_SUFFIX
 
 DEFAULT_SCHEDULER = "scheduler"
+_FRONT_QUEUE = {"max_queue_size": "2048", "max_queue_bytes": "67108864"}
+_MODEL_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
 
 
@@ -49,6 +54,7 @@ class RepositoryOptions:
         dtype: of weights and KV cache; None is what model.json says.
         tensor_parallel_size, pipeline_parallel_size: ranks that each layer, and the layers, are
             split among; None is what model.json says.
+        served_model_names: further names of the scheduler.
         settings: `KEY=VALUE` of engine arguments (VALUE as JSON, else a string), or
             `scheduler.KEY=VALUE` of the scheduler's parameters.
     """
@@ -59,6 +65,7 @@ class RepositoryOptions:
     dtype: str | None = None
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
+    served_model_names: Sequence[str] = ()
     settings: Sequence[str] = ()
 
 
@@ -70,20 +77,6 @@ class PreparedRepository:
     scheduler: str
     engine_args: EngineArgs
     scheduler_args: SchedulerArgs
-
-
-def default_repository() -> Path:
-    """The model_repository/ of the checkout (or copied tree) that this package lies in.
-
-    Raises:
-        LaunchError: the package was installed without it.
-    """
-    root = Path(charonia.__file__).resolve().parents[2]
-    if (root / "model_repository").is_dir():
-        return root / "model_repository"
-    raise LaunchError(
-        f"no model_repository beside the package in {root}; name one with --model-repository"
-    )
 
 
 def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepository:
@@ -114,6 +107,8 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     if scheduler_settings:
         text = text_format.MessageToString(config)
         (target / scheduler / "config.pbtxt").write_text(text, encoding="utf-8")
+    for name in options.served_model_names:
+        _add_front(target, name, scheduler)
     return PreparedRepository(target, scheduler, engine_args, scheduler_args)
 
 
@@ -278,6 +273,35 @@ def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs
         config.parameters[key].string_value = value
     ours = {key: parameter.string_value for key, parameter in config.parameters.items()}
     return SchedulerArgs.from_parameters(ours)
+
+
+def _add_front(repository: Path, name: str, scheduler: str) -> None:
+    """Add a model that passes everything on to the scheduler, streams too."""
+    if not _MODEL_NAME.fullmatch(name):
+        raise ConfigError(
+            f"--served-model-name {name!r} is no name of a Triton model; accepted are letters,"
+            " digits, '_', '-' and '.', beginning with a letter or digit"
+        )
+    if (repository / name).exists():
+        raise ConfigError(f"--served-model-name {name!r} is a model of its own in the repository")
+    version_dir = repository / name / "1"
+    version_dir.mkdir(parents=True)
+    shutil.copyfile(default_repository() / "generate" / "1" / "model.py", version_dir / "model.py")
+    lines = [
+        f"# Another name of {scheduler}.",
+        'backend: "python"',
+        "max_batch_size: 0",
+        "model_transaction_policy { decoupled: true }",
+        *config_inputs(FRONT.inputs),
+        *config_outputs(FRONT.outputs),
+        "instance_group [ { kind: KIND_CPU count: 1 } ]",
+        *(
+            f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
+            for key, value in {"scheduler_model": scheduler, **_FRONT_QUEUE}.items()
+        ),
+    ]
+    text = "".join(f"{line}\n" for line in lines)
+    (version_dir.parent / "config.pbtxt").write_text(text, encoding="utf-8")
 
 
 def _copy_or_link(source: str, target: str) -> None:

@@ -49,6 +49,7 @@ def running_server(
     draft_model: Path | None = None,
     dtype: str | None = None,
     settings: tuple[str, ...] = (),
+    served_model_names: tuple[str, ...] = (),
     source: Path | None = None,
     timeout: float = 120.0,
     tritonserver: Sequence[str] = (),
@@ -63,7 +64,12 @@ def running_server(
         LaunchError, ConfigError, CheckpointError: it cannot be started; the text says why.
     """
     options = RepositoryOptions(
-        source=source, model=model, draft_model=draft_model, dtype=dtype, settings=settings
+        source=source,
+        model=model,
+        draft_model=draft_model,
+        dtype=dtype,
+        served_model_names=served_model_names,
+        settings=settings,
     )
     with prepared_server(options, further_options=tritonserver, on_log=on_log) as (
         server,

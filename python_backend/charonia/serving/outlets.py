@@ -25,9 +25,11 @@ class Outlet(Protocol):
 
     Attributes:
         is_polled: nobody says when the client has gone; it must be asked time and again.
+        is_acknowledged: whoever takes the responses says so, and gets only a few before that.
     """
 
     is_polled: bool
+    is_acknowledged: bool
 
     def send(self, outputs: Outputs, *, is_final: bool) -> None:
         """Send a response."""
@@ -81,6 +83,7 @@ class TritonOutlet:
     """
 
     is_polled = True
+    is_acknowledged = False
 
     def __init__(self, pb_utils: Any, sender: Any) -> None:
         self._pb_utils = pb_utils

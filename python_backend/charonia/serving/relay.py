@@ -1,20 +1,22 @@
-"""What other models say to the scheduler through a socket: requests of `generate`, which are
-answered, and what becomes of the chunks that `postprocessor` hands on.
+"""What other models say to the scheduler through a socket: requests of fronts such as `generate`,
+which are answered, and what becomes of the chunks that `postprocessor` hands on.
 
 Owns the messages, both ends of a connection, the scheduler's socket and the way to it. Must not
 know what a request asks for.
 
-    generate                                                                scheduler
-      any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation ─► reader ─► takes them in
-      passes on ◄── reader ◄───────── RelayedAnswer ◄─ writer ◄─ outbox ◄─ any thread
+    a front                                                                     scheduler
+      any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation, Taken ─► reader ─► takes in
+      passes on ◄── reader ◄────────────── RelayedAnswer ◄─ writer ◄─ outbox ◄─ any thread
 
-    postprocessor ────────────────────► Delivery, Cancellation, Parting ► reader
+    postprocessor ──────────────────────► Delivery, Cancellation, Parting ───► reader
 
-Every request gets one answer, a refusal too. Neither side of `generate` ever waits for the other:
-what a stopped process does not take stays in the outbox, as far as that reaches; then requests are
-refused, and a `generate` that does not take its answers is hung up on. The end of a connection
-cancels all requests that came through it, because their client is seen to have gone. A process that
-has said deliveries and dies without a word has lost what it had in hand.
+Every request gets answers up to a final one, which may be a refusal. Of the others a front says
+when it has passed them on, and only a few of a request are under way before that: what piles up
+leaves as one. Neither side ever waits for the other: what a stopped process does not take stays in
+the outbox, as far as that reaches; then requests are refused, and a front that does not take its
+answers is hung up on. The end of a connection cancels all requests that came through it, because
+their client is seen to have gone. A process that has said deliveries and dies without a word has
+lost what it had in hand.
 """
 
 import errno
@@ -28,6 +30,7 @@ import numpy as np
 
 from charonia.errors import (
     CharoniaError,
+    ExactTextError,
     InvalidRequestError,
     UnavailableError,
     error_of,
@@ -66,6 +69,13 @@ class Cancellation(msgspec.Struct, frozen=True, tag=True):
     key: str
 
 
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """The front has passed on answers to the request of this key, so many by now."""
+
+    key: str
+    number: int
+
+
 class Delivery(msgspec.Struct, frozen=True, tag=True):
     """Responses of the request of this key, up to this one, have been handed on to its client."""
 
@@ -78,15 +88,24 @@ class Parting(msgspec.Struct, frozen=True, tag=True):
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The whole answer to one request: outputs, or an error and its kind."""
+    """An answer to one request: outputs, or an error and its kind, which always is final."""
 
     key: str
     outputs: dict[str, list[Any]] = {}
     error: str | None = None
     kind: str = ""
+    has_suffix: bool = True  # as `CharoniaError.has_suffix`
+    is_final: bool = True
+
+    @property
+    def failure(self) -> CharoniaError | None:
+        """The error, where it is one."""
+        if self.error is None:
+            return None
+        return error_of(self.error, self.kind) if self.has_suffix else ExactTextError(self.error)
 
 
-Message = RelayedRequest | Cancellation | Delivery | Parting
+Message = RelayedRequest | Cancellation | Taken | Delivery | Parting
 """To the scheduler."""
 
 
@@ -141,13 +160,14 @@ def post(connection: Connection, message: Message | RelayedAnswer) -> None:
 
 
 class RelayedOutlet:
-    """The outlet of a request that came through a connection: a client that cannot stream.
+    """The outlet of a request that came through a connection.
 
     Args:
         live: keys of the connection's requests that are not answered yet.
     """
 
     is_polled = False
+    is_acknowledged = True
 
     def __init__(self, connection: Connection, key: str, live: set[str]) -> None:
         self._connection = connection
@@ -156,20 +176,22 @@ class RelayedOutlet:
         live.add(key)
 
     def send(self, outputs: Outputs, *, is_final: bool) -> None:
-        """Send the one response; one that is too long for a message becomes an error."""
-        assert is_final, "a relayed request does not stream"
-        self._post(RelayedAnswer(self._key, dict(outputs)))
+        """Send a response; one that is too long for a message becomes an error."""
+        self._post(RelayedAnswer(self._key, dict(outputs), is_final=is_final))
 
     def fail(self, error: CharoniaError) -> None:
         """Send an error."""
-        self._post(RelayedAnswer(self._key, error=str(error), kind=error.kind))
+        self._post(
+            RelayedAnswer(self._key, error=str(error), kind=error.kind, has_suffix=error.has_suffix)
+        )
 
     def is_cancelled(self) -> bool:
         """Whether the connection has ended. A cancellation comes by message."""
         return self._connection.has_ended
 
     def _post(self, answer: RelayedAnswer) -> None:
-        self._live.discard(self._key)
+        if answer.is_final:
+            self._live.discard(self._key)
         try:
             post(self._connection, answer)
         except InvalidRequestError:
@@ -186,6 +208,8 @@ class RelayServer:
         take: gets each request: its key, itself, and where its answer goes. Called in several
             threads; answers its own errors.
         cancel: called with the key of a request to be cancelled.
+        taken: called with the key of a request and the number of its answers that its front has
+            passed on.
         delivered: called with the key of a request of which responses were handed on, and the
             number of the last. end_deliveries: called when a connection has ended, through which
             such words came; with whether its process has died without a word.
@@ -201,12 +225,14 @@ class RelayServer:
         take: Callable[[str, RawRequest, Outlet], None],
         *,
         cancel: Callable[[str], None],
+        taken: Callable[[str, int], None],
         delivered: Callable[[str, int], None],
         end_deliveries: Callable[[bool], None],
         log: Callable[[str], None],
     ) -> None:
         self._take = take
         self._cancel = cancel
+        self._taken = taken
         self._delivered = delivered
         self._end_deliveries = end_deliveries
         self._server = Server(listen(path), is_same_user, self._serve, log=log)
@@ -235,6 +261,8 @@ class RelayServer:
         self, live: set[str], connection: Connection, peer: "_Peer", data: bytes
     ) -> None:
         match decode_message(data):
+            case Taken(key, number):
+                self._taken(key, number)
             case Delivery(key, number):
                 peer.hands_on = True
                 self._delivered(key, number)

@@ -190,6 +190,7 @@ class SchedulerHost:
                 path,
                 self._take_relayed,
                 cancel=self._sessions.abandon,
+                taken=self._sessions.acknowledge,
                 delivered=self._sessions.report,
                 end_deliveries=self._sessions.stop_reports,
                 log=self._log,

@@ -186,8 +186,6 @@ def parse(
     text, prompt_ids = read_prompt(tensors, limits)
     name, prompt_text = _read_internal(tensors, prompt_ids, limits, sealer)
     options = _read_options(raw, params, has_name=name is not None)
-    if relayed_key is not None and options.is_streaming:
-        raise InvalidRequestError("a relayed request cannot stream")
     return GenerateCall(
         key=relayed_key or name or secrets.token_hex(16),
         request_id=raw.request_id,

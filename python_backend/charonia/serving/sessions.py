@@ -106,6 +106,10 @@ class Session:
         """Responses that were sent and not reported."""
         return self.num_sent - self.num_delivered
 
+    def note_delivered(self, number: int) -> None:
+        """Responses up to this one, counted from 1, were handed on. The caller holds the lock."""
+        self.num_delivered = max(min(number, self.num_sent), self.num_delivered)
+
     def may_send(self, max_under_way: int) -> bool:
         """Whether what waits may go out now. The caller holds the lock."""
         if not self.chunks:
@@ -216,7 +220,9 @@ class Sessions:
         if self._sessions.setdefault(key, session) is not session:
             self._ledger.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
-        if options.has_key and options.is_streaming:
+        if outlet.is_acknowledged:
+            session.reports = Reports.COMING
+        elif options.has_key and options.is_streaming:
             self._named[key] = session
             if self._has_reporter:
                 session.reports = Reports.EXPECTED
@@ -255,14 +261,21 @@ class Sessions:
             session.is_abandoned = True
             self.cancel(key)
 
+    def acknowledge(self, key: str, number: int) -> None:
+        """So many responses of this request have been taken by whoever passes them on."""
+        session = self._sessions.get(key)
+        if session is not None:
+            with session.lock:
+                session.note_delivered(number)
+                self._queue(session)
+
     def report(self, key: str, number: int) -> None:
         """All responses of this request up to one, counted from 1, have been handed on."""
         self._has_reporter = not self._is_closing
         session = self._sessions.get(key)
         if session is not None:
             with session.lock:
-                number = min(number, session.num_sent)
-                session.num_delivered = max(number, session.num_delivered)
+                session.note_delivered(number)
                 if not self._is_closing:
                     if session.reports is not Reports.COMING:  # nothing of it is lost, then
                         session.send_end_at = None
@@ -278,7 +291,7 @@ class Sessions:
                 first report again, from a successor.
         """
         self._has_reporter = is_lost
-        live = [one for one in list(self._sessions.values()) if one.reports is not Reports.NONE]
+        live = [one for one in list(self._named.values()) if one.reports is not Reports.NONE]
         if is_lost:
             num_lost = sum(one.num_under_way for one in live if one.reports is not Reports.LOST)
             # Last responses that were under way, too, are not known here any more.
@@ -335,7 +348,7 @@ class Sessions:
         """Have a sender thread take the session, if it may send. The caller holds its lock."""
         if session.is_queued or self._sessions.get(session.key) is not session:
             return
-        max_under_way = self._max_under_way()
+        max_under_way = self._max_under_way(session)
         if session.may_send(max_under_way):
             session.is_queued = True
             self._ready.put(session)
@@ -352,15 +365,17 @@ class Sessions:
             session.report_due_at = max(time.monotonic(), self._lost_until) + FIRST_REPORT_S
             self._timer.add(session.report_due_at, session.key)
 
-    def _max_under_way(self) -> int:
+    def _max_under_way(self, session: Session) -> int:
         """Responses of one session, of which not more may wait for a report."""
+        if session.outlet.is_acknowledged:  # they wait in a socket, and not in Triton
+            return MAX_UNDER_WAY
         share = SHARED_UNDER_WAY // max(len(self._named), 1)
         return max(1, min(share, MAX_UNDER_WAY))
 
     def _run(self) -> None:
         while (session := self._next()) is not None:
             with session.lock:
-                if not session.may_send(self._max_under_way()):  # no longer
+                if not session.may_send(self._max_under_way(session)):  # no longer
                     session.is_queued = False
                     self._queue(session)
                     continue
