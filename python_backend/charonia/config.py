@@ -45,7 +45,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     No method changes a request's tokens. Names are vLLM's where the meaning is the same.
 
     Attributes:
-        method: "draft_model", a small model of the same vocabulary guesses; "ngram", what followed
+        method: "draft_model", a small model of the same tokenizer guesses; "ngram", what followed
             the last tokens earlier in the same text; "suffix", the same with matches of any
             length, also in earlier responses of the same tenant. None is "draft_model" where a
             `model` is named.

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +25,7 @@ from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.parallel.engine import load_engine
 from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
 from charonia.sampling_defaults import SamplingDefaults
+from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -63,7 +65,7 @@ class LLM:
         engine_args: those of `engine/1/model.json`, see `charonia.config.EngineArgs`.
 
     Raises:
-        ConfigError: an argument is unknown or ill-typed.
+        ConfigError: an argument is unknown or ill-typed, or the draft model has another tokenizer.
         CheckpointError: the checkpoint cannot be loaded.
     """
 
@@ -74,6 +76,8 @@ class LLM:
         self._defaults = SamplingDefaults.of_engine(args)
         for line in self._defaults.describe():
             log(line)
+        if args.speculative_config and args.speculative_config.model:
+            check_draft_tokenizer(self._tokenizer, Path(args.speculative_config.model))
         self._chunks: dict[str, deque[Chunk]] = {}
         self._keys = itertools.count()
         self._core = EngineCore(

@@ -13,16 +13,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from charonia.data.comm import Place
 from charonia.data.model import loader
-from charonia.data.model.loader import load_weights
+from charonia.data.model.loader import load_weights, stored_dtype
 from charonia.data.model.parameters import Parameters
+from charonia.data.model.shard import vocab_range
 from charonia.data.model.spec import ModelSpec
 from charonia.errors import CheckpointError
 
 Checkpoint = Callable[..., Path]
 WEIGHTS = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
 WHOLE = Place()
 
 
@@ -117,6 +120,98 @@ def test_leftovers_of_old_checkpoints_are_tolerated(altered: Callable[..., Path]
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     load(altered(add, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("place", [WHOLE, Place(1, 2), Place(0, 2, 1, 2)])
+def test_another_head_in_a_tied_checkpoint_is_refused(
+    altered: Callable[..., Path], place: Place
+) -> None:
+    """transformers would take it, and tell the user to say so in config.json."""
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[[0, -1]] += 1e-3
+        tensors["lm_head.weight"] = head
+
+    model_dir = altered(add, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings = true, but lm_head\.weight"):
+        load(model_dir, place=place)
+
+
+def test_a_tied_head_of_another_shape_is_refused(altered: Callable[..., Path]) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = torch.zeros(3, 64)
+
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight \(is \[3, 64\], should be"):
+        load(altered(add, tie_word_embeddings=True))
+
+
+def test_a_single_file_counts_and_an_index_beside_it_does_not(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    shutil.copytree(checkpoint(max_shard_size="100KB", seed=1), tmp_path, dirs_exist_ok=True)
+    shutil.copy(checkpoint() / WEIGHTS, tmp_path)
+    loaded, _, _ = load(tmp_path)
+    assert_is(loaded["model.norm.weight"], load_file(tmp_path / WEIGHTS)["model.norm.weight"], "")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_is(loaded["model.norm.weight"], model.model.norm.weight.data, "transformers")
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_shard_size": "100KB"}], ids=["file", "shards"])
+@pytest.mark.parametrize("named", [None, "float16"])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_without_a_dtype_the_stored_tensors_tell_it_as_in_transformers(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    settings: dict[str, str],
+    named: str | None,
+    dtypes: tuple[str, str],
+) -> None:
+    first, others = (getattr(torch, name) for name in dtypes)
+    shutil.copytree(checkpoint(**settings), tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob("*.safetensors"):
+        save_file(
+            {
+                name: tensor.to(first if "norm" in name else others)
+                for name, tensor in load_file(path).items()
+            },
+            path,
+            {"format": "pt"},
+        )
+    if named is not None and settings:
+        path = tmp_path / f"{WEIGHTS}.index.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": {"dtype": named}}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelSpec.from_dir(tmp_path).dtype is None
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path).dtype
+    assert getattr(torch, stored_dtype(tmp_path)) is expected
+    assert (expected is torch.float16) == (named is not None and bool(settings))
+
+
+@pytest.mark.parametrize("num_ids", [300, 384, 500])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_vocabulary_may_be_cut_or_filled_up_with_zeros(
+    checkpoint: Checkpoint, num_ids: int, is_tied: bool
+) -> None:
+    model_dir = checkpoint(tie_word_embeddings=is_tied)
+    spec = ModelSpec.from_dir(model_dir)
+    stored = load_file(model_dir / WEIGHTS)
+    for place in (WHOLE, *(Place(part, 4) for part in range(4))):
+        other = spec.with_vocabulary(num_ids)
+        assert other.num_parameters == spec.num_parameters
+        parameters = Parameters(other, torch.float32, torch.device("cpu"), place)
+        tensors = list(parameters.checkpoint_tensors())
+        load_weights(model_dir, tensors, is_tied=is_tied, log=lambda line: None)
+        ids = vocab_range(other, place)
+        for name, memory in (("embed_tokens", parameters.embedding), ("head", parameters.head)):
+            assert memory is not None
+            whole = stored["lm_head.weight" if name == "head" and not is_tied else EMBEDDING]
+            here = whole[:num_ids][ids.start : ids.stop]
+            assert len(memory) == len(ids)
+            assert torch.equal(memory[: len(here)], here)
+            assert not memory[len(here) :].any()
 
 
 def test_all_that_does_not_fit_is_named_at_once(altered: Callable[..., Path]) -> None:

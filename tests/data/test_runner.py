@@ -257,11 +257,6 @@ def test_synthetic_acceptance_takes_drafts_whatever_they_are(
     assert len(result.rows[0].token_ids) == length
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ConfigError, match="vocabulary of 512 tokens and the model one of 384"):
-        drafting_runner(checkpoint, checkpoint("LlamaForCausalLM", vocab_size=512))
-
-
 def test_a_draft_model_that_cannot_be_read_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the draft model: .*config\.json"):
         drafting_runner(checkpoint, tmp_path)

@@ -40,7 +40,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": [0, 1],
     "dtype": "float32",
     "tie_word_embeddings": True,
-    "use_sliding_window": False,
+    "sliding_window": 16,
     "rope_parameters": {
         "rope_type": "llama3",
         "rope_theta": 1e4,
@@ -93,6 +93,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoint")
 
 
+PART = "part.safetensors"
+
+
 def write(
     directory: Path,
     *,
@@ -103,10 +106,11 @@ def write(
 ) -> Path:
     (directory / "config.json").write_bytes(config)
     (directory / "generation_config.json").write_bytes(generation)
-    (directory / "model.safetensors").write_bytes(weights)
+    (directory / "model.safetensors").unlink(missing_ok=True)
     (directory / "model.safetensors.index.json").unlink(missing_ok=True)
     if index is not None:
         (directory / "model.safetensors.index.json").write_bytes(index)
+    (directory / ("model.safetensors" if index is None else PART)).write_bytes(weights)
     return directory
 
 
@@ -127,6 +131,8 @@ def check(directory: Path) -> None:
 
 def test_the_whole_checkpoint_loads(directory: Path) -> None:
     assert load(write(directory)) is not None
+    index = json.dumps({"weight_map": dict.fromkeys(SHAPES, PART)}).encode()
+    assert load(write(directory, index=index)) is not None
 
 
 @given(data=altered(CONFIG))
@@ -176,9 +182,15 @@ def test_a_header_that_describes_anything(
     check(write(directory, weights=safetensors(data, b"\0" * num_bytes)))
 
 
-@given(data=altered({"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}))
+@given(data=altered({"metadata": {"dtype": "float32"}, "weight_map": {"model.norm.weight": PART}}))
 def test_the_index(directory: Path, data: bytes) -> None:
     check(write(directory, index=data))
+
+
+@given(data=altered({"metadata": {"dtype": "float32"}, "weight_map": {"a": PART}}))
+def test_the_index_where_config_json_has_no_dtype(directory: Path, data: bytes) -> None:
+    values = {key: value for key, value in CONFIG.items() if key != "dtype"}
+    check(write(directory, config=json.dumps(values).encode(), index=data))
 
 
 @given(name=texts)
@@ -194,7 +206,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"vocab_size": 2**31 - 1},
     {"intermediate_size": 2**31 - 1},
     {"num_attention_heads": 2**30, "head_dim": 2**30},
-    {"max_position_embeddings": 2**31 - 1},
+    {"max_position_embeddings": 2**31 - 1, "sliding_window": None},
     {"rms_norm_eps": 10**400},
     {"architectures": ["x" * 2**20]},
 ]
@@ -250,7 +262,7 @@ INDEXES = {
     "a name that no file can have": b'{"weight_map": {"a": "' + b"x" * 5000 + b'"}}',
     "a zero byte": b'{"weight_map": {"a": "x\\u0000"}}',
     "half a character": b'{"weight_map": {"a": "\\ud800"}}',
-    "a list of files": b'{"weight_map": {"a": ["model.safetensors"]}}',
+    "a list of files": b'{"weight_map": {"a": ["part.safetensors"]}}',
     "a huge number": b'{"weight_map": {"a": ' + HUGE_INTEGER.encode() + b"}}",
 }
 

@@ -112,14 +112,15 @@ def write_model_json(source: Path, **values: Any) -> None:
 
 
 def test_a_draft_model_is_set_beside_what_is_configured(
-    source: Path, target: Path, checkpoint_dir: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, target: Path, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(checkpoint_dir.parent)
+    draft = checkpoint(seed=1, vocab_size=400)
+    monkeypatch.chdir(draft.parent)
     setting = 'speculative_config={"num_speculative_tokens": 3}'
-    prepare(source, target, setting, draft_model=Path(checkpoint_dir.name))
+    prepare(source, target, setting, model=checkpoint(), draft_model=Path(draft.name))
     assert model_json(target)["speculative_config"] == {
         "num_speculative_tokens": 3,
-        "model": str(checkpoint_dir),
+        "model": str(draft),
     }
 
 
@@ -166,23 +167,16 @@ def test_without_a_model_the_demo_pair_is_served(source: Path, target: Path) -> 
     assert args.speculative_config.model == str(DEMO_DRAFT_CHECKPOINT)
 
 
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        (None, "no checkpoint directory"),
-        ({"vocab_size": 512}, "vocabulary of 512 tokens and the model one of 384; both must have"),
-    ],
-)
 def test_a_draft_model_that_does_not_fit_is_refused(
-    source: Path,
-    target: Path,
-    checkpoint: Callable[..., Path],
-    draft: dict[str, Any] | None,
-    message: str,
+    source: Path, target: Path, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    draft_model = source / "none" if draft is None else checkpoint(**draft)
-    with pytest.raises(CharoniaError, match=message):
-        prepare(source, target, model=checkpoint(), draft_model=draft_model)
+    draft = tmp_path / "draft"
+    with pytest.raises(CharoniaError, match="no checkpoint directory"):
+        prepare(source, target, model=checkpoint(), draft_model=draft)
+    shutil.copytree(checkpoint(), draft)
+    shutil.copy(DEMO_CHECKPOINT / "tokenizer.json", draft)
+    with pytest.raises(ConfigError, match="the draft model has another tokenizer: token "):
+        prepare(source, target, model=checkpoint(), draft_model=draft)
 
 
 def test_scheduler_parameters_are_set_in_its_configuration(source: Path, target: Path) -> None:

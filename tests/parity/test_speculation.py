@@ -8,6 +8,7 @@ drafts. In batches of any size, with few blocks, in chunks and with a warm prefi
 import inspect
 import itertools
 import json
+import shutil
 import typing
 from collections.abc import Callable
 from functools import cache
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from charonia import LLM, SamplingParams
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
@@ -222,3 +225,54 @@ def test_any_model_may_draft_for_any_other(
     ) as llm:
         assert_equal_to(references, llm, many)
         assert counter(llm, "draft_tokens") > 0
+
+
+@pytest.mark.parametrize(
+    "engine_args", [{}, {"cpu_kernels": "torch"}, {"tensor_parallel_size": 2}], ids=str
+)
+@pytest.mark.parametrize(("target_ids", "draft_ids"), [(384, 448), (448, 384)])
+def test_a_draft_model_may_have_another_padding_of_the_vocabulary(
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    engine_args: dict[str, Any],
+    target_ids: int,
+    draft_ids: int,
+) -> None:
+    """As in Qwen2.5. The target's texts go through the padding too, where the draft model has none.
+
+    But for the padding the draft model has the target's weights.
+    """
+    target = padded(checkpoint("Qwen2ForCausalLM"), tmp_path / "target", target_ids)
+    draft = padded(checkpoint("Qwen2ForCausalLM"), tmp_path / "draft", draft_ids)
+    many = [random_prompt(length) for length in (1, 16, 33, 64)]
+    many[1][3:9] = range(target_ids - 6, target_ids)
+    values: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cpu_threads": 1}
+    values |= {"num_gpu_blocks_override": 200, **engine_args}
+    sampled = SamplingParams(max_tokens=NUM_NEW, seed=4, top_p=0.95, ignore_eos=True)
+    with LLM(str(target), **values) as llm:
+        plain = [outcome(output) for output in llm.generate(many, sampled, use_tqdm=False)]
+    speculative = {"model": str(draft), "quantization": None, **FIXED}
+    speculative["draft_tensor_parallel_size"] = engine_args.get("tensor_parallel_size")
+    with LLM(str(target), speculative_config=speculative, **values) as llm:
+        assert_equal_to([greedy(target, prompt, NUM_NEW) for prompt in many], llm, many)
+        assert plain == [outcome(output) for output in llm.generate(many, sampled, use_tqdm=False)]
+        assert any(max(token_ids) >= min(target_ids, draft_ids) for token_ids, _ in plain) == (
+            target_ids > draft_ids
+        )
+        accepted, drafted = counter(llm, "accepted_tokens"), counter(llm, "draft_tokens")
+    assert accepted > (0.1 if target_ids > draft_ids else 0.9) * drafted
+
+
+def padded(source: Path, directory: Path, num_ids: int) -> Path:
+    """A copy of a checkpoint with more token ids, which its tokenizer has no tokens for."""
+    shutil.copytree(source, directory)
+    tensors = load_file(source / "model.safetensors")
+    generator = torch.Generator().manual_seed(num_ids)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensor = tensors[name]
+        more = torch.randn(num_ids - len(tensor), tensor.shape[1], generator=generator)
+        tensors[name] = torch.cat((tensor, more * tensor.std()))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"vocab_size": num_ids}))
+    return directory

@@ -19,9 +19,9 @@ from charonia.config import EngineArgs, SpeculativeConfig
 from charonia.data.comm import Seat
 from charonia.data.kv_store import KVStore, available_memory, kv_layout, num_blocks_that_fit
 from charonia.data.model.decoder import Decoder
-from charonia.data.model.loader import check_size, load_weights
+from charonia.data.model.loader import check_size, load_weights, stored_dtype
 from charonia.data.model.parameters import Parameters
-from charonia.data.model.spec import ModelSpec, check_draft
+from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import Ops
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.select import select_ops
@@ -48,7 +48,7 @@ class Basis:
     """What every rank knows before it loads weights.
 
     Attributes:
-        draft_spec: of the draft model, where there is one.
+        draft_spec: of the draft model, where there is one; of the target's vocabulary.
         max_draft_len: tokens that the draft model can follow a sequence.
         ops: what computes.
     """
@@ -72,12 +72,12 @@ class Basis:
             local_rank: this process among the ranks of its machine; None for an engine of one.
 
         Raises:
-            CheckpointError: a checkpoint is not supported, or the draft model's does not fit.
+            CheckpointError: a checkpoint is not supported.
             ConfigError: the device is not there.
         """
         spec = ModelSpec.from_dir(Path(args.model))
         draft_path = (args.speculative_config and args.speculative_config.model) or ""
-        dtype = getattr(torch, spec.dtype if args.dtype == "auto" else args.dtype)
+        dtype = _dtype(args, spec)
         device = _device(args.device, local_rank)
         local_rank = local_rank or LocalRank()
         return cls(
@@ -234,13 +234,20 @@ def _draft_ops(config: SpeculativeConfig, ops: Ops[Any]) -> Ops[Any]:
 
 
 def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:
-    """The draft model's shape, which fits the target."""
+    """The draft model's shape, with the target's token ids: it reads and guesses no others."""
     try:
         spec = ModelSpec.from_dir(Path(path))
     except CheckpointError as error:
         raise CheckpointError(f"the draft model: {error}") from None
-    check_draft(spec, target)
-    return spec
+    return spec.with_vocabulary(target.vocab_size)
+
+
+def _dtype(args: EngineArgs, spec: ModelSpec) -> torch.dtype:
+    """What to compute in: as asked for, as config.json says, or as the tensors are stored."""
+    is_auto = args.dtype == "auto"
+    name = (spec.dtype or stored_dtype(Path(args.model))) if is_auto else args.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _device(name: str, local_rank: LocalRank | None) -> torch.device:

@@ -24,7 +24,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute, with_demo_model
-from charonia.data.model.spec import ModelSpec, check_draft
+from charonia.data.model.spec import ModelSpec
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
@@ -34,6 +34,8 @@ from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.interface import FRONT
 from charonia.serving.reload import LEFT_OF_RELOADS
 from charonia.sockets.local import SOCKET_SUFFIX
+from charonia.text.draft import check_draft_tokenizer
+from charonia.text.tokenizer import Tokenizer
 
 DEFAULT_SCHEDULER = "scheduler"
 _FRONT_QUEUE = {"max_queue_size": "2048", "max_queue_bytes": "67108864"}
@@ -157,27 +159,27 @@ def check_checkpoint(args: EngineArgs) -> None:
     Raises:
         LaunchError: no such directory, or files are missing in it.
         CheckpointError: its configuration, or its generation_config.json, is not supported.
-        ConfigError: the draft model does not fit the model.
+        ConfigError: the draft model has another tokenizer.
     """
-    spec = _check_model(Path(args.model))
+    _check_model(Path(args.model))
     SamplingDefaults.of_engine(args)
     if not (args.tokenizer_dir / "tokenizer.json").is_file():
         raise LaunchError(f"no tokenizer.json in {args.tokenizer_dir}")
     speculative = args.speculative_config
     if speculative is not None and speculative.model is not None:
-        check_draft(_check_model(Path(speculative.model)), spec)
+        _check_model(Path(speculative.model))
+        check_draft_tokenizer(Tokenizer.from_dir(args.tokenizer_dir), Path(speculative.model))
 
 
-def _check_model(directory: Path) -> ModelSpec:
+def _check_model(directory: Path) -> None:
     if not directory.is_dir():
         raise LaunchError(f"no checkpoint directory {directory}")
     try:
-        spec = ModelSpec.from_dir(directory)
+        ModelSpec.from_dir(directory)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {directory}: {error}") from None
     if not any(directory.glob("*.safetensors")):
         raise LaunchError(f"checkpoint {directory} has no *.safetensors file")
-    return spec
 
 
 def _engine_values(

@@ -36,6 +36,7 @@ from charonia.serving.sessions import Sessions
 from charonia.serving.succession import SUCCESSION_SOCKET, Succession
 from charonia.serving.tensors import RawRequest, read_request
 from charonia.serving.tokenizing import Tokenizing
+from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 
 START_DELAY_S = 3.0
@@ -77,6 +78,8 @@ class SchedulerHost:
         engine_args = EngineArgs.from_file(model_file)
         self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
         server_options = ServerOptions.of_process(os.getppid())
+        if engine_args.speculative_config and engine_args.speculative_config.model:
+            check_draft_tokenizer(self._tokenizer, Path(engine_args.speculative_config.model))
         executor = BlsExecutor(
             pb_utils,
             scheduler_args.engine_model,

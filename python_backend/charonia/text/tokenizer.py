@@ -133,6 +133,11 @@ class Tokenizer:
         stream = self.decoding.stream(skip_special_tokens)
         return stream.add(ids) + stream.finish()
 
+    def tokens(self) -> dict[int, str]:
+        """Every token as the vocabulary spells it, by its id."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return {id_: token for token, id_ in vocabulary.items()}
+
     def token_text(self, token_id: int) -> str:
         """Return one token decoded alone, U+FFFD where it is no whole character.
 

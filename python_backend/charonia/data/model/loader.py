@@ -10,10 +10,11 @@ fills them (`Parameters.checkpoint_tensors`).
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,7 +24,8 @@ from charonia.errors import CheckpointError, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-STORED_DTYPES = ("F32", "BF16", "F16")
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MAX_NAMES_SHOWN = 20
 _MAX_REASON = 200  # characters
 
@@ -38,8 +40,11 @@ def load_weights(
     """Copy from a checkpoint all pieces that are needed, converting their dtype.
 
     All names and shapes are checked before the first copy, also those of tensors of which nothing
-    is needed. Rotary frequency buffers of old checkpoints, and the `lm_head.weight` of a tied
-    model, are left out silently.
+    is needed. Rotary frequency buffers of old checkpoints are left out silently.
+
+    Where the configuration ties the head to the embedding, the checkpoint may have an
+    `lm_head.weight` nevertheless, but not another matrix: transformers does not tie them then,
+    which is to be had by saying so in config.json.
 
     Args:
         tensors: all that the checkpoint must hold.
@@ -49,7 +54,8 @@ def load_weights(
 
     Raises:
         CheckpointError: files are missing or damaged, or tensors are missing, unknown, of another
-            shape, or not of a floating type that we read; the text names them.
+            shape, or not of a floating type that we read; the text names them. Or a tied head is
+            not the embedding.
     """
     wanted = {tensor.name: tensor for tensor in tensors}
     with ExitStack() as stack:
@@ -58,21 +64,29 @@ def load_weights(
             name: file
             for file in files
             for name in file.keys()  # noqa: SIM118 (a file has keys(), but is no mapping)
-            if not _is_ignored(name, is_tied)
+            if not name.endswith("rotary_emb.inv_freq")
         }
-        _check(sources, wanted)
         memory = [piece.memory for tensor in wanted.values() for piece in tensor.pieces]
+        tied = {_HEAD: replace(wanted[_EMBEDDING], name=_HEAD)} if is_tied else {}
+        _check(sources, wanted, tied)
         progress = _Progress(sum(tensor.nbytes for tensor in memory), log)
         # In the order of the files: what is read ahead from disk is then used.
         for name, file in sources.items():
+            if name in tied:
+                continue
             for piece in wanted[name].pieces:
                 piece.memory.copy_(file.get_slice(name)[piece.index])
                 progress.add(piece.memory)
+        for name, tensor in tied.items():
+            if name in sources:
+                _check_tied(tensor, sources[name])
     return sum(tensor.numel() for tensor in memory)
 
 
 def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
+
+    As in transformers a single file counts, and an index beside it is left alone.
 
     Raises:
         CheckpointError: some or all of them are missing.
@@ -82,10 +96,10 @@ def weight_files(model_dir: Path) -> list[Path]:
     def is_there(name: str) -> bool:
         return os.path.isfile(model_dir / name)
 
-    if not is_there(INDEX_NAME):
-        if not is_there(SINGLE_NAME):
-            raise CheckpointError(f"the checkpoint has neither {SINGLE_NAME} nor {INDEX_NAME}")
+    if is_there(SINGLE_NAME):
         return [model_dir / SINGLE_NAME]
+    if not is_there(INDEX_NAME):
+        raise CheckpointError(f"the checkpoint has neither {SINGLE_NAME} nor {INDEX_NAME}")
     weight_map = read_json_object(model_dir / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{INDEX_NAME} is not a JSON object with a weight_map")
@@ -98,6 +112,35 @@ def weight_files(model_dir: Path) -> list[Path]:
     if missing := [name for name in names if not is_there(name)]:
         raise CheckpointError(f"the checkpoint lacks {_some(missing)}")
     return [model_dir / name for name in names]
+
+
+def stored_dtype(model_dir: Path) -> str:
+    """What a checkpoint's tensors are stored in, for configurations that do not say it.
+
+    As in transformers that is the dtype which the index names; or that of the first tensor of the
+    first file, of those that are floating-point numbers.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or it is no dtype that we compute in.
+    """
+    first, *_ = weight_files(model_dir)
+    if first.name != SINGLE_NAME:
+        metadata = read_json_object(model_dir / INDEX_NAME).get("metadata")
+        if isinstance(metadata, dict) and "dtype" in metadata:
+            return _checked_dtype(metadata["dtype"], INDEX_NAME)
+    with open_weights(first) as file:
+        stored = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
+    floating = (name for name in stored if name in STORED_DTYPES or name == "F64")
+    return _checked_dtype(STORED_DTYPES.get(next(floating, ""), stored[:1]), first.name)
+
+
+def _checked_dtype(name: object, where: str) -> str:
+    if name not in STORED_DTYPES.values():
+        raise CheckpointError(
+            f"config.json has no dtype, and that of {where} is {shown(name)}; accepted are"
+            f" {', '.join(STORED_DTYPES.values())}"
+        )
+    return str(name)
 
 
 def check_size(model_dir: Path, num_parameters: int) -> None:
@@ -128,17 +171,29 @@ def open_weights(path: Path) -> Any:
         raise CheckpointError(f"{path.name} cannot be read: {type(error).__name__}") from None
 
 
-def _is_ignored(name: str, is_tied: bool) -> bool:
-    return name.endswith("rotary_emb.inv_freq") or (is_tied and name == "lm_head.weight")
+def _check_tied(tensor: CheckpointTensor, file: Any) -> None:
+    """Make sure that a tensor which may be left out is what its memory was filled with."""
+    for piece in tensor.pieces:
+        stored = file.get_slice(tensor.name)[piece.index].to(piece.memory)
+        if not torch.equal(stored, piece.memory):
+            raise CheckpointError(
+                f"config.json has tie_word_embeddings = true, but {tensor.name} is not"
+                f" {_EMBEDDING}; set it to false, or leave {tensor.name} out"
+            )
 
 
-def _check(sources: dict[str, Any], wanted: dict[str, CheckpointTensor]) -> None:
+def _check(
+    sources: dict[str, Any],
+    wanted: dict[str, CheckpointTensor],
+    optional: dict[str, CheckpointTensor],
+) -> None:
+    known = wanted | optional
     problems = []
     if missing := [name for name in wanted if name not in sources]:
         problems.append(f"missing tensors: {_some(missing)}")
-    if unknown := [name for name in sources if name not in wanted]:
+    if unknown := [name for name in sources if name not in known]:
         problems.append(f"unknown tensors: {_some(unknown)}")
-    if misshapen := list(_misshapen(sources, wanted)):
+    if misshapen := list(_misshapen(sources, known)):
         problems.append(f"tensors of the wrong shape: {_some(misshapen)}")
     if untyped := [
         f"{name} ({dtype})"

@@ -148,7 +148,8 @@ def intermediate_share(spec: ModelSpec, place: Place) -> Share:
 def vocab_range(spec: ModelSpec, place: Place) -> range:
     """Say which token ids the part has rows for, in the embedding and in the head.
 
-    Every part has as many. The last ones may go beyond the vocabulary: such rows are zeros.
+    Every part has as many. The last ones may go beyond the vocabulary, or beyond what the
+    checkpoint has of it: such rows are zeros.
     """
     size = -(-spec.vocab_size // place.num_parts)
     return range(place.part * size, (place.part + 1) * size)
@@ -156,9 +157,12 @@ def vocab_range(spec: ModelSpec, place: Place) -> range:
 
 def vocab_share(spec: ModelSpec, place: Place) -> Share:
     """`vocab_range` as a share of the checkpoint's rows."""
-    return _consecutive_share(spec.vocab_size, len(vocab_range(spec, place)), place.part)
+    num_stored = spec.num_stored_ids or spec.vocab_size
+    size = len(vocab_range(spec, place))
+    return _consecutive_share(num_stored, size, place.part, stop=spec.vocab_size)
 
 
-def _consecutive_share(whole: int, size: int, part: int) -> Share:
-    taken = range(whole)[part * size : (part + 1) * size]
+def _consecutive_share(whole: int, size: int, part: int, *, stop: int | None = None) -> Share:
+    """The part's `size` of an axis that is shared out in order, up to `stop`."""
+    taken = range(whole)[:stop][part * size : (part + 1) * size]
     return Share(whole, (taken,) if taken else (), size)

@@ -1,28 +1,32 @@
 """What a checkpoint is: `ModelSpec`, read from config.json and generation_config.json.
 
-Owns the names and defaults of Hugging Face configurations (those of transformers 4 and 5). Must
-not know tensors or devices.
+Owns what the values of a Hugging Face configuration mean, in the spellings of transformers 4 and 5;
+which keys there are is `config_keys`'. Must not know tensors or devices.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from charonia.checkpoint_files import read_json_object
-from charonia.errors import CheckpointError, ConfigError, shown
+from charonia.data.model.config_keys import Architecture, architecture_of, check_keys
+from charonia.errors import CheckpointError, shown
 
-ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
 DTYPES = ("float32", "bfloat16", "float16")
 RopeKind = Literal["default", "linear", "llama3"]
+_ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+_ROPE_KEYS = (
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+)
+_SLIDING = "sliding_attention"
 
-_DEFAULT_SLIDING_WINDOW = 4096
-_DEFAULT_QWEN3_HEAD_DIM = 128
-_DEFAULT_ROPE_THETA = 10_000.0
 # Far beyond any model's; within them no tensor's shape or float32 number overflows.
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e30
@@ -54,8 +58,10 @@ class ModelSpec:
         sliding_window: the window, where it is what limits `max_position_embeddings`.
         qkv_bias, output_bias, mlp_bias: whether those projections have a bias.
         qk_norm: RMSNorm over each head of queries and keys (Qwen3).
-        dtype: of the stored weights.
-        eos_token_ids: of generation_config.json, then of config.json; those of the vocabulary.
+        dtype: what to compute in, None where the configuration leaves that to the stored tensors.
+        eos_token_ids: where `generate` stops, as far as they are of the vocabulary.
+        num_stored_ids: token ids that the checkpoint has rows for, where those are not as many as
+            `vocab_size`: surplus rows are left out, missing ones are zeros.
     """
 
     architecture: str
@@ -75,37 +81,48 @@ class ModelSpec:
     mlp_bias: bool
     qk_norm: bool
     is_tied: bool
-    dtype: str
+    dtype: str | None
     eos_token_ids: tuple[int, ...]
+    num_stored_ids: int | None = None
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model; a tied head counts once."""
+        """Of the whole checkpoint; a tied head counts once."""
         hidden, inner = self.hidden_size, self.intermediate_size
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = hidden * (query + 2 * kv) + query * hidden + 3 * hidden * inner + 2 * hidden
         layer += (query + 2 * kv) * self.qkv_bias + hidden * self.output_bias
         layer += (2 * inner + hidden) * self.mlp_bias + 2 * self.head_dim * self.qk_norm
-        vocabulary = self.vocab_size * hidden * (1 if self.is_tied else 2)
-        return vocabulary + self.num_layers * layer + hidden
+        num_ids = self.num_stored_ids or self.vocab_size
+        return num_ids * hidden * (1 if self.is_tied else 2) + self.num_layers * layer + hidden
+
+    def with_vocabulary(self, size: int) -> "ModelSpec":
+        """The same model with as many token ids as another one has.
+
+        A vocabulary is filled up to a round number, by models of one tokenizer to several: those
+        of Qwen2.5 have 151,936 ids or 152,064. A row of zeros has the logit 0, which is what
+        training leaves of such ids: next to nothing.
+        """
+        return replace(self, vocab_size=size, num_stored_ids=self.num_stored_ids or self.vocab_size)
 
     @classmethod
     def from_dir(cls, path: Path) -> "ModelSpec":
         """Read the checkpoint in directory `path`.
 
         Raises:
-            CheckpointError: no config.json, an architecture or a feature that is not supported,
-                or a value that is missing or makes no sense; the text names it and what would do.
+            CheckpointError: no config.json, an architecture, a key or a value that is not
+                supported or makes no sense; the text names it and what would do.
         """
-        config = _Config(read_json_object(path / "config.json"))
-        generation = read_json_object(path / "generation_config.json", is_optional=True)
-        eos_token_ids = _eos_token_ids(generation) + _eos_token_ids(config.values)
-        return cls._from_config(config, tuple(dict.fromkeys(eos_token_ids)))
+        values = read_json_object(path / "config.json")
+        name, architecture = architecture_of(values)
+        check_keys(values, name)
+        eos_token_ids = _eos_token_ids(_generation_values(path, values))
+        return cls._from_config(_Config(values, architecture), name, eos_token_ids)
 
     @classmethod
-    def _from_config(cls, config: "_Config", eos_token_ids: tuple[int, ...]) -> "ModelSpec":
-        architecture = _architecture(config.values)
-        _refuse_unsupported(config.values)
+    def _from_config(
+        cls, config: "_Config", architecture: str, eos_token_ids: list[int]
+    ) -> "ModelSpec":
         vocab_size = config.integer("vocab_size")
         num_heads = config.integer("num_attention_heads")
         num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -115,122 +132,100 @@ class ModelSpec:
                 f" ({num_kv_heads})"
             )
         hidden_size = config.integer("hidden_size")
-        default_head_dim = hidden_size // num_heads
-        if architecture == "Qwen3ForCausalLM":
-            default_head_dim = _DEFAULT_QWEN3_HEAD_DIM
-        head_dim = config.integer("head_dim", default_head_dim)
+        head_dim = config.integer("head_dim", hidden_size // num_heads)
         if head_dim % 2:
             raise CheckpointError(f"head_dim must be even for rotary embedding, but is {head_dim}")
+        num_layers = config.integer("num_hidden_layers")
         max_position_embeddings = config.integer("max_position_embeddings")
-        window = _sliding_window(config, architecture)
+        window = _sliding_window(config, architecture, num_layers)
         if window is not None and window >= max_position_embeddings:
             window = None
-        has_bias = config.flag("attention_bias") and architecture != "MistralForCausalLM"
-        is_qwen2 = architecture == "Qwen2ForCausalLM"
+        has_bias = config.flag("attention_bias")
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=config.integer("intermediate_size"),
-            num_layers=config.integer("num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_position_embeddings=window or max_position_embeddings,
             sliding_window=window,
-            rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=config.number("rms_norm_eps"),
             rope=_rope(config, max_position_embeddings),
-            qkv_bias=is_qwen2 or has_bias,
-            output_bias=has_bias and not is_qwen2,
-            mlp_bias=architecture == "LlamaForCausalLM" and config.flag("mlp_bias"),
+            qkv_bias=has_bias,
+            output_bias=has_bias and architecture != "Qwen2ForCausalLM",
+            mlp_bias=config.flag("mlp_bias"),
             qk_norm=architecture == "Qwen3ForCausalLM",
             is_tied=config.flag("tie_word_embeddings"),
-            dtype=_dtype(config.values),
-            eos_token_ids=tuple(id_ for id_ in eos_token_ids if id_ < vocab_size),
-        )
-
-
-def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
-    """Make sure that a draft model's tokens can be the target's.
-
-    Raises:
-        ConfigError: their vocabularies differ in size.
-    """
-    if draft.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"the draft model has a vocabulary of {draft.vocab_size} tokens and the model one of"
-            f" {target.vocab_size}; both must have the same tokenizer"
+            dtype=_dtype(config),
+            eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos_token_ids) if id_ < vocab_size),
         )
 
 
 @dataclass(frozen=True)
 class _Config:
-    """A JSON object with typed access; a JSON null counts as missing."""
+    """A configuration with typed access; `architecture` says what a missing key stands for."""
 
     values: dict[str, Any]
+    architecture: Architecture
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        value: int = self._get(name, default)
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        if not is_integer or not 1 <= value <= _MAX_INTEGER:
-            raise CheckpointError(
-                f"{name} must be an integer from 1 to {_MAX_INTEGER}, but is {shown(value)}"
-            )
-        return value
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Read a key; `default` is what null stands for."""
+        return _as_integer(name, self.get(name, default), least)
 
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 1 / _MAX_NUMBER <= value <= _MAX_NUMBER:
-            raise CheckpointError(
-                f"{name} must be a number above 0 (from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}),"
-                f" but is {shown(value)}"
-            )
-        return float(value)
+    def number(self, name: str) -> float:
+        return _as_number(name, self.get(name))
 
     def flag(self, name: str) -> bool:
-        value = self._get(name, False)
+        value = self.get(name)
         if not isinstance(value, bool):
             raise CheckpointError(f"{name} must be true or false, but is {shown(value)}")
         return value
 
-    def _get(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise CheckpointError(f"config.json has no {name}")
-        return value
+    def get(self, name: str, default: Any = None) -> Any:
+        """What a key says; `default` where it leaves that open."""
+        if name not in self.values:
+            value = self.architecture.default(name)
+            return default if value is None else value
+        value = self.values[name]
+        return default if value is None and name in self.architecture.nullable else value
 
 
-def _architecture(values: dict[str, Any]) -> str:
-    architectures = values.get("architectures")
-    if isinstance(architectures, list):
-        for name in architectures:
-            if name in ARCHITECTURES:
-                return str(name)
-    raise CheckpointError(
-        f"unsupported architecture {shown(architectures)}; accepted are {', '.join(ARCHITECTURES)}"
-    )
-
-
-def _refuse_unsupported(values: dict[str, Any]) -> None:
-    if values.get("quantization_config"):
+def _as_integer(name: str, value: Any, least: int = 1) -> int:
+    """Make sure that what is called `name` is an integer from `least` on."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= _MAX_INTEGER:
         raise CheckpointError(
-            "the checkpoint is quantized (quantization_config); accepted are weights in "
-            + ", ".join(DTYPES)
+            f"{name} must be an integer from {least} to {_MAX_INTEGER}, but is {shown(value)}"
         )
-    activation = values.get("hidden_act") or "silu"
-    if activation != "silu":
-        raise CheckpointError(f"unsupported hidden_act {shown(activation)}; accepted is 'silu'")
+    return int(value)
 
 
-def _dtype(values: dict[str, Any]) -> str:
-    # transformers 5 says `dtype`, 4 said `torch_dtype`.
-    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
-    if dtype not in DTYPES:
+def _as_number(name: str, value: Any) -> float:
+    """Make sure that what is called `name` is a number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 1 / _MAX_NUMBER <= value <= _MAX_NUMBER:
+        raise CheckpointError(
+            f"{name} must be a number above 0 (from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}),"
+            f" but is {shown(value)}"
+        )
+    return float(value)
+
+
+def _dtype(config: _Config) -> str | None:
+    # transformers 5 says `dtype`, 4 said `torch_dtype`; it takes the former where both are there.
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"unsupported dtype {shown(dtype)}; accepted are {', '.join(DTYPES)}")
-    return str(dtype)
+    return None if dtype is None else str(dtype)
+
+
+def _generation_values(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What `generate` goes by: generation_config.json alone; config.json where there is none."""
+    generation = path / "generation_config.json"
+    return read_json_object(generation) if generation.exists() else config
 
 
 def _eos_token_ids(values: dict[str, Any]) -> list[int]:
@@ -245,54 +240,86 @@ def _eos_token_ids(values: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _sliding_window(config: _Config, architecture: str) -> int | None:
-    """The window of sliding-window attention, None where every layer attends to everything."""
-    if architecture == "LlamaForCausalLM":
-        return None
-    if architecture == "MistralForCausalLM":
-        if "sliding_window" in config.values and config.values["sliding_window"] is None:
-            return None
-        return config.integer("sliding_window", _DEFAULT_SLIDING_WINDOW)
+def _sliding_window(config: _Config, architecture: str, num_layers: int) -> int | None:
+    """The window of the layers that have one, None where every layer attends to everything."""
+    window = None
+    if config.get("sliding_window") is not None:
+        window = config.integer("sliding_window")
+    if not architecture.startswith("Qwen"):
+        return window
     if not config.flag("use_sliding_window"):
+        window = None
+    first = config.integer("max_window_layers", least=0)
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        return window if first < num_layers else None
+    _check_layer_types(layer_types, num_layers)
+    if _SLIDING not in layer_types:
         return None
-    return config.integer("sliding_window", _DEFAULT_SLIDING_WINDOW)
+    if window is None:
+        raise CheckpointError(
+            f"layer_types has {_SLIDING!r}, for which there must be a sliding_window and"
+            " use_sliding_window: true"
+        )
+    return window
+
+
+def _check_layer_types(layer_types: Any, num_layers: int) -> None:
+    is_list = isinstance(layer_types, list)
+    if not is_list or any(layer not in ("full_attention", _SLIDING) for layer in layer_types):
+        raise CheckpointError(
+            f"layer_types must list 'full_attention' or {_SLIDING!r} for each layer, but is"
+            f" {shown(layer_types)}"
+        )
+    if len(layer_types) != num_layers:
+        raise CheckpointError(
+            f"layer_types must be as many as num_hidden_layers ({num_layers}), but are"
+            f" {len(layer_types)}"
+        )
 
 
 def _rope(config: _Config, max_position_embeddings: int) -> RopeSpec:
-    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before)."""
-    values = config.values.get("rope_parameters") or config.values.get("rope_scaling") or {}
+    """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+
+    transformers takes the former where both are there, and nothing of the latter then.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    values = config.get(name) or {}
     if not isinstance(values, dict) or any(isinstance(part, dict) for part in values.values()):
         raise CheckpointError(
-            f"rope_parameters must be one flat object for all layers, but is {shown(values)}"
+            f"{name} must be one flat object for all layers, but is {shown(values)}"
         )
-    parameters = _Config(values)
-    theta = parameters.number("rope_theta", config.number("rope_theta", _DEFAULT_ROPE_THETA))
+    # `type` was the older spelling of `rope_type`.
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in _ROPE_KINDS:
+        raise CheckpointError(
+            f"unsupported rope type {shown(kind)} in {name}; accepted are"
+            f" {', '.join(map(repr, _ROPE_KINDS))}"
+        )
+    for key in values:
+        if key not in _ROPE_KEYS:
+            raise CheckpointError(
+                f"unknown key {shown(key)} = {shown(values[key])} in {name} of type {kind!r};"
+                f" accepted are {', '.join(_ROPE_KEYS)}"
+            )
     for factors in (values, config.values):
-        if factors.get("partial_rotary_factor") not in (None, 1, 1.0):
+        if factors.get("partial_rotary_factor") not in (None, 1):
             raise CheckpointError(
                 f"unsupported partial_rotary_factor {shown(factors['partial_rotary_factor'])};"
                 " accepted is 1"
             )
-    # `type` was the older spelling of `rope_type`.
-    kind = values.get("rope_type") or values.get("type") or "default"
+    theta = _as_number("rope_theta", values.get("rope_theta", config.get("rope_theta")))
     if kind == "default":
         return RopeSpec(theta)
+    factor = _as_number(f"factor of {name}", values.get("factor"))
     if kind == "linear":
-        return RopeSpec(theta, "linear", parameters.number("factor"))
-    if kind == "llama3":
-        low, high = parameters.number("low_freq_factor"), parameters.number("high_freq_factor")
-        if low >= high:
-            raise CheckpointError(
-                f"high_freq_factor must be above low_freq_factor ({low}), but is {high}"
-            )
-        return RopeSpec(
-            theta,
-            "llama3",
-            parameters.number("factor"),
-            low,
-            high,
-            parameters.integer("original_max_position_embeddings", max_position_embeddings),
+        return RopeSpec(theta, "linear", factor)
+    low = _as_number("low_freq_factor", values.get("low_freq_factor"))
+    high = _as_number("high_freq_factor", values.get("high_freq_factor"))
+    if low >= high:
+        raise CheckpointError(
+            f"high_freq_factor must be above low_freq_factor ({low}), but is {high}"
         )
-    raise CheckpointError(
-        f"unsupported rope type {shown(kind)}; accepted are 'default', 'linear' and 'llama3'"
-    )
+    key = "original_max_position_embeddings"
+    length = _as_integer(key, values.get(key, max_position_embeddings))
+    return RopeSpec(theta, "llama3", factor, low, high, length)

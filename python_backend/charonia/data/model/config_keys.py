@@ -1,0 +1,289 @@
+"""What each key of config.json means: read, without effect, or refused.
+
+Owns the list of keys per architecture, and what a missing one stands for; both are those of
+transformers' configuration classes, against which `tests/data/test_config_keys.py` holds them.
+Must not know what is made of the values (`spec` does).
+
+    honoured         `spec` reads it
+    fixed            changes nothing at the values named here; with any other the model, or what
+                     `generate` does with it, would be another one
+    without effect   at any value: training, bookkeeping, other frameworks, how a request samples
+    any other        refused: transformers passes over keys that it does not know, but whoever wrote
+                     one meant something by it
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from charonia.errors import CheckpointError, shown
+
+_MAX_PROBLEMS = 8
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key that must have one of some values; the first is what a missing one stands for.
+
+    Attributes:
+        accepted: empty where the key must not be there at all.
+        reason: why, where the key's name does not say it.
+    """
+
+    accepted: tuple[Any, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the configurations of an architecture may say.
+
+    Attributes:
+        model_type: what transformers chooses the model by.
+        honoured: keys that are read, and what a missing one stands for.
+        nullable: those of them that may be null.
+        fixed: keys that must have one of some values.
+    """
+
+    model_type: str
+    honoured: Mapping[str, Any]
+    nullable: frozenset[str]
+    fixed: Mapping[str, Fixed]
+
+    def default(self, key: str) -> Any:
+        """What a missing key stands for, of the honoured and the fixed ones."""
+        return self.honoured[key] if key in self.honoured else self.fixed[key].accepted[0]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FIXED_EVERYWHERE = {
+    # Of the model.
+    "hidden_act": Fixed(("silu", "swish")),
+    "is_causal": Fixed((True,)),
+    "is_encoder_decoder": Fixed((False, None)),
+    "add_cross_attention": Fixed((False,)),
+    "cross_attention_hidden_size": Fixed((None,)),
+    "tie_encoder_decoder": Fixed((False,)),
+    "pruned_heads": Fixed(({}, None)),
+    "chunk_size_feed_forward": Fixed((0, None)),
+    "attention_chunk_size": Fixed((None,)),
+    "per_layer_config": Fixed((None,), "all layers must have the same shape"),
+    "quantization_config": Fixed(
+        (None,), "the checkpoint is quantized, and weights must be in float32, bfloat16 or float16"
+    ),
+    "transformers_weights": Fixed((None,), "it names another file of weights"),
+    "rope_interleaved": Fixed((False,)),
+    "use_mrope": Fixed((False,)),
+    # Of `generate`, which takes them from here where there is no generation_config.json.
+    **{
+        key: Fixed(accepted, "requests that want it must ask for it")
+        for key, accepted in {
+            "repetition_penalty": (1.0, None),
+            "encoder_repetition_penalty": (1.0, None),
+            "no_repeat_ngram_size": (0, None),
+            "encoder_no_repeat_ngram_size": (0, None),
+            "min_length": (0, None),
+            "min_new_tokens": (None, 0),
+            "bad_words_ids": (None,),
+            "suppress_tokens": (None,),
+            "begin_suppress_tokens": (None,),
+            "forced_bos_token_id": (None,),
+            "forced_eos_token_id": (None,),
+            "exponential_decay_length_penalty": (None,),
+            "sequence_bias": (None,),
+            "guidance_scale": (None, 1.0),
+            "num_beams": (1, None),
+            "num_beam_groups": (1, None),
+            "num_return_sequences": (1, None),
+        }.items()
+    },
+}
+_ROPE = {
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": None,
+}
+_EVERYWHERE = {
+    "architectures": None,
+    "model_type": None,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    # `generate` makes nothing of the default that the configuration classes have.
+    "eos_token_id": None,
+    "dtype": None,
+    "torch_dtype": None,
+    **_ROPE,
+}
+_NULLABLE = _words(
+    "rope_parameters rope_scaling partial_rotary_factor eos_token_id dtype torch_dtype"
+)
+_QWEN = {
+    **_EVERYWHERE,
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+_QWEN_NULLABLE = _NULLABLE | {"num_key_value_heads", "sliding_window", "layer_types"}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        "llama",
+        {
+            **_EVERYWHERE,
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "max_position_embeddings": 2048,
+            # No key of the class, but the cache of `generate` goes by it.
+            "sliding_window": None,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        _NULLABLE | {"num_key_value_heads", "head_dim", "sliding_window"},
+        {
+            **_FIXED_EVERYWHERE,
+            "layer_types": Fixed((None,), "all layers have full attention"),
+        },
+    ),
+    "MistralForCausalLM": Architecture(
+        "mistral",
+        {
+            **_EVERYWHERE,
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": None,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 4096,
+        },
+        _NULLABLE | {"head_dim", "sliding_window"},
+        {
+            **_FIXED_EVERYWHERE,
+            "attention_bias": Fixed((False,)),
+            "mlp_bias": Fixed((False,)),
+            "layer_types": Fixed((), "with it this is a Ministral model"),
+        },
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        "qwen2",
+        {**_QWEN, "head_dim": None},
+        _QWEN_NULLABLE,
+        {
+            **_FIXED_EVERYWHERE,
+            "attention_bias": Fixed((True,), "queries, keys and values always have a bias"),
+            "mlp_bias": Fixed((False,)),
+        },
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3",
+        {**_QWEN, "head_dim": 128, "attention_bias": False},
+        _QWEN_NULLABLE,
+        {**_FIXED_EVERYWHERE, "mlp_bias": Fixed((False,))},
+    ),
+}
+
+WITHOUT_EFFECT = _words(
+    """
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
+    _name_or_path attn_implementation auto_map is_llama_config model_max_length model_name
+    name_or_path tokenizer_class tokenizer_model_max_length tokenizer_padding_side
+    transformers.js_config transformers_version unsloth_fixed unsloth_version
+
+    attention_dropout classifier_dropout embd_pdrop gradient_checkpointing hidden_dropout
+    initializer_range neftune_noise_alpha pretraining_tp resid_pdrop use_gradient_checkpointing
+
+    finetuning_task id2label label2id num_labels prefix problem_type task_specific_params
+
+    is_decoder max_sequence_length output_attentions output_hidden_states return_dict
+    tf_legacy_loss torchscript use_bfloat16 use_cache use_flash_attn use_return_dict
+
+    bos_token_id decoder_start_token_id mask_token_id pad_token_id sep_token_id unk_token_id
+
+    assistant_confidence_threshold assistant_lookbehind diversity_penalty do_sample early_stopping
+    epsilon_cutoff eta_cutoff length_penalty max_length max_new_tokens min_p num_assistant_tokens
+    num_assistant_tokens_schedule output_scores remove_invalid_values return_dict_in_generate
+    target_lookbehind temperature top_k top_p typical_p
+    """
+)
+"""Where a model comes from and what its files are read with; how it was trained; what it would be
+beside a language model; how a framework calls it; tokens that text is made with; how `generate`
+samples and searches, which is a request's to say here."""
+
+
+def architecture_of(values: Mapping[str, Any]) -> tuple[str, Architecture]:
+    """Find the architecture that a configuration is of, by its name and its `model_type`.
+
+    Raises:
+        CheckpointError: it is none of ours, or transformers would take it for another one.
+    """
+    names = values.get("architectures")
+    known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
+    if not known:
+        raise CheckpointError(
+            f"unsupported architecture {shown(names)}; accepted are {', '.join(ARCHITECTURES)}"
+        )
+    (name, *_) = known
+    architecture = ARCHITECTURES[name]
+    model_type = values.get("model_type", architecture.model_type)
+    if model_type != architecture.model_type:
+        raise CheckpointError(
+            f"model_type of {name} must be {architecture.model_type!r}, but is {shown(model_type)}"
+        )
+    return name, architecture
+
+
+def check_keys(values: Mapping[str, Any], name: str) -> None:
+    """Make sure that all keys are known, and that what they say is read or changes nothing.
+
+    Args:
+        name: of the architecture.
+
+    Raises:
+        CheckpointError: some are not; the text names each with its value.
+    """
+    architecture = ARCHITECTURES[name]
+    problems = []
+    for key, value in values.items():
+        if key in architecture.honoured or key in WITHOUT_EFFECT:
+            continue
+        fixed = architecture.fixed.get(key)
+        if fixed is None:
+            problems.append(
+                f"unknown key {shown(key)} = {shown(value)}; accepted is a file without it, if it"
+                " changes nothing about the model"
+            )
+        elif not any(_is_equal(value, one) for one in fixed.accepted):
+            accepted = " or ".join(map(_as_json, fixed.accepted)) or "a file without it"
+            reason = f" ({fixed.reason})" if fixed.reason else ""
+            problems.append(f"unsupported {key} {shown(value)}{reason}; accepted is {accepted}")
+    if problems:
+        raise CheckpointError(f"config.json of a {name}: " + "; ".join(problems[:_MAX_PROBLEMS]))
+
+
+def _is_equal(value: Any, accepted: Any) -> bool:
+    """Whether a value is the accepted one; unlike in Python, 0 is not false and 1 not true."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
+
+
+def _as_json(value: Any) -> str:
+    return "null" if value is None else json.dumps(value)

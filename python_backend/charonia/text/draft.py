@@ -1,0 +1,38 @@
+"""Whether a draft model has the tokenizer of the model that it guesses for.
+
+Owns that comparison. Must not know models: how many ids one is computed with is `data`'s.
+"""
+
+from pathlib import Path
+
+from charonia.errors import CheckpointError, ConfigError, shown
+from charonia.text.tokenizer import Tokenizer
+
+
+def check_draft_tokenizer(tokenizer: Tokenizer, draft_dir: Path) -> None:
+    """Make sure that a token id is the same token to a model and to its draft model.
+
+    Guesses of another tokenizer would change no text, but none of them would ever be right. Ids
+    that only one of the two has, at the end, are no difference.
+
+    Args:
+        tokenizer: the model's.
+        draft_dir: the draft model's checkpoint.
+
+    Raises:
+        CheckpointError: the draft model's tokenizer cannot be read.
+        ConfigError: an id stands for another token there; the text names the first one.
+    """
+    try:
+        draft = Tokenizer.from_dir(draft_dir)
+    except CheckpointError as error:
+        raise CheckpointError(f"the draft model: {error}") from None
+    own, other = tokenizer.tokens(), draft.tokens()
+    different = min(
+        (id_ for id_ in own.keys() & other.keys() if own[id_] != other[id_]), default=-1
+    )
+    if different >= 0:
+        raise ConfigError(
+            f"the draft model has another tokenizer: token {different} is {shown(other[different])}"
+            f" there, but {shown(own[different])} for the model; both must have the same"
+        )
