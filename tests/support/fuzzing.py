@@ -33,7 +33,8 @@ numbers = st.one_of(
     st.floats(),
 )
 texts = st.one_of(
-    st.text(max_size=20),
+    # Hypothesis also takes constants of the code, which messages may quote.
+    st.text(max_size=20).filter(lambda text: not _NEVER_SAID.search(text)),
     st.sampled_from(
         ["", "\ud800", "\0", "../x", "/etc/passwd", "1e999", "nan", "true", "١٢", " 1"]
     ),

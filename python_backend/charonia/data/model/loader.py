@@ -101,7 +101,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     if not is_there(INDEX_NAME):
         raise CheckpointError(f"the checkpoint has neither {SINGLE_NAME} nor {INDEX_NAME}")
     weight_map = read_json_object(model_dir / INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX_NAME} is not a JSON object with a weight_map")
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
