@@ -79,7 +79,7 @@ def make_checkpoint(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_class(**(values | overrides)))
-        _scale_up(model)
+        scale_up(model)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
@@ -109,7 +109,7 @@ def assert_varied(token_ids: Sequence[int]) -> None:
     )
 
 
-def _scale_up(model: torch.nn.Module) -> None:
+def scale_up(model: torch.nn.Module) -> None:
     """Scale matrices up; make biases and norms' scales random, so that each of them matters."""
     with torch.no_grad():
         for parameter in model.parameters():

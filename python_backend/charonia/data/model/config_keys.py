@@ -5,8 +5,8 @@ transformers' configuration classes, against which `tests/data/test_config_keys.
 Must not know what is made of the values (`spec` does).
 
     honoured         `spec` reads it
-    fixed            changes nothing at the values named here; with any other the model, or what
-                     `generate` does with it, would be another one
+    fixed            changes nothing at the values named here; with any other it is another model
+    generation       likewise, but another text of the same model
     without effect   at any value: training, bookkeeping, other frameworks, how a request samples
     any other        refused: transformers passes over keys that it does not know, but whoever wrote
                      one meant something by it
@@ -61,7 +61,6 @@ def _words(text: str) -> frozenset[str]:
 
 
 _FIXED_EVERYWHERE = {
-    # Of the model.
     "hidden_act": Fixed(("silu", "swish")),
     "is_causal": Fixed((True,)),
     "is_encoder_decoder": Fixed((False, None)),
@@ -76,37 +75,9 @@ _FIXED_EVERYWHERE = {
         (None,), "the checkpoint is quantized, and weights must be in float32, bfloat16 or float16"
     ),
     "transformers_weights": Fixed((None,), "it names another file of weights"),
+    "return_dict": Fixed((True, None)),
     "rope_interleaved": Fixed((False,)),
     "use_mrope": Fixed((False,)),
-    # Of `generate`, which takes them from here where there is no generation_config.json.
-    **{
-        key: Fixed(accepted, "requests that want it must ask for it")
-        for key, accepted in {
-            "repetition_penalty": (1.0, None),
-            "encoder_repetition_penalty": (1.0, None),
-            "no_repeat_ngram_size": (0, None),
-            "encoder_no_repeat_ngram_size": (0, None),
-            "min_length": (0, None),
-            "min_new_tokens": (None, 0),
-            "bad_words_ids": (None,),
-            "suppress_tokens": (None,),
-            "begin_suppress_tokens": (None,),
-            "forced_bos_token_id": (None,),
-            "forced_eos_token_id": (None,),
-            "exponential_decay_length_penalty": (None,),
-            "sequence_bias": (None,),
-            "guidance_scale": (None, 1.0),
-            "num_beams": (1, None),
-            "num_beam_groups": (1, None),
-            "num_return_sequences": (1, None),
-        }.items()
-    },
-}
-_ROPE = {
-    "rope_parameters": None,
-    "rope_scaling": None,
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": None,
 }
 _EVERYWHERE = {
     "architectures": None,
@@ -117,7 +88,10 @@ _EVERYWHERE = {
     "eos_token_id": None,
     "dtype": None,
     "torch_dtype": None,
-    **_ROPE,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": None,
 }
 _NULLABLE = _words(
     "rope_parameters rope_scaling partial_rotary_factor eos_token_id dtype torch_dtype"
@@ -202,6 +176,31 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
+GENERATION = {
+    key: Fixed(accepted, "requests that want it must ask for it")
+    for key, accepted in {
+        "bad_words_ids": (None,),
+        "begin_suppress_tokens": (None,),
+        "encoder_no_repeat_ngram_size": (0, None),
+        "encoder_repetition_penalty": (1.0, None),
+        "exponential_decay_length_penalty": (None,),
+        "forced_bos_token_id": (None,),
+        "forced_eos_token_id": (None,),
+        "guidance_scale": (None, 1.0),
+        "min_length": (0, None),
+        "min_new_tokens": (None, 0),
+        "no_repeat_ngram_size": (0, None),
+        "num_beam_groups": (1, None),
+        "num_beams": (1, None),
+        "num_return_sequences": (1, None),
+        "repetition_penalty": (1.0, None),
+        "sequence_bias": (None,),
+        "suppress_tokens": (None,),
+    }.items()
+}
+"""What would change greedy text, by the values that do not. transformers takes them from here where
+there is no generation_config.json, and passes over them where there is one."""
+
 WITHOUT_EFFECT = _words(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled
@@ -214,8 +213,8 @@ WITHOUT_EFFECT = _words(
 
     finetuning_task id2label label2id num_labels prefix problem_type task_specific_params
 
-    is_decoder max_sequence_length output_attentions output_hidden_states return_dict
-    tf_legacy_loss torchscript use_bfloat16 use_cache use_flash_attn use_return_dict
+    is_decoder max_sequence_length output_attentions output_hidden_states
+    tf_legacy_loss torchscript use_bfloat16 use_cache use_flash_attn
 
     bos_token_id decoder_start_token_id mask_token_id pad_token_id sep_token_id unk_token_id
 
@@ -252,11 +251,12 @@ def architecture_of(values: Mapping[str, Any]) -> tuple[str, Architecture]:
     return name, architecture
 
 
-def check_keys(values: Mapping[str, Any], name: str) -> None:
+def check_keys(values: Mapping[str, Any], name: str, *, is_generation: bool) -> None:
     """Make sure that all keys are known, and that what they say is read or changes nothing.
 
     Args:
         name: of the architecture.
+        is_generation: whether `generate` goes by this file, for want of generation_config.json.
 
     Raises:
         CheckpointError: some are not; the text names each with its value.
@@ -266,7 +266,9 @@ def check_keys(values: Mapping[str, Any], name: str) -> None:
     for key, value in values.items():
         if key in architecture.honoured or key in WITHOUT_EFFECT:
             continue
-        fixed = architecture.fixed.get(key)
+        if key in GENERATION and not is_generation:
+            continue
+        fixed = architecture.fixed.get(key) or GENERATION.get(key)
         if fixed is None:
             problems.append(
                 f"unknown key {shown(key)} = {shown(value)}; accepted is a file without it, if it"

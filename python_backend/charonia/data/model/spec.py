@@ -115,8 +115,12 @@ class ModelSpec:
         """
         values = read_json_object(path / "config.json")
         name, architecture = architecture_of(values)
-        check_keys(values, name)
-        eos_token_ids = _eos_token_ids(_generation_values(path, values))
+        # What `generate` goes by: generation_config.json alone; config.json where there is none.
+        generation_path = path / "generation_config.json"
+        has_generation = generation_path.exists()
+        check_keys(values, name, is_generation=not has_generation)
+        generation = read_json_object(generation_path) if has_generation else values
+        eos_token_ids = _eos_token_ids(generation)
         return cls._from_config(_Config(values, architecture), name, eos_token_ids)
 
     @classmethod
@@ -220,12 +224,6 @@ def _dtype(config: _Config) -> str | None:
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"unsupported dtype {shown(dtype)}; accepted are {', '.join(DTYPES)}")
     return None if dtype is None else str(dtype)
-
-
-def _generation_values(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """What `generate` goes by: generation_config.json alone; config.json where there is none."""
-    generation = path / "generation_config.json"
-    return read_json_object(generation) if generation.exists() else config
 
 
 def _eos_token_ids(values: dict[str, Any]) -> list[int]:
