@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from charonia.data.model.config_keys import ARCHITECTURES, GENERATION, WITHOUT_EFFECT
+from charonia.data.model.config_keys import ARCHITECTURES, GENERATION, WITHOUT_EFFECT, Fixed
 from charonia.data.model.spec import ModelSpec
 from charonia.errors import CheckpointError
 from support import configurations
 from support.configurations import base
+
+README = Path(__file__).parents[2] / "model_repository" / "README.md"
 
 pytestmark = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
@@ -61,6 +64,37 @@ def keys_of(architecture: str) -> set[str]:
     config = config_class(architecture)()
     fields = {field.name for field in dataclasses.fields(config)}
     return fields | config.to_dict().keys() | config.to_diff_dict().keys()
+
+
+def codes(keys: Iterable[str]) -> str:
+    return ", ".join(f"`{key}`" for key in sorted(keys)) or "no others"
+
+
+def values_of(fixed: Mapping[str, Fixed]) -> str:
+    shown = {
+        key: " or ".join(json.dumps(value) for value in one.accepted) or "not there"
+        for key, one in sorted(fixed.items())
+    }
+    return ", ".join(f"`{key}` {values}" for key, values in shown.items())
+
+
+def test_the_readme_lists_every_key(architecture: str) -> None:
+    known = ARCHITECTURES[architecture]
+    many = list(ARCHITECTURES.values())
+    read_by_all = set.intersection(*(set(one.honoured) for one in many))
+    fixed_for_all = set.intersection(*(set(one.fixed) for one in many))
+    own = {key: one for key, one in known.fixed.items() if key not in fixed_for_all}
+    rows = [
+        f"| read | all | {codes(read_by_all)} |",
+        f"| read | {known.model_type} | {codes(known.honoured.keys() - read_by_all)} |",
+        f"| must be | all | {values_of({key: known.fixed[key] for key in fixed_for_all})} |",
+        f"| must be | {known.model_type} | {values_of(own)} |",
+        f"| must be, without generation_config.json | all | {values_of(GENERATION)} |",
+        f"| anything | all | {codes(WITHOUT_EFFECT)} |",
+    ]
+    text = README.read_text(encoding="utf-8")
+    for row in rows:
+        assert f"\n{row}\n" in text
 
 
 def test_we_have_decided_about_every_field_of_transformers(architecture: str) -> None:

@@ -251,9 +251,10 @@ def _shape(architecture: str, rng: random.Random) -> dict[str, Any]:
     kv_heads = rng.choice([None, "missing", 1, 2, heads])
     if architecture == "MistralForCausalLM" and kv_heads in (None, "missing"):
         # Missing ones are 8 there, and null is none.
-        values["num_attention_heads"], kv_heads = 8, "missing"
+        values |= {"num_attention_heads": 16, "head_dim": 8}
+        kv_heads = "missing"
     if architecture.startswith("Qwen") and kv_heads == "missing":
-        values |= {"num_attention_heads": 32, "head_dim": 4}  # and 32 there
+        values |= {"num_attention_heads": 64, "head_dim": 4}  # and 32 there
     if kv_heads != "missing":
         values["num_key_value_heads"] = kv_heads
     head_dim = rng.choice(["missing", 8, 16, 24])
