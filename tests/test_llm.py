@@ -10,6 +10,7 @@ import pytest
 from charonia import LLM, SamplingParams
 from charonia.engine import recovery
 from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError, UnavailableError
+from charonia.launch.repository import DEMO_DRAFT_CHECKPOINT
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ARGS = {"device": "cpu", "num_gpu_blocks_override": 40}
@@ -143,3 +144,8 @@ def test_without_sampling_parameters_the_checkpoints_defaults_count(
         (given,) = llm.generate("ab", SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 5
     assert len(given.outputs[0].token_ids) == 9
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused_at_once(model: str) -> None:
+    with pytest.raises(ConfigError, match="the draft model has another tokenizer: token "):
+        LLM(model, speculative_config={"model": str(DEMO_DRAFT_CHECKPOINT)}, **ARGS)

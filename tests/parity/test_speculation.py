@@ -228,13 +228,21 @@ def test_any_model_may_draft_for_any_other(
 
 
 @pytest.mark.parametrize(
-    "engine_args", [{}, {"cpu_kernels": "torch"}, {"tensor_parallel_size": 2}], ids=str
+    ("engine_args", "quantization"),
+    [
+        ({}, None),
+        ({}, "int8"),
+        ({"cpu_kernels": "torch"}, None),
+        ({"tensor_parallel_size": 2}, None),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(("target_ids", "draft_ids"), [(384, 448), (448, 384)])
 def test_a_draft_model_may_have_another_padding_of_the_vocabulary(
     checkpoint: Callable[..., Path],
     tmp_path: Path,
     engine_args: dict[str, Any],
+    quantization: str | None,
     target_ids: int,
     draft_ids: int,
 ) -> None:
@@ -251,7 +259,7 @@ def test_a_draft_model_may_have_another_padding_of_the_vocabulary(
     sampled = SamplingParams(max_tokens=NUM_NEW, seed=4, top_p=0.95, ignore_eos=True)
     with LLM(str(target), **values) as llm:
         plain = [outcome(output) for output in llm.generate(many, sampled, use_tqdm=False)]
-    speculative = {"model": str(draft), "quantization": None, **FIXED}
+    speculative = {"model": str(draft), "quantization": quantization, **FIXED}
     speculative["draft_tensor_parallel_size"] = engine_args.get("tensor_parallel_size")
     with LLM(str(target), speculative_config=speculative, **values) as llm:
         assert_equal_to([greedy(target, prompt, NUM_NEW) for prompt in many], llm, many)
@@ -260,7 +268,8 @@ def test_a_draft_model_may_have_another_padding_of_the_vocabulary(
             target_ids > draft_ids
         )
         accepted, drafted = counter(llm, "accepted_tokens"), counter(llm, "draft_tokens")
-    assert accepted > (0.1 if target_ids > draft_ids else 0.9) * drafted
+    least = 0.1 if target_ids > draft_ids else 0.9 if quantization is None else 0.5
+    assert accepted > least * drafted
 
 
 def padded(source: Path, directory: Path, num_ids: int) -> Path:
