@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from charonia import LLM, SamplingParams
+from charonia.config import DEMO_DRAFT_CHECKPOINT
 from charonia.engine import recovery
 from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError, UnavailableError
-from charonia.launch.repository import DEMO_DRAFT_CHECKPOINT
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ARGS = {"device": "cpu", "num_gpu_blocks_override": 40}

@@ -49,8 +49,21 @@ def test_they_can_come_from_another_directory(checkpoint: Path, tmp_path: Path) 
     assert SamplingDefaults.of_engine(args).values["top_k"] == 20
 
 
+def test_an_older_checkpoint_has_them_in_its_config_json(tmp_path: Path) -> None:
+    config = {"vocab_size": 9, "temperature": 0.5, "max_new_tokens": 7, "eos_token_id": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    args = EngineArgs(model=str(tmp_path))
+    defaults = SamplingDefaults.of_engine(args)
+    assert defaults.fill({}) == SamplingParams(temperature=0.5, max_tokens=7)
+    assert defaults.unused == {}
+    (tmp_path / FILE_NAME).write_text("{}", encoding="utf-8")
+    assert SamplingDefaults.of_engine(args).fill({}) == SamplingParams()
+
+
 def test_a_checkpoint_needs_none_but_a_named_directory_does(tmp_path: Path) -> None:
-    assert SamplingDefaults.of_engine(EngineArgs(model=str(tmp_path))) == NO_DEFAULTS
+    without = SamplingDefaults.of_engine(EngineArgs(model=str(tmp_path)))
+    assert without.fill({}) == SamplingParams()
+    assert without.describe() == []
     named = EngineArgs(model=str(tmp_path), generation_config=str(tmp_path))
     with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read"):
         SamplingDefaults.of_engine(named)

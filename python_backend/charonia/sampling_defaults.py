@@ -14,6 +14,7 @@ from charonia.errors import CharoniaError, CheckpointError, shown
 from charonia.protocol import SamplingParams
 
 FILE_NAME = "generation_config.json"
+_OLD_FILE_NAME = "config.json"
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_NEW_TOKENS = "max_new_tokens"
 _ELSEWHERE = frozenset(
@@ -26,11 +27,12 @@ class SamplingDefaults:
     """What counts where a request says nothing.
 
     Attributes:
-        values: by the name of the sampling parameter. max_tokens: of every request at most, and
-            of one that says nothing; None is no such limit.
+        source: name of the file. values: by the name of the sampling parameter.
+        max_tokens: of every request at most, and of one that says nothing; None is no such limit.
         unused: keys of the file that say something of sampling and have no effect.
     """
 
+    source: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     unused: Mapping[str, Any] = field(default_factory=dict)
@@ -46,18 +48,26 @@ class SamplingDefaults:
         directory = args.generation_config_dir
         if directory is None:
             return cls()
-        is_optional = args.generation_config == "auto"
-        return cls.of_file(read_json_object(directory / FILE_NAME, is_optional=is_optional))
+        if args.generation_config == "auto" and not (directory / FILE_NAME).exists():
+            # Older checkpoints have such keys among others in config.json.
+            config = read_json_object(directory / _OLD_FILE_NAME, is_optional=True)
+            content = {name: config.get(name) for name in (*_NAMES, _MAX_NEW_TOKENS)}
+            return cls.of_file(content, _OLD_FILE_NAME)
+        return cls.of_file(read_json_object(directory / FILE_NAME))
 
     @classmethod
-    def of_file(cls, content: Mapping[str, Any]) -> "SamplingDefaults":
+    def of_file(cls, content: Mapping[str, Any], source: str = FILE_NAME) -> "SamplingDefaults":
         """Those of what a generation_config.json holds; null counts as missing.
+
+        Args:
+            source: the file's name.
 
         Raises:
             CheckpointError: a value is none that the sampling parameter may have.
         """
         said = {name: value for name, value in content.items() if value is not None}
         defaults = cls(
+            source=source,
             values={name: said[name] for name in _NAMES if name in said},
             max_tokens=said.get(_MAX_NEW_TOKENS),
             unused={
@@ -67,7 +77,7 @@ class SamplingDefaults:
             },
         )
         for name, value in {**defaults.values, _MAX_NEW_TOKENS: defaults.max_tokens}.items():
-            _check(name, value)
+            _check(name, value, source)
         return defaults
 
     def fill(self, given: Mapping[str, Any]) -> SamplingParams:
@@ -89,17 +99,18 @@ class SamplingDefaults:
         lines = []
         if values:
             text = ", ".join(f"{name} = {value}" for name, value in values.items())
-            lines.append(f'defaults of {FILE_NAME}: {text}; "generation_config": "none" is without')
+            how = '"generation_config": "none" is without'
+            lines.append(f"defaults of {self.source}: {text}; {how}")
         if self.unused:
             text = ", ".join(f"{name} = {shown(value)}" for name, value in self.unused.items())
-            lines.append(f"of {FILE_NAME} this has no effect: {text}")
+            lines.append(f"of {self.source} this has no effect: {text}")
         return lines
 
 
 NO_DEFAULTS = SamplingDefaults()
 
 
-def _check(name: str, value: Any) -> None:
+def _check(name: str, value: Any, source: str) -> None:
     """Raises CheckpointError."""
     if value is None:
         return
@@ -113,4 +124,4 @@ def _check(name: str, value: Any) -> None:
         values: dict[str, Any] = {"max_tokens" if name == _MAX_NEW_TOKENS else name: value}
         SamplingParams(**values)
     except CharoniaError as error:
-        raise CheckpointError(f"the checkpoint's {FILE_NAME}: {error}") from None
+        raise CheckpointError(f"the checkpoint's {source}: {error}") from None
