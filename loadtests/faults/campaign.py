@@ -19,11 +19,10 @@ from faults.outcome import FaultRecord, Outcome, Rest
 from faults.recovery import Arrival, resumed_at
 from faults.strikes import STRIKES, Scene, Strike
 from faults.target import Counts, Target, TargetError
-from support.e2e import EXPORT_INTERVAL_S, wait_for
+from support.e2e import wait_for
 
 POLL_S = 0.2
-# The metrics page is up to date after the shortest one.
-PAUSE_S = (2 * EXPORT_INTERVAL_S, 4 * EXPORT_INTERVAL_S)
+PAUSE_S = (1.0, 2.0)
 QUIET_S = 3.0
 IDLE = (
     "charonia_requests_running",
@@ -107,7 +106,7 @@ class Campaign:
     def _rest(self) -> None:
         """Look at the server when nothing runs."""
         self._target.ensure(self._arguments["plain"])
-        time.sleep(QUIET_S)  # longer than the metrics page lags behind
+        time.sleep(QUIET_S)  # some of what a fault has ended is let go late
 
         def ask() -> dict[str, float]:
             samples = self._target.samples()

@@ -19,6 +19,7 @@ from charonia_client import (
     ServerError,
     Timeout,
     Timeouts,
+    Unavailable,
 )
 from charonia_client.values import Protocol
 from client.conftest import REPOSITORY, endless, script, settings
@@ -281,7 +282,7 @@ def test_a_server_that_dies_is_an_error_in_mid_stream_and_a_retry_away_when_it_i
         with pytest.raises(ConnectionFailed):
             list(stream)
         assert client.health().is_live is False
-        with pytest.raises(ConnectionFailed):
+        with pytest.raises(Unavailable):
             client.metrics()
         with pytest.raises((ConnectionFailed, Timeout)):  # whichever ends the last attempt
             client.generate(endless(), timeouts=Timeouts(total_s=0.3))

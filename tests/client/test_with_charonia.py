@@ -34,7 +34,7 @@ def client(real: TritonServer, protocol: Protocol, model: str) -> Iterator[Clien
 
 
 def wait_until_idle(client: Client) -> None:
-    """Until no request runs and no block is in use; the metrics are flushed twice a second."""
+    """Until no request runs and no block is in use."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         metrics = client.metrics()

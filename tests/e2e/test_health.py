@@ -91,8 +91,7 @@ def target(running: tuple[TritonServer, list[str]], capsys: pytest.CaptureFixtur
 
 
 def test_a_healthy_server_has_a_line_for_each_part_and_exit_code_0(target: Target) -> None:
-    # The metrics page lags half a second behind.
-    code, out, err = wait_for(target.health, lambda found: "engine_up=1" in found[1])
+    code, out, err = target.health()
     lines = [line.split() for line in out.splitlines()]
     assert [line[:2] for line in lines] == [[part, "ok"] for part in PARTS]
     assert "engine_up=1" in lines[-1]

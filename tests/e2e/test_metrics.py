@@ -3,13 +3,21 @@
 What is asserted of counters is by how much they rise, because other tests share the server.
 """
 
+import contextlib
 import math
+import os
 import re
+import shutil
+import signal
+import subprocess
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
 
 import httpx
 import pytest
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from charonia.launch.server import TritonServer
@@ -25,10 +33,12 @@ from support.e2e import (
     wait_for,
     wait_idle,
 )
+from support.hostile.target import Target
+from support.serving import CHARONIA
 
 REQUEST_HISTOGRAMS = ("queue_seconds", "time_to_first_token_seconds", "request_seconds")
-HISTOGRAMS = (*REQUEST_HISTOGRAMS, "recovery_seconds")
-HISTOGRAMS_AS_COUNTERS = ("inter_token_seconds", "step_seconds", "plan_seconds")
+STEP_HISTOGRAMS = ("inter_token_seconds", "step_seconds", "plan_seconds")
+HISTOGRAMS = (*REQUEST_HISTOGRAMS, *STEP_HISTOGRAMS, "recovery_seconds")
 COUNTERS = {
     "prompt_tokens_total": ("source", {"computed", "cached"}),
     "finished_total": ("reason", {"stop", "length"}),
@@ -49,6 +59,7 @@ COUNTERS = {
     "requests_recomputed_total": None,
 }
 GAUGES = {
+    "scheduler_up": None,
     "requests_running": None,
     "requests_waiting": None,
     "engine_up": None,
@@ -58,19 +69,32 @@ GAUGES = {
 VLLM_COUNTERS = ("prompt_tokens_total", "generation_tokens_total")
 VLLM_HISTOGRAMS = (
     "time_to_first_token_seconds",
+    "time_per_output_token_seconds",
     "e2e_request_latency_seconds",
     "request_prompt_tokens",
     "request_generation_tokens",
     "request_params_n",
 )
+PAGE_ALONE = {"charonia_scheduler_up", *(f"charonia_{name}" for name in STEP_HISTOGRAMS)}
 BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 NUM_BLOCKS = 2048
 
 
-def kinds(server: TritonServer) -> dict[str, str]:
+def kinds(url: str) -> dict[str, str]:
     """The kind of every family, as the page says."""
-    page = httpx.get(server.metrics_url).text
+    page = httpx.get(url).raise_for_status().text
     return dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
+
+
+def is_ours(name: str) -> bool:
+    """Whether a metric is made here; the others are Triton's own."""
+    return name.startswith(("charonia_", "vllm:")) or name == BLOCKS
+
+
+def our_families(server: TritonServer) -> list[Metric]:
+    """The families of ours, as a client of Prometheus reads them."""
+    families = text_string_to_metric_families(httpx.get(server.metrics_url).text)
+    return [family for family in families if is_ours(family.name)]
 
 
 def labels(server: TritonServer, prefix: str) -> dict[str, list[dict[str, str]]]:
@@ -114,14 +138,13 @@ def test_every_metric_has_its_name_and_kind(server: TritonServer) -> None:
     expected = {f"charonia_{name}": "counter" for name in COUNTERS}
     expected |= {f"charonia_{name}": "gauge" for name in GAUGES}
     expected |= {f"charonia_{name}": "histogram" for name in HISTOGRAMS}
-    expected |= {
-        f"charonia_{name}_{part}": "counter"
-        for name in HISTOGRAMS_AS_COUNTERS
-        for part in ("bucket", "sum", "count")
+    ours = {
+        name: kind
+        for name, kind in kinds(server.metrics_url).items()
+        if name.startswith("charonia_")
     }
-    ours = {name: kind for name, kind in kinds(server).items() if name.startswith("charonia_")}
     assert ours == expected
-    assert kinds(server)[BLOCKS] == "gauge"
+    assert kinds(server.metrics_url)[BLOCKS] == "gauge"
 
 
 def test_every_series_says_which_model_it_is_of(server: TritonServer) -> None:
@@ -147,7 +170,7 @@ def test_no_series_is_there_twice(server: TritonServer) -> None:
         assert len({tuple(sorted(one.items())) for one in all_labels}) == len(all_labels), name
 
 
-@pytest.mark.parametrize("name", [*REQUEST_HISTOGRAMS, *HISTOGRAMS_AS_COUNTERS])
+@pytest.mark.parametrize("name", [*REQUEST_HISTOGRAMS, *STEP_HISTOGRAMS])
 def test_a_histogram_is_consistent(samples: dict[str, float], name: str) -> None:
     check_histogram(samples, f"charonia_{name}")
 
@@ -169,6 +192,164 @@ def check_histogram(samples: dict[str, float], name: str) -> None:
     in_bucket = [count - before for count, before in zip(counts, [0, *counts], strict=False)]
     least = sum(n * bound for n, bound in zip(in_bucket[1:], bounds, strict=False))
     assert samples[f"{name}_sum"] >= least * 0.999
+
+
+@pytest.fixture(params=["server", "narrow_server"])
+def any_server(request: pytest.FixtureRequest) -> TritonServer:
+    """Without vLLM's names, and with them; something has run on it."""
+    server: TritonServer = request.getfixturevalue(request.param)
+    infer_grpc(server, request_inputs("abc", {"max_tokens": 4, "ignore_eos": True}))
+    return server
+
+
+def test_the_page_keeps_to_prometheus_conventions(any_server: TritonServer) -> None:
+    families = our_families(any_server)
+    assert len(families) >= 30
+    assert len({family.name for family in families}) == len(families)
+    page = httpx.get(any_server.metrics_url).text
+    for family in families:
+        assert re.fullmatch(r"[A-Z].{15,}\.", family.documentation), family.name
+        # The parser takes `_total` from a counter's name.
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert page.count(f"# TYPE {name} ") == page.count(f"# HELP {name} ") == 1
+        assert not re.search(r"_(ms|us|milliseconds|microseconds|minutes|kilobytes)(_|$)", name)
+        if family.type != "histogram":
+            assert {sample.name for sample in family.samples} == {name}
+            assert not any("le" in sample.labels for sample in family.samples)
+            continue
+        values = {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
+        assert values[f"{name}_bucket", "+Inf"] == values[f"{name}_count", None]
+        last = [sample for sample in family.samples if sample.name == f"{name}_bucket"][-1]
+        assert last.labels["le"] == "+Inf"
+
+
+PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, on PATH or named by PROMTOOL")
+def test_prometheus_own_linter_finds_nothing_of_ours(any_server: TritonServer) -> None:
+    page = httpx.get(any_server.metrics_url).content
+    assert PROMTOOL is not None
+    command = [PROMTOOL, "check", "metrics"]
+    done = subprocess.run(command, input=page, capture_output=True, timeout=60, check=False)
+    said = done.stderr.decode().splitlines()
+    assert done.returncode in (0, 3), said  # 3: it has something to say of names
+    ours = [line for line in said if is_ours(line.split()[0]) or not line.startswith("nv_")]
+    # vLLM's names have a colon, which is for recording rules.
+    assert [line for line in ours if not re.match(r"vllm:\S+ .*should not contain ':'", line)] == []
+
+
+# ---------------------------------------------------------------------- when it is there
+
+
+def test_a_request_is_on_the_page_when_its_last_response_is_here(server: TritonServer) -> None:
+    """Nothing waits here: one scrape, at once."""
+    num_tokens = 5
+    sampling = {"max_tokens": num_tokens, "ignore_eos": True}
+    for number, door in enumerate(("scheduler", "llm", "generate") * 4):
+        before = wait_idle(server)
+        inputs = request_inputs([3 + number] * 8, sampling | {"cache_salt": f"once {number}"})
+        if door == "generate":
+            infer_grpc(server, inputs)
+            after = scrape(server)
+        else:
+            with GrpcStream(server, door) as stream:
+                list(stream.send(inputs | {"stream": True}))
+                after = scrape(server)
+        expected = {
+            'charonia_finished_total{reason="length"}': 1,
+            'charonia_prompt_tokens_total{source="computed"}': 8,
+            "charonia_generation_tokens_total": num_tokens,
+            "charonia_inter_token_seconds_count": num_tokens - 1,
+            "charonia_step_seconds_count": num_tokens,
+            "charonia_plan_seconds_count": num_tokens,
+            **{f"charonia_{name}_count": 1 for name in REQUEST_HISTOGRAMS},
+        }
+        assert {name: after[name] - before[name] for name in expected} == expected, door
+
+
+def test_so_is_one_that_ends_with_an_error(server: TritonServer) -> None:
+    for model in ("scheduler", "llm"):
+        before = wait_idle(server)
+        with GrpcStream(server, model) as stream:
+            stream.send(request_inputs("abc", {"max_tokens": 0}))
+            error_of(lambda stream=stream: list(stream))
+            after = scrape(server)
+        rejected = 'charonia_rejections_total{reason="invalid"}'
+        assert after[rejected] - before[rejected] == 1, model
+    name = 'charonia_finished_total{reason="cancelled"}'
+    with GrpcStream(server) as stream:
+        inputs = request_inputs([9] * 100, {"max_tokens": 3900, "ignore_eos": True}, stream=True)
+        stream.send(inputs, request_id="at once").next()
+        infer_grpc(server, {"cancel": True}, request_id="at once")
+        error_of(lambda: list(stream))
+        ended = scrape(server)
+    assert ended["charonia_cancellations_total"] - after["charonia_cancellations_total"] == 1
+    assert ended[name] - after.get(name, 0.0) == 1
+
+
+# ---------------------------------------------------------------------- who makes the page
+
+
+def test_triton_s_own_page_has_all_but_what_is_observed_per_token_or_step(
+    any_server: TritonServer,
+) -> None:
+    own_url = any_server._triton_metrics_url()
+    assert own_url is not None
+    own, whole = kinds(own_url), kinds(any_server.metrics_url)
+    assert own.items() <= whole.items()
+    missing = set(whole) - set(own)
+    assert missing - {"vllm:time_per_output_token_seconds"} == PAGE_ALONE
+
+
+def test_the_page_can_be_had_beside_a_server_that_was_started_by_hand(
+    server: TritonServer,
+) -> None:
+    own_url = server._triton_metrics_url()
+    arguments = ["--model-repository", server.repository, "--triton", own_url, "--port", "0"]
+    command = [*CHARONIA, "metrics", *map(str, arguments)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            said = process.stderr.readline()
+            assert kinds(said.split()[-1]) == kinds(server.metrics_url)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stop a process meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_stopped_scheduler_does_not_hold_the_page(server: TritonServer) -> None:
+    with stopped(server.pids("scheduler")[0]):
+        started = time.monotonic()
+        samples = scrape(server)
+        assert time.monotonic() - started < 5
+    assert samples["charonia_scheduler_up"] == 0
+    assert "charonia_generation_tokens_total" in samples
+    assert "charonia_step_seconds_count" not in samples
+    infer_grpc(server, request_inputs("abc", {"max_tokens": 2}))
+    samples = scrape(server)
+    assert samples["charonia_scheduler_up"] == 1
+    assert samples["charonia_step_seconds_count"] > 0
+
+
+def test_nonsense_at_its_port_does_not_hold_the_page(server: TritonServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for data in (b"", b"GET /metr", b"\0" * 10**5, b"GET /metrics HTTP/1.1\r\nX: ") * 50:
+            connection = stack.enter_context(Target.of(server).connect(server.metrics_port))
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+        assert scrape(server)["charonia_scheduler_up"] == 1
 
 
 # ---------------------------------------------------------------------- what is counted
@@ -281,19 +462,18 @@ def test_blocks_are_shown_as_newer_servers_expect_them(samples: dict[str, float]
 
 
 def test_vllms_names_come_only_when_asked_for(server: TritonServer) -> None:
-    assert not [name for name in kinds(server) if name.startswith("vllm:")]
+    assert not [name for name in kinds(server.metrics_url) if name.startswith("vllm:")]
 
 
 def test_vllms_names_add_up_as_well(narrow_server: TritonServer) -> None:
     server = narrow_server
-    found = kinds(server)
+    found = kinds(server.metrics_url)
     assert {name: found[f"vllm:{name}"] for name in VLLM_COUNTERS} == dict.fromkeys(
         VLLM_COUNTERS, "counter"
     )
     assert {name: found[f"vllm:{name}"] for name in VLLM_HISTOGRAMS} == dict.fromkeys(
         VLLM_HISTOGRAMS, "histogram"
     )
-    assert found["vllm:time_per_output_token_seconds_bucket"] == "counter"
     watched = Watched(server)
     for _ in range(3):
         infer_grpc(server, request_inputs([7] * 20, {"max_tokens": 5, "ignore_eos": True}))
@@ -302,13 +482,12 @@ def test_vllms_names_add_up_as_well(narrow_server: TritonServer) -> None:
     assert rise("vllm:prompt_tokens_total") == 3 * 20
     assert rise("vllm:generation_tokens_total") == 3 * 5
     for name in VLLM_HISTOGRAMS:
-        assert rise(f"vllm:{name}_count") == 3, name
+        num_tokens = 3 * 4 if name == "time_per_output_token_seconds" else 3
+        assert rise(f"vllm:{name}_count") == num_tokens, name
         check_histogram(watched.after, f"vllm:{name}")
-    check_histogram(watched.after, "vllm:time_per_output_token_seconds")
     assert rise("vllm:request_prompt_tokens_sum") == 3 * 20
     assert rise("vllm:request_generation_tokens_sum") == 3 * 5
     assert rise("vllm:request_params_n_sum") == 3
-    assert rise("vllm:time_per_output_token_seconds_count") == 3 * 4
 
 
 def test_the_queue_is_shown_and_its_refusals_are_counted(narrow_server: TritonServer) -> None:

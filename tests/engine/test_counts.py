@@ -2,7 +2,8 @@
 
 import pytest
 
-from charonia.engine.metrics import MAX_UNDRAINED, PHASES, Metrics
+from charonia.engine.metric_table import PHASES
+from charonia.engine.metrics import MAX_UNDRAINED, Metrics
 from engine.bench import FIXED, Bench, expected
 from support.echo import EchoExecutor
 

@@ -5,7 +5,7 @@ import pytest
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
-from charonia.engine.metrics import FAILURES
+from charonia.engine.metric_table import FAILURES
 from charonia.engine.recovery import SILENT_START_S
 from charonia.errors import CharoniaError, UnavailableError
 from engine.bench import FIXED, Bench, byte_tokenizer, expected, hanging_bench

@@ -7,7 +7,8 @@ from msgspec import structs
 
 from charonia.config import EngineArgs
 from charonia.engine.admission import GenerationRequest
-from charonia.engine.metrics import FAILURES, Metrics
+from charonia.engine.metric_table import FAILURES
+from charonia.engine.metrics import Metrics
 from charonia.engine.recovery import UNLOADED_WAIT_S
 from charonia.engine.reload import Reload
 from charonia.errors import CharoniaError, ConfigError, UnavailableError

@@ -41,13 +41,34 @@ def test_a_server_answers_and_leaves_nothing_behind(make_server: MakeServer) -> 
     assert leftovers(server.runtime_dir) == []
 
 
-def test_a_stopped_server_can_be_started_again(make_server: MakeServer) -> None:
+def test_a_stopped_server_can_be_started_again_and_its_metrics_port_stays(
+    make_server: MakeServer,
+) -> None:
     server = make_server()
     for end in (server.stop, server.kill):
         server.start()
         server.wait_ready()
+        assert "nv_inference_count" in httpx.get(server.metrics_url).text
         end()
         assert server.pids("scheduler") == []
+        page = httpx.get(server.metrics_url)
+        assert (page.status_code, page.text) == (503, "tritonserver does not run\n")
+    server.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.metrics_url)
+
+
+def test_the_address_is_the_metrics_too_but_not_that_of_tritons_own_page(
+    make_server: MakeServer,
+) -> None:
+    with make_server(address="0.0.0.0") as server:
+        assert httpx.get(server.metrics_url).status_code == 200
+        assert httpx.get(f"http://127.0.0.2:{server.metrics_port}/metrics").status_code == 200
+        own_url = server._triton_metrics_url()
+        assert own_url is not None
+        assert httpx.get(own_url).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(own_url.replace("127.0.0.1", "127.0.0.2"))
 
 
 def test_a_stopped_process_does_not_survive_a_stop(make_server: MakeServer) -> None:
@@ -152,7 +173,10 @@ def test_the_key_is_for_the_operator_alone(make_server: MakeServer) -> None:
     assert make_server().api_key != server.api_key
 
 
-@pytest.mark.parametrize(("option", "what"), [("http_port", "HTTP"), ("grpc_port", "gRPC")])
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [("http_port", "HTTP"), ("grpc_port", "gRPC"), ("metrics_port", "metrics")],
+)
 def test_a_taken_port_is_named_before_anything_starts(
     make_server: MakeServer, option: str, what: str
 ) -> None:

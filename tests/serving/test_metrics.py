@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from charonia.engine.metric_table import BY_NAME
 from charonia.engine.metrics import Metrics
 from charonia.serving.metrics import MetricsExporter
 
@@ -47,6 +48,8 @@ class Registry:
             COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
             def __init__(self, name: str, description: str, kind: str) -> None:
+                assert description == BY_NAME[name].help
+                assert kind == BY_NAME[name].kind
                 self.name = name
                 weakref.finalize(self, give_back).atexit = False
 
@@ -63,7 +66,14 @@ class Registry:
         return self.made[name, labels].value
 
 
+@pytest.fixture(autouse=True)
+def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter's own thread stays out of the tests."""
+    monkeypatch.setattr("charonia.serving.metrics.INTERVAL_S", 3600.0)
+
+
 def make(metrics: Metrics, *, with_vllm_names: bool = False) -> tuple[Registry, MetricsExporter]:
+    """An exporter that was started, and where its families are."""
     registry = Registry()
     exporter = MetricsExporter(
         registry,
@@ -73,6 +83,7 @@ def make(metrics: Metrics, *, with_vllm_names: bool = False) -> tuple[Registry, 
         with_vllm_names=with_vllm_names,
         log=pytest.fail,
     )
+    exporter.start()
     return registry, exporter
 
 
@@ -83,10 +94,10 @@ def test_counters_and_gauges_follow_and_only_changes_are_sent() -> None:
     metrics.count("charonia_generation_tokens_total", 5)
     metrics.count("charonia_rejections_total", label="queue_full")
     metrics.gauges["charonia_kv_blocks", "used"] = 7.0
-    exporter._export()
-    exporter._export()
+    exporter.update()
+    exporter.update()
     metrics.count("charonia_generation_tokens_total", 2)
-    exporter._export()
+    exporter.update()
     assert registry.value("charonia_generation_tokens_total") == 7
     assert registry.made["charonia_generation_tokens_total", ()].num_updates == 2
     assert registry.value("charonia_rejections_total", "queue_full") == 1
@@ -99,10 +110,10 @@ def test_a_gauge_is_set_again_and_again_because_an_older_scheduler_may_have_ende
     metrics = Metrics()
     registry, exporter = make(metrics)
     metrics.gauges["charonia_engine_up", ""] = 1.0
-    exporter._export()
+    exporter.update()
     older = registry.made["charonia_engine_up", ()]
     older.value = 0.0
-    exporter._export()
+    exporter.update()
     assert older.value == 1
 
 
@@ -111,7 +122,7 @@ def test_at_the_end_gauges_are_zero_and_nothing_is_given_back_to_triton() -> Non
     registry, exporter = make(metrics)
     metrics.count("charonia_generation_tokens_total", 5)
     metrics.gauges["charonia_engine_up", ""] = 1.0
-    exporter._export()
+    exporter.update()
     exporter.close()
     assert registry.value("charonia_engine_up") == 0
     assert registry.value("charonia_generation_tokens_total") == 5
@@ -119,30 +130,85 @@ def test_at_the_end_gauges_are_zero_and_nothing_is_given_back_to_triton() -> Non
     registry.made.clear()
     del exporter
     gc.collect()
-    assert num_made > 50
+    assert num_made > 30
     assert registry.num_given_back == 0
 
 
-def test_what_is_observed_per_step_reads_like_a_histogram() -> None:
+def test_nothing_goes_to_triton_before_the_start_and_after_the_end() -> None:
+    metrics = Metrics()
+    registry = Registry()
+    exporter = MetricsExporter(
+        registry,
+        metrics,
+        labels={},
+        block_size=lambda: 16,
+        with_vllm_names=False,
+        log=pytest.fail,
+    )
+    name = "charonia_generation_tokens_total"
+    metrics.count(name, 5)
+    exporter.update()
+    assert registry.value(name) == 0
+    exporter.start()
+    exporter.update()
+    assert registry.value(name) == 5
+    metrics.count(name, 2)
+    exporter.close()
+    assert registry.value(name) == 7, "the last word"
+    metrics.count(name, 1)
+    exporter.update()
+    assert registry.value(name) == 7
+
+
+def test_a_failing_triton_is_logged() -> None:
+    metrics, registry, log = Metrics(), Registry(), list[str]()
+    exporter = MetricsExporter(
+        registry,
+        metrics,
+        labels={},
+        block_size=lambda: 16,
+        with_vllm_names=False,
+        log=log.append,
+    )
+    exporter.start()
+    exporter.update()
+    assert log == []
+    del registry.made["charonia_draft_tokens_total", ()].value
+    metrics.count("charonia_draft_tokens_total")
+    exporter.update()
+    assert len(log) == 1
+    assert "metrics could not be exported" in log[0]
+
+
+def test_what_is_observed_per_step_stays_here() -> None:
     metrics = Metrics()
     registry, exporter = make(metrics)
     metrics.histograms["charonia_step_seconds"].observe(0.003, 2)
     metrics.histograms["charonia_step_seconds"].observe(60.0)
-    exporter._export()
-    assert registry.value("charonia_step_seconds_bucket", "0.0025") == 0
-    assert registry.value("charonia_step_seconds_bucket", "0.005") == 2
-    assert registry.value("charonia_step_seconds_bucket", "1") == 2
-    assert registry.value("charonia_step_seconds_bucket", "+Inf") == 3
-    assert registry.value("charonia_step_seconds_count") == 3
-    assert registry.value("charonia_step_seconds_sum") == pytest.approx(60.006)
+    exporter.update()
+    assert not [name for name, _ in registry.made if "step_seconds" in name]
+    states = exporter.step_histograms()
+    assert set(states) == {
+        "charonia_inter_token_seconds",
+        "charonia_step_seconds",
+        "charonia_plan_seconds",
+    }
+    state = states["charonia_step_seconds"]
+    assert dict(zip(state.bounds, state.counts, strict=False)).items() >= {
+        (0.0025, 0),
+        (0.005, 2),
+        (1.0, 2),
+    }
+    assert state.counts[-1] == 3
+    assert state.sum == pytest.approx(60.006)
 
 
 def test_what_is_observed_per_request_is_handed_on_once() -> None:
     metrics = Metrics()
     registry, exporter = make(metrics)
     metrics.observe_request("charonia_queue_seconds", 0.5)
-    exporter._export()
-    exporter._export()
+    exporter.update()
+    exporter.update()
     assert registry.made["charonia_queue_seconds", ()].observed == [0.5]
 
 
@@ -166,9 +232,10 @@ def test_vllms_names_come_on_request() -> None:
     metrics.histograms["charonia_inter_token_seconds"].observe(0.01, 9)
     metrics.observe_request("request_prompt_tokens", 7)
     metrics.observe_request("charonia_request_seconds", 1.5)
-    exporter._export()
+    metrics.observe_request("request_params_n", 1)
+    exporter.update()
     assert registry.value("vllm:prompt_tokens_total") == 7
-    assert registry.value("vllm:time_per_output_token_seconds_count") == 9
+    assert exporter.step_histograms()["vllm:time_per_output_token_seconds"].counts[-1] == 9
     assert registry.made["vllm:request_prompt_tokens", ()].observed == [7]
     assert registry.made["vllm:e2e_request_latency_seconds", ()].observed == [1.5]
     assert registry.made["vllm:request_params_n", ()].observed == [1.0]

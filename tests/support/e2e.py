@@ -26,9 +26,6 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from charonia.launch.server import TritonServer
 
 ANSWER_TIMEOUT_S = 60.0
-EXPORT_INTERVAL_S = 0.5  # how far the metrics page may lag behind
-# Histograms that are exported as counters; the parser gives counters the suffix of OpenMetrics.
-PARTS_OF_HISTOGRAMS = ("_bucket_total", "_sum_total", "_count_total")
 # Made once, because making one takes longer than most requests. It keeps no connections, which a
 # server would wait for when it stops.
 HTTP = httpx.Client(timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_keepalive_connections=0))
@@ -295,9 +292,12 @@ def scrape(server: TritonServer) -> dict[str, float]:
     """charonia's samples on the metrics page; keys as `charonia_kv_blocks{state="used"}`.
 
     The labels `model` and `version`, which all have, are left out.
+
+    Raises:
+        httpx.HTTPError: there is no page, as while tritonserver does not run.
     """
     samples = {}
-    page = HTTP.get(server.metrics_url).text
+    page = HTTP.get(server.metrics_url).raise_for_status().text
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name.startswith("nv_") and "kv_cache_block_type" not in sample.labels:
@@ -307,10 +307,7 @@ def scrape(server: TritonServer) -> dict[str, float]:
                 for name, value in sample.labels.items()
                 if name not in ("model", "version")
             )
-            name = sample.name
-            if name.endswith(PARTS_OF_HISTOGRAMS):
-                name = name.removesuffix("_total")
-            samples[f"{name}{{{labels}}}" if labels else name] = sample.value
+            samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
     return samples
 
 
@@ -327,7 +324,6 @@ def wait_idle(server: TritonServer, timeout: float = 30.0) -> dict[str, float]:
 
     All that was counted before the call is on the page that is returned.
     """
-    time.sleep(2 * EXPORT_INTERVAL_S)  # the page may still be from before
 
     def busy(samples: Mapping[str, float]) -> dict[str, float]:
         names = (

@@ -1,16 +1,18 @@
 """Counts and distributions of what the engine did, as plain numbers in this process.
 
-Owns the metrics' names and values. Must not know how they are exported: `serving` reads
-the numbers and drains the observations twice a second. Written by the engine's thread alone,
-except for rejections, which the service counts under its lock.
+Owns the values; what the metrics are called and mean is in `metric_table`. Must not know how they
+are exported: `serving` reads the numbers and drains the observations. Written by the engine's
+thread alone, except for rejections, which the service counts under its lock.
+
+What belongs to a request is counted before its last chunk is delivered.
 """
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from charonia.control import DraftCounts, Scheduler
+from charonia.engine.metric_table import KV_BLOCKS, METRICS, VLLM_METRICS
 from charonia.protocol import Collectives
 
 MAX_UNDRAINED = 10_000
@@ -18,39 +20,6 @@ MAX_UNDRAINED = 10_000
 
 Series = tuple[str, str]
 """A metric's name and the value of its one label, "" where it has none."""
-
-LABELS = {
-    "charonia_prompt_tokens_total": "source",
-    "charonia_step_phase_seconds_total": "phase",
-    "charonia_finished_total": "reason",
-    "charonia_rejections_total": "reason",
-    "charonia_engine_failures_total": "kind",
-    "charonia_collective_calls_total": "operation",
-    "charonia_collective_bytes_total": "operation",
-    "charonia_collective_seconds_total": "operation",
-    "charonia_kv_blocks": "state",
-    "charonia_accepted_at_position_total": "position",
-    "charonia_drafted_at_position_total": "position",
-}
-
-
-PHASES = ("deliver", "transit", "apply", "draft", "verify")
-"""Of a step, beside `charonia_plan_seconds` and the engine's own `charonia_step_seconds`.
-
-deliver: text and chunks of the step before; the engine computes meanwhile.
-transit: from the plan's being handed over until its result is here, less the engine's own time.
-apply: committing the result.
-draft, verify: of steps with drafts, in the draft model and in the rest of the engine.
-"""
-
-
-FAILURES = ("step_failed", "died", "hung", "load_failed")
-"""Of the engine, each counted once.
-
-step_failed: a step raised, and the engine lives. died: its process ended or hung up.
-hung: it lives, but a step passed its deadline or a question was not answered.
-load_failed: it cannot be loaded, or not in time; counted at every try.
-"""
 
 
 class Histogram:
@@ -84,7 +53,14 @@ class Histogram:
         return totals
 
 
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+def _zeros() -> dict[Series, float]:
+    """All counters that are there from the start."""
+    zeros: dict[Series, float] = defaultdict(float)
+    for metric in METRICS:
+        if metric.kind == "counter":
+            for value in metric.values if metric.label else ("",):
+                zeros[metric.name, value] = 0.0
+    return zeros
 
 
 @dataclass(slots=True)
@@ -96,54 +72,29 @@ class Metrics:
         observations: per request, by name, since the last `drain`.
     """
 
-    LONG_BOUNDS: ClassVar[tuple[float, ...]] = (*_SHORT, 30.0, 60.0, 120.0)
-
-    counters: dict[Series, float] = field(default_factory=lambda: defaultdict(float))
+    counters: dict[Series, float] = field(default_factory=_zeros)
     gauges: dict[Series, float] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {
-            "charonia_inter_token_seconds": Histogram(_SHORT),
-            "charonia_step_seconds": Histogram(_SHORT),
-            "charonia_plan_seconds": Histogram(
-                (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
-            ),
+            metric.name: Histogram(metric.buckets)
+            for metric in METRICS
+            if metric.kind == "histogram" and metric.place == "page"
         }
     )
-    observations: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        for name in (
-            "charonia_generation_tokens_total",
-            "charonia_cancellations_total",
-            "charonia_preemptions_total",
-            "charonia_prefix_cache_queried_tokens_total",
-            "charonia_prefix_cache_hit_tokens_total",
-            "charonia_draft_tokens_total",
-            "charonia_accepted_tokens_total",
-            "charonia_draft_rounds_total",
-            "charonia_engine_restarts_total",
-            "charonia_engine_reloads_total",
-            "charonia_requests_quarantined_total",
-            "charonia_requests_recomputed_total",
-        ):
-            self.counters[name, ""] = 0.0
-        for source in ("computed", "cached"):
-            self.counters["charonia_prompt_tokens_total", source] = 0.0
-        for phase in PHASES:
-            self.counters["charonia_step_phase_seconds_total", phase] = 0.0
-        for reason in ("stop", "length"):
-            self.counters["charonia_finished_total", reason] = 0.0
-        for reason in ("invalid", "queue_full", "unavailable"):
-            self.counters["charonia_rejections_total", reason] = 0.0
-        for kind in FAILURES:
-            self.counters["charonia_engine_failures_total", kind] = 0.0
+    observations: dict[str, deque[float]] = field(
+        default_factory=lambda: {
+            metric.source: deque()
+            for metric in (*METRICS, *VLLM_METRICS)
+            if metric.kind == "histogram" and metric.place == "triton"
+        }
+    )
 
     def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
         """Add to a counter."""
         self.counters[name, label] += amount
 
     def count_phase(self, phase: str, seconds: float) -> None:
-        """Add to what steps spend beside computing, see `PHASES`."""
+        """Add to what steps spend beside computing, see `metric_table.PHASES`."""
         self.counters["charonia_step_phase_seconds_total", phase] += max(seconds, 0.0)
 
     def count_end(
@@ -160,6 +111,7 @@ class Metrics:
         self.observe_request("charonia_request_seconds", total_s)
         self.observe_request("request_prompt_tokens", num_prompt)
         self.observe_request("request_generation_tokens", num_tokens)
+        self.observe_request("request_params_n", 1)
 
     def show_scheduler(self, scheduler: Scheduler) -> None:
         """Take over what the control plane counted, and how its blocks are used."""
@@ -170,7 +122,7 @@ class Metrics:
             ("cached", kv.num_cached),
             ("free", kv.num_free - kv.num_cached),
         ):
-            self.gauges["charonia_kv_blocks", state] = value
+            self.gauges[KV_BLOCKS.name, state] = value
         counters["charonia_prompt_tokens_total", "computed"] = stats.prompt_tokens_computed
         counters["charonia_prompt_tokens_total", "cached"] = stats.prompt_tokens_cached
         counters["charonia_preemptions_total", ""] = stats.preemptions
@@ -213,6 +165,12 @@ class Metrics:
             values.append(value)
 
     def drain(self) -> dict[str, list[float]]:
-        """The per-request observations since the last call."""
-        drained, self.observations = self.observations, defaultdict(list)
-        return drained
+        """The per-request observations since the last call. For another thread than the engine's.
+
+        Each is taken in one piece with its removal, so none is lost that is recorded meanwhile.
+        """
+        return {
+            name: [values.popleft() for _ in range(len(values))]
+            for name, values in self.observations.items()
+            if values
+        }

@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_generate(commands)
     _add_health(commands)
+    _add_metrics(commands)
     _add_reload(commands)
     _add_demo(commands)
     return parser
@@ -190,6 +191,33 @@ def _add_health(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     health.set_defaults(run=_run_health)
 
 
+def _add_metrics(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    metrics = commands.add_parser(
+        "metrics",
+        help="serve the metrics of a tritonserver that was started by hand",
+        description="Serve the page of metrics that `charonia serve` has, tritonserver's own and "
+        "what only the scheduler knows, beside a tritonserver that was started by hand.",
+    )
+    metrics.add_argument(
+        "--model-repository",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the model repository that tritonserver has loaded",
+    )
+    metrics.add_argument(
+        "--triton",
+        default="http://127.0.0.1:8002/metrics",
+        metavar="URL",
+        help="tritonserver's own page (default: %(default)s)",
+    )
+    metrics.add_argument("--address", default="127.0.0.1", metavar="A", help="default: %(default)s")
+    metrics.add_argument(
+        "--port", type=_port, default=9400, metavar="N", help="default: %(default)s"
+    )
+    metrics.set_defaults(run=_run_metrics)
+
+
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     demo = commands.add_parser(
         "demo",
@@ -272,6 +300,12 @@ def _run_health(options: argparse.Namespace) -> None:
         wait_s=options.wait,
         as_json=options.json,
     )
+
+
+def _run_metrics(options: argparse.Namespace) -> None:
+    from charonia.launch.metrics import serve_metrics
+
+    serve_metrics(options.model_repository, options.triton, options.address, options.port)
 
 
 def _run_demo(options: argparse.Namespace) -> None:

@@ -127,22 +127,28 @@ def remove_shared_memory(prefix: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_port(address: str, port: int, what: str) -> None:
-    """Make sure that a server could listen there.
+def listen(address: str, port: int, what: str) -> socket.socket:
+    """A socket that listens there; whoever gets it closes it.
 
     Raises:
         LaunchError: the port is taken, or the address is not of this machine.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-            probe.listen()
-        except OSError as error:
-            raise LaunchError(
-                f"{what} port {port} on {address} cannot be used: {error.strerror}"
-            ) from None
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"{what} port {port} on {address} cannot be used: {error.strerror}"
+        ) from None
+    return listener
+
+
+def check_port(address: str, port: int, what: str) -> None:
+    """Make sure that a server could listen there; raises as `listen`."""
+    listen(address, port, what).close()
 
 
 def free_ports(address: str, count: int) -> list[int]:

@@ -37,7 +37,7 @@ def prepared_server(
         try:
             yield server, prepared
         finally:
-            server.stop()
+            server.close()
     finally:
         runtime.close()
 

@@ -26,6 +26,8 @@ from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
 from charonia.launch.errors import LaunchError, LostError
 from charonia.launch.guard import make_guard
 from charonia.launch.logs import failure_reason, is_interesting
+from charonia.launch.metrics_http import PageServer
+from charonia.launch.metrics_merge import MergedPage
 from charonia.launch.patience import STOPPED_S
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.stacks import stack_limit
@@ -51,7 +53,8 @@ times as many with every character beyond ASCII escaped."""
 class TritonServer:
     """A tritonserver over one model repository, as a context manager.
 
-    It may be started again after `stop` or `kill`, with the same ports and key.
+    It may be started again after `stop` or `kill`, with the same ports and key. The page of metrics
+    is served from the first start until `close`, with an error while tritonserver does not run.
 
     Args:
         repository: a model repository that Triton may load as it is.
@@ -88,6 +91,9 @@ class TritonServer:
         self.grpc_port = grpc_port or free[1]
         self.metrics_port = metrics_port or free[2]
         self._further_options = tuple(further_options)
+        self._triton_metrics_port = 0  # another one at each start
+        self._page = MergedPage(self.repository, self._triton_metrics_url)
+        self._page_server: PageServer | None = None
         self._cores = cores
         self._on_log = on_log
         self._tail: deque[str] = deque(maxlen=LOG_TAIL_LINES)
@@ -124,8 +130,14 @@ class TritonServer:
 
     @property
     def metrics_url(self) -> str:
-        """The full URL of the metrics page."""
+        """The full URL of the metrics page: tritonserver's and the schedulers' in one."""
         return f"http://{self._host}:{self.metrics_port}/metrics"
+
+    def _triton_metrics_url(self) -> str | None:
+        """Of tritonserver's own page."""
+        if not self.is_running:
+            return None
+        return f"http://{DEFAULT_ADDRESS}:{self._triton_metrics_port}/metrics"
 
     @property
     def _host(self) -> str:
@@ -189,9 +201,14 @@ class TritonServer:
             LaunchError: a port is taken.
         """
         assert self._process is None, "it is already started"
-        ports = {"HTTP": self.http_port, "gRPC": self.grpc_port, "metrics": self.metrics_port}
-        for what, port in ports.items():
+        for what, port in {"HTTP": self.http_port, "gRPC": self.grpc_port}.items():
             processes.check_port(self.address, port, what)
+        if self._page_server is None:
+            listener = processes.listen(self.address, self.metrics_port, "metrics")
+            self._page_server = PageServer(listener, self._page.read)
+        taken = {self.http_port, self.grpc_port, self.metrics_port}
+        free = processes.free_ports(DEFAULT_ADDRESS, len(taken) + 1)
+        self._triton_metrics_port = next(port for port in free if port not in taken)
         self._tail.clear()
         self._is_open = False
         addresses = {"http_url": self.http_url, "grpc_url": self.grpc_url}
@@ -299,10 +316,13 @@ class TritonServer:
         processes.remove_shared_memory(self._runtime.shm_prefix)
 
     def close(self) -> None:
-        """`stop`, and remove what belongs to this run."""
+        """`stop`, end the page of metrics, and remove what belongs to this run."""
         try:
             self.stop()
         finally:
+            if self._page_server is not None:
+                self._page_server.close()
+            self._page.close()
             self._runtime.close()
 
     def __enter__(self) -> "TritonServer":
@@ -331,10 +351,10 @@ class TritonServer:
             "load-model": "*",
             "http-address": self.address,
             "grpc-address": self.address,
-            "metrics-address": self.address,
+            "metrics-address": DEFAULT_ADDRESS,
             "http-port": self.http_port,
             "grpc-port": self.grpc_port,
-            "metrics-port": self.metrics_port,
+            "metrics-port": self._triton_metrics_port,
             "http-restricted-api": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
             "grpc-restricted-protocol": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
             "backend-config": f"python,shm-region-prefix-name={self._runtime.shm_prefix}",

@@ -53,4 +53,4 @@ class StrandedCalls:
 
     def _is_idle(self) -> bool:
         found = read_metrics(self._metrics_url) or {}
-        return bool(found) and not any(found.get(name) for name in _RUNNING)
+        return all(found.get(name) == 0 for name in _RUNNING)

@@ -1,12 +1,12 @@
 """Carries the engine service's metrics to Triton's own metrics page.
 
-Owns the families at Triton, twice a second brought up to date in a thread of its own. Must not know
-what the numbers mean.
+Owns the families at Triton, brought up to date twice a second in a thread of its own and whenever
+somebody is about to read the page (`metrics_socket`). Must not know what the numbers mean.
 
-One update is a round trip of 15 to 43 µs and a Triton histogram takes one value at a time. So
+One update is a round trip of 15 to 43 µs and a Triton histogram takes one value at a time; two
+threads that update one series at the same time end tritonserver (2.51.0: 4 of 4 tries). So
 what is observed per request goes into Triton histograms, and what is observed per token or step
-is kept in this process and exported as counters `…_bucket`, `…_sum` and `…_count`, which
-Prometheus reads as the same thing.
+is kept in this process, where whoever makes a page asks for it.
 
 Nothing that was made at Triton is ever given back. Families of one name are one to Prometheus,
 whichever process made them, but each counts its own references: the last one frees a metric that
@@ -19,38 +19,21 @@ nothing is freed, the counters and histograms of one scheduler go on in the next
 import ctypes
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from charonia.engine.metrics import LABELS, Metrics, Series
+from charonia.engine.metric_table import (
+    BY_NAME,
+    KV_BLOCKS,
+    METRICS,
+    TRITON_BLOCKS,
+    VLLM_METRICS,
+    Metric,
+)
+from charonia.engine.metrics import Metrics
+from charonia.serving.metrics_socket import HistogramState
 
 INTERVAL_S = 0.5
-SECONDS = Metrics.LONG_BOUNDS
-TOKENS = tuple(float(2**power) for power in range(18))
-COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
-
-REQUEST_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "charonia_queue_seconds": ("charonia_queue_seconds", SECONDS),
-    "charonia_time_to_first_token_seconds": ("charonia_time_to_first_token_seconds", SECONDS),
-    "charonia_request_seconds": ("charonia_request_seconds", SECONDS),
-    "charonia_recovery_seconds": ("charonia_recovery_seconds", SECONDS),
-}
-"""Metric: the observation that it shows, and its buckets."""
-
-VLLM_REQUEST_HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "vllm:time_to_first_token_seconds": ("charonia_time_to_first_token_seconds", SECONDS),
-    "vllm:e2e_request_latency_seconds": ("charonia_request_seconds", SECONDS),
-    "vllm:request_prompt_tokens": ("request_prompt_tokens", TOKENS),
-    "vllm:request_generation_tokens": ("request_generation_tokens", TOKENS),
-}
-VLLM_COUNTERS = {
-    "vllm:prompt_tokens_total": "charonia_prompt_tokens_total",
-    "vllm:generation_tokens_total": "charonia_generation_tokens_total",
-}
-"""Metric: the counter whose series it sums."""
-VLLM_STEP_HISTOGRAMS = {"vllm:time_per_output_token_seconds": "charonia_inter_token_seconds"}
-VLLM_PARAMS_N = "vllm:request_params_n"
-BLOCK_METRIC = "nv_trt_llm_kv_cache_block_metrics"
 
 
 class MetricsExporter:
@@ -76,66 +59,77 @@ class MetricsExporter:
     ) -> None:
         self._metrics = metrics
         self._block_size = block_size
-        self._with_vllm_names = with_vllm_names
         self._log = log
         self._families = Families(pb_utils, labels)
+        shown = (*METRICS, *VLLM_METRICS) if with_vllm_names else METRICS
+        self._copied_counters = [m for m in shown if m.kind == "counter" and m.shows]
+        histograms = [metric for metric in shown if metric.kind == "histogram"]
+        self._request_histograms = [m for m in histograms if m.place == "triton"]
+        self._step_histograms = [m for m in histograms if m.place == "page"]
+        self._lock = threading.Lock()  # one thread at Triton at a time, and none after the end
+        self._is_open = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-metrics", daemon=True)
         self._export()
 
     def start(self) -> None:
         """Start the thread, once the model is loaded."""
+        with self._lock:
+            self._is_open = True
         self._thread.start()
 
     def close(self) -> None:
         """Stop the thread. Gauges are 0 from now on: they were of this scheduler."""
+        self.update()
+        with self._lock:
+            self._is_open = False
+            self._families.set_to_zero()
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._families.set_to_zero()
 
-    def _run(self) -> None:
-        while not self._stop.wait(INTERVAL_S):
+    def update(self) -> None:
+        """Bring Triton's page up to date; nothing happens before `start` or after `close`."""
+        with self._lock:
+            if not self._is_open:
+                return
             try:
                 self._export()
             except Exception:
                 self._log(f"metrics could not be exported: {traceback.format_exc()}")
 
+    def step_histograms(self) -> dict[str, HistogramState]:
+        """What is observed per token or step, which is not on Triton's page, by name."""
+        found = {}
+        for metric in self._step_histograms:
+            histogram = self._metrics.histograms[metric.source]
+            state = HistogramState(metric.buckets, histogram.cumulative(), histogram.sum)
+            found[metric.name] = state
+        return found
+
+    def _run(self) -> None:
+        while not self._stop.wait(INTERVAL_S):
+            self.update()
+
     def _export(self) -> None:
         metrics, families = self._metrics, self._families
-        for (name, label), value in list(metrics.counters.items()):
-            families.count_up_to(name, value, _labels_of((name, label)))
+        counters = list(metrics.counters.items())
+        for (name, label), value in counters:
+            families.count_up_to(BY_NAME[name], value, label)
+        for metric in self._copied_counters:
+            total = sum(value for (name, _), value in counters if name == metric.source)
+            families.count_up_to(metric, total)
         for (name, label), value in list(metrics.gauges.items()):
-            families.set(name, value, _labels_of((name, label)))
-        for name in metrics.histograms:
-            self._export_histogram(name, name)
-        observations = metrics.drain()
-        self._observe(REQUEST_HISTOGRAMS, observations)
+            families.set(BY_NAME[name], value, label)
         self._export_blocks()
-        if self._with_vllm_names:
-            self._export_vllm(observations)
-
-    def _export_histogram(self, name: str, source: str) -> None:
-        histogram = self._metrics.histograms[source]
-        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
-        totals = histogram.cumulative()
-        for bound, total in zip(bounds, totals, strict=True):
-            self._families.count_up_to(f"{name}_bucket", total, {"le": bound})
-        self._families.count_up_to(f"{name}_count", totals[-1])
-        self._families.count_up_to(f"{name}_sum", histogram.sum)
-
-    def _observe(
-        self,
-        histograms: Mapping[str, tuple[str, tuple[float, ...]]],
-        observations: Mapping[str, list[float]],
-    ) -> None:
-        for name, (source, buckets) in histograms.items():
-            self._families.observe(name, observations.get(source, ()), buckets)
+        observations = metrics.drain()
+        for metric in self._request_histograms:
+            families.observe(metric, observations.get(metric.source, ()))
 
     def _export_blocks(self) -> None:
         gauges = self._metrics.gauges
-        total = gauges.get(("charonia_kv_blocks", "total"), 0.0)
-        used = gauges.get(("charonia_kv_blocks", "used"), 0.0)
+        total = gauges.get((KV_BLOCKS.name, "total"), 0.0)
+        used = gauges.get((KV_BLOCKS.name, "used"), 0.0)
         values = {
             "max": total,
             "used": used,
@@ -143,18 +137,7 @@ class MetricsExporter:
             "tokens_per": float(self._block_size()),
         }
         for kind, value in values.items():
-            self._families.set(BLOCK_METRIC, value, {"kv_cache_block_type": kind})
-
-    def _export_vllm(self, observations: Mapping[str, list[float]]) -> None:
-        for name, source in VLLM_COUNTERS.items():
-            counters = list(self._metrics.counters.items())
-            total = sum(value for (other, _), value in counters if other == source)
-            self._families.count_up_to(name, total)
-        for name, source in VLLM_STEP_HISTOGRAMS.items():
-            self._export_histogram(name, source)
-        self._observe(VLLM_REQUEST_HISTOGRAMS, observations)
-        num_requests = len(observations.get("request_prompt_tokens", ()))
-        self._families.observe(VLLM_PARAMS_N, [1.0] * num_requests, COUNTS)
+            self._families.set(TRITON_BLOCKS, value, kind)
 
 
 class Families:
@@ -172,22 +155,22 @@ class Families:
         self._gauges: list[Any] = []
         self._values: dict[tuple[str, str], float] = {}
 
-    def count_up_to(self, name: str, total: float, labels: Mapping[str, str] | None = None) -> None:
+    def count_up_to(self, metric: Metric, total: float, label: str = "") -> None:
         """Bring a counter to `total`, which never falls."""
-        key, series = self._find(name, "COUNTER", labels)
+        series = self._find(metric, label)
+        key = (metric.name, label)
         delta = total - self._values.get(key, 0.0)
         if delta > 0:
             series.increment(delta)
             self._values[key] = total
 
-    def set(self, name: str, value: float, labels: Mapping[str, str] | None = None) -> None:
+    def set(self, metric: Metric, value: float, label: str = "") -> None:
         """Set a gauge, changed or not: a scheduler that ends sets it to 0 behind the next one."""
-        _, series = self._find(name, "GAUGE", labels)
-        series.set(value)
+        self._find(metric, label).set(value)
 
-    def observe(self, name: str, values: Any, buckets: tuple[float, ...]) -> None:
+    def observe(self, metric: Metric, values: Iterable[float]) -> None:
         """Add values to a histogram."""
-        _, series = self._find(name, "HISTOGRAM", None, buckets=list(buckets))
+        series = self._find(metric, "")
         for value in values:
             series.observe(value)
 
@@ -196,27 +179,27 @@ class Families:
         for series in self._gauges:
             series.set(0.0)
 
-    def _find(
-        self, name: str, kind: str, labels: Mapping[str, str] | None, **options: Any
-    ) -> tuple[tuple[str, str], Any]:
-        labels = labels or {}
-        key = (name, ",".join(labels.values()))
+    def _find(self, metric: Metric, label: str) -> Any:
+        key = (metric.name, label)
         if key not in self._series:
-            if name not in self._families:
-                self._families[name] = _immortal(
-                    self._family_class(
-                        name=name,
-                        description=name.replace("_", " "),
-                        kind=getattr(self._family_class, kind),
-                    )
-                )
-            series = _immortal(
-                self._families[name].Metric(labels=self._labels | dict(labels), **options)
-            )
+            labels = self._labels | ({metric.label: label} if label else {})
+            options = {"buckets": list(metric.buckets)} if metric.buckets else {}
+            series = _immortal(self._family(metric).Metric(labels=labels, **options))
             self._series[key] = series
-            if kind == "GAUGE":
+            if metric.kind == "gauge":
                 self._gauges.append(series)
-        return key, self._series[key]
+        return self._series[key]
+
+    def _family(self, metric: Metric) -> Any:
+        if metric.name not in self._families:
+            self._families[metric.name] = _immortal(
+                self._family_class(
+                    name=metric.name,
+                    description=metric.help,
+                    kind=getattr(self._family_class, metric.kind.upper()),
+                )
+            )
+        return self._families[metric.name]
 
 
 def _immortal(triton_object: Any) -> Any:
@@ -226,8 +209,3 @@ def _immortal(triton_object: Any) -> Any:
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(triton_object))
     return triton_object
-
-
-def _labels_of(series: Series) -> dict[str, str]:
-    name, value = series
-    return {LABELS[name]: value} if value else {}

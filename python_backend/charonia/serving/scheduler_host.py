@@ -22,6 +22,7 @@ from charonia.serving.grpc_control import GrpcControl
 from charonia.serving.intake import Intake
 from charonia.serving.ledger import Ledger
 from charonia.serving.metrics import MetricsExporter
+from charonia.serving.metrics_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
 from charonia.serving.outlets import Outlet, TritonOutlet
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.reload import (
@@ -135,6 +136,10 @@ class SchedulerHost:
             with_vllm_names=scheduler_args.report_custom_metrics,
             log=log,
         )
+        with _needing_a_socket(METRICS_SOCKET):
+            self._metrics_server = MetricsServer(
+                own_dir / METRICS_SOCKET, self._read_metrics, log=log
+            )
         self._start_lock = threading.Lock()
         self._is_started = False
         self._is_stopped = False
@@ -169,6 +174,7 @@ class SchedulerHost:
             self._service.close()
             self._sessions.close()
             self._relay.close()
+            self._metrics_server.close()
             self._exporter.close()
 
     def _take_over(self) -> None:
@@ -198,6 +204,10 @@ class SchedulerHost:
                 end_deliveries=self._sessions.stop_reports,
                 log=self._log,
             )
+
+    def _read_metrics(self) -> SchedulerMetrics:
+        self._exporter.update()
+        return SchedulerMetrics(self._exporter.step_histograms())
 
     def _take_relayed(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
         self._intake.take(lambda: raw, outlet, key)

@@ -21,16 +21,18 @@ _ROOT = 0  # may do anything anyway
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
-def connect(path: Path, *, max_bytes: int = MAX_BYTES) -> Channel:
+def connect(path: Path, *, max_bytes: int = MAX_BYTES, waits: bool = True) -> Channel:
     """Connect to the socket at `path`.
 
     Args:
         max_bytes: of a message, see `Channel`.
+        waits: for room where too many wait already, which a stopped process never makes.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nobody listens there; or without `waits` there is no room (EAGAIN).
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.setblocking(waits)
     try:
         with _short_path(path) as address:
             connection.connect(address)

@@ -1,0 +1,345 @@
+"""The table of metrics: of every family its name, kind, meaning, labels and buckets.
+
+Owns what Prometheus is told of a family. Must not know its values (`metrics`), nor how a page comes
+about.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+Place = Literal["triton", "page"]
+
+PHASES = ("deliver", "transit", "apply", "draft", "verify")
+"""Of a step, beside `charonia_plan_seconds` and the engine's own `charonia_step_seconds`.
+
+deliver: text and chunks of the step before; the engine computes meanwhile.
+transit: from the plan's being handed over until its result is here, less the engine's own time.
+apply: committing the result.
+draft, verify: of steps with drafts, in the draft model and in the rest of the engine.
+"""
+
+FAILURES = ("step_failed", "died", "hung", "load_failed")
+"""Of the engine, each counted once.
+
+step_failed: a step raised, and the engine lives. died: its process ended or hung up.
+hung: it lives, but a step passed its deadline or a question was not answered.
+load_failed: it cannot be loaded, or not in time; counted at every try.
+"""
+
+_PLAN_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
+_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_REQUEST_SECONDS = (*_STEP_SECONDS, 30.0, 60.0, 120.0)
+_TOKENS = tuple(float(2**power) for power in range(18))
+_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One family. Its series have the labels `model` and `version`, and at most one more.
+
+    Attributes:
+        help: what it says, in one sentence.
+        label: the further one, "" where there is none. values: its values that are known
+            beforehand; a counter shows them from the start.
+        buckets: upper bounds of a histogram's buckets, ascending; +Inf is added.
+        place: "triton" is on Triton's own page. "page" is on the page of `charonia serve` and
+            `charonia metrics` alone: what is observed per token or step, oftener than Triton's
+            metrics take, and what that page says of itself.
+        shows: the counter or histogram of ours, or the observations, whose values it has; "" is
+            its own name.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    place: Place = "triton"
+    shows: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where its values are found in `Metrics`."""
+        return self.shows or self.name
+
+
+SCHEDULER_UP = Metric(
+    name="charonia_scheduler_up",
+    kind="gauge",
+    help="Whether the scheduler has answered this scrape: with 0 what only it knows is missing, "
+    "and the rest may be out of date.",
+    place="page",
+)
+KV_BLOCKS = Metric(
+    name="charonia_kv_blocks",
+    kind="gauge",
+    help="Blocks of the KV cache by state; those of live requests are used.",
+    label="state",
+    values=("total", "used", "cached", "free"),
+)
+TRITON_BLOCKS = Metric(
+    name="nv_trt_llm_kv_cache_block_metrics",
+    kind="gauge",
+    help="Blocks of the KV cache, and tokens per block, as Triton's ORCA load header expects them.",
+    label="kv_cache_block_type",
+    values=("max", "free", "used", "tokens_per"),
+)
+
+METRICS = (
+    SCHEDULER_UP,
+    Metric(
+        name="charonia_requests_running",
+        kind="gauge",
+        help="Requests that have a row of the engine.",
+    ),
+    Metric(
+        name="charonia_requests_waiting",
+        kind="gauge",
+        help="Requests that wait for a row, or for an engine.",
+    ),
+    Metric(
+        name="charonia_queue_seconds",
+        kind="histogram",
+        help="Time from a request's arrival to its first step, or to its end without one.",
+        buckets=_REQUEST_SECONDS,
+    ),
+    Metric(
+        name="charonia_time_to_first_token_seconds",
+        kind="histogram",
+        help="Time from a request's arrival to its first token.",
+        buckets=_REQUEST_SECONDS,
+    ),
+    Metric(
+        name="charonia_inter_token_seconds",
+        kind="histogram",
+        help="Time per token after a request's first, one observation for each token.",
+        buckets=_STEP_SECONDS,
+        place="page",
+    ),
+    Metric(
+        name="charonia_request_seconds",
+        kind="histogram",
+        help="Time from a request's arrival to its end.",
+        buckets=_REQUEST_SECONDS,
+    ),
+    Metric(
+        name="charonia_prompt_tokens_total",
+        kind="counter",
+        help="Tokens of prompts, computed or found in the prefix cache.",
+        label="source",
+        values=("computed", "cached"),
+    ),
+    Metric(
+        name="charonia_generation_tokens_total",
+        kind="counter",
+        help="Tokens that were generated for clients.",
+    ),
+    Metric(
+        name="charonia_finished_total",
+        kind="counter",
+        help="Requests that are over, by finish reason or error code.",
+        label="reason",
+        values=("stop", "length"),
+    ),
+    Metric(
+        name="charonia_rejections_total",
+        kind="counter",
+        help="Requests that were refused before they were queued.",
+        label="reason",
+        values=("invalid", "queue_full", "unavailable"),
+    ),
+    Metric(
+        name="charonia_cancellations_total",
+        kind="counter",
+        help="Requests whose client cancelled them or went away.",
+    ),
+    Metric(
+        name="charonia_preemptions_total",
+        kind="counter",
+        help="Times that a running request gave up its blocks and was computed again later.",
+    ),
+    Metric(
+        name="charonia_prefix_cache_queried_tokens_total",
+        kind="counter",
+        help="Tokens of prompts that were looked up in the prefix cache.",
+    ),
+    Metric(
+        name="charonia_prefix_cache_hit_tokens_total",
+        kind="counter",
+        help="Tokens of prompts that were found in the prefix cache.",
+    ),
+    KV_BLOCKS,
+    Metric(
+        name="charonia_step_seconds",
+        kind="histogram",
+        help="Time that the engine computed in a step.",
+        buckets=_STEP_SECONDS,
+        place="page",
+    ),
+    Metric(
+        name="charonia_plan_seconds",
+        kind="histogram",
+        help="Time that the scheduler needed to plan a step.",
+        buckets=_PLAN_SECONDS,
+        place="page",
+    ),
+    Metric(
+        name="charonia_step_phase_seconds_total",
+        kind="counter",
+        help="Time that steps took beside planning and computing, by phase.",
+        label="phase",
+        values=PHASES,
+    ),
+    Metric(
+        name="charonia_draft_tokens_total",
+        kind="counter",
+        help="Tokens that speculation guessed.",
+    ),
+    Metric(
+        name="charonia_accepted_tokens_total",
+        kind="counter",
+        help="Guessed tokens that were right.",
+    ),
+    Metric(
+        name="charonia_draft_rounds_total",
+        kind="counter",
+        help="Steps of a request in which guessed tokens were verified.",
+    ),
+    Metric(
+        name="charonia_drafted_at_position_total",
+        kind="counter",
+        help="Guessed tokens by their place in a run of drafts, from 0.",
+        label="position",
+    ),
+    Metric(
+        name="charonia_accepted_at_position_total",
+        kind="counter",
+        help="Guessed tokens that were right by their place in a run of drafts, from 0.",
+        label="position",
+    ),
+    Metric(
+        name="charonia_draft_depth",
+        kind="gauge",
+        help="Guessed tokens per decoding request in the last step.",
+    ),
+    Metric(
+        name="charonia_engine_up",
+        kind="gauge",
+        help="Whether there is an engine that steps can run on.",
+    ),
+    Metric(
+        name="charonia_engine_restarts_total",
+        kind="counter",
+        help="Engines that replaced a lost one.",
+    ),
+    Metric(
+        name="charonia_engine_reloads_total",
+        kind="counter",
+        help="Engines that replaced another by an operator's order.",
+    ),
+    Metric(
+        name="charonia_engine_failures_total",
+        kind="counter",
+        help="Failures of the engine by kind.",
+        label="kind",
+        values=FAILURES,
+    ),
+    Metric(
+        name="charonia_recovery_seconds",
+        kind="histogram",
+        help="Time from noticing that the engine is lost until requests ran again.",
+        buckets=_REQUEST_SECONDS,
+    ),
+    Metric(
+        name="charonia_requests_recomputed_total",
+        kind="counter",
+        help="Live requests that went on with another engine.",
+    ),
+    Metric(
+        name="charonia_requests_quarantined_total",
+        kind="counter",
+        help="Requests that failed alone because they stop the engine each time they run.",
+    ),
+    Metric(
+        name="charonia_collective_calls_total",
+        kind="counter",
+        help="Exchanges of the engine's first rank with the others, by operation.",
+        label="operation",
+    ),
+    Metric(
+        name="charonia_collective_bytes_total",
+        kind="counter",
+        help="Bytes that the engine's first rank gave to exchanges, by operation.",
+        label="operation",
+    ),
+    Metric(
+        name="charonia_collective_seconds_total",
+        kind="counter",
+        help="Time that the engine's first rank spent in exchanges, waiting included.",
+        label="operation",
+    ),
+    TRITON_BLOCKS,
+)
+
+VLLM_METRICS = (
+    Metric(
+        name="vllm:prompt_tokens_total",
+        kind="counter",
+        help="Tokens of prompts.",
+        shows="charonia_prompt_tokens_total",
+    ),
+    Metric(
+        name="vllm:generation_tokens_total",
+        kind="counter",
+        help="Tokens that were generated for clients.",
+        shows="charonia_generation_tokens_total",
+    ),
+    Metric(
+        name="vllm:time_to_first_token_seconds",
+        kind="histogram",
+        help="Time from a request's arrival to its first token.",
+        buckets=_REQUEST_SECONDS,
+        shows="charonia_time_to_first_token_seconds",
+    ),
+    Metric(
+        name="vllm:time_per_output_token_seconds",
+        kind="histogram",
+        help="Time per token after a request's first, one observation for each token.",
+        buckets=_STEP_SECONDS,
+        place="page",
+        shows="charonia_inter_token_seconds",
+    ),
+    Metric(
+        name="vllm:e2e_request_latency_seconds",
+        kind="histogram",
+        help="Time from a request's arrival to its end.",
+        buckets=_REQUEST_SECONDS,
+        shows="charonia_request_seconds",
+    ),
+    Metric(
+        name="vllm:request_prompt_tokens",
+        kind="histogram",
+        help="Tokens of a request's prompt.",
+        buckets=_TOKENS,
+        shows="request_prompt_tokens",
+    ),
+    Metric(
+        name="vllm:request_generation_tokens",
+        kind="histogram",
+        help="Tokens that a request generated.",
+        buckets=_TOKENS,
+        shows="request_generation_tokens",
+    ),
+    Metric(
+        name="vllm:request_params_n",
+        kind="histogram",
+        help="Completions that a request asked for, which is always one.",
+        buckets=_COUNTS,
+        shows="request_params_n",
+    ),
+)
+"""Under the names of vLLM, where the scheduler's REPORT_CUSTOM_METRICS asks for them."""
+
+BY_NAME = {metric.name: metric for metric in (*METRICS, *VLLM_METRICS)}

@@ -1,0 +1,98 @@
+"""One page of metrics: tritonserver's own, and behind it what only the schedulers know.
+
+Owns what is on it, and whom it waits for. Must not know how it is served, nor how a server runs.
+
+    scheduler   asked first: it brings what it has at Triton up to date, and gives its histograms
+    tritonserver   read then, so that the page has all that was counted before it was asked for
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import httpx
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from charonia.engine.metric_table import BY_NAME, SCHEDULER_UP
+from charonia.launch.errors import LaunchError
+from charonia.serving.metrics_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
+
+SCHEDULERS_S = 1.0
+"""In which the schedulers answer, all of them, or the page goes without."""
+TRITON_S = 2.0
+LABELS = ("model", "version")
+
+Place = tuple[str, str]
+"""A model and its version."""
+
+
+class MergedPage:
+    """The metrics of one server.
+
+    Args:
+        repository: its models' folders, with the schedulers' sockets in them.
+        triton_url: of tritonserver's own page at this moment; None while it does not run.
+    """
+
+    def __init__(self, repository: Path, triton_url: Callable[[], str | None]) -> None:
+        self._repository = repository
+        self._triton_url = triton_url
+        # tritonserver would wait at its end for connections that are kept.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._client = httpx.Client(timeout=TRITON_S, limits=limits, trust_env=False)
+
+    def read(self) -> bytes:
+        """The page, in Prometheus' text format 0.0.4. For one thread at a time.
+
+        Raises:
+            LaunchError: tritonserver has none.
+        """
+        url = self._triton_url()
+        if url is None:
+            raise LaunchError("tritonserver does not run")
+        paths = sorted(self._repository.glob(f"*/*/{METRICS_SOCKET}"))
+        answers = ask_schedulers(paths, SCHEDULERS_S)
+        try:
+            triton = self._client.get(url).raise_for_status().content
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise LaunchError(f"tritonserver's metrics cannot be read: {error}") from None
+        places = [(path.parts[-3], path.parts[-2]) for path in paths]
+        return triton + exposition(dict(zip(places, answers, strict=True)))
+
+    def close(self) -> None:
+        """Let go of what it is read with."""
+        self._client.close()
+
+
+def exposition(answers: Mapping[Place, SchedulerMetrics | None]) -> bytes:
+    """What the schedulers say, in Prometheus' text format; None of one that has not answered."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Answers(answers))
+    return generate_latest(registry)
+
+
+class _Answers(Collector):
+    """The families of answers, each once, with the series of all schedulers."""
+
+    def __init__(self, answers: Mapping[Place, SchedulerMetrics | None]) -> None:
+        self._answers = answers
+
+    def collect(self) -> Iterator[Metric]:
+        """Families of which there are series."""
+        if not self._answers:
+            return
+        is_up = GaugeMetricFamily(SCHEDULER_UP.name, SCHEDULER_UP.help, labels=LABELS)
+        for place, answer in self._answers.items():
+            is_up.add_metric(place, float(answer is not None))
+        yield is_up
+        there = {place: answer for place, answer in self._answers.items() if answer is not None}
+        for metric in BY_NAME.values():
+            family = HistogramMetricFamily(metric.name, metric.help, labels=LABELS)
+            for place, answer in there.items():
+                if (state := answer.histograms.get(metric.name)) is not None:
+                    bounds = [*(f"{bound:g}" for bound in state.bounds), "+Inf"]
+                    buckets = list(zip(bounds, state.counts, strict=True))
+                    family.add_metric(place, buckets, state.sum)
+            if family.samples:
+                yield family

@@ -1,0 +1,196 @@
+"""The HTTP server of the metrics page: what is answered, and how much of anything is held."""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import psutil
+import pytest
+
+from charonia.launch import metrics_http
+from charonia.launch.errors import LaunchError
+from charonia.launch.metrics_http import MAX_CONNECTIONS, PageServer
+from charonia.launch.processes import listen
+from support.e2e import wait_for
+
+Start = Callable[[Callable[[], bytes]], int]
+PAGE = b"# HELP a Something.\n# TYPE a gauge\na 1\n"
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Serves a page on a free port of 127.0.0.1 until the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(read: Callable[[], bytes]) -> int:
+            listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
+            port: int = listener.getsockname()[1]
+            stack.enter_context(contextlib.closing(PageServer(listener, read)))
+            return port
+
+        yield start
+
+
+def url(port: int) -> str:
+    return f"http://127.0.0.1:{port}/metrics"
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+def answer_to(port: int, data: bytes) -> bytes:
+    """All that comes back on a connection of its own."""
+    received = b""
+    with connect(port) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(data)
+        while more := connection.recv(4096):
+            received += more
+    return received
+
+
+def test_the_page_is_in_prometheus_text_format_and_head_is_the_same_without_it(
+    start: Start,
+) -> None:
+    port = start(lambda: PAGE)
+    page, head = httpx.get(url(port)), httpx.head(url(port))
+    assert (page.status_code, page.content) == (200, PAGE)
+    assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert (head.status_code, head.content, head.headers) == (200, b"", page.headers)
+    assert httpx.get(url(port) + "?name=a").content == PAGE
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/"), ("GET", "/metrics/x"), ("POST", "/metrics")]
+)
+def test_there_is_nothing_else(start: Start, method: str, path: str) -> None:
+    port = start(lambda: PAGE)
+    assert httpx.request(method, f"http://127.0.0.1:{port}{path}").status_code == 404
+
+
+def test_without_a_page_the_reason_is_the_answer(start: Start) -> None:
+    def refuse() -> bytes:
+        raise LaunchError("tritonserver does not run")
+
+    reply = httpx.get(url(start(refuse)))
+    assert (reply.status_code, reply.text) == (503, "tritonserver does not run\n")
+    assert reply.headers["content-type"].startswith("text/plain")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 5000,
+        b"GET\r\n\r\n",
+        b"GET /metrics\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 10**5,
+        b"GET /metrics HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    ],
+)
+def test_nonsense_is_refused_and_harms_nobody(start: Start, data: bytes) -> None:
+    port = start(lambda: PAGE)
+    assert answer_to(port, data)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431", b"")
+    assert httpx.get(url(port)).content == PAGE
+
+
+def test_who_resets_or_goes_away_harms_nobody(start: Start) -> None:
+    port = start(lambda: PAGE * 10**5)
+    for data in (b"", b"GET /met", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
+        for _ in range(5):
+            connection = connect(port)
+            connection.sendall(data)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+    assert httpx.get(url(port)).content == PAGE * 10**5
+
+
+def test_who_says_nothing_gives_way_and_is_hung_up_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = start(lambda: PAGE)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(port)) for _ in range(2 * MAX_CONNECTIONS)]
+        silent[-1].sendall(b"GET /metrics HTTP/1.1\r\n")
+        assert httpx.get(url(port)).content == PAGE
+        assert silent[0].recv(1) == b"", "the first to come is the first to go"
+    monkeypatch.setattr(metrics_http, "REQUEST_S", 0.2)
+    with connect(port) as slow:
+        slow.sendall(b"GET /")
+        assert slow.recv(1) == b""
+
+
+def test_who_does_not_take_the_answer_is_hung_up_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_http, "TAKE_S", 0.2)
+    process, may_go_on = psutil.Process(), threading.Event()
+
+    def read() -> bytes:
+        may_go_on.wait(20)
+        return b"x" * 2**25
+
+    port = start(read)
+    before = process.num_fds()
+    num_bytes = 0
+    with connect(port) as connection, contextlib.suppress(ConnectionError):
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_for(process.num_fds, lambda num: num == before + 2)
+        may_go_on.set()
+        wait_for(process.num_fds, lambda num: num == before + 1)  # our end alone is left
+        while data := connection.recv(2**16):
+            num_bytes += len(data)
+    assert num_bytes < 2**25
+
+
+class SlowPage:
+    """A page that is held until it is let go, and how many were begun."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.may_go_on = threading.Event()
+
+    def read(self) -> bytes:
+        self.num_begun += 1
+        page = b"%d" % self.num_begun
+        assert self.may_go_on.wait(20)
+        return page
+
+
+def test_who_comes_while_a_page_is_made_shares_the_next_one() -> None:
+    slow = SlowPage()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
+        server = stack.enter_context(contextlib.closing(PageServer(listener, slow.read)))
+        clients = []
+        for number in range(6):
+            clients.append(stack.enter_context(connect(listener.getsockname()[1])))
+            clients[-1].sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            wait_for(lambda: server._num_asking, lambda num, number=number: num > number)
+        assert slow.num_begun == 1
+        slow.may_go_on.set()
+        pages = [client.makefile("rb").read()[-1:] for client in clients]
+    assert pages == [b"1", *[b"2"] * 5], "a page that was begun before it was asked for"
+
+
+def test_a_page_that_takes_too_long_is_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_http, "PAGE_S", 0.1)
+    slow = SlowPage()
+    port = start(slow.read)
+    assert httpx.get(url(port)).status_code == 503
+    slow.may_go_on.set()
+
+
+def test_the_end_hangs_up_on_everybody_and_frees_the_port() -> None:
+    with listen("127.0.0.1", 0, "metrics") as listener:
+        port = listener.getsockname()[1]
+        server = PageServer(listener, lambda: PAGE)
+        with connect(port) as silent:
+            assert httpx.get(url(port)).content == PAGE
+            server.close()
+            with contextlib.suppress(ConnectionError):
+                assert silent.recv(1) == b""
+        server.close()  # once more does no harm
+    listen("127.0.0.1", port, "metrics").close()

@@ -1,0 +1,170 @@
+"""What is on the metrics page: tritonserver's own part, and what the schedulers say."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from charonia.engine.metric_table import BY_NAME
+from charonia.launch import metrics_merge
+from charonia.launch.errors import LaunchError
+from charonia.launch.metrics_merge import MergedPage
+from charonia.serving.metrics_socket import (
+    METRICS_SOCKET,
+    HistogramState,
+    MetricsServer,
+    SchedulerMetrics,
+)
+from charonia.sockets.local import listen
+
+TRITON = b"# HELP nv_a Triton's.\n# TYPE nv_a counter\nnv_a 1\n"
+STATE = HistogramState((0.5, 1.0), [1, 1, 3], 7.25)
+
+
+class Triton:
+    """Answers as tritonserver's metrics port does."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.num_asked = 0
+        triton = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                triton.num_asked += 1
+                self.send_response(triton.status)
+                self.end_headers()
+                self.wfile.write(TRITON)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self.server.serve_forever)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/metrics"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self._thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def triton() -> Iterator[Triton]:
+    with contextlib.closing(Triton()) as triton:
+        yield triton
+
+
+@pytest.fixture
+def page(tmp_path: Path, triton: Triton) -> Iterator[MergedPage]:
+    with contextlib.closing(MergedPage(tmp_path, lambda: triton.url)) as page:
+        yield page
+
+
+@pytest.fixture
+def add_scheduler(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Adds a scheduler to the repository: its name, and what it does when it is asked."""
+    with contextlib.ExitStack() as stack:
+
+        def add(name: str, read: Callable[[], SchedulerMetrics]) -> None:
+            (tmp_path / name / "1").mkdir(parents=True)
+            server = MetricsServer(tmp_path / name / "1" / METRICS_SOCKET, read, log=pytest.fail)
+            stack.enter_context(contextlib.closing(server))
+
+        yield add
+
+
+def samples_of(page: bytes) -> dict[tuple[str, str, str], float]:
+    """Values by name, model and bound; asserts that each family is there once."""
+    families = list(text_string_to_metric_families(page.decode()))
+    assert len({family.name for family in families}) == len(families)
+    return {
+        (sample.name, sample.labels.get("model", ""), sample.labels.get("le", "")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_it_begins_with_tritons_own_part_and_without_schedulers_that_is_all(
+    page: MergedPage,
+) -> None:
+    assert page.read() == TRITON
+
+
+def test_the_histograms_of_all_schedulers_follow_each_family_once(
+    page: MergedPage, add_scheduler: Callable[..., None]
+) -> None:
+    steps, plans = "charonia_step_seconds", "charonia_plan_seconds"
+    add_scheduler("one", lambda: SchedulerMetrics({steps: STATE, "unheard_of": STATE}))
+    add_scheduler("two", lambda: SchedulerMetrics({steps: STATE, plans: STATE}))
+    read = page.read()
+    assert read.startswith(TRITON)
+    found = samples_of(read)
+    for model in ("one", "two"):
+        assert found["charonia_scheduler_up", model, ""] == 1
+        assert [found[f"{steps}_bucket", model, le] for le in ("0.5", "1", "+Inf")] == [1, 1, 3]
+        assert found[f"{steps}_count", model, ""] == 3
+        assert found[f"{steps}_sum", model, ""] == 7.25
+    assert f"# HELP {steps} {BY_NAME[steps].help}\n# TYPE {steps} histogram\n" in read.decode()
+    assert (f"{plans}_count", "one", "") not in found
+    assert f'{steps}_count{{model="one",version="1"}}' in read.decode()
+    assert b"unheard_of" not in read
+
+
+def test_a_scheduler_is_asked_before_triton_whose_page_it_brings_up_to_date(
+    page: MergedPage, add_scheduler: Callable[..., None], triton: Triton
+) -> None:
+    order: list[int] = []
+
+    def read() -> SchedulerMetrics:
+        order.append(triton.num_asked)
+        return SchedulerMetrics({})
+
+    add_scheduler("scheduler", read)
+    page.read()
+    page.read()
+    assert order == [0, 1]
+
+
+def test_a_scheduler_that_does_not_answer_is_down_and_the_rest_is_there(
+    page: MergedPage,
+    add_scheduler: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics_merge, "SCHEDULERS_S", 0.3)
+    add_scheduler("well", lambda: SchedulerMetrics({"charonia_step_seconds": STATE}))
+    (tmp_path / "hung" / "1").mkdir(parents=True)
+    with listen(tmp_path / "hung" / "1" / METRICS_SOCKET):
+        read = page.read()
+    assert read.startswith(TRITON)
+    found = samples_of(read)
+    assert found["charonia_scheduler_up", "hung", ""] == 0
+    assert found["charonia_scheduler_up", "well", ""] == 1
+    assert ("charonia_step_seconds_count", "hung", "") not in found
+    assert found["charonia_step_seconds_count", "well", ""] == 3
+
+
+def test_without_triton_there_is_no_page(page: MergedPage, triton: Triton, tmp_path: Path) -> None:
+    triton.status = 500
+    with pytest.raises(LaunchError, match=r"cannot be read: .*500"):
+        page.read()
+    for url, reason in (
+        (None, "tritonserver does not run"),
+        ("http://127.0.0.1:1/metrics", "cannot be read: .*refused"),
+        ("nonsense", "cannot be read"),
+        ("http://[", "cannot be read"),
+    ):
+        with (
+            contextlib.closing(MergedPage(tmp_path, lambda url=url: url)) as other,
+            pytest.raises(LaunchError, match=reason),
+        ):
+            other.read()

@@ -1,0 +1,127 @@
+"""The socket by which the scheduler is asked for its metrics, and what becomes of bad answers."""
+
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from charonia.serving.metrics_socket import (
+    METRICS_SOCKET,
+    HistogramState,
+    MetricsServer,
+    SchedulerMetrics,
+    ask_schedulers,
+)
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import connect, is_same_user, listen
+from charonia.sockets.server import Server
+
+STATE = HistogramState((0.5, 1.0), [1, 1, 3], 7.25)
+METRICS = SchedulerMetrics({"charonia_step_seconds": STATE})
+LONG_S = 20.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / METRICS_SOCKET
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[[Path, Callable[[], SchedulerMetrics]], None]]:
+    servers = []
+
+    def serve(path: Path, read: Callable[[], SchedulerMetrics]) -> None:
+        servers.append(MetricsServer(path, read, log=pytest.fail))
+
+    yield serve
+    for server in servers:
+        server.close()
+
+
+def test_a_scheduler_answers_with_its_histograms_each_time_anew(path: Path, serve) -> None:
+    num_asked = 0
+
+    def read() -> SchedulerMetrics:
+        nonlocal num_asked
+        num_asked += 1
+        return SchedulerMetrics({"n": HistogramState((), [num_asked], 0.5)})
+
+    serve(path, read)
+    for number in (1, 2):
+        assert ask_schedulers([path], LONG_S) == [
+            SchedulerMetrics({"n": HistogramState((), [number], 0.5)})
+        ]
+
+
+def test_the_socket_is_its_owners_alone(path: Path, serve) -> None:
+    serve(path, lambda: METRICS)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_who_asks_for_something_else_is_hung_up_on(path: Path, serve) -> None:
+    serve(path, lambda: METRICS)
+    channel = connect(path)
+    channel.send(b"charonia: step down")
+    assert channel.receive(LONG_S) is None
+    channel.close()
+    assert ask_schedulers([path], LONG_S) == [METRICS]
+
+
+def test_one_that_hangs_costs_the_time_once_and_keeps_no_other_answer_back(
+    tmp_path: Path, serve
+) -> None:
+    may_go_on = threading.Event()
+
+    def hang() -> SchedulerMetrics:
+        may_go_on.wait(LONG_S)
+        return METRICS
+
+    paths = [tmp_path / f"{number}.socket" for number in range(3)]
+    serve(paths[0], hang)
+    serve(paths[1], hang)
+    serve(paths[2], lambda: METRICS)
+    started = time.monotonic()
+    answers = ask_schedulers(paths, 0.5)
+    seconds = time.monotonic() - started
+    may_go_on.set()
+    assert answers == [None, None, METRICS]
+    assert 0.5 <= seconds < LONG_S / 2
+
+
+def test_nobody_there_is_no_answer(tmp_path: Path) -> None:
+    listen(tmp_path / "left.socket").close()
+    (tmp_path / "file.socket").touch()
+    names = ("left.socket", "file.socket", "none.socket", "no/directory.socket")
+    assert ask_schedulers([tmp_path / name for name in names], LONG_S) == [None] * len(names)
+
+
+def test_one_that_takes_no_connection_any_more_holds_nobody(path: Path) -> None:
+    with listen(path):  # as of a stopped process: nobody accepts
+        for _ in range(200):
+            assert ask_schedulers([path], 0.001) == [None]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\xff" * 100,
+        msgspec.msgpack.encode({"histograms": 5}),
+        msgspec.msgpack.encode({"histograms": {"a": {"bounds": [0.5], "counts": [1], "sum": 0.5}}}),
+        b"\x91" * 10**5,
+        b"x" * 2**21,
+    ],
+)
+def test_nonsense_is_no_answer(path: Path, answer: bytes) -> None:
+    def serve(connection: Connection) -> None:
+        for _ in connection.messages():
+            connection.send(answer)
+
+    server = Server(listen(path), is_same_user, serve, log=lambda line: None)
+    server.start()
+    assert ask_schedulers([path], LONG_S) == [None]
+    server.close()
