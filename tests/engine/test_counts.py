@@ -1,5 +1,7 @@
 """What the core counts of tokens, drafts and time, for the server and for each request."""
 
+from string import ascii_letters
+
 import pytest
 
 from charonia.engine.metric_table import PHASES
@@ -106,3 +108,50 @@ def test_observations_that_nobody_drains_do_not_pile_up():
     for _ in range(MAX_UNDRAINED + 5):
         metrics.observe_request("charonia_queue_seconds", 0.1)
     assert len(metrics.drain()["charonia_queue_seconds"]) == MAX_UNDRAINED
+
+
+class SnapshotBench(Bench):
+    """Keeps what was counted at the moment of each request's last chunk."""
+
+    def _take(self, chunk):
+        super()._take(chunk)
+        if chunk.is_final:
+            metrics = self.core.metrics
+            self.at_end = {
+                "counters": dict(metrics.counters),
+                "steps": metrics.histograms["charonia_step_seconds"].count,
+                "gaps": metrics.histograms["charonia_inter_token_seconds"].count,
+                "observed": {name: len(values) for name, values in metrics.observations.items()},
+            }
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({}, "length"),
+        ({"stop": tuple(ascii_letters), "min_tokens": 20}, "stop"),
+        ({"stop_token_ids": tuple(range(0, 256, 6))}, "stop"),
+        ({"deadline_ms": 105}, "unavailable"),
+        (None, "cancelled"),
+    ],
+)
+@pytest.mark.parametrize("max_draft_len", [0, 100])
+def test_a_request_is_counted_before_its_last_chunk_is_delivered(params, reason, max_draft_len):
+    speculation = FIXED if max_draft_len else None
+    bench = SnapshotBench(EchoExecutor(max_draft_len=max_draft_len), speculation)
+    bench.add("a", **{"max_tokens": 60} | (params or {}))
+    bench.run(4)
+    if params is None:
+        bench.core.cancel("a")
+    bench.run()
+    then, metrics = bench.at_end, bench.core.metrics
+    # Seconds may be counted after it: those of delivering it, for one.
+    counted = {series: n for series, n in metrics.counters.items() if "seconds" not in series[0]}
+    assert then["counters"].items() >= counted.items()
+    assert counted["charonia_finished_total", reason] == 1
+    assert counted["charonia_prompt_tokens_total", "computed"] == 10
+    assert counted["charonia_generation_tokens_total", ""] == len(bench.tokens("a")) > 0
+    assert (counted["charonia_accepted_tokens_total", ""] > 0) == bool(max_draft_len)
+    assert then["gaps"] == metrics.histograms["charonia_inter_token_seconds"].count
+    assert then["observed"] == {name: len(values) for name, values in metrics.observations.items()}
+    assert then["observed"]["charonia_request_seconds"] == 1
