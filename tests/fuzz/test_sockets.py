@@ -36,6 +36,7 @@ from charonia.protocol import (
     encode,
 )
 from charonia.serving import relay
+from charonia.serving.metrics_socket import HistogramState, SchedulerMetrics, decode_metrics
 from charonia.serving.reload import ReloadOrder, decode_order
 from charonia.serving.tensors import RawRequest
 from charonia.sockets.channel import Channel
@@ -74,6 +75,14 @@ DECODERS: dict[str, tuple[Decode, list[bytes]]] = {
     "orders to reload": (
         decode_order,
         [msgspec.msgpack.encode(ReloadOrder({"model": "m"}))],
+    ),
+    "metrics of the scheduler": (
+        decode_metrics,
+        [
+            msgspec.msgpack.encode(
+                SchedulerMetrics({"charonia_step_seconds": HistogramState((0.5,), [1, 3], 7.5)})
+            )
+        ],
     ),
     "messages of ranks": (
         ranks.decode,

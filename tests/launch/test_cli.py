@@ -107,6 +107,20 @@ def test_a_taken_port_is_one_line(
     assert last == f"charonia: HTTP port {port} on 127.0.0.1 cannot be used: Address already in use"
 
 
+def test_metrics_of_no_repository_or_at_a_taken_port_are_one_line(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["metrics", "--model-repository", "/no/such"]) == 1
+    assert capsys.readouterr().err == "charonia: no model repository /no/such\n"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["metrics", "--model-repository", str(repository), "--port", str(port)]) == 1
+    reason = "cannot be used: Address already in use"
+    assert capsys.readouterr().err == f"charonia: metrics port {port} on 127.0.0.1 {reason}\n"
+
+
 @pytest.mark.parametrize(
     "arguments", [("serve", "--http-port", "99999"), ("serve", "--dtype", "int3"), (), ("fly",)]
 )

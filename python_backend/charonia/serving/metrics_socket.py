@@ -59,6 +59,11 @@ class SchedulerMetrics(msgspec.Struct, frozen=True):
 _decoder = msgspec.msgpack.Decoder(SchedulerMetrics)
 
 
+def decode_metrics(data: bytes) -> SchedulerMetrics:
+    """Raises ValueError, RecursionError: it is no answer of a scheduler."""
+    return _decoder.decode(data)
+
+
 class MetricsServer:
     """The scheduler's end.
 
@@ -118,6 +123,6 @@ def _ask(path: Path, stack: contextlib.ExitStack) -> Channel | None:
 def _answer_of(channel: Channel, deadline: float) -> SchedulerMetrics | None:
     try:
         answer = channel.receive(max(deadline - time.monotonic(), 0.0))
-        return None if answer is None else _decoder.decode(answer)
+        return None if answer is None else decode_metrics(answer)
     except (OSError, ValueError, RecursionError):
         return None
