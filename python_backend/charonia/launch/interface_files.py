@@ -1,7 +1,7 @@
 """Writes what files repeat of the interface: `make interface`.
 
-Tensors come from `serving/interface.py`, arguments with their meanings from the docstrings of
-`config.py`.
+Tensors come from `serving/interface.py`, metrics from `engine/metric_table.py`, arguments with
+their meanings from the docstrings of `config.py`.
 
 Owns the places between two marks, in a config.pbtxt, and as comments of Markdown in a README.md::
 
@@ -25,6 +25,7 @@ import msgspec
 from charonia import vllm_args
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.launch.discovery import default_repository
+from charonia.engine.metric_table import METRICS, VLLM_METRICS, Metric
 from charonia.launch.errors import LaunchError
 from charonia.serving.interface import (
     INPUTS,
@@ -77,6 +78,8 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     found["speculative_config"] = partial(_arguments, SpeculativeConfig)
     found["scheduler parameters"] = partial(_arguments, SchedulerArgs)
     found["arguments without effect"] = _without_effect
+    found["metrics"] = partial(_metrics, METRICS)
+    found["metrics by vLLM's names"] = partial(_metrics, VLLM_METRICS)
     return found
 
 
@@ -158,6 +161,16 @@ def _without_effect() -> Iterable[str]:
             for name, values in names.items()
         ]
         yield f"| {why} | {', '.join(shown)} |"
+
+
+def _metrics(metrics: Iterable[Metric]) -> Iterable[str]:
+    yield "| metric | kind | label | meaning |"
+    yield "| --- | --- | --- | --- |"
+    for one in metrics:
+        values = f": {', '.join(one.values)}" if one.values else ""
+        label = f"`{one.label}`{values}" if one.label else ""
+        where = "" if one.place == "triton" else ", merged page"
+        yield f"| `{one.name}` | {one.kind}{where} | {label} | {one.help} |"
 
 
 def main(arguments: list[str] | None = None) -> int:
