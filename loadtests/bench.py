@@ -253,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
         help="prompts handed over at once (default: 1 8 32)",
         **number,
     )
-    parser.add_argument("--repetitions", default=5, help="counted ones (default: 5)", **number)
+    parser.add_argument("--repetitions", default=9, help="counted ones (default: 9)", **number)
     parser.add_argument(
         "--min-requests",
         default=4,

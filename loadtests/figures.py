@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from medians import Interval, median_interval
 from sides import WaveTrace
 
 Figures = dict[str, float]
@@ -18,15 +19,20 @@ class WrongOutputError(Exception):
 
 @dataclass(frozen=True)
 class Ratio:
-    """One rate over another: pair by pair, and of the medians. Where they disagree, it is noise."""
+    """One rate over another, pair by pair.
+
+    Attributes:
+        interval: of the median; None where there are too few pairs.
+        lowest, highest: of all pairs.
+    """
 
     median: float
+    interval: Interval | None
     lowest: float
     highest: float
-    of_medians: float
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f})"
+        return f"{self.median:.2f} ({self.interval or 'too few pairs'})"
 
 
 def decode_figures(waves: Sequence[WaveTrace], new_tokens: int) -> Figures:
@@ -73,12 +79,7 @@ def median_figures(runs: Sequence[Figures]) -> Figures:
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
     """Repetition by repetition: `over[i]` and `under[i]` were measured in turn."""
     pairs = [above / below for above, below in zip(over, under, strict=True)]
-    return Ratio(
-        statistics.median(pairs),
-        min(pairs),
-        max(pairs),
-        statistics.median(over) / statistics.median(under),
-    )
+    return Ratio(statistics.median(pairs), median_interval(pairs), min(pairs), max(pairs))
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

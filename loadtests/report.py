@@ -9,19 +9,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from bars import Verdict, verdict
 from cases import BASE, INT8, SAMPLED, Round
 from figures import Figures, Ratio, median_figures, ratio
 from limits import Machine, ModelCost, Work, achieved_gb_s, output_limit, prompt_limit
+from medians import CONFIDENCE
+from sides import TRITON
 
-_RATIOS = (
-    (BASE, "vllm"),
-    (BASE, "llama.cpp"),
-    (BASE, "transformers"),
-    ("triton", BASE),
-    ("triton", "vllm"),
-    (SAMPLED, BASE),
-    (INT8, BASE),
+_RATIOS: tuple[tuple[str, str, float | None], ...] = (
+    (BASE, "vllm", 1.0),
+    (BASE, "llama.cpp", 1.0),
+    (BASE, "transformers", 1.0),
+    (TRITON, BASE, None),
+    (TRITON, "vllm", 1.0),
+    (SAMPLED, BASE, None),
+    (INT8, BASE, 1.0),
 )
+"""Each side that is compared, with what, and what the ratio must reach where that is a claim."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One ratio of a round, and what it shows; `bar` and `verdict` are None without a claim."""
+
+    ratio: Ratio
+    bar: float | None
+    verdict: Verdict | None
+
+    def __str__(self) -> str:
+        return f"{self.ratio} {self.verdict}" if self.verdict else str(self.ratio)
 
 
 @dataclass
@@ -47,13 +63,15 @@ class RoundResult:
         """A wave of this round, for the limit."""
         return Work(self.round.concurrency, self.round.prompt_tokens, self.round.new_tokens)
 
-    def ratios(self) -> dict[str, Ratio]:
-        """All ratios that have both their sides in this round."""
-        return {
-            f"{above} / {below}": ratio(self.rates(above), self.rates(below))
-            for above, below in _RATIOS
-            if above in self.runs and below in self.runs
-        }
+    def comparisons(self) -> dict[str, Comparison]:
+        """All that have both their sides in this round."""
+        found = {}
+        for above, below, bar in _RATIOS:
+            if above in self.runs and below in self.runs:
+                pairs = ratio(self.rates(above), self.rates(below))
+                said = None if bar is None else verdict(pairs.interval, bar)
+                found[f"{above} / {below}"] = Comparison(pairs, bar, said)
+        return found
 
 
 @dataclass
@@ -79,7 +97,7 @@ class Report:
         rounds = []
         for result in self.rounds:
             about = {name: getattr(result.round, name) for name in _ROUND_FIELDS}
-            ratios = {name: asdict(value) for name, value in result.ratios().items()}
+            ratios = {name: asdict(value) for name, value in result.comparisons().items()}
             limits = [asdict(reading) for reading in result.machine]
             rounds.append({**about, "runs": result.runs, "ratios": ratios, "limits": limits})
         return {
@@ -104,9 +122,12 @@ def as_markdown(report: Report) -> str:
         parts += ["Latency in milliseconds, medians:", _latency_table(decode)]
     if prefill:
         parts += ["Prompt tokens/s, medians:", _rate_table(prefill)]
-    if any(result.ratios() for result in report.rounds):
-        parts += ["Ratios, pair by pair median (min to max), then of medians:"]
-        parts += [_ratio_table(report.rounds)]
+    if any(result.comparisons() for result in report.rounds):
+        parts += [
+            "Ratios pair by pair: median (its interval, with at least "
+            f"{100 * CONFIDENCE:.0f} %), and whether the interval reaches 1:",
+            _ratio_table(report.rounds),
+        ]
     if report.cost:
         parts += ["Share of what the machine could do at most:", _limit_table(report)]
         alone = [result for result in decode if result.round.concurrency == 1]
@@ -155,13 +176,9 @@ def _latency_table(results: Sequence[RoundResult]) -> str:
 
 
 def _ratio_table(results: Sequence[RoundResult]) -> str:
-    by_round = [result.ratios() for result in results]
-    names = list(dict.fromkeys(name for ratios in by_round for name in ratios))
-
-    def cell(ratios: dict[str, Ratio], name: str) -> str:
-        return f"{ratios[name]}; {ratios[name].of_medians:.2f}" if name in ratios else ""
-
-    rows = [[name, *(cell(ratios, name) for ratios in by_round)] for name in names]
+    by_round = [result.comparisons() for result in results]
+    names = list(dict.fromkeys(name for found in by_round for name in found))
+    rows = [[name, *(str(found.get(name, "")) for found in by_round)] for name in names]
     return markdown_table(["ratio", *_heads(results)], rows)
 
 

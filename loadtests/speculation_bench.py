@@ -1,6 +1,6 @@
 """Measure what speculative decoding gains and what it never costs, in turns, in one run.
 
-    python loadtests/speculation_bench.py                      # all cases, 7 repetitions
+    python loadtests/speculation_bench.py                      # all cases, 9 repetitions
     python loadtests/speculation_bench.py --cases demo copy --repetitions 11
     python loadtests/speculation_bench.py --cases sweep --concurrency 1 4
 
@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cases", nargs="+", choices=CASES, default=CASES, help="what to measure (default: all)"
     )
     parser.add_argument(
-        "--repetitions", type=positive, metavar="N", default=7, help="counted ones (default: 7)"
+        "--repetitions", type=positive, metavar="N", default=9, help="counted ones (default: 9)"
     )
     parser.add_argument(
         "--concurrency",

@@ -12,7 +12,12 @@ from speculation.report import Report, RoundResult
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-_COLORS = {"met": "#1f5fa8", "missed": "#c0392b", "does not count": "#b8b8b8"}
+_COLORS = {
+    "met": "#1f5fa8",
+    "not shown": "#e08a2e",
+    "missed": "#c0392b",
+    "counts nowhere": "#b8b8b8",
+}
 
 
 def write_plot(report: Report, path: Path) -> None:
@@ -43,9 +48,10 @@ def _draw_ratios(axis: Any, results: Sequence[RoundResult]) -> None:
     for place, result in enumerate(results):
         found, round_ = result.judgement(), result.round
         color = _COLORS[found.verdict]
-        axis.hlines(place, found.interval.low, found.interval.high, color, lw=2)
+        if interval := found.ratio.interval:
+            axis.hlines(place, interval.low, interval.high, color, lw=2)
         axis.plot(found.ratio.median, place, "o", color=color, ms=5)
-        axis.plot(round_.bar.least, place, "|", color="black", ms=12)
+        axis.plot(round_.bar, place, "|", color="black", ms=12)
         names.append(
             f"{round_.case}: {round_.what}, {round_.concurrency} at once,"
             f" {found.contender} / {found.rival}"
@@ -53,6 +59,8 @@ def _draw_ratios(axis: Any, results: Sequence[RoundResult]) -> None:
     axis.axvline(1.0, color="black", lw=0.6, ls="dashed")
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
+    handles = [axis.plot([], [], color=color, label=name)[0] for name, color in _COLORS.items()]
+    axis.legend(handles=handles, frameon=False, fontsize=7)
     axis.set_title("ratio of output tokens/s; | is the bar", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from circles import circling_share
 from report import markdown_table
 from speculation.trials import Round
-from speculation.verdicts import Judgement, distinct_share, judge, sum_at_positions
+from speculation.verdicts import Judgement, judge, sum_at_positions
 
 
 @dataclass
@@ -59,13 +60,14 @@ class RoundResult:
         """By label."""
         return {label: entry.rates for label, entry in self.entries.items()}
 
-    def distinct(self) -> float:
-        """Share of the contender's 4-grams that are distinct."""
-        return distinct_share(self.contender.outputs)
+    def circling(self) -> dict[str, float]:
+        """By label, the share of the text that goes in circles."""
+        return {label: circling_share(entry.outputs) for label, entry in self.entries.items()}
 
     def judgement(self) -> Judgement:
-        """The contender against the best of the others."""
-        return judge(self.rates, self.round.contender, self.round.bar, self.distinct())
+        """The contender against the best of the others; whose text circles most decides."""
+        circling = max(self.circling().values())
+        return judge(self.rates, self.round.contender, self.round.bar, circling)
 
     def as_json(self) -> dict[str, Any]:
         """For the file."""
@@ -77,8 +79,8 @@ class RoundResult:
                 label: entry.tokens_per_chunk for label, entry in self.entries.items()
             },
             "acceptance_by_position": self.contender.acceptance(),
-            "distinct_4_grams": self.distinct(),
-            "bar": asdict(self.round.bar),
+            "circling": self.circling(),
+            "bar": self.round.bar,
             "judgement": asdict(self.judgement()),
         }
 
@@ -111,14 +113,14 @@ def as_markdown(report: Report) -> str:
 
 def _verdict_table(results: Sequence[RoundResult]) -> str:
     head = ["case", "what", "at once", "contender", "tok/s", "against", "tok/s"]
-    head += ["ratio: median (lowest to highest)", "interval of the median", "bar", "verdict"]
-    head += ["tokens per chunk", "distinct 4-grams"]
+    head += ["ratio: median (its interval)", "confidence", "bar", "verdict"]
+    head += ["tokens per chunk", "in circles"]
     return markdown_table(head, [_verdict_line(result) for result in results])
 
 
 def _verdict_line(result: RoundResult) -> list[str]:
-    found, bar = result.judgement(), result.round.bar
-    interval = found.interval
+    found = result.judgement()
+    interval = found.ratio.interval
     return [
         result.round.case,
         result.round.what,
@@ -128,11 +130,11 @@ def _verdict_line(result: RoundResult) -> list[str]:
         found.rival,
         f"{statistics.median(result.rates[found.rival]):.1f}",
         str(found.ratio),
-        f"{interval.low:.2f} to {interval.high:.2f} ({100 * interval.confidence:.0f} %)",
-        f"{bar.least:.2f}" + (" within noise" if bar.forgives_noise else ""),
+        f"{100 * interval.confidence:.0f} %" if interval else "",
+        f"{result.round.bar:.2f}",
         found.verdict,
         f"{result.contender.tokens_per_chunk:.2f}",
-        f"{result.distinct():.2f}",
+        f"{100 * max(result.circling().values()):.0f} %",
     ]
 
 

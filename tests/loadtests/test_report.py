@@ -57,24 +57,26 @@ def test_a_side_that_gives_too_few_tokens_is_not_timed():
         decode_figures([WaveTrace(1.0, [Trace([0.5, 1.0], [1, 1])])], new_tokens=3)
 
 
-def test_ratios_are_pairwise_and_of_medians():
+def test_ratios_are_pairwise_and_have_an_interval_where_there_are_pairs_enough():
     found = ratio([2.0, 6.0, 1.0], [1.0, 2.0, 4.0])
     assert (found.median, found.lowest, found.highest) == (2.0, 0.25, 3.0)
-    assert found.of_medians == 1.0
+    assert found.interval is None
+    assert str(found) == "2.00 (too few pairs)"
+    assert str(ratio([2.0] * 6, [1.0] * 5 + [2.0])) == "2.00 (1.00 to 2.00)"
 
 
 def test_tables_show_rates_ratios_and_shares_of_the_limit():
     result = RoundResult(rounds(cases=["prefill"])[0])
     result.runs = {
-        "charonia": [{"tokens_per_second": 100.0}, {"tokens_per_second": 300.0}],
-        "llama.cpp": [{"tokens_per_second": 50.0}, {"tokens_per_second": 100.0}],
+        "charonia": [{"tokens_per_second": rate} for rate in [100.0] * 3 + [300.0] * 3],
+        "llama.cpp": [{"tokens_per_second": rate} for rate in [50.0] * 3 + [100.0] * 3],
     }
     result.machine = [Machine(read_gb_s=1e9, gemm_gflop_s=2e-6), Machine(1e9, 2e-6)]
     text = as_markdown(
         Report({"left_out": {"vllm": "not installed"}}, ModelCost(1, 0, 0), [result])
     )
     assert "| charonia | 200.0 (100 to 300) |" in text
-    assert "| charonia / llama.cpp | 2.50 (2.00 to 3.00); 2.67 |" in text
+    assert "| charonia / llama.cpp | 2.50 (2.00 to 3.00) met |" in text
     assert "| limit, tok/s | 1000 |" in text
     assert "| charonia | 0.20 |" in text
     assert "Left out: vllm: not installed" in text

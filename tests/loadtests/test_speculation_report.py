@@ -9,7 +9,6 @@ from cases import Entry
 from speculation.plot import write_plot
 from speculation.report import EntryResult, Report, RoundResult, as_markdown
 from speculation.trials import ADAPTIVE, CASES, WARM_UP_TOKENS, Pair, Round, make_groups
-from speculation.verdicts import Bar
 
 
 def no_prompts(count):
@@ -26,11 +25,11 @@ def groups(cases=CASES, concurrency=None):
     return make_groups(cases, pair("shape"), pair("demo"), concurrency)
 
 
-def result_of(round_, *, timing=None):
+def result_of(round_, *, timing=None, outputs=((1, 2, 3, 4, 5, 6),)):
     """Every entry is twice as fast as the one before it."""
     timings = [timing] if timing else []
     entries = {
-        entry.label: EntryResult([2.0**place] * 3, [[1, 2, 3, 4, 5, 6]], 2, timings)
+        entry.label: EntryResult([2.0**place] * 6, outputs, 2, timings)
         for place, entry in enumerate(round_.entries)
     }
     return RoundResult(round_, entries)
@@ -97,16 +96,30 @@ def test_acceptance_is_the_share_of_the_drafts_made_at_each_position():
 
 
 def test_the_tables_show_rates_ratio_bar_and_verdict():
-    round_ = Round(
-        "demo", "pair", 1, (Entry("off", "x"), Entry("on", "x")), no_prompts, (6,), Bar(1.6)
-    )
+    round_ = Round("demo", "pair", 1, (Entry("off", "x"), Entry("on", "x")), no_prompts, (6,), 1.6)
     timing = {"drafted_at_position": [4], "accepted_at_position": [3]}
     text = as_markdown(Report({}, [result_of(round_, timing=timing)]))
-    assert (
-        "| on | 2.0 | off | 1.0 | 2.00 (2.00 to 2.00) | 2.00 to 2.00 (75 %) | 1.60 | met |" in text
-    )
-    assert "| met | 3.00 | 1.00 |" in text
+    assert "| on | 2.0 | off | 1.0 | 2.00 (2.00 to 2.00) | 97 % | 1.60 | met | 3.00 | 0 % |" in text
     assert "| demo | pair | on | 0.75 |" in text
+
+
+def test_a_side_whose_text_goes_in_circles_makes_its_round_count_nowhere():
+    round_ = groups(["copy"])[0].rounds[0]
+    circles = result_of(round_, outputs=[[7] * 10])
+    assert "| 2.00 | counts nowhere |" in as_markdown(Report({}, [circles]))
+    fine = result_of(round_)
+    fine.entries["off"] = circles.entries["off"]
+    assert fine.judgement().verdict == "counts nowhere"
+
+
+def test_all_but_copies_is_sampled_and_greedy_text_is_only_that_of_the_demo_and_of_copies():
+    greedy = {
+        round_.case
+        for group in groups()
+        for round_ in group.rounds
+        if not round_.sampling.get("temperature")
+    }
+    assert greedy == {"demo", "copy"}
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +138,7 @@ def test_the_sweep_has_a_table_with_its_best_side_marked(report):
 def test_all_of_a_run_can_be_written(report, tmp_path):
     judged = json.loads(json.dumps(report.as_json()))["rounds"][0]
     assert judged["judgement"]["ratio"]["median"] == 2.0
-    assert judged["bar"]["least"] == 2.0
+    assert (judged["bar"], judged["judgement"]["verdict"]) == (2.0, "met")
+    assert judged["circling"] == {"off": 0.0, "adaptive": 0.0}
     write_plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
