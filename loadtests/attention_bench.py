@@ -25,6 +25,7 @@ from charonia.data.ops.native.build import best_isa, load_kernels
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.protocol import KVLayout
+from record import circumstances
 from report import markdown_table
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
@@ -132,8 +133,8 @@ def main() -> None:
     ]
     print(f"{best_isa()}, {threads}; {NUM_LAYERS} layers take turns\n\n{table(cases)}")
     if options.output is not None:
-        found = {"command": sys.argv, "cases": [asdict(case) for case in cases]}
-        options.output.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        found = circumstances("attention_bench.py") | {"cases": [asdict(case) for case in cases]}
+        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python loadtests/bench.py --model DIR --concurrency 1 4 --cases decode
 
 All sides are loaded at once, each in processes of its own that are stopped while others have their
-turn. Every repetition has new random prompts, the same for all sides, and begins with another side;
-the first is not counted. Greedy, EOS ignored, no caches across requests, no speculation. What the
+turn. Every repetition has new random prompts, the same for all sides, and a new random order; the
+first is not counted. Greedy, EOS ignored, no caches across requests, no speculation. What the
 machine can do at most is measured in the same run. Tables go to stdout, everything to JSON.
 """
 
@@ -29,7 +29,7 @@ from cases import BASE, CASES, Entry, Round, make_rounds
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
 from limits import Machine, ModelCost
 from plot import write_plot
-from record import circumstances, new_stem, positive
+from record import circumstances, output_stem, positive
 from report import Report, RoundResult, as_markdown
 from sides import NAMES, Side, SideError, WaveTrace, Worker
 from sideset import SideSet, start_sides
@@ -46,6 +46,8 @@ def main() -> None:
     """Run the benchmark as the command line says."""
     parser = _parser()
     options = parser.parse_args()
+    what = options.model.name if options.model else options.shape
+    stem = output_stem(options.output, "bench" if what == SHAPES[0] else f"bench-{what}")
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit("bench: ended by SIGTERM")
     )  # closes the sides
@@ -54,7 +56,6 @@ def main() -> None:
     except (SideError, WrongOutputError) as error:
         raise SystemExit(f"bench: {error}") from None
     print(as_markdown(report))
-    stem = options.output or _default_output(options)
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem = stem.with_suffix("")
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
@@ -104,7 +105,7 @@ def _measure(
     options: argparse.Namespace,
 ) -> None:
     """Fill in the report's rounds and agreement."""
-    shuffler = random.Random(options.seed)
+    shuffler, orders = random.Random(options.seed), random.Random(f"orders {options.seed}")
     vocab_size = min(options.vocab, report.about["vocab_size"])
     seen: list[Tokens] = []
     total = (options.repetitions + 1) * sum(len(round_.entries) for round_ in rounds)
@@ -115,7 +116,8 @@ def _measure(
             for repetition in range(-1, options.repetitions):
                 prompts = round_.prompts(vocab_size, shuffler)
                 tokens: Tokens = {}
-                for entry in round_.in_turn(repetition + 1):
+                order = round_.in_turn(orders)
+                for entry in order:
                     progress.set_description(f"{round_.name}, {entry.label}")
                     waves = _turn(found, entry, round_, prompts)
                     tokens[entry.label] = [r.tokens for wave in waves for r in wave.requests]
@@ -124,6 +126,7 @@ def _measure(
                         result.runs[entry.label].append(figures)
                     progress.update()
                 if repetition >= 0:
+                    result.orders.append([entry.label for entry in order])
                     result.machine.append(_reading(limits))
                     if round_.kind == "decode":
                         seen.append(tokens)
@@ -213,14 +216,10 @@ def _about(
         "vocab_size": _vocab_size(model),
         "dtype": options.dtype,
         "repetitions": options.repetitions,
+        "seed": options.seed,
         "prompt_tokens": options.prompt_tokens,
         "new_tokens": options.new_tokens,
     }
-
-
-def _default_output(options: argparse.Namespace) -> Path:
-    what = options.model.name if options.model else options.shape
-    return new_stem("bench" if what == SHAPES[0] else f"bench-{what}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -267,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab", default=4096, help="prompts' token ids are below this (default: 4096)", **number
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
     parser.add_argument(
         "--output",
         type=Path,

@@ -57,10 +57,9 @@ class Round:
             for _ in range(self.num_waves)
         ]
 
-    def in_turn(self, repetition: int) -> list[Entry]:
-        """The entries, each repetition beginning with another one."""
-        first = repetition % len(self.entries)
-        return [*self.entries[first:], *self.entries[:first]]
+    def in_turn(self, shuffler: random.Random) -> list[Entry]:
+        """The entries in random order, a new one for each repetition."""
+        return shuffler.sample(self.entries, len(self.entries))
 
 
 def make_rounds(

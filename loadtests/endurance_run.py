@@ -36,7 +36,7 @@ from charonia.launch.run import running_server  # noqa: E402
 from endurance.loads import holding, loads  # noqa: E402
 from endurance.stops import stops  # noqa: E402
 from endurance.trials import Holding, Report, Trial, as_markdown  # noqa: E402
-from record import circumstances, new_stem  # noqa: E402
+from record import circumstances, output_stem  # noqa: E402
 from support.checkpoints import make_checkpoint  # noqa: E402
 from support.e2e import one_torch_thread  # noqa: E402
 
@@ -47,6 +47,7 @@ SETTINGS = ("num_gpu_blocks_override=2049", "max_num_seqs=32")
 def main() -> None:
     """Run as the command line says."""
     options = _parser().parse_args()
+    path = options.output or output_stem(None, "endurance").with_suffix(".json")
     # Stops the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("endurance_run: ended by SIGTERM"))
     about = {
@@ -66,7 +67,6 @@ def main() -> None:
             print(f"endurance_run: {error}", file=sys.stderr)
     report = Report(about, trials, options.stops + options.loads, before, after)
     print(as_markdown(report))
-    path = options.output or new_stem("endurance").with_suffix(".json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten: {path.name}")

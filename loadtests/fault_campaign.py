@@ -50,7 +50,7 @@ from faults.outcome import Outcome  # noqa: E402
 from faults.plot import write_plot  # noqa: E402
 from faults.report import Report, as_markdown  # noqa: E402
 from faults.target import Target, TargetError, serving_target  # noqa: E402
-from record import circumstances, new_stem, positive  # noqa: E402
+from record import circumstances, output_stem, positive  # noqa: E402
 from support.checkpoints import VOCAB_SIZE, make_checkpoint  # noqa: E402
 from support.faults import make_faulty_repository, order_fault  # noqa: E402
 from support.leftovers import leftovers  # noqa: E402
@@ -69,6 +69,7 @@ END_TIMEOUT_S = 10.0
 def main() -> None:
     """Run the campaign as the command line says."""
     options = _parser().parse_args()
+    stem = output_stem(options.output, "faults")
     # Stops the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("fault_campaign: ended by SIGTERM"))
     about = _about(options)
@@ -78,7 +79,6 @@ def main() -> None:
         raise SystemExit(f"fault_campaign: {error}") from None
     report = Report(about, outcome)
     print(as_markdown(report))
-    stem = options.output or new_stem("faults")
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
     files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")

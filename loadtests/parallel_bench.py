@@ -5,8 +5,8 @@
 
 All engines hold the same random weights of the llama-125m shape in bfloat16, each in processes of
 its own that are stopped between their turns. In each repetition every engine has its turn with the
-same new prompts, each repetition beginning with another one; a ratio is that of two turns of one
-repetition. Timed are output tokens per second, prefill included.
+same new prompts, in a new random order; a ratio is that of two turns of one repetition. Timed are
+output tokens per second, prefill included.
 
   TP 1        one rank with one thread: what the others are measured by
   TP 2        tensor parallelism: two ranks with one thread each
@@ -33,7 +33,7 @@ from tqdm import tqdm
 from bars import verdict
 from checkpoint import SHAPES, make_checkpoint
 from figures import Ratio, ratio
-from record import circumstances, new_stem, positive
+from record import circumstances, output_stem, positive
 from sides import SideError, Worker
 
 matplotlib.use("Agg")
@@ -77,15 +77,16 @@ Results = dict[int, dict[str, Turns]]
 def main() -> None:
     """Run the benchmark as the command line says."""
     options = _parser().parse_args()
+    stem = output_stem(options.output, "parallel")
     # Closes the engines.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("parallel_bench: ended by SIGTERM"))
-    about = circumstances("parallel_bench.py") | {"repetitions": options.repetitions}
+    asked = {"repetitions": options.repetitions, "seed": options.seed, "orders": {}}
+    about = circumstances("parallel_bench.py") | asked
     try:
         results = measure(options, about)
     except SideError as error:
         raise SystemExit(f"parallel_bench: {error}") from None
     print(as_markdown(results))
-    stem = options.output or new_stem("parallel")
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
     recorded = {
         str(count): {name: vars(turns) for name, turns in row.items()}
@@ -101,7 +102,7 @@ def main() -> None:
 def measure(options: argparse.Namespace, about: dict[str, Any]) -> Results:
     """Load all engines, and let them take turns."""
     model = make_checkpoint(SHAPES[SHAPE], CACHE / SHAPE)
-    seeds = random.Random(options.seed)
+    seeds, orders = random.Random(options.seed), random.Random(f"orders {options.seed}")
     results: Results = {}
     names = list(options.engines)
     with contextlib.ExitStack() as stack:
@@ -111,16 +112,19 @@ def measure(options: argparse.Namespace, about: dict[str, Any]) -> Results:
         progress = stack.enter_context(tqdm(total=num_turns, unit="turn", smoothing=0))
         for count in options.concurrency:
             results[count] = {name: Turns() for name in names}
+            about["orders"][count] = []
             for repetition in range(-1, options.repetitions):
                 prompts = _prompts(count, seeds)
-                first = repetition % len(names)
-                for name in [*names[first:], *names[:first]]:
+                order = orders.sample(names, len(names))
+                for name in order:
                     progress.set_description(f"{name}, {count} at once")
                     rate, spent = _turn(engines[name], prompts, NEW_TOKENS[count])
                     if repetition >= 0:
                         results[count][name].rates.append(rate)
                         results[count][name].spent.append(spent)
                     progress.update()
+                if repetition >= 0:
+                    about["orders"][count].append(order)
     return results
 
 
@@ -255,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repetitions", type=positive, metavar="N", default=9, help="counted ones (default: 9)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
     parser.add_argument(
         "--output",
         type=Path,

@@ -1,6 +1,7 @@
 """What is recorded of every run, and where: date, command, commit, machine; results/DATE-NAME.
 
-Owns the circumstances of a run and the names of its files. Must not know what was measured.
+Owns the circumstances of a run and the names of its files, and that results/ takes only runs of a
+commit that others can check out. Must not know what was measured.
 """
 
 import datetime
@@ -8,11 +9,11 @@ import platform
 import shlex
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+RESULTS = "results"
 
 
 def circumstances(script: str) -> dict[str, Any]:
@@ -22,20 +23,56 @@ def circumstances(script: str) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", f"loadtests/{script}", *sys.argv[1:]]),
-        "commit": _output("git", "describe", "--always", "--dirty") or version("charonia"),
+        "commit": commit(),
         "machine": {name: fields[name].strip() for name in names if name in fields},
         "python": platform.python_version(),
     }
 
 
-def new_stem(name: str) -> Path:
-    """Path of a run's files but for their endings; a recorded result stays as it is."""
+def commit(folder: Path = HERE) -> str | None:
+    """The commit that is checked out, with "-dirty" where files differ; None without Git."""
+    found = _output("git", "rev-parse", "HEAD", folder=folder)
+    if not found:
+        return None
+    return f"{found}-dirty" if _changed(folder) else found
+
+
+def output_stem(asked: Path | None, name: str, folder: Path = HERE) -> Path:
+    """Path of a run's files but for their endings; to be asked for before anything is measured.
+
+    Args:
+        asked: what the command line says; taken as it is, whatever is checked out.
+        name: of the run otherwise, whose files go to `folder`/results. A recorded result stays as
+            it is.
+
+    Raises:
+        SystemExit: what would be recorded is not what the commit holds.
+    """
+    if asked is not None:
+        return asked
+    if commit(folder) is None:
+        raise SystemExit(f"{RESULTS}/ takes only runs of a commit, which is not known; {_ELSE}")
+    if changed := _changed(folder):
+        listed = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
+        raise SystemExit(
+            f"{RESULTS}/ takes only runs of a commit, and these files differ from it: {listed};"
+            f" commit them, or {_ELSE}"
+        )
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    stem, count = HERE / "results" / f"{today}-{name}", 1
+    stem, count = folder / RESULTS / f"{today}-{name}", 1
     while stem.with_name(f"{stem.name}.json").exists():
         count += 1
-        stem = HERE / "results" / f"{today}-{name}-{count}"
+        stem = folder / RESULTS / f"{today}-{name}-{count}"
     return stem
+
+
+_ELSE = "name another place with --output"
+
+
+def is_in_history(found: str, folder: Path = HERE) -> bool:
+    """Whether what is checked out descends from this commit, so that others have it, too."""
+    command = ("git", "merge-base", "--is-ancestor", found, "HEAD")
+    return subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode == 0
 
 
 def positive(text: str) -> int:
@@ -46,6 +83,16 @@ def positive(text: str) -> int:
     return value
 
 
-def _output(*command: str) -> str:
-    run = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
-    return run.stdout.strip()
+def _changed(folder: Path) -> list[str]:
+    """Files that the commit does not hold as they are, but for results."""
+    top = _output("git", "rev-parse", "--show-toplevel", folder=folder)
+    results = (folder / RESULTS).relative_to(top)
+    lines = _output(
+        "git", "status", "--porcelain", "--", ":(top)", f":(top,exclude){results}", folder=folder
+    )
+    return [line[2:].strip() for line in lines.splitlines()]
+
+
+def _output(*command: str, folder: Path = HERE) -> str:
+    run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return run.stdout.rstrip()

@@ -42,10 +42,15 @@ class Comparison:
 
 @dataclass
 class RoundResult:
-    """One round: what was asked, every repetition of every entry, every reading of the limits."""
+    """One round: what was asked, every repetition of every entry, every reading of the limits.
+
+    Attributes:
+        orders: in which the entries had their turns, repetition by repetition.
+    """
 
     round: Round
     runs: dict[str, list[Figures]] = field(default_factory=dict)
+    orders: list[list[str]] = field(default_factory=list)
     machine: list[Machine] = field(default_factory=list)
 
     def rates(self, label: str) -> list[float]:
@@ -99,7 +104,8 @@ class Report:
             about = {name: getattr(result.round, name) for name in _ROUND_FIELDS}
             ratios = {name: asdict(value) for name, value in result.comparisons().items()}
             limits = [asdict(reading) for reading in result.machine]
-            rounds.append({**about, "runs": result.runs, "ratios": ratios, "limits": limits})
+            measured = {"orders": result.orders, "runs": result.runs}
+            rounds.append({**about, **measured, "ratios": ratios, "limits": limits})
         return {
             "about": self.about,
             "model_cost": asdict(self.cost) if self.cost else None,

@@ -5,9 +5,9 @@
     python loadtests/speculation_bench.py --cases sweep --concurrency 1 4
 
 Timed are output tokens per second of a whole turn, a second or two of work. In each repetition all
-entries of a round have their turn with the same new prompts, each repetition beginning with
-another one; a ratio is that of two turns of one repetition. Before what counts, each row completes
-500 tokens. EOS is ignored and nothing is cached across requests.
+entries of a round have their turn with the same new prompts, in a new random order; a ratio is that
+of two turns of one repetition. Before what counts, each row completes 500 tokens. EOS is ignored
+and nothing is cached across requests. Text that goes in circles counts nowhere (circles.py).
 
   synthetic    llama-135m's shape and a small random draft model over Triton, drafts accepted with
                probability 0.8, against the same server asked not to speculate
@@ -32,7 +32,7 @@ from cases import Entry
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
 from figures import WrongOutputError
-from record import circumstances, new_stem, positive
+from record import circumstances, output_stem, positive
 from sides import Side, SideError, WaveTrace, WorkerSide
 from sideset import SideSet
 from speculation.plot import write_plot
@@ -51,6 +51,7 @@ SHAPE_TURNS = {1: (96, 96), 4: (96,), 16: (64,), 64: (32,)}
 def main() -> None:
     """Run the benchmark as the command line says."""
     options = _parser().parse_args()
+    stem = output_stem(options.output, "speculation")
     # Closes the sides.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("speculation_bench: ended by SIGTERM"))
     about = circumstances("speculation_bench.py")
@@ -68,7 +69,6 @@ def main() -> None:
     except (SideError, WrongOutputError) as error:
         raise SystemExit(f"speculation_bench: {error}") from None
     print(as_markdown(report))
-    stem = options.output or new_stem("speculation")
     stem.parent.mkdir(parents=True, exist_ok=True)
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
     files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
@@ -78,7 +78,7 @@ def main() -> None:
 
 def _measure(report: Report, group: Group, options: argparse.Namespace, progress: tqdm) -> None:
     """Load a group's engines and let its rounds' entries take turns."""
-    seeds = random.Random(options.seed)
+    seeds, orders = random.Random(options.seed), random.Random(f"orders {options.seed}")
     with contextlib.ExitStack() as stack:
         progress.set_description("loading")
         found = _start_sides(stack, group)
@@ -92,12 +92,15 @@ def _measure(report: Report, group: Group, options: argparse.Namespace, progress
                     (round_.prompts(round_.concurrency), num, seeds.getrandbits(32))
                     for num in new_tokens
                 ]
-                for entry in round_.in_turn(repetition):
+                order = round_.in_turn(orders)
+                for entry in order:
                     progress.set_description(f"{round_.case}, {entry.label}")
                     traces = _turn(found, entry, round_, waves)
                     if repetition >= 0:
                         _add(result.entries[entry.label], traces)
                     progress.update()
+                if repetition >= 0:
+                    result.orders.append([entry.label for entry in order])
             report.rounds.append(result)
 
 
@@ -200,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         default=200,
         help="of any completion, to see quickly whether all works (default: 200, which cuts none)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
     parser.add_argument(
         "--output",
         type=Path,

@@ -45,10 +45,15 @@ class EntryResult:
 
 @dataclass
 class RoundResult:
-    """One round, and what its entries did."""
+    """One round, and what its entries did.
+
+    Attributes:
+        orders: in which they had their turns, repetition by repetition.
+    """
 
     round: Round
     entries: dict[str, EntryResult]
+    orders: list[list[str]] = field(default_factory=list)
 
     @property
     def contender(self) -> EntryResult:
@@ -74,6 +79,7 @@ class RoundResult:
         names = ("case", "what", "concurrency", "new_tokens", "sampling", "num_warm_ups")
         return {
             **{name: getattr(self.round, name) for name in names},
+            "orders": self.orders,
             "tokens_per_second": self.rates,
             "tokens_per_chunk": {
                 label: entry.tokens_per_chunk for label, entry in self.entries.items()

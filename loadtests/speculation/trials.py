@@ -7,6 +7,7 @@ last entry of a round is the contender; it is judged against the best of the oth
 """
 
 import math
+import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +104,9 @@ class Round:
         """Repetitions that do not count."""
         return math.ceil(WARM_UP_TOKENS / sum(self.new_tokens))
 
-    def in_turn(self, repetition: int) -> list[Entry]:
-        """The entries, each repetition beginning with another one."""
-        first = repetition % len(self.entries)
-        return [*self.entries[first:], *self.entries[:first]]
+    def in_turn(self, shuffler: random.Random) -> list[Entry]:
+        """The entries in random order, a new one for each repetition."""
+        return shuffler.sample(self.entries, len(self.entries))
 
 
 @dataclass(frozen=True)

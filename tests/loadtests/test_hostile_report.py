@@ -25,15 +25,16 @@ GOOD = Outcome(
 def test_an_attack_that_nobody_noticed_did_no_harm() -> None:
     assert holds(GOOD)
     line = as_markdown([[GOOD], [replace(GOOD, growth={"engine 0": 0})]]).splitlines()[2]
-    assert line.startswith("| noise on ports | 1.5 | yes | 1.25 | 1.25 | +1 MiB (scheduler 0) |")
+    start = "| noise on ports | 1.5 | yes | 1.25 (too few rounds) | not shown |"
+    assert line.startswith(f"{start} +1 MiB (scheduler 0) |")
     assert line.endswith(" +0 MiB (engine 0) | 0 | none |")
-    assert verdicts((GOOD, GOOD)) == []
+    assert verdicts((GOOD,) * 6) == []
 
 
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        ({"noticed": "2 wrong answers"}, "| NO | 1.25 | 1.25 | .* | 2 wrong answers |"),
+        ({"noticed": "2 wrong answers"}, "| NO | 1.25 .* | 2 wrong answers |"),
         ({"failure": "no answer"}, "| no answer |"),
         ({"replaced": ["engine 0"]}, "| engine 0 |"),
         ({"left_open": {"tritonserver": 99}}, "| tritonserver |"),
@@ -45,15 +46,19 @@ def test_harm_is_named(harm: dict[str, object], said: str) -> None:
     assert not holds(harmed)
     line = as_markdown([[GOOD], [harmed]]).splitlines()[2]
     assert all(part in line for part in said.split(".*")), line
-    assert len(verdicts((harmed, GOOD))) == 1
+    assert len(verdicts((harmed, *[GOOD] * 5))) == 1
 
 
-def test_a_neighbour_may_be_slow_in_a_minority_of_rounds() -> None:
-    slow = replace(GOOD, slowdown=3.0)
-    assert verdicts((slow, GOOD, GOOD)) == []
-    expected = "noise on ports: the neighbour was 3.00 times slower"
-    assert verdicts((slow, GOOD, slow)) == [expected]
-    assert "| 3.00 | 3.00 |" in as_markdown([[slow], [GOOD], [slow]])
+def test_a_neighbour_that_may_have_been_slow_is_not_shown_to_be_spared() -> None:
+    slow, slowest = replace(GOOD, slowdown=3.0), replace(GOOD, slowdown=6.0)
+    assert verdicts((slow, *[GOOD] * 8)) == []
+    (said,) = verdicts((slow, *[GOOD] * 5))
+    assert said.startswith("noise on ports: the neighbour was 1.25 times slower")
+    assert said.endswith(": not shown")
+    (said,) = verdicts((slow,) * 6)
+    assert said.endswith(": missed")
+    table = as_markdown([[slow]] * 5 + [[slowest]])
+    assert "| 3.00 (3.00 to 6.00) | missed |" in table
 
 
 def test_memory_counts_for_a_whole_round() -> None:

@@ -1,6 +1,7 @@
 """Figures, ratios and tables from what was observed."""
 
 import random
+from itertools import permutations
 
 import pytest
 
@@ -38,9 +39,14 @@ def test_a_low_concurrency_repeats_its_wave():
     assert [[len(prompt) for prompt in wave] for wave in prompts] == [[4]] * 4
 
 
-def test_every_repetition_begins_with_another_entry():
-    first = [rounds()[0].in_turn(repetition)[0].label for repetition in range(4)]
-    assert first == ["charonia", "llama.cpp", SAMPLED, "charonia"]
+def test_every_repetition_has_an_order_of_its_own_which_the_seed_says():
+    def orders():
+        shuffler = random.Random(0)
+        return [[e.label for e in rounds()[0].in_turn(shuffler)] for _ in range(60)]
+
+    found = orders()
+    assert found == orders()
+    assert {tuple(order) for order in found} == {*permutations(["charonia", "llama.cpp", SAMPLED])}
 
 
 def test_rates_count_the_whole_wave_and_the_decode_rate_does_not_count_the_prefill():

@@ -1,0 +1,76 @@
+"""What is recorded of a run, and which runs results/ takes."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from record import HERE, RESULTS, commit, is_in_history, output_stem
+
+RECORDS = sorted((HERE / RESULTS).glob("*.json"))
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=tester", "-c", "user.email=tester@example.com")
+    run = subprocess.run(
+        ["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return run.stdout.strip()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of a checkout, with a commit."""
+    made = tmp_path / "loadtests"
+    (made / RESULTS).mkdir(parents=True)
+    (made / "bench.py").write_text("pass\n")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "--message", "Begin")
+    return made
+
+
+def test_a_run_of_a_commit_is_recorded_under_a_name_of_its_own(folder: Path) -> None:
+    assert commit(folder) == git(folder, "rev-parse", "HEAD")
+    first = output_stem(None, "bench", folder)
+    assert first.parent == folder / RESULTS
+    first.with_name(f"{first.name}.json").write_text("{}")  # changes nothing that was measured
+    assert output_stem(None, "bench", folder).name == f"{first.name}-2"
+    assert not (commit(folder) or "").endswith("-dirty")
+
+
+@pytest.mark.parametrize("name", ["bench.py", "unknown.py", "../engine.py"])
+def test_what_no_commit_holds_is_not_recorded_and_said_to_be_dirty(folder: Path, name: str) -> None:
+    (folder / name).write_text("changed\n")
+    with pytest.raises(SystemExit, match=f"differ from it: .*{Path(name).name}; commit them, or"):
+        output_stem(None, "bench", folder)
+    assert commit(folder) == git(folder, "rev-parse", "HEAD") + "-dirty"
+    assert output_stem(folder / "elsewhere", "bench", folder) == folder / "elsewhere"
+
+
+def test_without_git_nothing_is_recorded(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
+    with pytest.raises(SystemExit, match="not known; name another place with --output"):
+        output_stem(None, "bench", tmp_path)
+
+
+def test_a_commit_that_was_rewritten_is_not_in_the_history(folder: Path) -> None:
+    before = git(folder, "rev-parse", "HEAD")
+    assert is_in_history(before, folder)
+    git(folder, "commit", "--quiet", "--amend", "--allow-empty", "--message", "Begin anew")
+    assert not is_in_history(before, folder)
+    assert not is_in_history("0123456", folder)
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_every_record_names_a_commit_of_the_history_or_says_that_it_is_lost(path: Path) -> None:
+    record = json.loads(path.read_text(encoding="utf-8"))
+    about = record.get("about", record)
+    assert "commit" in about
+    if about["commit"] is None:
+        assert about["commit_lost"]
+    elif commit() is None or git(HERE, "rev-parse", "--is-shallow-repository") == "true":
+        pytest.skip("the history is not here")
+    else:
+        assert is_in_history(about["commit"])
