@@ -4,10 +4,12 @@
     python loadtests/bench.py --shape llama-1b --sides charonia vllm
     python loadtests/bench.py --model DIR --concurrency 1 4 --cases decode
 
-All sides are loaded at once, each in processes of its own that are stopped while others have their
-turn. Every repetition has new random prompts, the same for all sides, and a new random order; the
-first is not counted. Greedy, EOS ignored, no caches across requests, no speculation. What the
-machine can do at most is measured in the same run. Tables go to stdout, everything to JSON.
+First each way to run vLLM is timed, and charonia and vLLM in the fastest way are measured with
+nothing else loaded. Then all sides are loaded at once, each in processes of its own that are
+stopped while others have their turn. Every repetition has new random prompts, the same for all
+sides, and a new random order; the first is not counted. Greedy, EOS ignored, no caches across
+requests, no speculation. What the machine can do at most is measured in the same run. Tables go to
+stdout, everything to JSON.
 """
 
 import argparse
@@ -19,20 +21,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from cases import BASE, CASES, Entry, Round, make_rounds
+from alone import Alone, probe, rates_alone
+from cases import CASES, Entry, Round, make_rounds
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
 from limits import Machine, ModelCost
 from plot import write_plot
 from record import circumstances, output_stem, positive
 from report import Report, RoundResult, as_markdown
-from sides import NAMES, Side, SideError, WaveTrace, Worker
-from sideset import SideSet, start_sides
+from sides import BASE, NAMES, SPECS, VLLM, Side, SideError, WaveTrace, Worker
+from sideset import Launcher, SideSet, start_sides
+from ways import vllm_ways
 
 SHAPES = ("llama-135m", "llama-1b")
 HERE = Path(__file__).resolve().parent
@@ -68,33 +73,62 @@ def _run(options: argparse.Namespace, model: Path) -> Report:
     # Prompt and output must fit; the sides size their caches by it.
     max_model_len = -(-(options.prompt_tokens + options.new_tokens) // 64) * 64
     settings = {"model": str(model), "dtype": options.dtype, "max_model_len": max_model_len}
+    launcher = Launcher(settings, CACHE)
+    alone = _alone(launcher, options, model) if "decode" in options.cases else Alone()
     with contextlib.ExitStack() as stack:
         found = start_sides(
-            stack,
-            options.sides,
-            settings,
-            CACHE,
-            with_int8="int8" in options.cases,
-            say=lambda line: tqdm.write(line, file=sys.stderr),
+            stack, options.sides, launcher, with_int8="int8" in options.cases, say=_say
         )
         limits = Worker("limits", Path(sys.executable), "limits_worker.py", {})
         stack.callback(limits.close)
         limits.pause()
-        rounds = make_rounds(
-            options.cases,
-            options.concurrency,
-            found.max_concurrency(),
-            prompt_tokens=options.prompt_tokens,
-            new_tokens=options.new_tokens,
-            min_requests=options.min_requests,
-            seed=options.seed,
-        )
+        rounds = _rounds(options, options.cases, list(found.sides))
         if not rounds:
-            raise SideError("none of the sides can do any of the cases at these concurrencies")
-        report = Report(_about(options, model, found, limits), _cost(model))
+            raise SideError("none of the sides can do any of the cases")
+        report = Report(_about(options, model, found, limits), _cost(model), alone=alone)
         _measure(report, rounds, found, limits, options)
         report.idle = {name: asdict(times) for name, times in found.idleness.items()}
     return report
+
+
+def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alone:
+    """Take the fastest way to run vLLM, and have it and charonia alone on the machine."""
+    alone = Alone()
+    vocab_size = min(options.vocab, _vocab_size(model))
+    rounds = _rounds(options, ["decode"], [BASE])
+    for name in (BASE, VLLM):
+        if options.sides is not None and name not in options.sides:
+            continue
+        if SPECS[name].missing():
+            continue  # start_sides says so
+        _say(f"alone on the machine: {name}")
+        if name == VLLM:
+            environment = SPECS[VLLM].python.parents[1]
+            alone.probes = probe(
+                lambda way: launcher.start(VLLM, way), vllm_ways(environment), rounds, vocab_size
+            )
+            launcher.ways[VLLM] = alone.probes[0].way
+        with contextlib.closing(launcher.start(name)) as side:
+            alone.controls[name] = rates_alone(
+                side, rounds, options.repetitions, vocab_size, options.seed
+            )
+    return alone
+
+
+def _rounds(options: argparse.Namespace, cases: Sequence[str], sides: Sequence[str]) -> list[Round]:
+    return make_rounds(
+        cases,
+        options.concurrency,
+        sides,
+        prompt_tokens=options.prompt_tokens,
+        new_tokens=options.new_tokens,
+        min_requests=options.min_requests,
+        seed=options.seed,
+    )
+
+
+def _say(line: str) -> None:
+    tqdm.write(line, file=sys.stderr)
 
 
 def _measure(
@@ -241,9 +275,9 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=CASES,
         default=["decode", "prefill", "sampled"],
-        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; sampled and int8: "
-        "charonia with temperature 0.8 and top-p 0.95, and with int8 weights, beside itself "
-        "(default: decode prefill sampled)",
+        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; sampled: charonia "
+        "with temperature 0.8 and top-p 0.95 beside itself; int8: charonia with int8 weights and "
+        "llama.cpp with Q8_0 beside all others (default: decode prefill sampled)",
     )
     parser.add_argument(
         "--concurrency",

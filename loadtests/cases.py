@@ -1,7 +1,7 @@
 """What is measured: rounds of entries that take turns.
 
-A round is one kind of work at one concurrency; its entries are the sides that can do it, and
-variants of charonia beside its plain self. Pure; must not know how a side is run.
+A round is one kind of work at one concurrency; its entries are the sides, and variants of them
+beside their plain selves. Pure; must not know how a side is run.
 """
 
 import random
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sides import BASE, QUANTIZED
+
 CASES = ("decode", "prefill", "sampled", "int8")
-BASE = "charonia"
 SAMPLED = "charonia sampled"
-INT8 = "charonia int8"
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 PREFILL_CONCURRENCY = (1, 8)
 
@@ -65,45 +65,36 @@ class Round:
 def make_rounds(
     cases: Sequence[str],
     concurrency: Sequence[int],
-    max_concurrency: dict[str, int | None],
+    sides: Sequence[str],
     *,
     prompt_tokens: int,
     new_tokens: int,
     min_requests: int,
     seed: int,
 ) -> list[Round]:
-    """All rounds that leave at least two entries to compare, or one that was asked for alone.
+    """All rounds that have an entry.
 
     Args:
-        cases: of CASES. concurrency: of the decode rounds.
-        max_concurrency: the sides that are there, each with how many prompts it takes at once.
+        cases: of CASES. concurrency: of the decode rounds. sides: that are there.
         min_requests: per repetition; a low concurrency repeats its wave to have as many.
     """
 
-    def able(count: int) -> list[Entry]:
-        return [
-            Entry(name, name)
-            for name, most in max_concurrency.items()
-            if name != INT8 and (most is None or count <= most)
-        ]
+    plain = [Entry(name, name) for name in sides if name not in QUANTIZED]
+    variants = []
+    if "sampled" in cases and BASE in sides:
+        variants.append(Entry(SAMPLED, BASE, {**SAMPLING, "seed": seed}))
+    if "int8" in cases:
+        variants += [Entry(name, name) for name in sides if name in QUANTIZED]
 
     def make(kind: Literal["decode", "prefill"], count: int, entries: list[Entry]) -> Round:
         num_waves = -(-min_requests // count)
         tokens = 1 if kind == "prefill" else new_tokens
         return Round(kind, count, num_waves, prompt_tokens, tokens, tuple(entries))
 
+    base = [entry for entry in plain if "decode" in cases or entry.label == BASE]
     rounds = []
-    for count in concurrency:
-        entries = able(count) if "decode" in cases else []
-        variants = []
-        if "sampled" in cases and BASE in max_concurrency:
-            variants.append(Entry(SAMPLED, BASE, {**SAMPLING, "seed": seed}))
-        if "int8" in cases and INT8 in max_concurrency and count == 1:
-            variants.append(Entry(INT8, INT8))
-        if variants and not entries:
-            entries = [Entry(BASE, BASE)]
-        if entries:
-            rounds.append(make("decode", count, [*entries, *variants]))
+    if "decode" in cases or variants:
+        rounds += [make("decode", count, [*base, *variants]) for count in concurrency]
     if "prefill" in cases:
-        rounds += [make("prefill", n, able(n)) for n in PREFILL_CONCURRENCY if able(n)]
-    return rounds
+        rounds += [make("prefill", count, plain) for count in PREFILL_CONCURRENCY]
+    return [round_ for round_ in rounds if round_.entries]

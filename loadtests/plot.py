@@ -20,6 +20,7 @@ _COLORS = {
     "llama.cpp": "#5a9c57",
     "charonia sampled": "#7b5ba6",
     "charonia int8": "#c45c8a",
+    "llama.cpp Q8_0": "#2f6b3a",
 }
 
 

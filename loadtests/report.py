@@ -9,21 +9,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from alone import Alone
 from bars import Verdict, verdict
-from cases import BASE, INT8, SAMPLED, Round
+from cases import SAMPLED, Round
 from figures import Figures, Ratio, median_figures, ratio
 from limits import Machine, ModelCost, Work, achieved_gb_s, output_limit, prompt_limit
 from medians import CONFIDENCE
-from sides import TRITON
+from sides import BASE, INT8, LLAMA_CPP, Q8_0, QUANTIZED, TRITON, VLLM
 
 _RATIOS: tuple[tuple[str, str, float | None], ...] = (
-    (BASE, "vllm", 1.0),
-    (BASE, "llama.cpp", 1.0),
+    (BASE, VLLM, 1.0),
+    (BASE, LLAMA_CPP, 1.0),
     (BASE, "transformers", 1.0),
     (TRITON, BASE, None),
-    (TRITON, "vllm", 1.0),
+    (TRITON, VLLM, 1.0),
     (SAMPLED, BASE, None),
     (INT8, BASE, 1.0),
+    (INT8, Q8_0, 1.0),
 )
 """Each side that is compared, with what, and what the ratio must reach where that is a claim."""
 
@@ -88,6 +90,7 @@ class Report:
         cost: of the model, for the limits; None for families other than Llama.
         agreement: by side, how many tokens its greedy completions begin with that are those of the
             reference, on average, out of how many.
+        alone: what was measured before, with nothing else loaded.
         idle: by side, seconds it waited for others and seconds it computed meanwhile.
     """
 
@@ -96,6 +99,7 @@ class Report:
     rounds: list[RoundResult] = field(default_factory=list)
     agreement: dict[str, Any] = field(default_factory=dict)
     idle: dict[str, Any] = field(default_factory=dict)
+    alone: Alone = field(default_factory=Alone)
 
     def as_json(self) -> dict[str, Any]:
         """For the file: the parts above and what the tables are made of."""
@@ -111,6 +115,7 @@ class Report:
             "model_cost": asdict(self.cost) if self.cost else None,
             "rounds": rounds,
             "agreement": self.agreement,
+            "alone": self.alone.as_json(),
             "idle_seconds": self.idle,
         }
 
@@ -134,6 +139,14 @@ def as_markdown(report: Report) -> str:
             f"{100 * CONFIDENCE:.0f} %), and whether the interval reaches 1:",
             _ratio_table(report.rounds),
         ]
+    if report.alone.controls:
+        parts += [
+            "Output tokens/s, medians: alone on the machine / in turns:",
+            _control_table(report),
+        ]
+    if report.alone.probes:
+        parts += ["Ways to run vLLM alone on the machine, output tokens/s; the first is taken:"]
+        parts += [_way_table(report.alone)]
     if report.cost:
         parts += ["Share of what the machine could do at most:", _limit_table(report)]
         alone = [result for result in decode if result.round.concurrency == 1]
@@ -188,6 +201,28 @@ def _ratio_table(results: Sequence[RoundResult]) -> str:
     return markdown_table(["ratio", *_heads(results)], rows)
 
 
+def _control_table(report: Report) -> str:
+    """The rates of each side that was measured alone, too."""
+    decode = [result for result in report.rounds if result.round.kind == "decode"]
+
+    def cell(result: RoundResult, label: str) -> str:
+        rates = report.alone.controls[label][result.round.concurrency]
+        turns = f"{statistics.median(result.rates(label)):.1f}" if label in result.runs else ""
+        return f"{statistics.median(rates):.1f} / {turns}"
+
+    rows = [[name, *(cell(result, name) for result in decode)] for name in report.alone.controls]
+    return markdown_table(["side", *_heads(decode)], rows)
+
+
+def _way_table(alone: Alone) -> str:
+    counts = list(alone.probes[0].rates)
+    rows = []
+    for each in alone.probes:
+        medians = [f"{statistics.median(each.rates[count]):.1f}" for count in counts if each.rates]
+        rows.append([each.way.name, *(medians or ["failed"] * len(counts))])
+    return markdown_table(["way", *map(str, counts)], rows)
+
+
 def limit_of(result: RoundResult, cost: ModelCost) -> float:
     """Tokens per second that the round's median reading of the machine allows."""
     limit = prompt_limit if result.round.kind == "prefill" else output_limit
@@ -199,8 +234,8 @@ def _limit_table(report: Report) -> str:
     limits = [limit_of(result, report.cost) for result in report.rounds]
     rows = [["limit, tok/s", *(f"{limit:.0f}" for limit in limits)]]
     for label in _labels(report.rounds):
-        if label == INT8:
-            continue  # it reads half of what the limit counts
+        if label in QUANTIZED:
+            continue  # they read half of what the limit counts
         cells = [
             f"{statistics.median(result.rates(label)) / limit:.2f}" if label in result.runs else ""
             for result, limit in zip(report.rounds, limits, strict=True)
@@ -214,7 +249,7 @@ def _bandwidth_table(result: RoundResult, cost: ModelCost) -> str:
     rows = []
     for label, runs in result.runs.items():
         rate = median_figures(runs)["decode_tokens_per_second"]
-        if label == INT8:
+        if label in QUANTIZED:
             rows.append([label, f"{rate:.1f}", "", ""])
             continue
         achieved = achieved_gb_s(cost, rate, result.work())

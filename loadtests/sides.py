@@ -13,13 +13,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import psutil
 
+BASE, TRITON, VLLM, LLAMA_CPP = "charonia", "triton", "vllm", "llama.cpp"
+INT8, Q8_0 = "charonia int8", "llama.cpp Q8_0"
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = Path(__file__).resolve().parent / "workers"
 START_TIMEOUT_S = 900.0
@@ -87,12 +89,20 @@ class Worker:
     Args:
         name: of the side, for messages.
         python: which Python runs it. script: in workers/. settings: its first line.
+        environment: variables that it gets beside the driver's own.
 
     Raises:
         SideError: it ended, or said why it cannot start.
     """
 
-    def __init__(self, name: str, python: Path, script: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        script: str,
+        settings: dict[str, Any],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._process = subprocess.Popen(
@@ -101,6 +111,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
+            env={**os.environ, **(environment or {})},
             process_group=0,
         )
         self._lines: queue.Queue[str] = queue.Queue()
@@ -201,14 +212,14 @@ class SideSpec:
 
     Attributes:
         environment: beside this repository's other files; None is the running Python.
-        max_concurrency: prompts it takes at once; None is any number.
+        settings: of its own, beside those of all sides.
         peer: what loadtests/setup_peers.py calls it.
     """
 
     script: str
     environment: str | None = None
-    max_concurrency: int | None = None
     peer: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def python(self) -> Path:
@@ -224,11 +235,16 @@ class SideSpec:
         return f"not installed; `python loadtests/setup_peers.py {self.peer}` installs it"
 
 
+_PLAIN = {"enable_prefix_caching": False}
 SPECS = {
-    "llama.cpp": SideSpec("llamacpp_worker.py", ".venv-llamacpp", 1, "llamacpp"),
-    "charonia": SideSpec("charonia_worker.py"),
+    BASE: SideSpec("charonia_worker.py", settings=_PLAIN),
     "transformers": SideSpec("transformers_worker.py"),
-    "vllm": SideSpec("vllm_worker.py", ".venv-vllm", peer="vllm"),
+    VLLM: SideSpec("vllm_worker.py", ".venv-vllm", "vllm"),
+    LLAMA_CPP: SideSpec("llamacpp_worker.py", ".venv-llamacpp", "llamacpp"),
+    INT8: SideSpec("charonia_worker.py", settings={**_PLAIN, "quantization": "int8"}),
+    Q8_0: SideSpec("llamacpp_worker.py", ".venv-llamacpp", "llamacpp", {"kinds": ["q8_0"]}),
 }
-TRITON = "triton"
-NAMES = ("charonia", TRITON, "transformers", "vllm", "llama.cpp")
+NAMES = (BASE, TRITON, "transformers", VLLM, LLAMA_CPP)
+"""In bfloat16, or what comes nearest."""
+QUANTIZED = {INT8: BASE, Q8_0: LLAMA_CPP}
+"""Sides with 8-bit weights, and those that they are beside."""

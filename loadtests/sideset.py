@@ -1,8 +1,8 @@
 """Which sides there are in a run, and whose turn it is.
 
-Owns starting the sides, leaving out the peers that are not installed, and that a side which waits
-does not compute: workers are stopped by a signal between their turns (vLLM's poll for a second
-after each request), a tritonserver is only watched.
+Owns how the sides are started, leaving out the peers that are not installed, and that a side which
+waits does not compute: workers are stopped by a signal between their turns (vLLM's poll for a
+second after each request), a tritonserver is only watched.
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from cases import BASE, INT8
-from sides import NAMES, SPECS, TRITON, Side, SideError, WorkerSide
+from sides import BASE, NAMES, QUANTIZED, SPECS, TRITON, Side, SideError, WorkerSide
+from ways import Way
 
 CORE = (BASE, TRITON)
 """These fail the run where they fail; the others are left out."""
@@ -59,20 +59,48 @@ class SideSet:
                 idleness.waited += time.perf_counter() - started
                 idleness.computed += _cpu_seconds(self.sides[other]) - before[other]
 
-    def max_concurrency(self) -> dict[str, int | None]:
-        """By side, in the order of tables; None is any number."""
-        return {
-            name: SPECS[name].max_concurrency if name in SPECS else None
-            for name in (*NAMES, INT8)
-            if name in self.sides
-        }
+
+@dataclass
+class Launcher:
+    """How the sides of a run are started.
+
+    Attributes:
+        settings: `model`, `dtype` and `max_model_len`, of all sides.
+        cache: where a side may write files made from the model.
+        ways: by side, how it is run; others are run as they are.
+    """
+
+    settings: dict[str, Any]
+    cache: Path
+    ways: dict[str, Way] = field(default_factory=dict)
+
+    def start(self, name: str, way: Way | None = None) -> Side:
+        """Start a side, in this way rather than in its own.
+
+        Raises:
+            SideError: it is not installed, or cannot be started.
+        """
+        if name == TRITON:
+            from triton_side import TritonSide
+
+            rest = {key: value for key, value in self.settings.items() if key != "model"}
+            return TritonSide(
+                Path(self.settings["model"]),
+                {**rest, "device": "cpu", "enable_prefix_caching": False},
+            )
+        spec, way = SPECS[name], way or self.ways.get(name)
+        if missing := spec.missing():
+            raise SideError(f"{name}: {missing}")
+        settings = {**self.settings, **spec.settings}
+        if spec.peer == "llamacpp":
+            settings["cache"] = str(self.cache)
+        return WorkerSide(name, spec.python, spec.script, settings, way.variables if way else None)
 
 
 def start_sides(
     stack: contextlib.ExitStack,
     wanted: Sequence[str] | None,
-    settings: dict[str, Any],
-    cache: Path,
+    launcher: Launcher,
     *,
     with_int8: bool,
     say: Callable[[str], None],
@@ -81,32 +109,26 @@ def start_sides(
 
     Args:
         wanted: names of NAMES; None is all that are installed.
-        settings: `model`, `dtype` and `max_model_len`.
-        cache: where a side may write files made from the model.
+        with_int8: the quantized ones of them, too, where they can be started.
 
     Raises:
         SideError: a side that was asked for by name, or charonia itself, cannot be started.
     """
     found = SideSet()
-    for name in NAMES if wanted is None else wanted:
+    names = list(NAMES if wanted is None else wanted)
+    if with_int8:
+        names += [name for name, plain in QUANTIZED.items() if plain in names or plain == BASE]
+    for name in names:
         say(f"starting {name}")
         try:
-            side = _start(name, settings, cache)
+            side = launcher.start(name)
         except SideError as error:
-            if wanted is not None or name in CORE:
+            if name not in QUANTIZED and (wanted is not None or name in CORE):
                 raise
             found.left_out[name] = str(error)
             say(f"left out: {error}")
             continue
         _admit(found, stack, name, side)
-    if with_int8:
-        try:
-            side = _start(BASE, {**settings, "quantization": "int8"}, cache)
-        except SideError as error:
-            found.left_out[INT8] = str(error)
-            say(f"left out: {INT8}: {error}")
-        else:
-            _admit(found, stack, INT8, side)
     return found
 
 
@@ -115,20 +137,6 @@ def _admit(found: SideSet, stack: contextlib.ExitStack, name: str, side: Side) -
     if isinstance(side, WorkerSide):
         side.pause()
     found.sides[name] = side
-
-
-def _start(name: str, settings: dict[str, Any], cache: Path) -> Side:
-    if name == TRITON:
-        from triton_side import TritonSide
-
-        model, rest = Path(settings["model"]), {k: v for k, v in settings.items() if k != "model"}
-        return TritonSide(model, {**rest, "device": "cpu", "enable_prefix_caching": False})
-    spec = SPECS[name]
-    missing = spec.missing()
-    if missing:
-        raise SideError(f"{name}: {missing}")
-    own = {BASE: {"enable_prefix_caching": False}, "llama.cpp": {"cache": str(cache)}}
-    return WorkerSide(name, spec.python, spec.script, {**settings, **own.get(name, {})})
 
 
 def _cpu_seconds(side: Side) -> float:

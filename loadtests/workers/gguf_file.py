@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint of Hugging Face as a GGUF file, in float16 or bfloat16.
+"""Writes a Llama checkpoint of Hugging Face as a GGUF file, in float16, bfloat16 or Q8_0.
 
 Owns the names and the one layout that differ: llama.cpp rotates neighbouring pairs of a head's
 dimensions, Hugging Face rotates halves, so the rows of the query and key matrices are permuted.
@@ -29,6 +29,8 @@ _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+Q8_0_VALUES = 32
+"""In a block."""
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -37,10 +39,11 @@ def write_gguf(checkpoint: Path, target: Path, kind: str) -> Path:
 
     Args:
         checkpoint: a directory with config.json and *.safetensors.
-        kind: of the matrices, "f16" or "bf16".
+        kind: of the matrices, "f16", "bf16" or "q8_0".
 
     Raises:
-        ValueError: the checkpoint is not a plain Llama in bfloat16.
+        ValueError: the checkpoint is not a plain Llama in bfloat16, or a matrix cannot be cut into
+            blocks.
     """
     if target.exists():
         return target
@@ -88,7 +91,11 @@ def permuted(weight: np.ndarray, num_heads: int) -> np.ndarray:  # [heads * head
 def _add_metadata(writer: "GGUFWriter", config: dict[str, Any], kind: str) -> None:
     from gguf import LlamaFileType, TokenType
 
-    kinds = {"f16": LlamaFileType.MOSTLY_F16, "bf16": LlamaFileType.MOSTLY_BF16}
+    kinds = {
+        "f16": LlamaFileType.MOSTLY_F16,
+        "bf16": LlamaFileType.MOSTLY_BF16,
+        "q8_0": LlamaFileType.MOSTLY_Q8_0,
+    }
     writer.add_file_type(kinds[kind])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -118,6 +125,9 @@ def _add_tensor(writer: "GGUFWriter", name: str, values: np.ndarray, kind: str) 
         writer.add_tensor(name, as_float32(values))
     elif kind == "f16":
         writer.add_tensor(name, as_float32(values).astype(np.float16))
+    elif kind == "q8_0":
+        blocks = as_q8_0(as_float32(values))
+        writer.add_tensor(name, blocks, raw_dtype=GGMLQuantizationType.Q8_0)
     else:
         writer.add_tensor(name, values.view(np.uint8), raw_dtype=GGMLQuantizationType.BF16)
 
@@ -125,6 +135,25 @@ def _add_tensor(writer: "GGUFWriter", name: str, values: np.ndarray, kind: str) 
 def as_float32(values: np.ndarray) -> np.ndarray:
     """bfloat16 as uint16 is the upper half of float32."""
     return (values.astype(np.uint32) << 16).view(np.float32)
+
+
+def as_q8_0(values: np.ndarray) -> np.ndarray:  # [rows, columns] -> [rows, columns / 32 * 34]
+    """Bytes of GGML's type Q8_0: blocks of 32 values of a row, each a float16 scale and 32 int8.
+
+    The scale is the largest magnitude over 127, and a value the nearest integer to itself over the
+    scale before that was rounded, halves away from zero (`quantize_row_q8_0_ref` in ggml-quants.c).
+
+    Raises:
+        ValueError: rows are no whole number of blocks.
+    """
+    if values.shape[1] % Q8_0_VALUES:
+        raise ValueError(f"Q8_0 takes rows of a multiple of {Q8_0_VALUES} values; {values.shape}")
+    blocks = values.astype(np.float32).reshape(-1, Q8_0_VALUES)
+    scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0)
+    integers = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
+    packed = np.concatenate([scales.astype("<f2").view(np.uint8), integers.view(np.uint8)], axis=1)
+    return packed.reshape(len(values), -1)
 
 
 def _tensors(checkpoint: Path) -> Iterator[tuple[str, np.ndarray]]:

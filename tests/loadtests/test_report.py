@@ -5,18 +5,20 @@ from itertools import permutations
 
 import pytest
 
+from alone import Alone, Probe
 from cases import SAMPLED, make_rounds
 from figures import WrongOutputError, decode_figures, ratio
 from limits import Machine, ModelCost
 from report import Report, RoundResult, as_markdown
-from sides import Trace, WaveTrace
+from sides import INT8, Q8_0, Trace, WaveTrace
+from ways import Way
 
 
 def rounds(**changes):
     arguments = {
         "cases": ["decode", "prefill", "sampled"],
         "concurrency": [1, 8],
-        "max_concurrency": {"charonia": None, "llama.cpp": 1},
+        "sides": ["charonia", "llama.cpp"],
         "prompt_tokens": 4,
         "new_tokens": 3,
         "min_requests": 4,
@@ -25,13 +27,28 @@ def rounds(**changes):
     return make_rounds(**(arguments | changes))
 
 
-def test_a_side_is_in_the_rounds_that_it_can_do():
+def test_all_sides_are_in_all_rounds_and_the_sampled_one_beside_them_in_decoding():
     assert [(r.name, [entry.label for entry in r.entries]) for r in rounds()] == [
         ("decode at concurrency 1", ["charonia", "llama.cpp", SAMPLED]),
-        ("decode at concurrency 8", ["charonia", SAMPLED]),
+        ("decode at concurrency 8", ["charonia", "llama.cpp", SAMPLED]),
         ("prefill at concurrency 1", ["charonia", "llama.cpp"]),
-        ("prefill at concurrency 8", ["charonia"]),
+        ("prefill at concurrency 8", ["charonia", "llama.cpp"]),
     ]
+
+
+def test_weights_of_8_bits_are_compared_with_each_other_where_they_are_asked_for():
+    sides = ["charonia", "llama.cpp", INT8, Q8_0]
+    asked = rounds(cases=["decode", "int8"], sides=sides)
+    assert [[entry.label for entry in round_.entries] for round_ in asked] == [sides, sides]
+    assert [e.label for e in rounds(cases=["int8"], sides=sides)[0].entries] == [
+        "charonia",
+        INT8,
+        Q8_0,
+    ]
+    plain = rounds(cases=["decode", "prefill"], sides=sides)
+    assert {e.label for round_ in plain for e in round_.entries} == {"charonia", "llama.cpp"}
+    result = RoundResult(asked[0], {label: [{"tokens_per_second": 2.0}] * 6 for label in sides})
+    assert str(result.comparisons()[f"{INT8} / {Q8_0}"]) == "1.00 (1.00 to 1.00) met"
 
 
 def test_a_low_concurrency_repeats_its_wave():
@@ -86,3 +103,23 @@ def test_tables_show_rates_ratios_and_shares_of_the_limit():
     assert "| limit, tok/s | 1000 |" in text
     assert "| charonia | 0.20 |" in text
     assert "Left out: vllm: not installed" in text
+
+
+def test_what_was_measured_alone_is_shown_beside_the_turns_and_the_ways_with_the_fastest_first():
+    result = RoundResult(rounds(cases=["decode"], concurrency=[8])[0])
+    result.runs = {"charonia": [{"tokens_per_second": 200.0}]}
+    result.machine = [Machine(1e9, 2e-6)]
+    ways = [Probe(Way("two", {}), {8: [30.0, 50.0, 40.0]}), Probe(Way("one", {}), failure="no")]
+    alone = Alone(ways, {"charonia": {8: [210.0, 230.0, 220.0]}})
+    report = Report({"left_out": {}}, None, [result], alone=alone)
+    report.rounds[0].runs["charonia"][0] |= dict.fromkeys(
+        ("ttft_ms_p50", "inter_token_ms_p50", "inter_token_ms_p95"), 1.0
+    )
+    text = as_markdown(report)
+    assert "| side | decode 8 |\n| --- | --- |\n| charonia | 220.0 / 200.0 |" in text
+    assert "| way | 8 |\n| --- | --- |\n| two | 40.0 |\n| one | failed |" in text
+    assert report.as_json()["alone"]["vllm_ways"][1] == {
+        "way": "one",
+        "tokens_per_second": {},
+        "failure": "no",
+    }

@@ -1,0 +1,103 @@
+"""What a side does alone on the machine: which way to run it is the fastest, and a control.
+
+Nothing else is loaded meanwhile. The control is shown beside the figures of the turns: where it is
+much faster, the turns do the side an injustice.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from cases import Round
+from figures import decode_figures
+from sides import Side, SideError
+from ways import Way
+
+PROBES = 3
+Rates = dict[int, list[float]]
+"""Output tokens per second, by concurrency, repetition by repetition."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A way that was tried; `failure` says why it has no rates."""
+
+    way: Way
+    rates: Rates = field(default_factory=dict)
+    failure: str | None = None
+
+    @property
+    def speed(self) -> float:
+        """The geometric mean of the median rates; 0 where it failed."""
+        if not self.rates:
+            return 0.0
+        return math.prod(map(statistics.median, self.rates.values())) ** (1 / len(self.rates))
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file; without the variables, which hold this machine's paths."""
+        return {"way": self.way.name, "tokens_per_second": self.rates, "failure": self.failure}
+
+
+@dataclass
+class Alone:
+    """What was measured with nothing else loaded.
+
+    Attributes:
+        probes: of the ways to run vLLM; the first is taken.
+        controls: by side.
+    """
+
+    probes: list[Probe] = field(default_factory=list)
+    controls: dict[str, Rates] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file."""
+        return {"vllm_ways": [each.as_json() for each in self.probes], "controls": self.controls}
+
+
+def probe(
+    start: Callable[[Way], Side], ways: Sequence[Way], rounds: Sequence[Round], vocab_size: int
+) -> list[Probe]:
+    """Try each way, the fastest first in the answer.
+
+    Raises:
+        SideError: all failed; the text is the last one's.
+    """
+    probes = []
+    for way in ways:
+        try:
+            with closing(start(way)) as side:
+                rates = rates_alone(side, rounds, PROBES, vocab_size, seed=0)
+        except SideError as error:
+            probes.append(Probe(way, failure=str(error)))
+        else:
+            probes.append(Probe(way, rates))
+    probes.sort(key=lambda each: each.speed, reverse=True)
+    if not probes[0].rates:
+        raise SideError(str(probes[-1].failure))
+    return probes
+
+
+def rates_alone(
+    side: Side, rounds: Sequence[Round], repetitions: int, vocab_size: int, seed: int
+) -> Rates:
+    """Decode greedily as in `rounds`, the first repetition of each uncounted.
+
+    Raises:
+        SideError: it failed. WrongOutputError: a request had more or fewer tokens.
+    """
+    shuffler = random.Random(seed)
+    rates: Rates = {}
+    for round_ in rounds:
+        if round_.kind != "decode":
+            continue
+        found = []
+        for _ in range(1 + repetitions):
+            waves = side.run(round_.prompts(vocab_size, shuffler), round_.new_tokens)
+            found.append(decode_figures(waves, round_.new_tokens)["tokens_per_second"])
+        rates[round_.concurrency] = found[1:]
+    return rates

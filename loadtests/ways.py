@@ -1,0 +1,50 @@
+"""The ways in which vLLM can be run on CPUs, to be timed before one is taken.
+
+Its engine runs in the process that asks or in one of its own, and its documentation has an
+allocator and an OpenMP preloaded (docs.vllm.ai, "CPU", LD_PRELOAD); which is fastest depends on the
+machine. Owns where these libraries are. Must not know how a way is timed.
+"""
+
+from collections.abc import Mapping
+from ctypes.util import find_library
+from dataclasses import dataclass
+from pathlib import Path
+
+PROCESSES = {"engine in the asking process": "0", "engine in a process of its own": "1"}
+OPENMP = {
+    "libgomp": "lib/python3*/site-packages/torch/lib/libgomp*.so*",
+    "libiomp": "lib/libiomp5.so",
+}
+TCMALLOC = "usr/lib/*/libtcmalloc_minimal.so.4"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a side: its name for people, and the variables of its environment."""
+
+    name: str
+    variables: Mapping[str, str]
+
+
+def vllm_ways(environment: Path) -> list[Way]:
+    """All that the libraries which are there allow: two numbers of processes, each as it is and
+    with each of the OpenMPs, and all of these again with tcmalloc.
+
+    Args:
+        environment: vLLM's virtual environment, as setup_peers.py makes it.
+    """
+    preloads: list[dict[str, str]] = [{}]
+    preloads += [
+        {name: str(path)} for name, place in OPENMP.items() for path in environment.glob(place)
+    ]
+    system = find_library("tcmalloc_minimal")
+    if tcmalloc := [*map(str, environment.glob(TCMALLOC)), *([system] if system else [])]:
+        preloads += [{"tcmalloc": tcmalloc[0], **preload} for preload in preloads]
+    ways = []
+    for processes, flag in PROCESSES.items():
+        for preload in preloads:
+            variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": flag}
+            if preload:
+                variables["LD_PRELOAD"] = ":".join(preload.values())
+            ways.append(Way(" + ".join([processes, *preload]), variables))
+    return ways

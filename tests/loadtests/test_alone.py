@@ -1,0 +1,117 @@
+"""Which ways to run a peer are tried, and which is taken."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from alone import PROBES, Probe, probe, rates_alone
+from cases import make_rounds
+from sides import BASE, WORKERS, SideError, WorkerSide
+from ways import Way, vllm_ways
+
+SLEEPING = f"""
+import os, sys, time
+sys.path.append({str(WORKERS)!r})
+from worker import serve_engine
+
+class Sleeping:
+    versions, notes = {{}}, []
+
+    def __init__(self, settings):
+        self.pause = float(os.environ["PAUSE"])
+        if self.pause < 0:
+            raise ValueError("it cannot be run so")
+
+    def complete(self, wave, prompts, max_tokens, sampling):
+        for token in range(max_tokens):
+            time.sleep(self.pause)
+            for index in range(len(prompts)):
+                wave.add(index, [token])
+
+serve_engine(Sleeping)
+"""
+SLOW, FAST, BROKEN = (Way(name, {"PAUSE": name}) for name in ("0.3", "0.02", "-1"))
+ROUNDS = make_rounds(
+    ["decode", "prefill"],
+    [1, 2],
+    [BASE],
+    prompt_tokens=4,
+    new_tokens=2,
+    min_requests=1,
+    seed=0,
+)
+
+
+@pytest.fixture
+def started(tmp_path: Path):
+    """What starts a side in a way, and the sides that it started."""
+    path = tmp_path / "sleeping_worker.py"
+    path.write_text(SLEEPING)
+    sides: list[WorkerSide] = []
+
+    def start(way: Way) -> WorkerSide:
+        assert not any(side.processes() for side in sides)  # nothing else is loaded
+        sides.append(WorkerSide("peer", Path(sys.executable), str(path), {}, way.variables))
+        return sides[-1]
+
+    return start, sides
+
+
+def test_the_fastest_way_comes_first_and_one_that_fails_last(started):
+    start, sides = started
+    found = probe(start, [SLOW, BROKEN, FAST], ROUNDS, vocab_size=9)
+    assert [each.way for each in found] == [FAST, SLOW, BROKEN]
+    assert {count: len(rates) for count, rates in found[0].rates.items()} == {1: PROBES, 2: PROBES}
+    assert "it cannot be run so" in (found[2].failure or "")
+    assert found[2].rates == {}
+    assert not any(side.processes() for side in sides)
+
+
+def test_where_no_way_works_the_peer_fails(started):
+    start, _ = started
+    with pytest.raises(SideError, match="it cannot be run so"):
+        probe(start, [BROKEN, BROKEN], ROUNDS, vocab_size=9)
+
+
+def test_a_control_has_all_repetitions_but_the_first(started):
+    start, _ = started
+    side = start(FAST)
+    try:
+        rates = rates_alone(side, ROUNDS[:1], 4, vocab_size=9, seed=0)
+    finally:
+        side.close()
+    assert list(rates) == [1]
+    assert len(rates[1]) == 4
+    assert all(0 < rate <= 1 / 0.02 for rate in rates[1])
+
+
+def test_being_good_at_one_concurrency_only_is_not_the_fastest():
+    even = Probe(FAST, {1: [50.0], 8: [200.0]})
+    assert even.speed == pytest.approx(100.0)
+    assert Probe(SLOW, {1: [10.0], 8: [400.0, 1.0, 900.0]}).speed < even.speed
+
+
+def test_the_ways_of_vllm_are_those_of_the_libraries_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("ways.find_library", lambda name: None)
+    plain = vllm_ways(tmp_path)
+    assert [way.variables for way in plain] == [
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    ]
+    iomp = tmp_path / "lib" / "libiomp5.so"
+    gomp = tmp_path / "lib" / "python3.11" / "site-packages" / "torch" / "lib" / "libgomp.so.1"
+    tcmalloc = tmp_path / "usr" / "lib" / "x86_64-linux-gnu" / "libtcmalloc_minimal.so.4"
+    for path in (iomp, gomp, tcmalloc):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    ways = vllm_ways(tmp_path)
+    assert len(ways) == len({way.name for way in ways}) == 12
+    preloads = {way.variables.get("LD_PRELOAD", "") for way in ways}
+    assert f"{tcmalloc}:{iomp}" in preloads
+    assert not any("libiomp" in each and "libgomp" in each for each in preloads)
+
+
+def test_tcmalloc_of_the_system_is_taken_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("ways.find_library", lambda name: f"lib{name}.so.4")
+    assert vllm_ways(tmp_path)[1].variables["LD_PRELOAD"] == "libtcmalloc_minimal.so.4"
