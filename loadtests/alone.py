@@ -37,6 +37,10 @@ class Probe:
             return 0.0
         return math.prod(map(statistics.median, self.rates.values())) ** (1 / len(self.rates))
 
+    def __str__(self) -> str:
+        medians = (f"{statistics.median(rates):.1f} at {n}" for n, rates in self.rates.items())
+        return f"{self.way.name}: {self.failure or ', '.join(medians)}"
+
     def as_json(self) -> dict[str, Any]:
         """For the file; without the variables, which hold this machine's paths."""
         return {"way": self.way.name, "tokens_per_second": self.rates, "failure": self.failure}
@@ -60,9 +64,13 @@ class Alone:
 
 
 def probe(
-    start: Callable[[Way], Side], ways: Sequence[Way], rounds: Sequence[Round], vocab_size: int
+    start: Callable[[Way], Side],
+    ways: Sequence[Way],
+    rounds: Sequence[Round],
+    vocab_size: int,
+    say: Callable[[str], None],
 ) -> list[Probe]:
-    """Try each way, the fastest first in the answer.
+    """Try each way and say what came of it, the fastest first in the answer.
 
     Raises:
         SideError: all failed; the text is the last one's.
@@ -76,6 +84,7 @@ def probe(
             probes.append(Probe(way, failure=str(error)))
         else:
             probes.append(Probe(way, rates))
+        say(str(probes[-1]))
     probes.sort(key=lambda each: each.speed, reverse=True)
     if not probes[0].rates:
         raise SideError(str(probes[-1].failure))

