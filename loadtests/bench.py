@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from alone import Alone, probe, rates_alone
 from cases import CASES, Entry, Round, make_rounds
+from circles import circling_share
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
 from limits import Machine, ModelCost
 from plot import write_plot
@@ -169,6 +170,7 @@ def _measure(
                     if round_.kind == "decode":
                         seen.append(tokens)
     report.agreement = _agreement(seen, options.new_tokens)
+    report.circling = circling_share([text for tokens in seen for text in tokens.get(BASE, [])])
 
 
 def _turn(

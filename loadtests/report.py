@@ -90,6 +90,7 @@ class Report:
         cost: of the model, for the limits; None for families other than Llama.
         agreement: by side, how many tokens its greedy completions begin with that are those of the
             reference, on average, out of how many.
+        circling: share of charonia's greedy text that goes in circles.
         alone: what was measured before, with nothing else loaded.
         idle: by side, seconds it waited for others and seconds it computed meanwhile.
     """
@@ -99,6 +100,7 @@ class Report:
     rounds: list[RoundResult] = field(default_factory=list)
     agreement: dict[str, Any] = field(default_factory=dict)
     idle: dict[str, Any] = field(default_factory=dict)
+    circling: float = 0.0
     alone: Alone = field(default_factory=Alone)
 
     def as_json(self) -> dict[str, Any]:
@@ -115,6 +117,7 @@ class Report:
             "model_cost": asdict(self.cost) if self.cost else None,
             "rounds": rounds,
             "agreement": self.agreement,
+            "circling": self.circling,
             "alone": self.alone.as_json(),
             "idle_seconds": self.idle,
         }
@@ -281,7 +284,8 @@ def _agreement_line(report: Report) -> str:
     total = report.agreement["new_tokens"]
     return (
         f"Greedy tokens until the first that is not that of {reference}, on average, of {total}: "
-        f"{listed}."
+        f"{listed}. {100 * report.circling:.0f} % of it goes in circles, which gains"
+        " nobody anything: no side guesses tokens."
     )
 
 
