@@ -104,14 +104,12 @@ def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alon
             continue  # start_sides says so
         _say(f"alone on the machine: {name}")
         if name == VLLM:
-            environment = SPECS[VLLM].python.parents[1]
+            ways = vllm_ways(SPECS[VLLM].python.parents[1])
             alone.probes = probe(
-                lambda way: launcher.start(VLLM, way),
-                vllm_ways(environment),
-                rounds,
-                vocab_size,
-                _say,
+                lambda way: launcher.start(VLLM, way), ways, rounds, vocab_size, _say
             )
+            if not alone.probes[0].rates:
+                continue  # it fails in every way; start_sides says why
             launcher.ways[VLLM] = alone.probes[0].way
         with contextlib.closing(launcher.start(name)) as side:
             alone.controls[name] = rates_alone(

@@ -7,6 +7,7 @@ commit that others can check out. Must not know what was measured.
 import datetime
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,5 +95,7 @@ def _changed(folder: Path) -> list[str]:
 
 
 def _output(*command: str, folder: Path = HERE) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return run.stdout.rstrip()

@@ -1,6 +1,7 @@
 """What is recorded of a run, and which runs results/ takes."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from record import HERE, RESULTS, commit, is_in_history, output_stem
 
+pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs Git")
 RECORDS = sorted((HERE / RESULTS).glob("*.json"))
 
 
