@@ -24,8 +24,8 @@ import msgspec
 
 from charonia import vllm_args
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
-from charonia.launch.discovery import default_repository
 from charonia.engine.metric_table import METRICS, VLLM_METRICS, Metric
+from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
 from charonia.serving.interface import (
     INPUTS,
