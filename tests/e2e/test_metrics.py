@@ -20,6 +20,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from charonia.launch.health import examine
 from charonia.launch.server import TritonServer
 from support.e2e import (
     GrpcStream,
@@ -76,6 +77,7 @@ VLLM_HISTOGRAMS = (
     "request_params_n",
 )
 PAGE_ALONE = {"charonia_scheduler_up", *(f"charonia_{name}" for name in STEP_HISTOGRAMS)}
+FINISHED = "charonia_finished_total"
 BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 NUM_BLOCKS = 2048
 
@@ -392,6 +394,21 @@ def test_tokens_requests_and_times_add_up(server: TritonServer) -> None:
     assert 0 <= rise("charonia_queue_seconds_sum") <= first <= total
     assert first + between == pytest.approx(total, rel=0.05, abs=0.05)
     assert rise("charonia_cancellations_total") == rise("charonia_preemptions_total") == 0
+
+
+def test_a_second_name_of_the_scheduler_leaves_metrics_and_health_right(
+    server: TritonServer,
+) -> None:
+    watched = Watched(server)
+    stream_grpc(server, request_inputs("abc", {"max_tokens": 3, "ignore_eos": True}), "second")
+    watched.settle()
+    assert watched.rise('charonia_finished_total{reason="length"}') == 1
+    assert watched.rise("charonia_generation_tokens_total") == 3
+    assert "second" not in {one["model"] for one in labels(server, "charonia_")[FINISHED]}
+    metrics_url = server.metrics_url.removeprefix("http://").removesuffix("/metrics")
+    parts = list(examine(server.http_url, metrics_url, "second"))
+    assert "second" in [part.name for part in parts]
+    assert all(part.is_healthy for part in parts), parts
 
 
 def test_a_stop_counts_as_stop(server: TritonServer) -> None:

@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from charonia.launch import doors
-from charonia.launch.doors import Asked, Inquiry, Reply
+from charonia.launch.doors import Asked, Inquiry, Reply, models_with_questions
+from charonia.launch.repository import RepositoryOptions, prepare_repository
 from support.e2e import wait_for
 
 DEAD = Asked(Reply.ERROR, "Stub process 'tokenizer_0_1' is not healthy.")
@@ -77,3 +79,10 @@ def test_no_answer_for_long_is_a_hang_counted_from_the_processes_beginning(
     door.answer(Asked(Reply.NOTHING))
     assert inquiry.look(200.0) is None
     assert inquiry.look(201.0) == "hung"
+
+
+def test_every_model_that_passes_requests_on_is_asked(tmp_path: Path) -> None:
+    options = RepositoryOptions(served_model_names=["second"])
+    path = prepare_repository(tmp_path / "prepared", options).path
+    (path / "generate").rename(path / "unary")
+    assert models_with_questions(path) == ["postprocessor", "second", "tokenizer", "unary"]

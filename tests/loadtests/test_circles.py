@@ -5,7 +5,7 @@ import random
 import pytest
 
 from charonia import LLM, SamplingParams
-from charonia.launch.repository import DEMO_CHECKPOINT
+from charonia.config import DEMO_CHECKPOINT
 from circles import MOST_CIRCLING, circling_share
 from speculation.prompts import HeldOutFiles
 

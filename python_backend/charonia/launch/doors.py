@@ -3,8 +3,9 @@
 Owns one question for each, by the name that it has in the project's repository, and how long it has
 gone unanswered. Must not know what is done about that.
 
-`llm` and `generate` are asked to cancel a request that does not exist: that goes through every
-process on their way, the scheduler's too, but takes no place in its queue.
+`llm`, `generate` and all that have another name of the scheduler's are asked to cancel a request
+that does not exist: that goes through every process on their way, the scheduler's too, but takes no
+place in its queue.
 """
 
 import enum
@@ -13,16 +14,16 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from charonia.launch.background import in_background
+from charonia.launch.repository import read_config
 
 _CANCEL = {"id": "charonia-probe", "cancel": True}
-QUESTIONS: Mapping[str, Mapping[str, Any]] = {
-    "llm": _CANCEL,
-    "generate": _CANCEL,
+_QUESTIONS: Mapping[str, Mapping[str, Any]] = {
     "tokenizer": {"cancel": True},
     "postprocessor": {"chunk_text_output": ["a"]},
 }
@@ -49,11 +50,23 @@ class Asked:
     detail: str = ""
 
 
+def models_with_questions(repository: Path) -> list[str]:
+    """The models in a prepared repository that can be asked and have processes of their own."""
+    models = []
+    for path in sorted(repository.glob("*/config.pbtxt")):
+        config = read_config(path)
+        takes_cancel = any(one.name == "cancel" for one in config.input)
+        passes_on = "scheduler_model" in config.parameters and takes_cancel
+        if passes_on or path.parent.name in _QUESTIONS:
+            models.append(path.parent.name)
+    return models
+
+
 def ask(http_url: str, model: str, timeout_s: float) -> Asked:
-    """Ask a model of `QUESTIONS` once."""
+    """Ask a model once."""
     url = f"http://{http_url}/v2/models/{model}/generate"
     try:
-        answer = httpx.post(url, json=QUESTIONS[model], timeout=timeout_s)
+        answer = httpx.post(url, json=_QUESTIONS.get(model, _CANCEL), timeout=timeout_s)
     except httpx.HTTPError as error:
         return Asked(Reply.NOTHING, str(error) or type(error).__name__)
     if answer.status_code == 200:

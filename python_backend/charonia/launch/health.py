@@ -85,12 +85,17 @@ def examine(url: str, metrics_url: str, scheduler: str) -> Iterator[Part]:
     """Ask after every part."""
     with httpx.Client(base_url=f"http://{url}/v2/", timeout=TIMEOUT_S) as client:
         yield _ask_ready(client, "server", "health/ready")
+        names = dict.fromkeys(DOORS)
+        if (behind := _named_by(client, scheduler, "scheduler_model")) is not None:
+            names[scheduler] = None  # it only passes on
+            scheduler = behind
+        engine = _named_by(client, scheduler, "engine_model") or "engine"
         yield _ask_ready(client, "scheduler", f"models/{scheduler}/ready")
-        yield _ask_ready(client, "engine", f"models/{_engine_of(client, scheduler)}/ready")
+        yield _ask_ready(client, "engine", f"models/{engine}/ready")
     with contextlib.closing(Probe(url, scheduler)) as probe:
         yield _infer(probe)
-    for door in DOORS:
-        yield from _ask_door(url, door)
+    for name in names:
+        yield from _ask_door(url, name)
     yield from _show_metrics(metrics_url)
 
 
@@ -102,12 +107,12 @@ def _ask_ready(client: httpx.Client, name: str, path: str) -> Part:
     return Part(name, status == 200, "" if status == 200 else f"not ready (HTTP {status})")
 
 
-def _engine_of(client: httpx.Client, scheduler: str) -> str:
-    """The name of the scheduler's engine, as its configuration says."""
+def _named_by(client: httpx.Client, model: str, parameter: str) -> str | None:
+    """The model that another one names by a parameter of its configuration."""
     with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
-        parameters = client.get(f"models/{scheduler}/config").json()["parameters"]
-        return str(parameters["engine_model"]["string_value"])
-    return "engine"
+        parameters = client.get(f"models/{model}/config").json()["parameters"]
+        return str(parameters[parameter]["string_value"])
+    return None
 
 
 def _infer(probe: Probe) -> Part:

@@ -250,7 +250,7 @@ def _find_scheduler(source: Path) -> tuple[str, Any]:
     It is the one decoupled model that names its engine, or simply is called so.
     """
     for path in sorted(source.glob("*/config.pbtxt")):
-        config = _read_config(path)
+        config = read_config(path)
         names_engine = "engine_model" in config.parameters
         is_decoupled = config.model_transaction_policy.decoupled
         if is_decoupled and (names_engine or path.parent.name == DEFAULT_SCHEDULER):
@@ -261,7 +261,7 @@ def _find_scheduler(source: Path) -> tuple[str, Any]:
     )
 
 
-def _read_config(path: Path) -> Any:
+def read_config(path: Path) -> Any:
     """A config.pbtxt as a ModelConfig message."""
     try:
         return text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())

@@ -14,8 +14,8 @@ of a question, a process that is lost meanwhile is noticed.
     engine            the scheduler                          by the scheduler
     engine that loads no process of it for                   with the whole server, as its load
                       `orphaned_load_s`                      never ends
-    any other model   its process; those of `QUESTIONS`      alone: killed, unloaded, loaded; with
-    in Python         also unanswered for `model_hang_s`     the whole server where that fails
+    any other model   its process; some are asked, see       alone: killed, unloaded, loaded; with
+    in Python         `doors`: silent for `model_hang_s`     the whole server where that fails
 
 A process is looked at several times a second. It is lost when it is gone, or has been stopped for
 `stopped_s`. Calls that a lost process was still to answer (`stranded.py`) can end in no other way
@@ -30,7 +30,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from charonia.launch.background import in_background
-from charonia.launch.doors import QUESTIONS, Inquiry
+from charonia.launch.doors import Inquiry, models_with_questions
 from charonia.launch.lookout import TRITONSERVER, Lookout, Loss
 from charonia.launch.model_control import ModelControl
 from charonia.launch.patience import Silence, SupervisionLimits
@@ -99,8 +99,7 @@ class Watch:
                 timeout_s=limits.probe_timeout_s,
                 hang_s=limits.model_hang_s,
             )
-            for model in QUESTIONS
-            if (server.repository / model / "1" / "model.py").exists()
+            for model in models_with_questions(server.repository)
         ]
         self._examined: Future[_Finding] | None = None
         self._is_silent = False  # the scheduler, when it was last asked
