@@ -56,7 +56,8 @@ RULES = {
     "text": rule("protocol errors checkpoint_files", "tokenizers"),
     # psutil tells how much memory there is for the KV cache.
     "data": rule(
-        "protocol errors config checkpoint_files", "torch numpy safetensors msgspec psutil"
+        "protocol errors config checkpoint_files sampling_defaults",
+        "torch numpy safetensors msgspec psutil",
     ),
     # psutil tells which network interface an address belongs to.
     "parallel": rule(

@@ -50,7 +50,7 @@ def test_they_can_come_from_another_directory(checkpoint: Path, tmp_path: Path) 
 
 
 def test_an_older_checkpoint_has_them_in_its_config_json(tmp_path: Path) -> None:
-    config = {"vocab_size": 9, "temperature": 0.5, "max_new_tokens": 7, "eos_token_id": 2}
+    config = {"vocab_size": 9, "temperature": 0.5, "max_new_tokens": 7, "num_beams": 2}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     args = EngineArgs(model=str(tmp_path))
     defaults = SamplingDefaults.of_engine(args)
@@ -85,6 +85,11 @@ def test_max_new_tokens_is_a_default_and_a_limit_as_in_vllm() -> None:
         ({"top_k": 2.5}, "top_k must be an integer, but is 2.5"),
         ({"top_p": True}, "top_p must be a number, but is True"),
         ({"max_new_tokens": 0}, "max_tokens must be at least 1, but is 0"),
+        (
+            {"no_repeat_ngram_size": 3},
+            'no_repeat_ngram_size = 3 is not supported; "generation_config": "none" leaves the file'
+            " out",
+        ),
     ],
 )
 def test_a_value_that_no_request_may_have_is_refused(content: Any, problem: str) -> None:
@@ -94,8 +99,8 @@ def test_a_value_that_no_request_may_have_is_refused(content: Any, problem: str)
 
 
 def test_the_log_says_what_counts_and_what_does_not() -> None:
-    content = QWEN | {"no_repeat_ngram_size": 3, "min_p": None, "_from_model_config": True}
+    content = QWEN | {"num_beams": 1, "typical_p": 0.9, "min_p": None, "_from_model_config": True}
     used, unused = SamplingDefaults.of_file(content).describe()
     assert "temperature = 0.7, top_p = 0.8, top_k = 20, repetition_penalty = 1.05" in used
-    assert unused == f"of {FILE_NAME} this has no effect: no_repeat_ngram_size = 3"
+    assert unused == f"of {FILE_NAME} this has no effect: typical_p = 0.9"
     assert NO_DEFAULTS.describe() == []

@@ -32,13 +32,13 @@ def test_what_has_no_effect_is_left_out_with_a_line_for_each() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "accepted"),
     [
-        ("trust_remote_code", True, "False"),
+        ("trust_remote_code", True, "False or None"),
         ("enable_lora", True, "False or None"),
-        ("load_format", "gguf", "'auto' or 'safetensors'"),
-        ("hf_overrides", {"rope_theta": 1}, "None or {}"),
+        ("load_format", "gguf", "'auto' or 'safetensors' or None"),
+        ("hf_overrides", {"rope_theta": 1}, "{} or None"),
         ("cpu_offload_gb", 4, "0 or None"),
-        ("data_parallel_size", 2, "1"),
-        ("data_parallel_size", True, "1"),
+        ("data_parallel_size", 2, "1 or None"),
+        ("data_parallel_size", True, "1 or None"),
         ("enable_lora", 0, "False or None"),
     ],
 )
@@ -48,6 +48,18 @@ def test_what_would_have_an_effect_is_refused(name: str, value: Any, accepted: s
     text = str(error.value)
     assert text.startswith(f"engine argument {name} = {value!r} is not supported: ")
     assert text.endswith(f"; accepted is {accepted}")
+
+
+def test_vllms_own_defaults_are_taken_however_they_are_written() -> None:
+    values = {"scheduler_delay_factor": 0.0, "cpu_offload_gb": 0.0, "task": None, "revision": None}
+    assert EngineArgs.from_dict({"model": "m"} | values) == EngineArgs(model="m")
+
+
+def test_a_secret_is_not_logged() -> None:
+    lines: list[str] = []
+    EngineArgs.from_dict({"model": "m", "hf_token": "hf_secret"}, lines.append)
+    assert len(lines) == 1
+    assert "secret" not in lines[0]
 
 
 def test_any_other_argument_is_refused() -> None:

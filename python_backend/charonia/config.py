@@ -116,7 +116,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The engine's arguments, from `engine/1/model.json` or the Python API.
 
     Attributes:
-        model: directory of a checkpoint in Hugging Face format.
+        model: directory of a checkpoint in Hugging Face format; the demo model where model.json
+            names none.
         tokenizer: directory of its tokenizer; None is `model`.
         dtype: of the weights and the KV cache; "auto" is what the checkpoint says.
         max_model_len: tokens of prompt and output together; None is what the model supports.
@@ -140,15 +141,14 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         enable_chunked_prefill: let a prompt be computed over several steps.
         speculative_config: how to guess tokens ahead, see `SpeculativeConfig`; None does not.
         generation_config: where defaults of sampling parameters come from: "auto" is the
-            checkpoint's generation_config.json where there is one, "none" (or vLLM's word "vllm")
-            is none, anything else the directory of another.
+            checkpoint's generation_config.json, or where it has none its config.json; "none" (or
+            vLLM's word "vllm") is nothing; anything else is the directory of such a file.
         kv_cache_dtype: "auto" is that of the weights.
         scheduling_policy: "fcfs", first come first served.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
             bytes of bfloat16, at a small loss.
         seed: of the requests that bring none, each of which gets one drawn from it in the order in
-            which they are admitted; None draws them at random. It is read when the scheduler
-            starts.
+            which they are admitted; None draws them at random.
         device: "auto" takes a GPU where there is one.
         cpu_kernels: what computes on a CPU: our kernels for an instruction set, or torch's
             operations; "auto" is the best that the processor has.
@@ -261,7 +261,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def from_file(cls, path: Path, log: Log = _no_log) -> "EngineArgs":
-        """Read `model.json`; a relative `model` or `tokenizer` is relative to its directory.
+        """Read `model.json`; relative paths are relative to its directory.
 
         Where no `model` is named it is the demo model, with its draft model unless
         `speculative_config` is named.

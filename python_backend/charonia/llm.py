@@ -130,7 +130,9 @@ class LLM:
             CharoniaError: a request failed; the others are cancelled.
         """
         many = _as_list(prompts)
-        params = _as_params(sampling_params or self.get_default_sampling_params(), len(many))
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _as_params(sampling_params, len(many))
         requests = [self._request(p, s) for p, s in zip(many, params, strict=True)]
         self._check(requests)
         chunks: dict[str, list[Chunk]] = {request.key: [] for request in requests}

@@ -1,11 +1,13 @@
 """Defaults of sampling parameters: those that a checkpoint brings, as vLLM takes them.
 
-Owns what of generation_config.json counts. Must not know requests. `eos_token_id` is the engine's
-business, and `do_sample` counts nowhere: temperature 0 is greedy, whatever it says, as in vLLM.
+Owns what of generation_config.json counts, or of config.json where there is no such file. Must not
+know requests. `eos_token_id` is the engine's business, and `do_sample` counts nowhere: temperature
+0 is greedy, whatever it says, as in vLLM.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from charonia.checkpoint_files import read_json_object
@@ -17,6 +19,26 @@ FILE_NAME = "generation_config.json"
 _OLD_FILE_NAME = "config.json"
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _MAX_NEW_TOKENS = "max_new_tokens"
+DEFAULT_KEYS = frozenset((*_NAMES, _MAX_NEW_TOKENS))
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "bad_words_ids": (None,),
+    "begin_suppress_tokens": (None,),
+    "encoder_no_repeat_ngram_size": (0, None),
+    "encoder_repetition_penalty": (1.0, None),
+    "exponential_decay_length_penalty": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "guidance_scale": (None, 1.0),
+    "min_length": (0, None),
+    "min_new_tokens": (None, 0),
+    "no_repeat_ngram_size": (0, None),
+    "num_beam_groups": (1, None),
+    "num_beams": (1, None),
+    "num_return_sequences": (1, None),
+    "sequence_bias": (None,),
+    "suppress_tokens": (None,),
+}
+"""Keys that would change what `generate` makes of a prompt, by the values that do not."""
 _ELSEWHERE = frozenset(
     ("bos_token_id", "do_sample", "eos_token_id", "pad_token_id", "transformers_version")
 )
@@ -51,9 +73,14 @@ class SamplingDefaults:
         if args.generation_config == "auto" and not (directory / FILE_NAME).exists():
             # Older checkpoints have such keys among others in config.json.
             config = read_json_object(directory / _OLD_FILE_NAME, is_optional=True)
-            content = {name: config.get(name) for name in (*_NAMES, _MAX_NEW_TOKENS)}
+            content = {name: config.get(name) for name in DEFAULT_KEYS}
             return cls.of_file(content, _OLD_FILE_NAME)
-        return cls.of_file(read_json_object(directory / FILE_NAME))
+        content = read_json_object(directory / FILE_NAME)
+        defaults = cls.of_file(content)
+        if directory != Path(args.model) and content.get("eos_token_id") is not None:
+            ends = {"eos_token_id": content["eos_token_id"]}  # the engine goes by the checkpoint's
+            return replace(defaults, unused={**ends, **defaults.unused})
+        return defaults
 
     @classmethod
     def of_file(cls, content: Mapping[str, Any], source: str = FILE_NAME) -> "SamplingDefaults":
@@ -63,9 +90,17 @@ class SamplingDefaults:
             source: the file's name.
 
         Raises:
-            CheckpointError: a value is none that the sampling parameter may have.
+            CheckpointError: a value is none that the sampling parameter may have, or the file asks
+                for something that is not supported.
         """
         said = {name: value for name, value in content.items() if value is not None}
+        for name in said.keys() & NEUTRAL:
+            if not is_neutral(said[name], NEUTRAL[name]):
+                raise CheckpointError(
+                    f"the checkpoint's {source}: {name} = {shown(said[name])} is not supported;"
+                    ' "generation_config": "none" leaves the file out'
+                )
+        known = DEFAULT_KEYS | _ELSEWHERE | NEUTRAL.keys()
         defaults = cls(
             source=source,
             values={name: said[name] for name in _NAMES if name in said},
@@ -73,7 +108,7 @@ class SamplingDefaults:
             unused={
                 name: value
                 for name, value in said.items()
-                if name not in {*_NAMES, _MAX_NEW_TOKENS, *_ELSEWHERE} and name[0] != "_"
+                if name not in known and not name.startswith("_")
             },
         )
         for name, value in {**defaults.values, _MAX_NEW_TOKENS: defaults.max_tokens}.items():
@@ -108,6 +143,13 @@ class SamplingDefaults:
 
 
 NO_DEFAULTS = SamplingDefaults()
+
+
+def is_neutral(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether a value is an accepted one; unlike in Python, 0 is not false and 1 not true."""
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
+    )
 
 
 def _check(name: str, value: Any, source: str) -> None:

@@ -26,30 +26,30 @@ BY_REASON: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         "disable_log_stats": _ANY,
         "enable_log_requests": _ANY,
         "max_log_len": _ANY,
-        "collect_detailed_traces": (None,),
-        "otlp_traces_endpoint": (None,),
+        "collect_detailed_traces": (),
+        "otlp_traces_endpoint": (),
     },
     "a checkpoint is a directory of safetensors files, and no code in it is ever run": {
-        "code_revision": (None,),
+        "code_revision": (),
         "config_format": ("auto", "hf"),
         "download_dir": _ANY,
-        "hf_overrides": (None, {}),
+        "hf_overrides": ({},),
         "hf_token": _ANY,
         "ignore_patterns": _ANY,
         "load_format": ("auto", "safetensors"),
         "max_parallel_loading_workers": _ANY,
         "model_impl": ("auto", "vllm"),
-        "revision": (None,),
+        "revision": (),
         "safetensors_load_strategy": _ANY,
         "skip_tokenizer_init": (False,),
         "tokenizer_mode": ("auto", "fast", "hf"),
-        "tokenizer_revision": (None,),
+        "tokenizer_revision": (),
         "trust_remote_code": (False,),
         "use_tqdm_on_load": _ANY,
     },
     "there are no adapters": {
-        "enable_lora": (False, None),
-        "enable_lora_bias": (False, None),
+        "enable_lora": (False,),
+        "enable_lora_bias": (False,),
         "fully_sharded_loras": (False,),
         "lora_dtype": _ANY,
         "lora_extra_vocab_size": _ANY,
@@ -58,16 +58,16 @@ BY_REASON: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         "max_loras": _ANY,
     },
     "a preempted request is computed anew, and nothing is swapped or offloaded": {
-        "cpu_offload_gb": (0, None),
-        "kv_transfer_config": (None,),
-        "preemption_mode": (None, "recompute"),
+        "cpu_offload_gb": (0,),
+        "kv_transfer_config": (),
+        "preemption_mode": ("recompute",),
         "swap_space": _ANY,
     },
     "how the engine runs its steps and its ranks is its own": {
         "async_scheduling": _ANY,
         "data_parallel_size": (1,),
         "disable_async_output_proc": _ANY,
-        "distributed_executor_backend": (None, "mp", "uni"),
+        "distributed_executor_backend": ("mp", "uni"),
         "enable_expert_parallel": (False,),
         "max_logprobs": (20,),
         "max_long_partial_prefills": (1,),
@@ -83,14 +83,15 @@ BY_REASON: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         "disable_mm_preprocessor_cache": _ANY,
         "enable_prompt_embeds": (False,),
         "limit_mm_per_prompt": _ANY,
-        "mm_processor_kwargs": (None,),
+        "mm_processor_kwargs": (),
         "runner": ("auto", "generate"),
         "task": ("auto", "generate"),
     },
 }
-"""Values at which each has no effect, None for any, by the reason why."""
+"""Values at which each has no effect, beside null; None for any; by the reason why."""
 
 _ACCEPTED = {name: accepted for names in BY_REASON.values() for name, accepted in names.items()}
+_SECRETS = ("hf_token",)
 _WHY = {name: why for why, names in BY_REASON.items() for name in names}
 NAMES = tuple(_ACCEPTED)
 
@@ -102,20 +103,23 @@ def leave_out(values: Mapping[str, Any], log: Callable[[str], None]) -> dict[str
         log: takes a line for each of these.
 
     Raises:
-        ConfigError: one of them has a value that would have an effect; it is named.
+        ConfigError: one of them has a value that would have an effect; it is named. null never has.
     """
     for name, value in values.items():
         if name not in _ACCEPTED:
             continue
         accepted = _ACCEPTED[name]
-        # 0 is no False here, nor 1 a True.
-        if accepted is not None and not any(
-            value == one and type(value) is type(one) for one in accepted
-        ):
-            choices = " or ".join(map(shown, accepted))
+        if accepted is not None and not any(_is_same(value, one) for one in (*accepted, None)):
+            choices = " or ".join(map(shown, (*accepted, None)))
             raise ConfigError(
                 f"engine argument {name} = {shown(value)} is not supported: {_WHY[name]};"
                 f" accepted is {choices}"
             )
-        log(f"engine argument {name} = {shown(value)} has no effect: {_WHY[name]}")
+        text = name if name in _SECRETS else f"{name} = {shown(value)}"
+        log(f"engine argument {text} has no effect: {_WHY[name]}")
     return {name: value for name, value in values.items() if name not in _ACCEPTED}
+
+
+def _is_same(value: Any, accepted: Any) -> bool:
+    """Whether two values are; unlike in Python, 0 is not false and 1 not true."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from charonia.data.model.config_keys import ARCHITECTURES, GENERATION, WITHOUT_EFFECT, Fixed
 from charonia.data.model.spec import ModelSpec
 from charonia.errors import CheckpointError
+from charonia.sampling_defaults import DEFAULT_KEYS
 from support import configurations
 from support.configurations import base
 
@@ -90,6 +91,7 @@ def test_the_readme_lists_every_key(architecture: str) -> None:
         f"| must be | all | {values_of({key: known.fixed[key] for key in fixed_for_all})} |",
         f"| must be | {known.model_type} | {values_of(own)} |",
         f"| must be, without generation_config.json | all | {values_of(GENERATION)} |",
+        f"| a default of sampling | all | {codes(DEFAULT_KEYS)} |",
         f"| anything | all | {codes(WITHOUT_EFFECT)} |",
     ]
     text = README.read_text(encoding="utf-8")
@@ -101,7 +103,7 @@ def test_we_have_decided_about_every_field_of_transformers(architecture: str) ->
     known = ARCHITECTURES[architecture]
     fields = keys_of(architecture)
     assert len(fields) > 25
-    assert fields <= known.honoured.keys() | known.fixed.keys() | WITHOUT_EFFECT
+    assert fields <= known.honoured.keys() | known.fixed.keys() | WITHOUT_EFFECT | DEFAULT_KEYS
 
 
 def test_a_key_is_in_one_list_alone(architecture: str) -> None:
@@ -109,6 +111,8 @@ def test_a_key_is_in_one_list_alone(architecture: str) -> None:
     assert not known.honoured.keys() & known.fixed.keys()
     assert not (known.honoured.keys() | known.fixed.keys()) & WITHOUT_EFFECT
     assert not (known.honoured.keys() | known.fixed.keys() | WITHOUT_EFFECT) & GENERATION.keys()
+    others = known.honoured.keys() | known.fixed.keys() | WITHOUT_EFFECT | GENERATION.keys()
+    assert not others & DEFAULT_KEYS
     assert known.nullable <= known.honoured.keys()
 
 
@@ -175,7 +179,8 @@ def test_a_key_without_effect_is_passed_over(architecture: str, tmp_path: Path) 
     """That transformers passes over it too is shown in tests/parity."""
     before = read(tmp_path, base(architecture))
     assert configurations.WITHOUT_EFFECT.keys() == WITHOUT_EFFECT
-    for key, value in configurations.WITHOUT_EFFECT.items():
+    assert configurations.SAMPLING.keys() == DEFAULT_KEYS
+    for key, value in (configurations.WITHOUT_EFFECT | configurations.SAMPLING).items():
         assert read(tmp_path, base(architecture, **{key: value})) == before
 
 

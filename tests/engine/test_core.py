@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.engine.admission import GenerationRequest
+from charonia.engine.admission import GenerationRequest, seeds_of
 from charonia.engine.outputs import Chunk
 from charonia.errors import InvalidRequestError, QueueFullError
 from charonia.protocol import SamplingParams
@@ -131,3 +131,12 @@ def test_chunks_merge_into_what_one_chunk_would_have_been():
     assert len(merged.logprobs) == 20
     assert merged.cumulative_logprob == pytest.approx(-10)
     assert merged.is_final
+
+
+def test_an_engines_seed_gives_seeds_in_order() -> None:
+    first, again, negative = seeds_of(7), seeds_of(7), seeds_of(-7)
+    drawn = [first() for _ in range(3)]
+    assert len(set(drawn)) == 3
+    assert [again() for _ in range(3)] == drawn
+    assert negative() != drawn[0]
+    assert seeds_of(None)() != seeds_of(None)()

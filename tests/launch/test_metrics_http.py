@@ -28,7 +28,7 @@ def start() -> Iterator[Start]:
         def start(read: Callable[[], bytes]) -> int:
             listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
             port: int = listener.getsockname()[1]
-            stack.enter_context(contextlib.closing(PageServer(listener, read)))
+            stack.enter_context(contextlib.closing(PageServer(listener, read, print)))
             return port
 
         yield start
@@ -78,6 +78,12 @@ def test_without_a_page_the_reason_is_the_answer(start: Start) -> None:
     reply = httpx.get(url(start(refuse)))
     assert (reply.status_code, reply.text) == (503, "tritonserver does not run\n")
     assert reply.headers["content-type"].startswith("text/plain")
+
+    def fail() -> bytes:
+        raise AttributeError("a bug")
+
+    reply = httpx.get(url(start(fail)))
+    assert (reply.status_code, reply.text) == (503, "the page could not be made\n")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +169,7 @@ def test_who_comes_while_a_page_is_made_shares_the_next_one() -> None:
     slow = SlowPage()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(listen("127.0.0.1", 0, "metrics"))
-        server = stack.enter_context(contextlib.closing(PageServer(listener, slow.read)))
+        server = stack.enter_context(contextlib.closing(PageServer(listener, slow.read, print)))
         clients = []
         for number in range(6):
             clients.append(stack.enter_context(connect(listener.getsockname()[1])))
@@ -186,7 +192,7 @@ def test_a_page_that_takes_too_long_is_none(start: Start, monkeypatch: pytest.Mo
 def test_the_end_hangs_up_on_everybody_and_frees_the_port() -> None:
     with listen("127.0.0.1", 0, "metrics") as listener:
         port = listener.getsockname()[1]
-        server = PageServer(listener, lambda: PAGE)
+        server = PageServer(listener, lambda: PAGE, print)
         with connect(port) as silent:
             assert httpx.get(url(port)).content == PAGE
             server.close()

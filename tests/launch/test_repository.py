@@ -330,7 +330,7 @@ def test_the_scheduler_gets_a_second_name(source: Path, target: Path) -> None:
         ("meta-llama/Llama", "'meta-llama/Llama' is no name of a Triton model"),
         ("", "'' is no name of a Triton model"),
         ("..", "'..' is no name of a Triton model"),
-        ("engine", "'engine' is a model of its own in the repository"),
+        ("engine", "'engine' is taken already"),
     ],
 )
 def test_a_second_name_that_cannot_be_is_refused(
@@ -338,3 +338,11 @@ def test_a_second_name_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"--served-model-name {problem}"):
         prepare(source, target, served_model_names=[name])
+
+
+def test_a_second_name_is_not_taken_for_the_scheduler(tmp_path: Path, target: Path) -> None:
+    source = shutil.copytree(default_repository(), tmp_path / "source")
+    (source / "scheduler").rename(source / "smollm")
+    prepared = prepare(source, target, served_model_names=["scheduler"])
+    assert prepared.scheduler == "smollm"
+    assert change_engine(target, RepositoryOptions()).scheduler == "smollm"

@@ -21,7 +21,7 @@ from charonia.launch.background import in_background
 from charonia.launch.discovery import Installation
 from charonia.launch.errors import LaunchError
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
-from charonia.launch.server import TritonServer
+from charonia.launch.server import TritonServer, check_further_option
 from support.e2e import wait_for
 from support.leftovers import leftovers
 from support.stand_ins import SLOW_LINE
@@ -239,7 +239,7 @@ def test_the_models_import_the_launchers_own_copy_of_charonia_wherever_it_is_sta
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from charonia.launch.server import TritonServer
+from charonia.launch.server import check_further_option, TritonServer
 server = TritonServer(Path(sys.argv[1]))
 server.start()
 server.wait_ready()
@@ -274,6 +274,13 @@ def test_a_killed_launcher_takes_its_server_along_and_the_next_one_sweeps(
         ("--log-verbose", "'--log-verbose' of tritonserver is not --NAME=VALUE"),
         ("--http-port=1", "'--http-port=1' of tritonserver is for charonia to choose"),
         ("--http-restricted=x", "'--http-restricted=x' of tritonserver is for charonia to choose"),
+        ("--model-store=/m", "'--model-store=/m' of tritonserver is for charonia to choose"),
+        ("--allow-http=false", "'--allow-http=false' of tritonserver is for charonia to choose"),
+        (
+            "--backend-config=python,shm-region-prefix-name=a",
+            "'--backend-config=python,shm-region-prefix-name=a' of tritonserver is for charonia to"
+            " choose",
+        ),
     ],
 )
 def test_an_option_of_tritonserver_is_checked_before_the_start(
@@ -282,3 +289,6 @@ def test_an_option_of_tritonserver_is_checked_before_the_start(
     with pytest.raises(LaunchError) as error:
         TritonServer(repository, further_options=[option])
     assert str(error.value) == f"option {problem}"
+    check_further_option(
+        "--backend-config=python,shm-default-byte-size=1048576", ["backend-config"]
+    )

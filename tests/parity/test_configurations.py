@@ -51,7 +51,8 @@ def test_keys_without_effect_have_none_in_transformers(architecture: str, tmp_pa
     prompt = random_prompt(NUM_PROMPT)
     plain = Configuration(base(architecture)).make(tmp_path / "plain", seed=1)
     expected = greedy(plain, prompt, NUM_NEW)
-    values = base(architecture, **configurations.WITHOUT_EFFECT)
+    sampling = configurations.SAMPLING | {"repetition_penalty": 1.0}
+    values = base(architecture, **configurations.WITHOUT_EFFECT, **sampling)
     greedily = {key: configurations.REFUSED[key] for key in GENERATION}
     for name, generation in {"alone": None, "beside": {}}.items():
         values |= greedily if generation is not None else {}

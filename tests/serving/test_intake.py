@@ -93,7 +93,7 @@ class Bench:
             self.tokenizer,
             self.tokenizing,
             SEALER,
-            is_header=lambda name: name.startswith("X-"),
+            is_forwarded=lambda name: name.startswith("X-"),
             log=self.log.append,
         )
         self.service.start(wait_s=wait_s)

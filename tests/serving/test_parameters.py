@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError
 from charonia.protocol import SamplingParams
-from charonia.serving.parameters import PARAMETER_NAMES, parse_sampling_params, parse_timeout
+from charonia.serving.parameters import (
+    PARAMETER_NAMES,
+    parse_sampling_params,
+    parse_timeout,
+    without_headers,
+)
 
 
 def test_nothing_is_vllms_defaults() -> None:
@@ -165,3 +170,11 @@ def test_any_json_is_read_or_refused_and_never_worse(values: dict[str, Any]) -> 
         str(error).encode("utf-8", errors="strict")
     else:
         msgspec.msgpack.encode(params)
+
+
+def test_what_triton_made_of_headers_is_left_out() -> None:
+    parameters = {"X-Id": "7", "priority": "u=1, i", "timeout": "5", "top_p": "0.5", "max_token": 1}
+    assert without_headers(parameters, lambda name: True) == {"timeout": "5", "top_p": "0.5"}
+    assert without_headers(parameters, lambda name: name.startswith("X-")) == {
+        name: value for name, value in parameters.items() if name != "X-Id"
+    }

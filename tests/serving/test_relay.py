@@ -270,7 +270,7 @@ def test_closing_what_was_never_started_waits_for_nothing(tmp_path: Path) -> Non
         tmp_path / REQUESTS_SOCKET,
         lambda *request: None,
         cancel=lambda key: None,
-        taken=lambda key, number: None,
+        acknowledge=lambda key, number: None,
         delivered=lambda key, number: None,
         end_deliveries=lambda is_lost: None,
         log=lambda line: None,

@@ -330,3 +330,11 @@ def test_an_error_keeps_its_code_and_words(pb_utils: Any) -> None:
     error = error_response(pb_utils, RequestTimeoutError("Request timeout expired")).error()
     assert error.message() == "Request timeout expired [charonia:timeout]"
     assert error.code() == pb_utils.TritonError.UNAVAILABLE
+
+
+def test_a_misspelled_name_in_the_tensor_is_no_header(strings: Any) -> None:
+    tensors = {"input_ids": ids(1), "sampling_parameters": strings('{"max_token": 5}')}
+    raw = RawRequest(tensors, {"Host": "here"})
+    with pytest.raises(InvalidRequestError, match="unknown sampling parameter 'max_token'"):
+        parse(raw, is_forwarded=lambda name: True)
+    assert generate_call(RawRequest({"input_ids": ids(1)}, {})).params.max_tokens == 16

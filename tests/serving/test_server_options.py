@@ -87,6 +87,7 @@ def test_a_process_that_has_ended_was_started_in_no_explicit_mode() -> None:
         (["--http-header-forward-pattern=X-.*"], "X-Id", True),
         (["--http-header-forward-pattern", "X-.*"], "x-id", False),
         (["--http-h=.*"], "anything", True),
+        (["--http-header-forward-pattern="], "anything", False),
         (["--http-header-forward-pattern=a", "--grpc-header-forward-pattern=b"], "b", True),
         (["--http-header-forward-pattern=a", "--http-header-forward-pattern=b"], "a", False),
         (["--grpc-header-forward-pattern=\\pN"], "7", True),  # what only RE2 knows

@@ -1,5 +1,7 @@
 """Requests taken apart as the scheduler does, with a sealer that the tests know."""
 
+from typing import Any
+
 from charonia.serving.request_key import Sealer
 from charonia.serving.schema import Call, PromptLimits
 from charonia.serving.schema import parse as parse_call
@@ -10,7 +12,7 @@ WIDEST = PromptLimits()
 
 
 def parse(
-    raw: RawRequest, relayed_key: str | None = None, *, limits: PromptLimits = WIDEST
+    raw: RawRequest, relayed_key: str | None = None, *, limits: PromptLimits = WIDEST, **more: Any
 ) -> Call:
     """As `schema.parse`."""
-    return parse_call(raw, relayed_key, limits=limits, sealer=SEALER)
+    return parse_call(raw, relayed_key, limits=limits, sealer=SEALER, **more)

@@ -57,9 +57,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "length_penalty": 2.0,
     "mask_token_id": 3,
     "max_length": 5,
-    "max_new_tokens": 2,
     "max_sequence_length": 4,
-    "min_p": 0.3,
     "model_max_length": 4,
     "model_name": "someone/something",
     "name_or_path": "someone/something",
@@ -80,13 +78,10 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "sep_token_id": 4,
     "target_lookbehind": 3,
     "task_specific_params": {"text": {"max_length": 3}},
-    "temperature": 0.1,
     "tf_legacy_loss": True,
     "tokenizer_class": "LlamaTokenizerFast",
     "tokenizer_model_max_length": 4,
     "tokenizer_padding_side": "right",
-    "top_k": 2,
-    "top_p": 0.1,
     "torchscript": True,
     "transformers.js_config": {"dtype": "q4"},
     "transformers_version": "4.31.0",
@@ -100,6 +95,16 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "use_gradient_checkpointing": True,
 }
 """A value for each key that we pass over, and none that is anybody's default."""
+
+SAMPLING: dict[str, Any] = {
+    "max_new_tokens": 2,
+    "min_p": 0.3,
+    "repetition_penalty": 1.5,
+    "temperature": 0.1,
+    "top_k": 3,
+    "top_p": 0.3,
+}
+"""A value for each key that is a default of a sampling parameter."""
 
 REFUSED: dict[str, Any] = {
     "add_cross_attention": True,
@@ -127,7 +132,6 @@ REFUSED: dict[str, Any] = {
     "per_layer_config": {"0": {"intermediate_size": 16}},
     "pruned_heads": {"0": [1]},
     "quantization_config": {"quant_method": "gptq", "bits": 4},
-    "repetition_penalty": 1.5,
     "return_dict": False,
     "rope_interleaved": True,
     "sequence_bias": [[[5], 2.0]],

@@ -73,7 +73,7 @@ class SchedulerEnd:
             self.path,
             lambda *request: self.take(*request),
             cancel=self.cancelled.put,
-            taken=lambda *taken: self.taken.put(taken),
+            acknowledge=lambda *taken: self.taken.put(taken),
             delivered=lambda *delivery: self.delivered.put(delivery),
             end_deliveries=self.lost.put,
             log=self.log.append,

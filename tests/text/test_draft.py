@@ -31,6 +31,14 @@ def test_a_shorter_or_longer_list_of_the_same_tokens_fits(tmp_path: Path, draft:
     check(tmp_path, draft, added=("<pad>",) if "<pad>" in draft else ())
 
 
+def test_a_special_token_may_have_another_name(tmp_path: Path) -> None:
+    own, other = backend(WORDS[:3]), backend(WORDS[:3])
+    own.add_special_tokens(["<reserved_2>"])
+    other.add_special_tokens(["<pad_right>"])
+    other.save(str(tmp_path / "tokenizer.json"))
+    check_draft_tokenizer(Tokenizer(own), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("draft", "added", "message"),
     [

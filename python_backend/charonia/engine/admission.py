@@ -55,7 +55,7 @@ def seeds_of(seed: int | None) -> Callable[[], int]:
     Args:
         seed: the engine's; the same gives the same seeds in the same order. None: random ones.
     """
-    generator = random.SystemRandom() if seed is None else random.Random(seed)
+    generator = random.SystemRandom() if seed is None else random.Random(seed & UINT64_MAX)
     return partial(generator.getrandbits, 64)
 
 

@@ -86,7 +86,7 @@ class EngineCore:
         self._streams = OutputStreams(tokenizer, self.metrics, deliver=deliver, clock=clock)
         self._updates: list[Update] = []
         self._held: dict[str, _Held] = {}
-        self._next_seed = seeds_of(engine_args.seed)
+        self._seed, self._next_seed = engine_args.seed, seeds_of(engine_args.seed)
         self._deadlines = Deadlines()
         self._reload: Reload | None = None  # that was ordered and is not over
         self._replica = Replica(
@@ -287,6 +287,9 @@ class EngineCore:
 
     def _place(self, request: GenerationRequest, arrived_at: float) -> None:
         replica = self._replica
+        if replica.engine_args.seed != self._seed:  # another engine was loaded
+            self._seed = replica.engine_args.seed
+            self._next_seed = seeds_of(self._seed)
         try:
             admitted = admit(request, replica.info, replica.limits, arrived_at, self._next_seed)
             replica.add(admitted)

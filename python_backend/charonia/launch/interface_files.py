@@ -153,11 +153,12 @@ def meanings_of(docstring: str) -> dict[tuple[str, ...], str]:
 
 
 def _without_effect() -> Iterable[str]:
-    yield "| because | arguments of vLLM's, and the values that are taken where not all are |"
+    yield "| because | arguments, and what is taken beside null where not all values are |"
     yield "| --- | --- |"
     for why, names in vllm_args.BY_REASON.items():
         shown = [
-            f"`{name}`" + ("" if values is None else f" ({', '.join(map(json.dumps, values))})")
+            f"`{name}`"
+            + ("" if values is None else f" ({', '.join(map(json.dumps, values)) or 'null'})")
             for name, values in names.items()
         ]
         yield f"| {why} | {', '.join(shown)} |"

@@ -28,7 +28,7 @@ def serve_metrics(repository: Path, triton_url: str, address: str, port: int) ->
         stop_on_signals() as stop,
         contextlib.closing(MergedPage(repository, lambda: triton_url)) as page,
         processes.listen(address, port, "metrics") as listener,
-        contextlib.closing(PageServer(listener, page.read)),
+        contextlib.closing(PageServer(listener, page.read, say)),
     ):
         port = listener.getsockname()[1]
         host = f"[{address}]" if ":" in address else address

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -54,11 +55,15 @@ class PageServer:
         listener: this closes it.
         read: gives the page, in a thread, once at a time. It raises LaunchError where there is
             none, and whoever asked is told why.
+        log: takes a line of what else goes wrong.
     """
 
-    def __init__(self, listener: socket.socket, read: Callable[[], bytes]) -> None:
+    def __init__(
+        self, listener: socket.socket, read: Callable[[], bytes], log: Callable[[str], None]
+    ) -> None:
         self._listener = listener
         self._read = read
+        self._log = log
         self._silent: dict[
             asyncio.WriteTransport, None
         ] = {}  # have not said what they want, by age
@@ -152,6 +157,9 @@ class PageServer:
                 page = await asyncio.to_thread(self._read)
             except LaunchError as error:
                 return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
+            except Exception:
+                self._log(f"the page of metrics could not be made: {traceback.format_exc()}")
+                return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the page could not be made\n")
             return _Answer(HTTPStatus.OK, page, CONTENT_TYPE_PLAIN_0_0_4)
 
 

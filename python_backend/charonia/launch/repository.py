@@ -50,8 +50,8 @@ class RepositoryOptions:
     Attributes:
         source: the model repository to copy; None is the project's own.
         model: directory of a checkpoint; None is what the repository's model.json says, and where
-            it says nothing the demo pair. It brings its own tokenizer, and what a draft model in
-            model.json was meant for is not served then.
+            it says nothing the demo pair. It brings its own tokenizer and defaults of sampling, and
+            what a draft model in model.json was meant for is not served then.
         draft_model: directory of a checkpoint that guesses tokens for the model.
         dtype: of weights and KV cache; None is what model.json says.
         tensor_parallel_size, pipeline_parallel_size: ranks that each layer, and the layers, are
@@ -199,6 +199,7 @@ def _engine_values(
     model = settings.get("model", options.model)
     if model is not None:
         values.pop("tokenizer", None)
+        values.pop("generation_config", None)
         values["model"] = str(model)
         if "model" in (values.get("speculative_config") or {}):
             del values["speculative_config"]
@@ -253,6 +254,8 @@ def _find_scheduler(source: Path) -> tuple[str, Any]:
         config = read_config(path)
         names_engine = "engine_model" in config.parameters
         is_decoupled = config.model_transaction_policy.decoupled
+        if "scheduler_model" in config.parameters:
+            continue  # it passes on to one
         if is_decoupled and (names_engine or path.parent.name == DEFAULT_SCHEDULER):
             return path.parent.name, config
     raise LaunchError(
@@ -285,7 +288,7 @@ def _add_front(repository: Path, name: str, scheduler: str) -> None:
             " digits, '_', '-' and '.', beginning with a letter or digit"
         )
     if (repository / name).exists():
-        raise ConfigError(f"--served-model-name {name!r} is a model of its own in the repository")
+        raise ConfigError(f"--served-model-name {name!r} is taken already")
     version_dir = repository / name / "1"
     version_dir.mkdir(parents=True)
     shutil.copyfile(default_repository() / "generate" / "1" / "model.py", version_dir / "model.py")

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -48,6 +48,37 @@ MAX_INPUT_OPTION = "http-max-input-size"
 MAX_HTTP_INPUT_BYTES = 2**26
 """Of a body, where tritonserver can bound it. The longest prompt, 2**24 bytes, has at most three
 times as many with every character beyond ASCII escaped."""
+
+
+_FOR_CHARONIA_TO_CHOOSE = (
+    "allow-grpc",
+    "allow-http",
+    "allow-metrics",
+    "disable-auto-complete-config",
+    "log-file",
+    "model-store",
+    "reuse-grpc-port",
+    "reuse-http-port",
+    "strict-model-config",
+)
+"""Beside what it sets itself: what else it could not work with."""
+_SHM_PREFIX = "shm-region-prefix-name"
+
+
+def check_further_option(option: str, taken: Collection[str]) -> None:
+    """Make sure that an option can be handed to tritonserver, which takes shortened names, too.
+
+    Raises:
+        LaunchError: it is not `--NAME=VALUE`, or one of those that are `taken`. Of
+            `--backend-config`, which may be there many times, one setting of ours alone is taken.
+    """
+    given, equals, value = option.removeprefix("--").partition("=")
+    if not option.startswith("--") or not given or not equals:
+        raise LaunchError(f"option {option!r} of tritonserver is not --NAME=VALUE")
+    if given == "backend-config" and _SHM_PREFIX not in value:
+        return
+    if any(name.startswith(given) for name in taken):
+        raise LaunchError(f"option {option!r} of tritonserver is for charonia to choose")
 
 
 class TritonServer:
@@ -152,12 +183,14 @@ class TritonServer:
     @property
     def is_running(self) -> bool:
         """Whether the tritonserver process lives."""
-        return self._process is not None and self._process.poll() is None
+        process = self._process  # `kill` takes it away in another thread
+        return process is not None and process.poll() is None
 
     @property
     def pid(self) -> int | None:
         """Of tritonserver, or None before `start` and after `stop`."""
-        return self._process.pid if self._process else None
+        process = self._process
+        return process.pid if process else None
 
     def pids(self, model: str) -> list[int]:
         """Pids of the model's Python processes, without what they started themselves."""
@@ -205,7 +238,7 @@ class TritonServer:
             processes.check_port(self.address, port, what)
         if self._page_server is None:
             listener = processes.listen(self.address, self.metrics_port, "metrics")
-            self._page_server = PageServer(listener, self._page.read)
+            self._page_server = PageServer(listener, self._page.read, self._on_log)
         taken = {self.http_port, self.grpc_port, self.metrics_port}
         free = processes.free_ports(DEFAULT_ADDRESS, len(taken) + 1)
         self._triton_metrics_port = next(port for port in free if port not in taken)
@@ -357,17 +390,13 @@ class TritonServer:
             "metrics-port": self._triton_metrics_port,
             "http-restricted-api": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
             "grpc-restricted-protocol": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
-            "backend-config": f"python,shm-region-prefix-name={self._runtime.shm_prefix}",
+            "backend-config": f"python,{_SHM_PREFIX}={self._runtime.shm_prefix}",
             "exit-timeout-secs": EXIT_TIMEOUT_S,
         }
         if MAX_INPUT_OPTION in self._installation.options:
             options[MAX_INPUT_OPTION] = MAX_HTTP_INPUT_BYTES
         for option in self._further_options:
-            given, equals, _ = option.removeprefix("--").partition("=")
-            if not option.startswith("--") or not given or not equals:
-                raise LaunchError(f"option {option!r} of tritonserver is not --NAME=VALUE")
-            if any(name.startswith(given) for name in options):  # names may be shortened
-                raise LaunchError(f"option {option!r} of tritonserver is for charonia to choose")
+            check_further_option(option, {*options, *_FOR_CHARONIA_TO_CHOOSE})
         flags = [f"--{name}={value}" for name, value in options.items()]
         binary = str(self._installation.binary)
         return [binary, "--disable-auto-complete-config", *flags, *self._further_options]

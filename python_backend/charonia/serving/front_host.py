@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ from charonia.serving.outlets import (
     failing_with_errors,
 )
 from charonia.serving.relay import (
+    Acknowledgement,
     Cancellation,
     RelayedAnswer,
     RelayedRequest,
     SchedulerAddress,
-    Taken,
     decode_answer,
     post,
 )
@@ -170,7 +171,7 @@ class FrontHost:
             self._log(f"a response could not be passed on: {traceback.format_exc()}")
             self._on_cancelled(answer.key)
         waiting.num_passed_on += 1
-        self._tell(Taken(answer.key, waiting.num_passed_on))
+        self._tell(Acknowledgement(answer.key, waiting.num_passed_on))
 
     def _on_end(self) -> None:
         with self._lock:
@@ -185,7 +186,7 @@ class FrontHost:
                 waiting.is_cancelled = True
         self._tell(Cancellation(key))
 
-    def _tell(self, message: Cancellation | Taken) -> None:
+    def _tell(self, message: Cancellation | Acknowledgement) -> None:
         with self._lock:
             if self._connection is not None:
                 # Where nobody takes it, the request is lost with the connection.
@@ -203,8 +204,9 @@ class FrontHost:
     def _fail(self, waiting: list[_Waiting], error: CharoniaError) -> None:
         """End requests with an error; of streams that is safe a little later, see the poller."""
         for one in waiting:
+            give_back = partial(self._ledger.give_back, one.num_bytes)
             if one.num_passed_on or (one.is_cancelled and self._is_decoupled):
-                self._poller.fail_later(one.outlet, error)
+                self._poller.fail_later(one.outlet, error, give_back)
             else:
                 fail(one.outlet, error, self._log)
-            self._ledger.give_back(one.num_bytes)
+                give_back()

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from charonia.config import EngineArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.outputs import Chunk
 from charonia.engine.service import EngineService, Sink
@@ -27,7 +28,7 @@ from charonia.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.cancellations import Cancellations
 from charonia.serving.outlets import Outlet, failing_with_errors
 from charonia.serving.probing import Prober
@@ -60,7 +61,7 @@ class Intake:
     """Takes requests in, from any thread.
 
     Args:
-        is_header: whether Triton makes a parameter of a header with such a name.
+        is_forwarded: whether Triton makes a parameter of a header with such a name.
         log: takes one line, from any thread.
 
     Raises:
@@ -75,7 +76,7 @@ class Intake:
         tokenizing: Tokenizing,
         sealer: Sealer,
         *,
-        is_header: Callable[[str], bool],
+        is_forwarded: Callable[[str], bool],
         log: Callable[[str], None],
     ) -> None:
         self._service = service
@@ -83,11 +84,12 @@ class Intake:
         self._tokenizer = tokenizer
         self._tokenizing = tokenizing
         self._sealer = sealer
-        self._is_header = is_header
+        self._is_forwarded = is_forwarded
         self._prober = Prober(service, tokenizer)
         self._cancellations = Cancellations()
         self._log = log
-        self._defaults = service.engine_args, self._read_defaults()
+        args = service.engine_args
+        self._defaults = args, self._read_defaults(args)
 
     def take(
         self, read: Callable[[], RawRequest], outlet: Outlet, relayed_key: str | None = None
@@ -105,7 +107,7 @@ class Intake:
                     limits=self._limits(),
                     sealer=self._sealer,
                     defaults=self._sampling_defaults(),
-                    is_header=self._is_header,
+                    is_forwarded=self._is_forwarded,
                 )
             match call:
                 case GenerateCall():
@@ -134,19 +136,18 @@ class Intake:
 
     def _sampling_defaults(self) -> SamplingDefaults:
         """Of the model that is served at this moment."""
-        args, defaults = self._defaults
-        if args is not self._service.engine_args:  # another engine was loaded
+        args, (before, defaults) = self._service.engine_args, self._defaults
+        if args != before:  # another engine was loaded
             try:
-                defaults = self._read_defaults()
+                defaults = self._read_defaults(args)
             except CheckpointError as error:  # by Triton itself; `charonia reload` checks before
-                self._log(f"there are no defaults of sampling parameters: {error}")
-                defaults = NO_DEFAULTS
-            self._defaults = self._service.engine_args, defaults
+                self._log(f"defaults of sampling parameters stay as they were: {error}")
+            self._defaults = args, defaults
         return defaults
 
-    def _read_defaults(self) -> SamplingDefaults:
+    def _read_defaults(self, args: EngineArgs) -> SamplingDefaults:
         """Raises CheckpointError."""
-        defaults = SamplingDefaults.of_engine(self._service.engine_args)
+        defaults = SamplingDefaults.of_engine(args)
         for line in defaults.describe():
             self._log(line)
         return defaults

@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from charonia.errors import CharoniaError
 from charonia.serving.tensors import INTERNAL_ERROR, Outputs, error_response, response
@@ -113,6 +113,15 @@ class TritonOutlet:
                 sender.send(message, flags=flags)
 
 
+class _Farewell(NamedTuple):
+    """An error that ends a stream, and when; by the monotonic clock."""
+
+    at: float
+    outlet: Outlet
+    error: CharoniaError
+    then: Callable[[], None]
+
+
 class CancellationPoller:
     """Asks outlets in turn, from a thread of its own, whether their clients have gone.
 
@@ -140,7 +149,7 @@ class CancellationPoller:
         self._on_cancelled = on_cancelled
         self._log = log
         self._outlets: dict[str, Outlet] = {}
-        self._farewells: deque[tuple[float, Outlet, CharoniaError]] = deque()
+        self._farewells: deque[_Farewell] = deque()
         self._stop = threading.Event()
         self._has_work = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-polling", daemon=True)
@@ -160,9 +169,16 @@ class CancellationPoller:
         """Whether answers are still to be ended."""
         return bool(self._farewells)
 
-    def fail_later(self, outlet: Outlet, error: CharoniaError) -> None:
-        """End a stream with an error, when it is safe to."""
-        self._farewells.append((time.monotonic() + self.FAREWELL_S, outlet, error))
+    def fail_later(
+        self, outlet: Outlet, error: CharoniaError, then: Callable[[], None] = lambda: None
+    ) -> None:
+        """End a stream with an error, when it is safe to.
+
+        Args:
+            then: called when that has been done.
+        """
+        at = time.monotonic() + self.FAREWELL_S
+        self._farewells.append(_Farewell(at, outlet, error, then))
         self._has_work.set()
 
     def close(self) -> None:
@@ -198,6 +214,7 @@ class CancellationPoller:
             self._log(f"a client could not be asked after: {traceback.format_exc()}")
 
     def _say_farewells(self, *, until: float) -> None:
-        while self._farewells and self._farewells[0][0] <= until:
-            _, outlet, error = self._farewells.popleft()
-            fail(outlet, error, self._log)
+        while self._farewells and self._farewells[0].at <= until:
+            farewell = self._farewells.popleft()
+            fail(farewell.outlet, farewell.error, self._log)
+            farewell.then()

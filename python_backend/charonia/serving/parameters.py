@@ -20,16 +20,12 @@ _NOT_OURS_PREFIX = "sequence_"
 
 
 def parse_sampling_params(
-    values: Mapping[str, Any],
-    defaults: SamplingDefaults = NO_DEFAULTS,
-    is_header: Callable[[str], bool] = lambda name: False,
+    values: Mapping[str, Any], defaults: SamplingDefaults = NO_DEFAULTS
 ) -> SamplingParams:
     """Coerce and check; null is the default, and names that Triton adds are passed over.
 
     Args:
         defaults: of the model that is served; else those of `SamplingParams`.
-        is_header: whether Triton makes parameters of headers with such a name; they are passed
-            over, too.
 
     Raises:
         InvalidRequestError: an unknown name, or a value of the wrong type or out of range.
@@ -41,14 +37,29 @@ def parse_sampling_params(
             continue
         coerce = _COERCIONS.get(name)
         if coerce is None:
-            if is_header(name):
-                continue
             raise InvalidRequestError(
                 f"unknown sampling parameter {shown(name)}; accepted are {', '.join(_COERCIONS)}"
             )
         if value is not None:
             arguments[name] = coerce(name, value)
     return defaults.fill(arguments)
+
+
+def without_headers(
+    parameters: Mapping[str, Any], is_forwarded: Callable[[str], bool]
+) -> dict[str, Any]:
+    """A request's own parameters, without those that Triton made of headers.
+
+    A header may have a parameter's name: `priority` is one of HTTP's (RFC 9218), and no number.
+
+    Args:
+        is_forwarded: whether Triton makes a parameter of a header with such a name.
+    """
+    return {
+        name: value
+        for name, value in parameters.items()
+        if not is_forwarded(name) or (name in _KNOWN and not _is_header(name, value))
+    }
 
 
 def parse_timeout(value: Any) -> int:
@@ -167,3 +178,9 @@ _BY_TYPE: dict[Any, Callable[[str, Any], Any]] = {
 }
 _COERCIONS = {name: _BY_TYPE[kind] for name, kind in get_type_hints(SamplingParams).items()}
 PARAMETER_NAMES = frozenset(_COERCIONS)
+_KNOWN = PARAMETER_NAMES | {*_NOT_OURS}
+
+
+def _is_header(name: str, value: Any) -> bool:
+    is_text = isinstance(value, str) and not _INTEGER.fullmatch(value.strip())
+    return name in ("priority", "timeout") and is_text

@@ -36,7 +36,8 @@ from charonia.text.tokenizer import Tokenizer
 
 TOKEN_INTERVAL_S = 1.0
 _PROMPT = "a"
-_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, speculation=False)
+# With a seed: none is drawn from the engine's own.
+_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, speculation=False, seed=0)
 
 
 class Prober:

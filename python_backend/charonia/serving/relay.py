@@ -5,7 +5,7 @@ Owns the messages, both ends of a connection, the scheduler's socket and the way
 know what a request asks for.
 
     a front                                                                     scheduler
-      any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation, Taken ─► reader ─► takes in
+      any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation, … ─────► reader ─► takes in
       passes on ◄── reader ◄────────────── RelayedAnswer ◄─ writer ◄─ outbox ◄─ any thread
 
     postprocessor ──────────────────────► Delivery, Cancellation, Parting ───► reader
@@ -69,7 +69,7 @@ class Cancellation(msgspec.Struct, frozen=True, tag=True):
     key: str
 
 
-class Taken(msgspec.Struct, frozen=True, tag=True):
+class Acknowledgement(msgspec.Struct, frozen=True, tag=True):
     """The front has passed on answers to the request of this key, so many by now."""
 
     key: str
@@ -105,7 +105,7 @@ class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
         return error_of(self.error, self.kind) if self.has_suffix else ExactTextError(self.error)
 
 
-Message = RelayedRequest | Cancellation | Taken | Delivery | Parting
+Message = RelayedRequest | Cancellation | Acknowledgement | Delivery | Parting
 """To the scheduler."""
 
 
@@ -196,6 +196,8 @@ class RelayedOutlet:
             post(self._connection, answer)
         except InvalidRequestError:
             self.fail(UnavailableError("the answer is too long to be handed on in one piece"))
+            if not answer.is_final:
+                raise  # the request is to go no further
         except UnavailableError:
             self._connection.hang_up()  # nobody takes the answers of this connection
 
@@ -208,8 +210,8 @@ class RelayServer:
         take: gets each request: its key, itself, and where its answer goes. Called in several
             threads; answers its own errors.
         cancel: called with the key of a request to be cancelled.
-        taken: called with the key of a request and the number of its answers that its front has
-            passed on.
+        acknowledge: called with the key of a request and the number of its answers that its front
+            has passed on.
         delivered: called with the key of a request of which responses were handed on, and the
             number of the last. end_deliveries: called when a connection has ended, through which
             such words came; with whether its process has died without a word.
@@ -225,14 +227,14 @@ class RelayServer:
         take: Callable[[str, RawRequest, Outlet], None],
         *,
         cancel: Callable[[str], None],
-        taken: Callable[[str, int], None],
+        acknowledge: Callable[[str, int], None],
         delivered: Callable[[str, int], None],
         end_deliveries: Callable[[bool], None],
         log: Callable[[str], None],
     ) -> None:
         self._take = take
         self._cancel = cancel
-        self._taken = taken
+        self._acknowledge = acknowledge
         self._delivered = delivered
         self._end_deliveries = end_deliveries
         self._server = Server(listen(path), is_same_user, self._serve, log=log)
@@ -261,8 +263,8 @@ class RelayServer:
         self, live: set[str], connection: Connection, peer: "_Peer", data: bytes
     ) -> None:
         match decode_message(data):
-            case Taken(key, number):
-                self._taken(key, number)
+            case Acknowledgement(key, number):
+                self._acknowledge(key, number)
             case Delivery(key, number):
                 peer.hands_on = True
                 self._delivered(key, number)

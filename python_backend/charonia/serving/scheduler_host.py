@@ -115,7 +115,7 @@ class SchedulerHost:
             self._tokenizer,
             self._tokenizing,
             Sealer.from_dir(engine_dir),
-            is_header=server_options.forwards,
+            is_forwarded=server_options.forwards,
             log=log,
         )
         own_dir = Path(args["model_repository"]) / "1"
@@ -199,7 +199,7 @@ class SchedulerHost:
                 path,
                 self._take_relayed,
                 cancel=self._sessions.abandon,
-                taken=self._sessions.acknowledge,
+                acknowledge=self._sessions.acknowledge,
                 delivered=self._sessions.report,
                 end_deliveries=self._sessions.stop_reports,
                 log=self._log,

@@ -17,7 +17,7 @@ Neither is taken from anybody else, see `request_key`.
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,11 @@ from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongEr
 from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from charonia.serving.interface import FLAGS, INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
-from charonia.serving.parameters import parse_sampling_params, parse_timeout
+from charonia.serving.parameters import (
+    parse_sampling_params,
+    parse_timeout,
+    without_headers,
+)
 from charonia.serving.request_key import Sealer, arrival_of
 from charonia.serving.tensors import Array, RawRequest
 
@@ -161,24 +165,25 @@ def parse(
     limits: PromptLimits,
     sealer: Sealer,
     defaults: SamplingDefaults = NO_DEFAULTS,
-    is_header: Callable[[str], bool] = lambda name: False,
+    is_forwarded: Callable[[str], bool] = lambda name: False,
 ) -> Call:
     """Say what a request asks for.
 
     Args:
         relayed_key: names a request that `relay` brought; only its caller gets to see it.
         sealer: of the names that are taken from `tokenizer`.
-        defaults, is_header: see `parse_sampling_params`.
+        defaults: of sampling parameters. is_forwarded: see `without_headers`.
 
     Raises:
         InvalidRequestError: it is malformed; the text names the tensor or parameter.
         PromptTooLongError: by its size.
         NotSupportedError: it asks for something that charonia does not do.
     """
+    raw = replace(raw, parameters=without_headers(raw.parameters, is_forwarded))
     tensors = raw.tensors
     if read_flag(tensors, "probe"):
         return ProbeCall(wants_text="text_output" in raw.output_names)
-    params = parse_sampling_params(_sampling_values(raw), defaults, is_header)
+    params = parse_sampling_params(_sampling_values(raw), defaults)
     if read_flag(tensors, "cancel"):
         if not raw.request_id:
             raise InvalidRequestError("cancel needs the id of the request that it cancels")

@@ -64,7 +64,9 @@ class ServerOptions:
                 case "grpc-use-ssl-mutual":
                     is_encrypted = True  # whatever its value
                 case "grpc-header-forward-pattern" | "http-header-forward-pattern":
-                    self._header_patterns[name] = _pattern(value)
+                    self._header_patterns.pop(name, None)
+                    if value:
+                        self._header_patterns[name] = _pattern(value)
                 case "grpc-restricted-protocol":
                     self.metadata = _metadata(value) or self.metadata
         obstacles = {

@@ -422,7 +422,8 @@ class Sessions:
                 if self._put_back(session, last):
                     return
             self._end(session.key)
-            if session.is_abandoned or is_mid_stream:
+            is_postponed = session.is_abandoned or is_mid_stream
+            if is_postponed and not session.outlet.is_acknowledged:  # a front does that itself
                 self._poller.fail_later(session.outlet, last.error)
             else:
                 session.outlet.fail(last.error)

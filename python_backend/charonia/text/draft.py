@@ -12,8 +12,9 @@ from charonia.text.tokenizer import Tokenizer
 def check_draft_tokenizer(tokenizer: Tokenizer, draft_dir: Path) -> None:
     """Make sure that a token id is the same token to a model and to its draft model.
 
-    Guesses of another tokenizer would change no text, but none of them would ever be right. Ids
-    that only one of the two has, at the end, are no difference.
+    Guesses of another tokenizer would change no text, but hardly any would be right. Ids that only
+    one of the two has are no difference, nor are special tokens: models of one family give reserved
+    ones names of their own.
 
     Args:
         tokenizer: the model's.
@@ -28,9 +29,8 @@ def check_draft_tokenizer(tokenizer: Tokenizer, draft_dir: Path) -> None:
     except CheckpointError as error:
         raise CheckpointError(f"the draft model: {error}") from None
     own, other = tokenizer.tokens(), draft.tokens()
-    different = min(
-        (id_ for id_ in own.keys() & other.keys() if own[id_] != other[id_]), default=-1
-    )
+    ordinary = (own.keys() & other.keys()) - (tokenizer.special_ids & draft.special_ids)
+    different = min((id_ for id_ in ordinary if own[id_] != other[id_]), default=-1)
     if different >= 0:
         raise ConfigError(
             f"the draft model has another tokenizer: token {different} is {shown(other[different])}"

@@ -7,7 +7,8 @@ Must not know what is made of the values (`spec` does).
     honoured         `spec` reads it
     fixed            changes nothing at the values named here; with any other it is another model
     generation       likewise, but another text of the same model
-    without effect   at any value: training, bookkeeping, other frameworks, how a request samples
+    default          of a sampling parameter; `sampling_defaults` reads it
+    without effect   at any value: training, bookkeeping, other frameworks, searches of `generate`
     any other        refused: transformers passes over keys that it does not know, but whoever wrote
                      one meant something by it
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from charonia.errors import CheckpointError, shown
+from charonia.sampling_defaults import DEFAULT_KEYS, NEUTRAL, is_neutral
 
 _MAX_PROBLEMS = 8
 
@@ -177,26 +179,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 GENERATION = {
-    key: Fixed(accepted, "requests that want it must ask for it")
-    for key, accepted in {
-        "bad_words_ids": (None,),
-        "begin_suppress_tokens": (None,),
-        "encoder_no_repeat_ngram_size": (0, None),
-        "encoder_repetition_penalty": (1.0, None),
-        "exponential_decay_length_penalty": (None,),
-        "forced_bos_token_id": (None,),
-        "forced_eos_token_id": (None,),
-        "guidance_scale": (None, 1.0),
-        "min_length": (0, None),
-        "min_new_tokens": (None, 0),
-        "no_repeat_ngram_size": (0, None),
-        "num_beam_groups": (1, None),
-        "num_beams": (1, None),
-        "num_return_sequences": (1, None),
-        "repetition_penalty": (1.0, None),
-        "sequence_bias": (None,),
-        "suppress_tokens": (None,),
-    }.items()
+    key: Fixed(accepted, "it is not supported; a generation_config.json without it is the way out")
+    for key, accepted in NEUTRAL.items()
 }
 """What would change greedy text, by the values that do not. transformers takes them from here where
 there is no generation_config.json, and passes over them where there is one."""
@@ -219,14 +203,14 @@ WITHOUT_EFFECT = _words(
     bos_token_id decoder_start_token_id mask_token_id pad_token_id sep_token_id unk_token_id
 
     assistant_confidence_threshold assistant_lookbehind diversity_penalty do_sample early_stopping
-    epsilon_cutoff eta_cutoff length_penalty max_length max_new_tokens min_p num_assistant_tokens
+    epsilon_cutoff eta_cutoff length_penalty max_length num_assistant_tokens
     num_assistant_tokens_schedule output_scores remove_invalid_values return_dict_in_generate
-    target_lookbehind temperature top_k top_p typical_p
+    target_lookbehind typical_p
     """
 )
 """Where a model comes from and what its files are read with; how it was trained; what it would be
-beside a language model; how a framework calls it; tokens that text is made with; how `generate`
-samples and searches, which is a request's to say here."""
+beside a language model; how a framework calls it; tokens that text is made with; what no request
+can ask for here, and greedy text does not depend on."""
 
 
 def architecture_of(values: Mapping[str, Any]) -> tuple[str, Architecture]:
@@ -264,7 +248,7 @@ def check_keys(values: Mapping[str, Any], name: str, *, is_generation: bool) -> 
     architecture = ARCHITECTURES[name]
     problems = []
     for key, value in values.items():
-        if key in architecture.honoured or key in WITHOUT_EFFECT:
+        if key in architecture.honoured or key in WITHOUT_EFFECT or key in DEFAULT_KEYS:
             continue
         if key in GENERATION and not is_generation:
             continue
@@ -274,17 +258,12 @@ def check_keys(values: Mapping[str, Any], name: str, *, is_generation: bool) -> 
                 f"unknown key {shown(key)} = {shown(value)}; accepted is a file without it, if it"
                 " changes nothing about the model"
             )
-        elif not any(_is_equal(value, one) for one in fixed.accepted):
+        elif not is_neutral(value, fixed.accepted):
             accepted = " or ".join(map(_as_json, fixed.accepted)) or "a file without it"
             reason = f" ({fixed.reason})" if fixed.reason else ""
             problems.append(f"unsupported {key} {shown(value)}{reason}; accepted is {accepted}")
     if problems:
         raise CheckpointError(f"config.json of a {name}: " + "; ".join(problems[:_MAX_PROBLEMS]))
-
-
-def _is_equal(value: Any, accepted: Any) -> bool:
-    """Whether a value is the accepted one; unlike in Python, 0 is not false and 1 not true."""
-    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
 
 
 def _as_json(value: Any) -> str:

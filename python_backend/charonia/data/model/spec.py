@@ -100,8 +100,8 @@ class ModelSpec:
         """The same model with as many token ids as another one has.
 
         A vocabulary is filled up to a round number, by models of one tokenizer to several: those
-        of Qwen2.5 have 151,936 ids or 152,064. A row of zeros has the logit 0, which is what
-        training leaves of such ids: next to nothing.
+        of Qwen2.5 have 151,936 ids or 152,064. A missing id gets the logit 0; should a draft model
+        guess one for that, it costs the draft, and never changes text.
         """
         return replace(self, vocab_size=size, num_stored_ids=self.num_stored_ids or self.vocab_size)
 
@@ -136,6 +136,11 @@ class ModelSpec:
                 f" ({num_kv_heads})"
             )
         hidden_size = config.integer("hidden_size")
+        if architecture == "LlamaForCausalLM" and hidden_size % num_heads:
+            raise CheckpointError(
+                f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads"
+                f" ({num_heads})"
+            )
         head_dim = config.integer("head_dim", hidden_size // num_heads)
         if head_dim % 2:
             raise CheckpointError(f"head_dim must be even for rotary embedding, but is {head_dim}")
