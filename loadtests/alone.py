@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cases import Round
-from figures import decode_figures
+from figures import WrongOutputError, decode_figures
 from sides import Side, SideError
 from ways import Way
 
@@ -76,7 +76,7 @@ def probe(
         try:
             with closing(start(way)) as side:
                 rates = rates_alone(side, rounds, PROBES, vocab_size, seed=0)
-        except SideError as error:
+        except (SideError, WrongOutputError) as error:
             probes.append(Probe(way, failure=str(error)))
         else:
             probes.append(Probe(way, rates))

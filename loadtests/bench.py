@@ -63,7 +63,6 @@ def main() -> None:
         raise SystemExit(f"bench: {error}") from None
     print(as_markdown(report))
     stem.parent.mkdir(parents=True, exist_ok=True)
-    stem = stem.with_suffix("")
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
     files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     write_plot(report, files[1])
@@ -75,7 +74,7 @@ def _run(options: argparse.Namespace, model: Path) -> Report:
     max_model_len = -(-(options.prompt_tokens + options.new_tokens) // 64) * 64
     settings = {"model": str(model), "dtype": options.dtype, "max_model_len": max_model_len}
     launcher = Launcher(settings, CACHE)
-    alone = _alone(launcher, options, model) if "decode" in options.cases else Alone()
+    alone = _alone(launcher, options, model)
     with contextlib.ExitStack() as stack:
         found = start_sides(
             stack, options.sides, launcher, with_int8="int8" in options.cases, say=_say
@@ -111,10 +110,13 @@ def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alon
             if not alone.probes[0].rates:
                 continue  # it fails in every way; start_sides says why
             launcher.ways[VLLM] = alone.probes[0].way
-        with contextlib.closing(launcher.start(name)) as side:
-            alone.controls[name] = rates_alone(
-                side, rounds, options.repetitions, vocab_size, options.seed
-            )
+        try:
+            with contextlib.closing(launcher.start(name)) as side:
+                alone.controls[name] = rates_alone(
+                    side, rounds, options.repetitions, vocab_size, options.seed
+                )
+        except (SideError, WrongOutputError) as error:
+            _say(f"{name} alone on the machine: {error}")
     return alone
 
 

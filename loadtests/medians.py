@@ -24,7 +24,7 @@ class Interval:
 
 
 def median_interval(values: Sequence[float]) -> Interval | None:
-    """The narrowest interval between two order statistics that has the median with `CONFIDENCE`.
+    """The interval that leaves out as many values at each end as `CONFIDENCE` allows.
 
     No distribution is assumed. Each of n independent values lies below the median with probability
     1/2, so the k-th lowest value exceeds it as rarely as fewer than k of n coins show heads, and

@@ -42,14 +42,15 @@ def output_stem(asked: Path | None, name: str, folder: Path = HERE) -> Path:
     """Path of a run's files but for their endings; to be asked for before anything is measured.
 
     Args:
-        asked: what the command line says; taken as it is, whatever is checked out.
+        asked: what the command line says; taken as it is, whatever is checked out, but within
+            `folder`/results.
         name: of the run otherwise, whose files go to `folder`/results. A recorded result stays as
             it is.
 
     Raises:
         SystemExit: what would be recorded is not what the commit holds.
     """
-    if asked is not None:
+    if asked is not None and asked.resolve().parent != folder / RESULTS:
         return asked
     if commit(folder) is None:
         raise SystemExit(f"{RESULTS}/ takes only runs of a commit, which is not known; {_ELSE}")
@@ -59,6 +60,10 @@ def output_stem(asked: Path | None, name: str, folder: Path = HERE) -> Path:
             f"{RESULTS}/ takes only runs of a commit, and these files differ from it: {listed};"
             f" commit them, or {_ELSE}"
         )
+    if asked is not None:
+        if asked.with_name(f"{asked.name}.json").exists():
+            raise SystemExit(f"{RESULTS}/ has {asked.name}.json already; {_ELSE}")
+        return asked
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     stem, count = folder / RESULTS / f"{today}-{name}", 1
     while stem.with_name(f"{stem.name}.json").exists():

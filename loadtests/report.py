@@ -41,7 +41,7 @@ class Comparison:
     verdict: Verdict | None
 
     def __str__(self) -> str:
-        return f"{self.ratio} {self.verdict}" if self.verdict else str(self.ratio)
+        return f"{self.ratio} {self.verdict} ({self.bar})" if self.verdict else str(self.ratio)
 
 
 @dataclass
@@ -143,7 +143,7 @@ def as_markdown(report: Report) -> str:
     if any(result.comparisons() for result in report.rounds):
         parts += [
             "Ratios pair by pair: median (its interval, with at least "
-            f"{100 * CONFIDENCE:.0f} %), and whether the interval reaches 1:",
+            f"{100 * CONFIDENCE:.0f} %), and whether the interval reaches the bar behind it:",
             _ratio_table(report.rounds),
         ]
     if report.alone.controls:
@@ -226,7 +226,8 @@ def _way_table(alone: Alone) -> str:
     rows = []
     for each in alone.probes:
         medians = [f"{statistics.median(each.rates[count]):.1f}" for count in counts if each.rates]
-        rows.append([each.way.name, *(medians or ["failed"] * len(counts))])
+        failed = f"{each.way.name} (failed: {each.failure})"
+        rows.append([each.way.name if each.rates else failed, *(medians or [""] * len(counts))])
     return markdown_table(["way", *map(str, counts)], rows)
 
 

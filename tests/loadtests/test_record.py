@@ -49,6 +49,16 @@ def test_what_no_commit_holds_is_not_recorded_and_said_to_be_dirty(folder: Path,
         output_stem(None, "bench", folder)
     assert commit(folder) == git(folder, "rev-parse", "HEAD") + "-dirty"
     assert output_stem(folder / "elsewhere", "bench", folder) == folder / "elsewhere"
+    with pytest.raises(SystemExit, match="differ from it"):
+        output_stem(folder / RESULTS / "mine", "bench", folder)
+
+
+def test_a_record_is_not_written_over(folder: Path) -> None:
+    mine = folder / RESULTS / "bench-Qwen2.5-0.5B"
+    assert output_stem(mine, "bench", folder) == mine
+    mine.with_name(f"{mine.name}.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"results/ has bench-Qwen2\.5-0\.5B\.json already"):
+        output_stem(mine, "bench", folder)
 
 
 def test_without_git_nothing_is_recorded(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from cases import SAMPLED, make_rounds
 from figures import WrongOutputError, decode_figures, ratio
 from limits import Machine, ModelCost
 from report import Report, RoundResult, as_markdown
-from sides import INT8, Q8_0, Trace, WaveTrace
+from sides import INT8, Q8_0, VLLM, Trace, WaveTrace
 from ways import Way
 
 
@@ -48,7 +48,18 @@ def test_weights_of_8_bits_are_compared_with_each_other_where_they_are_asked_for
     plain = rounds(cases=["decode", "prefill"], sides=sides)
     assert {e.label for round_ in plain for e in round_.entries} == {"charonia", "llama.cpp"}
     result = RoundResult(asked[0], {label: [{"tokens_per_second": 2.0}] * 6 for label in sides})
-    assert str(result.comparisons()[f"{INT8} / {Q8_0}"]) == "1.00 (1.00 to 1.00) met"
+    assert str(result.comparisons()[f"{INT8} / {Q8_0}"]) == "1.00 (1.00 to 1.00) met (1.0)"
+
+
+@pytest.mark.parametrize(("at_once", "bar"), [(1, 1.7), (8, 1.5), (32, 1.3), (4, 1.0)])
+def test_decoding_is_judged_by_the_bar_over_vllm_at_that_concurrency(at_once: int, bar: float):
+    (decode,) = rounds(cases=["decode"], sides=["charonia", VLLM], concurrency=[at_once])
+    rates = {"charonia": [bar] * 6, VLLM: [1.0] * 6}
+    result = RoundResult(
+        decode, {name: [{"tokens_per_second": r} for r in found] for name, found in rates.items()}
+    )
+    (compared,) = result.comparisons().values()
+    assert (compared.bar, compared.verdict) == (bar, "met")
 
 
 def test_a_low_concurrency_repeats_its_wave():
@@ -99,7 +110,7 @@ def test_tables_show_rates_ratios_and_shares_of_the_limit():
         Report({"left_out": {"vllm": "not installed"}}, ModelCost(1, 0, 0), [result])
     )
     assert "| charonia | 200.0 (100 to 300) |" in text
-    assert "| charonia / llama.cpp | 2.50 (2.00 to 3.00) met |" in text
+    assert "| charonia / llama.cpp | 2.50 (2.00 to 3.00) met (1.0) |" in text
     assert "| limit, tok/s | 1000 |" in text
     assert "| charonia | 0.20 |" in text
     assert "Left out: vllm: not installed" in text
@@ -117,7 +128,7 @@ def test_what_was_measured_alone_is_shown_beside_the_turns_and_the_ways_with_the
     )
     text = as_markdown(report)
     assert "| side | decode 8 |\n| --- | --- |\n| charonia | 220.0 / 200.0 |" in text
-    assert "| way | 8 |\n| --- | --- |\n| two | 40.0 |\n| one | failed |" in text
+    assert "| way | 8 |\n| --- | --- |\n| two | 40.0 |\n| one (failed: no) |  |" in text
     assert report.as_json()["alone"]["vllm_ways"][1] == {
         "way": "one",
         "tokens_per_second": {},
