@@ -46,7 +46,7 @@ RULES = {
     "version": rule(),
     "protocol": rule("errors", "msgspec"),
     "config": rule("errors vllm_args", "msgspec"),
-    "vllm_args": rule("errors"),
+    "vllm_args": rule("checkpoint_files errors"),
     "sampling_defaults": rule("protocol config errors checkpoint_files"),
     "checkpoint_files": rule("errors"),
     "sockets": rule("events"),

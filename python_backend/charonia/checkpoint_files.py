@@ -1,9 +1,11 @@
 """JSON files of a checkpoint, which come from anywhere.
 
-Owns how such a file is read, and what is said of one that cannot be. Must not know what it means.
+Owns how such a file is read, what is said of one that cannot be, and when values are the same. Must
+not know what they mean.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +37,10 @@ def read_json_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]
             f"the checkpoint's {path.name} must be a JSON object, but is {shown(value)}"
         )
     return value
+
+
+def is_one_of(value: Any, accepted: Iterable[Any]) -> bool:
+    """Whether a JSON value is one of some; unlike in Python, 0 is not false and 1 not true."""
+    return any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
+    )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from charonia.checkpoint_files import read_json_object
+from charonia.checkpoint_files import is_one_of, read_json_object
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, shown
 from charonia.protocol import SamplingParams
@@ -95,7 +95,7 @@ class SamplingDefaults:
         """
         said = {name: value for name, value in content.items() if value is not None}
         for name in said.keys() & NEUTRAL:
-            if not is_neutral(said[name], NEUTRAL[name]):
+            if not is_one_of(said[name], NEUTRAL[name]):
                 raise CheckpointError(
                     f"the checkpoint's {source}: {name} = {shown(said[name])} is not supported;"
                     ' "generation_config": "none" leaves the file out'
@@ -143,13 +143,6 @@ class SamplingDefaults:
 
 
 NO_DEFAULTS = SamplingDefaults()
-
-
-def is_neutral(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether a value is an accepted one; unlike in Python, 0 is not false and 1 not true."""
-    return any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
-    )
 
 
 def _check(name: str, value: Any, source: str) -> None:

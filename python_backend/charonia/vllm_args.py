@@ -7,6 +7,7 @@ is not done, and is refused. Must not know what has an effect: that is `EngineAr
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from charonia.checkpoint_files import is_one_of
 from charonia.errors import ConfigError, shown
 
 _ANY: tuple[Any, ...] | None = None
@@ -109,7 +110,7 @@ def leave_out(values: Mapping[str, Any], log: Callable[[str], None]) -> dict[str
         if name not in _ACCEPTED:
             continue
         accepted = _ACCEPTED[name]
-        if accepted is not None and not any(_is_same(value, one) for one in (*accepted, None)):
+        if accepted is not None and not is_one_of(value, (*accepted, None)):
             choices = " or ".join(map(shown, (*accepted, None)))
             raise ConfigError(
                 f"engine argument {name} = {shown(value)} is not supported: {_WHY[name]};"
@@ -118,8 +119,3 @@ def leave_out(values: Mapping[str, Any], log: Callable[[str], None]) -> dict[str
         text = name if name in _SECRETS else f"{name} = {shown(value)}"
         log(f"engine argument {text} has no effect: {_WHY[name]}")
     return {name: value for name, value in values.items() if name not in _ACCEPTED}
-
-
-def _is_same(value: Any, accepted: Any) -> bool:
-    """Whether two values are; unlike in Python, 0 is not false and 1 not true."""
-    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

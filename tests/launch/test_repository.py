@@ -22,6 +22,7 @@ from charonia.launch.repository import (
 )
 from charonia.serving import reload
 from charonia.serving.engine_model import RELOAD_MARK
+from charonia.serving.interface import INPUTS, OUTPUTS
 
 
 @pytest.fixture
@@ -321,7 +322,8 @@ def test_the_scheduler_gets_a_second_name(source: Path, target: Path) -> None:
         config = text_format.Parse(text, model_config_pb2.ModelConfig())
         assert config.model_transaction_policy.decoupled
         assert config.parameters["scheduler_model"].string_value == "scheduler"
-        assert "stream" in {one.name for one in config.input}
+        assert {one.name for one in config.input} == {one.name for one in INPUTS}
+        assert {one.name for one in config.output} == {one.name for one in OUTPUTS}
 
 
 @pytest.mark.parametrize(

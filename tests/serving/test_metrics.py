@@ -72,16 +72,20 @@ def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("charonia.serving.metrics.INTERVAL_S", 3600.0)
 
 
+def new_exporter(registry: Registry, metrics: Metrics, **options: Any) -> MetricsExporter:
+    """An exporter that was not started; whatever it logs fails the test."""
+    plain = {"labels": {}, "block_size": lambda: 16, "with_vllm_names": False, "log": pytest.fail}
+    return MetricsExporter(registry, metrics, **(plain | options))
+
+
 def make(metrics: Metrics, *, with_vllm_names: bool = False) -> tuple[Registry, MetricsExporter]:
     """An exporter that was started, and where its families are."""
     registry = Registry()
-    exporter = MetricsExporter(
+    exporter = new_exporter(
         registry,
         metrics,
         labels={"model": "scheduler", "version": "1"},
-        block_size=lambda: 16,
         with_vllm_names=with_vllm_names,
-        log=pytest.fail,
     )
     exporter.start()
     return registry, exporter
@@ -137,14 +141,7 @@ def test_at_the_end_gauges_are_zero_and_nothing_is_given_back_to_triton() -> Non
 def test_nothing_goes_to_triton_before_the_start_and_after_the_end() -> None:
     metrics = Metrics()
     registry = Registry()
-    exporter = MetricsExporter(
-        registry,
-        metrics,
-        labels={},
-        block_size=lambda: 16,
-        with_vllm_names=False,
-        log=pytest.fail,
-    )
+    exporter = new_exporter(registry, metrics)
     name = "charonia_generation_tokens_total"
     metrics.count(name, 5)
     exporter.update()
@@ -162,14 +159,7 @@ def test_nothing_goes_to_triton_before_the_start_and_after_the_end() -> None:
 
 def test_a_failing_triton_is_logged() -> None:
     metrics, registry, log = Metrics(), Registry(), list[str]()
-    exporter = MetricsExporter(
-        registry,
-        metrics,
-        labels={},
-        block_size=lambda: 16,
-        with_vllm_names=False,
-        log=log.append,
-    )
+    exporter = new_exporter(registry, metrics, log=log.append)
     exporter.start()
     exporter.update()
     assert log == []

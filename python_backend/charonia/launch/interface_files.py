@@ -69,8 +69,8 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     """What can be written, by key."""
     found: dict[str, Callable[[], Iterable[str]]] = {}
     for model, tensors in MODELS.items():
-        found[f"inputs of {model}"] = partial(config_inputs, tensors.inputs)
-        found[f"outputs of {model}"] = partial(config_outputs, tensors.outputs)
+        found[f"inputs of {model}"] = partial(_config_inputs, tensors.inputs)
+        found[f"outputs of {model}"] = partial(_config_outputs, tensors.outputs)
     found["steps of llm"] = partial(_config_steps, tuple(ensemble_steps()))
     found["inputs"] = partial(_table, "input", INPUTS)
     found["outputs"] = partial(_table, "output", OUTPUTS)
@@ -83,13 +83,11 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     return found
 
 
-def config_inputs(tensors: Iterable[Tensor]) -> Iterable[str]:
-    """Lines of a config.pbtxt."""
+def _config_inputs(tensors: Iterable[Tensor]) -> Iterable[str]:
     return (f"input {{ {_fields(one)} optional: true }}" for one in tensors)
 
 
-def config_outputs(tensors: Iterable[Tensor]) -> Iterable[str]:
-    """Lines of a config.pbtxt."""
+def _config_outputs(tensors: Iterable[Tensor]) -> Iterable[str]:
     return (f"output {{ {_fields(one)} }}" for one in tensors)
 
 

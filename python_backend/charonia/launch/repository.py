@@ -28,17 +28,14 @@ from charonia.data.model.spec import ModelSpec
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
-from charonia.launch.interface_files import config_inputs, config_outputs
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.engine_model import RELOAD_MARK
-from charonia.serving.interface import FRONT
 from charonia.serving.reload import LEFT_OF_RELOADS
 from charonia.sockets.local import SOCKET_SUFFIX
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 
 DEFAULT_SCHEDULER = "scheduler"
-_FRONT_QUEUE = {"max_queue_size": "2048", "max_queue_bytes": "67108864"}
 _MODEL_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
 
@@ -281,7 +278,7 @@ def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs
 
 
 def _add_front(repository: Path, name: str, scheduler: str) -> None:
-    """Add a model that passes everything on to the scheduler, streams too."""
+    """Add a model like `generate` that passes streams on, too."""
     if not _MODEL_NAME.fullmatch(name):
         raise ConfigError(
             f"--served-model-name {name!r} is no name of a Triton model; accepted are letters,"
@@ -291,21 +288,13 @@ def _add_front(repository: Path, name: str, scheduler: str) -> None:
         raise ConfigError(f"--served-model-name {name!r} is taken already")
     version_dir = repository / name / "1"
     version_dir.mkdir(parents=True)
-    shutil.copyfile(default_repository() / "generate" / "1" / "model.py", version_dir / "model.py")
-    lines = [
-        f"# Another name of {scheduler}.",
-        'backend: "python"',
-        "max_batch_size: 0",
-        "model_transaction_policy { decoupled: true }",
-        *config_inputs(FRONT.inputs),
-        *config_outputs(FRONT.outputs),
-        "instance_group [ { kind: KIND_CPU count: 1 } ]",
-        *(
-            f'parameters {{ key: "{key}" value: {{ string_value: "{value}" }} }}'
-            for key, value in {"scheduler_model": scheduler, **_FRONT_QUEUE}.items()
-        ),
-    ]
-    text = "".join(f"{line}\n" for line in lines)
+    generate = default_repository() / "generate"
+    shutil.copyfile(generate / "1" / "model.py", version_dir / "model.py")
+    config = read_config(generate / "config.pbtxt")
+    config.model_transaction_policy.decoupled = True
+    config.input.add(name="stream", data_type=model_config_pb2.TYPE_BOOL, dims=[1], optional=True)
+    config.parameters["scheduler_model"].string_value = scheduler
+    text = f"# Another name of {scheduler}.\n{text_format.MessageToString(config)}"
     (version_dir.parent / "config.pbtxt").write_text(text, encoding="utf-8")
 
 

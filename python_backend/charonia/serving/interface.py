@@ -143,8 +143,6 @@ def _inputs(names: Collection[str]) -> tuple[Tensor, ...]:
     return tuple(one for one in INPUTS if one.name in names)
 
 
-FRONT = ModelTensors(INPUTS, OUTPUTS)
-"""Of a model that passes on streams of `scheduler` under another name."""
 MODELS: Mapping[str, ModelTensors] = {
     "llm": ModelTensors(INPUTS, OUTPUTS),
     "scheduler": ModelTensors((*INPUTS, _PROBE, *_BETWEEN), (*OUTPUTS, _KEY_OF_CHUNK)),

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from charonia.checkpoint_files import is_one_of
 from charonia.errors import CheckpointError, shown
-from charonia.sampling_defaults import DEFAULT_KEYS, NEUTRAL, is_neutral
+from charonia.sampling_defaults import DEFAULT_KEYS, NEUTRAL
 
 _MAX_PROBLEMS = 8
 
@@ -258,7 +259,7 @@ def check_keys(values: Mapping[str, Any], name: str, *, is_generation: bool) -> 
                 f"unknown key {shown(key)} = {shown(value)}; accepted is a file without it, if it"
                 " changes nothing about the model"
             )
-        elif not is_neutral(value, fixed.accepted):
+        elif not is_one_of(value, fixed.accepted):
             accepted = " or ".join(map(_as_json, fixed.accepted)) or "a file without it"
             reason = f" ({fixed.reason})" if fixed.reason else ""
             problems.append(f"unsupported {key} {shown(value)}{reason}; accepted is {accepted}")
