@@ -91,6 +91,36 @@ def make(metrics: Metrics, *, with_vllm_names: bool = False) -> tuple[Registry, 
     return registry, exporter
 
 
+def test_what_is_shown_as_idle_has_counted_all_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on while its numbers are read: here a request is cancelled."""
+    metrics = Metrics()
+    metrics.gauges["charonia_requests_running", ""] = 1.0
+    metrics.count("charonia_generation_tokens_total")
+    registry = Registry()
+    exporter = new_exporter(registry, metrics)
+    increment = Series.increment
+
+    def and_the_engine_goes_on(series: Series, delta: float) -> None:
+        increment(series, delta)
+        metrics.count("charonia_cancellations_total")
+        metrics.gauges["charonia_requests_running", ""] = 0.0
+        metrics.gauges["charonia_kv_blocks", "used"] = 0.0
+
+    exporter.start()
+    with monkeypatch.context() as patches:
+        patches.setattr(Series, "increment", and_the_engine_goes_on)
+        metrics.count("charonia_generation_tokens_total")
+        exporter.update()
+    shown = (
+        registry.value("charonia_requests_running"),
+        registry.value("charonia_cancellations_total"),
+    )
+    assert shown != (0.0, 0.0)
+    exporter.update()
+    assert registry.value("charonia_requests_running") == 0
+    assert registry.value("charonia_cancellations_total") == 1
+
+
 def test_counters_and_gauges_follow_and_only_changes_are_sent() -> None:
     metrics = Metrics()
     registry, exporter = make(metrics)

@@ -30,7 +30,7 @@ from charonia.engine.metric_table import (
     VLLM_METRICS,
     Metric,
 )
-from charonia.engine.metrics import Metrics
+from charonia.engine.metrics import Metrics, Series
 from charonia.serving.metrics_socket import HistogramState
 
 INTERVAL_S = 0.5
@@ -113,21 +113,21 @@ class MetricsExporter:
 
     def _export(self) -> None:
         metrics, families = self._metrics, self._families
+        gauges = dict(metrics.gauges)  # before the counters: what is idle has counted all it did
         counters = list(metrics.counters.items())
         for (name, label), value in counters:
             families.count_up_to(BY_NAME[name], value, label)
         for metric in self._copied_counters:
             total = sum(value for (name, _), value in counters if name == metric.source)
             families.count_up_to(metric, total)
-        for (name, label), value in list(metrics.gauges.items()):
+        for (name, label), value in gauges.items():
             families.set(BY_NAME[name], value, label)
-        self._export_blocks()
+        self._export_blocks(gauges)
         observations = metrics.drain()
         for metric in self._request_histograms:
             families.observe(metric, observations.get(metric.source, ()))
 
-    def _export_blocks(self) -> None:
-        gauges = self._metrics.gauges
+    def _export_blocks(self, gauges: Mapping[Series, float]) -> None:
         total = gauges.get((KV_BLOCKS.name, "total"), 0.0)
         used = gauges.get((KV_BLOCKS.name, "used"), 0.0)
         values = {
