@@ -18,6 +18,7 @@ from charonia.errors import (
     QueueFullError,
     RequestCancelledError,
 )
+from charonia.serving.convention import PlainConvention
 from charonia.serving.front_host import LOST, FrontHost
 from charonia.serving.ledger import Ledger
 from charonia.serving.relay import RelayedOutlet
@@ -168,11 +169,21 @@ def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
 @pytest.fixture
 def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[FrontHost]:
     ledger = Ledger(MAX_WAITING, 2**27)
-    host = FrontHost(
-        pb_utils, "scheduler", tmp_path, ledger, is_decoupled=False, log=lambda line: None
-    )
+    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=False)
     yield host
     host.finalize()
+
+
+def new_front(pb_utils: Any, repository: Path, ledger: Ledger, *, is_decoupled: bool) -> FrontHost:
+    return FrontHost(
+        pb_utils,
+        "scheduler",
+        repository,
+        ledger,
+        PlainConvention(is_decoupled=is_decoupled),
+        is_decoupled=is_decoupled,
+        log=lambda line: None,
+    )
 
 
 def eventually(condition: Callable[[], object]) -> None:
@@ -318,9 +329,7 @@ def test_a_request_counts_until_it_is_answered(
     scheduler: SchedulerEnd, pb_utils: PbUtils, tmp_path: Path
 ) -> None:
     ledger = Ledger(MAX_WAITING, 2**27)
-    host = FrontHost(
-        pb_utils, "scheduler", tmp_path, ledger, is_decoupled=False, log=lambda line: None
-    )
+    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=False)
     counts: SimpleQueue[int] = SimpleQueue()
     requests = [text_request() for _ in range(3)]
     for request in requests:
@@ -401,9 +410,7 @@ def test_a_decoupled_front_passes_streams_on_and_says_so(
     pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path
 ) -> None:
     ledger = Ledger(MAX_WAITING, 2**27)
-    host = FrontHost(
-        pb_utils, "scheduler", tmp_path, ledger, is_decoupled=True, log=lambda line: None
-    )
+    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=True)
     request = Request(text_input=np.array([b"x"], dtype=object), stream=np.array([True]))
     host.execute([request])
     key, _, outlet = scheduler.next()

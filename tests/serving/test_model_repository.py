@@ -63,7 +63,7 @@ def test_triton_reads_the_tensors_that_the_interface_names(model: str) -> None:
     config, expected = read(model), interface.MODELS[model]
     for found, tensors in ((config.input, expected.inputs), (config.output, expected.outputs)):
         assert [(one.name, DATATYPES[one.data_type], list(one.dims)) for one in found] == [
-            (one.name, one.datatype, [one.num]) for one in tensors
+            (one.name, one.datatype, list(one.dims)) for one in tensors
         ]
     assert all(one.optional for one in config.input)
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def test_an_idle_poller_wakes_up_for_a_client_and_for_a_farewell(
     poller.add("k", outlet)
     eventually(lambda: cancelled == ["k"])
     time.sleep(2 * poller.INTERVAL_S)
-    poller.fail_later(outlet, RequestCancelledError("the request was cancelled"))
+    poller.end_later(partial(outlet.fail, RequestCancelledError("the request was cancelled")))
     eventually(lambda: sender.sent)
     time.sleep(2 * poller.INTERVAL_S)
     poller.close()
@@ -98,7 +99,7 @@ def test_an_outlet_that_cannot_be_asked_or_ended_costs_no_other_its_poller(
     poller = CancellationPoller(cancelled.append, log=log.append)
     broken: Any = Broken()
     poller.add("broken", broken)
-    poller.fail_later(broken, RequestCancelledError("the request was cancelled"))
+    poller.end_later(partial(broken.fail, RequestCancelledError("the request was cancelled")))
     eventually(lambda: len(log) == 2)
     poller.add("k", outlet)
     eventually(lambda: cancelled == ["k"])
@@ -144,7 +145,7 @@ def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(
 ) -> None:
     cancelled: list[str] = []
     poller = CancellationPoller(cancelled.append, log=print)
-    poller.fail_later(outlet, RequestCancelledError("the request was cancelled"))
+    poller.end_later(partial(outlet.fail, RequestCancelledError("the request was cancelled")))
     assert not sender.sent
     poller.close()
     assert [flags for _, flags in sender.sent] == [1]

@@ -8,6 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
 from charonia.serving import model_process
+from charonia.serving.convention import PlainConvention
 from charonia.serving.front_host import FrontHost
 from charonia.serving.ledger import Ledger
 from charonia.serving.open_calls import OpenCalls
@@ -23,6 +24,7 @@ class TritonPythonModel:
         parameters = config["parameters"]
         scheduler_model = parameters["scheduler_model"]["string_value"]
         repository = Path(args["model_repository"]).parent
+        is_decoupled = pb_utils.using_decoupled_model_transaction_policy(config)
         try:
             ledger = Ledger.configured(parameters, OpenCalls().note)
         except CharoniaError as error:
@@ -32,7 +34,8 @@ class TritonPythonModel:
             scheduler_model,
             repository,
             ledger,
-            is_decoupled=pb_utils.using_decoupled_model_transaction_policy(config),
+            PlainConvention(is_decoupled=is_decoupled),
+            is_decoupled=is_decoupled,
             log=log,
         )
 

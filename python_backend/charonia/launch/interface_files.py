@@ -92,7 +92,8 @@ def _config_outputs(tensors: Iterable[Tensor]) -> Iterable[str]:
 
 
 def _fields(tensor: Tensor) -> str:
-    return f'name: "{tensor.name}" data_type: TYPE_{tensor.datatype} dims: [ {tensor.num} ]'
+    dims = ", ".join(map(str, tensor.dims))
+    return f'name: "{tensor.name}" data_type: TYPE_{tensor.datatype} dims: [ {dims} ]'
 
 
 def _config_steps(steps: Iterable[EnsembleStep]) -> Iterable[str]:
@@ -110,7 +111,7 @@ def _table(what: str, tensors: Iterable[Tensor]) -> Iterable[str]:
     yield f"| {what} | type, dims | meaning |"
     yield "| --- | --- | --- |"
     for one in tensors:
-        yield f"| `{one.name}` | {one.datatype} [{one.num}] | {one.meaning} |"
+        yield f"| `{one.name}` | {one.datatype} {list(one.dims)} | {one.meaning} |"
 
 
 def _arguments(struct: type[msgspec.Struct]) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """A model in front of the scheduler, such as `generate`: many requests at a time in one process.
 
 Owns what waits for answers, and the connection that brings them. Must not know anything of the
-scheduler but its name and the messages of `relay`.
+scheduler but its name and the messages of `relay`, nor how clients speak: that is a `Convention`'s.
 
 A decoupled front passes on streams, under another name than the scheduler's. One that is not
 decoupled answers each request once, later, through the response sender: so clients that cannot
@@ -13,22 +13,16 @@ import secrets
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from charonia.errors import (
-    CharoniaError,
-    InvalidRequestError,
-    ShuttingDownError,
-    UnavailableError,
-)
+from charonia.errors import CharoniaError, ShuttingDownError, UnavailableError
+from charonia.serving.convention import Convention, Part
 from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import (
     CancellationPoller,
     TritonOutlet,
-    fail,
     failing_with_errors,
 )
 from charonia.serving.relay import (
@@ -40,24 +34,36 @@ from charonia.serving.relay import (
     decode_answer,
     post,
 )
-from charonia.serving.tensors import RawRequest, read_request
+from charonia.serving.tensors import read_request
 from charonia.sockets.connection import Connection
 
 LOST = "the connection to the scheduler has ended; the request is lost"
 
 
 @dataclass
-class _Waiting:
-    """A request that is not answered to its end.
+class _Client:
+    """A client's request that is not answered to its end.
 
     Attributes:
-        num_bytes: of it as it came. num_passed_on: answers. is_cancelled: its client has gone.
+        num_bytes: of the request as it came. waiting: parts that are not answered to their end.
+        num_passed_on: answers of all parts. is_cancelled: the client has gone.
     """
 
+    key: str
     outlet: TritonOutlet
     num_bytes: int
+    waiting: set[str] = field(default_factory=set)
     num_passed_on: int = 0
     is_cancelled: bool = False
+
+
+@dataclass
+class _Waiting:
+    """A part of a client's request; `num_passed_on` answers to it have gone on."""
+
+    client: _Client
+    part: Part
+    num_passed_on: int = 0
 
 
 class FrontHost:
@@ -67,8 +73,9 @@ class FrontHost:
 
     Args:
         scheduler_model: its name. repository: the models' folders.
-        is_decoupled: whether Triton takes several responses to a request.
         ledger: what requests may hold here until they are answered.
+        convention: how clients speak. is_decoupled: whether Triton takes several responses to a
+            request.
         log: takes one line, from any thread.
     """
 
@@ -78,24 +85,28 @@ class FrontHost:
         scheduler_model: str,
         repository: Path,
         ledger: Ledger,
+        convention: Convention,
         *,
         is_decoupled: bool,
         log: Callable[[str], None],
     ) -> None:
         self._pb_utils = pb_utils
         self._ledger = ledger
+        self._convention = convention
         self._is_decoupled = is_decoupled
         self._log = log
         self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._waiting: dict[str, _Waiting] = {}  # all came through this connection
+        self._waiting: dict[str, _Waiting] = {}  # by part; all came through this connection
+        self._clients: dict[str, _Client] = {}
         self._poller = CancellationPoller(self._on_cancelled, log=log)
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests in to the scheduler; the answers come later."""
         for request in requests:
-            outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
+            sender = request.get_response_sender()
+            outlet = TritonOutlet(self._pb_utils, sender, is_decoupled=self._is_decoupled)
             with failing_with_errors(outlet, self._log):
                 self._hand_in(request, outlet)
 
@@ -103,16 +114,18 @@ class FrontHost:
         """Answer what is still waiting, and stop."""
         with self._lock:
             connection = self._connection
-            waiting = self._take_all()
-        self._fail(waiting, ShuttingDownError())
+            clients = self._take_all()
+        for client in clients:
+            self._end(client, ShuttingDownError())
         self._poller.close()
         if connection is not None:
             connection.close()
 
     def _hand_in(self, request: Any, outlet: TritonOutlet) -> None:
         raw = read_request(request)
-        self._check(raw)
-        message = RelayedRequest(secrets.token_hex(16), raw)
+        parts = self._convention.split(raw)
+        messages = [RelayedRequest(secrets.token_hex(16), part.request) for part in parts]
+        client = _Client(secrets.token_hex(16), outlet, raw.num_bytes)
         self._ledger.take(raw.num_bytes)
         try:
             if self._connection is None:
@@ -120,16 +133,27 @@ class FrontHost:
             with self._lock:
                 if self._connection is None:
                     raise UnavailableError(LOST)
-                post(self._connection, message)
-                self._waiting[message.key] = _Waiting(outlet, raw.num_bytes)
-                self._poller.add(message.key, outlet)
+                for message, part in zip(messages, parts, strict=True):
+                    self._post(self._connection, message, _Waiting(client, part))
+                self._clients[client.key] = client
+                self._poller.add(client.key, outlet)
         except BaseException:
             self._ledger.give_back(raw.num_bytes)
             raise
 
-    def _check(self, raw: RawRequest) -> None:
-        if not self._is_decoupled and "stream" in raw.tensors:
-            raise InvalidRequestError("this model cannot stream: it is not decoupled")
+    def _post(self, connection: Connection, message: RelayedRequest, waiting: _Waiting) -> None:
+        """Hand one part in; where that fails, those before it are cancelled. The lock is held."""
+        client = waiting.client
+        try:
+            post(connection, message)
+        except CharoniaError:
+            for key in client.waiting:
+                del self._waiting[key]
+                with contextlib.suppress(UnavailableError):
+                    post(connection, Cancellation(key))
+            raise
+        self._waiting[message.key] = waiting
+        client.waiting.add(message.key)
 
     def _connect(self) -> None:
         channel = self._scheduler.connect()
@@ -148,43 +172,64 @@ class FrontHost:
         answer = decode_answer(data)
         with self._lock:
             waiting = self._waiting.get(answer.key)
+            if waiting is None:
+                return
+            client = waiting.client
             if answer.is_final:
-                self._poller.remove(answer.key)
-                self._waiting.pop(answer.key, None)
-        if waiting is None:
-            return
-        if not answer.is_final:
+                del self._waiting[answer.key]
+                client.waiting.remove(answer.key)
+            is_over = not client.waiting
+            if is_over:
+                self._poller.remove(client.key)
+                del self._clients[client.key]
+        if not is_over:
             self._pass_on(answer, waiting)
-            return
-        if (failure := answer.failure) is not None:
-            self._fail([waiting], failure)
-            return
-        with failing_with_errors(waiting.outlet, self._log):
-            waiting.outlet.send(answer.outputs, is_final=True)
-        self._ledger.give_back(waiting.num_bytes)  # it counts until it is answered
+        elif (failure := answer.failure) is not None:
+            self._end(client, waiting.part.failure(failure))
+        else:
+            with failing_with_errors(client.outlet, self._log):
+                outputs = waiting.part.answer(answer.outputs)
+                if outputs is None:
+                    client.outlet.end()
+                else:
+                    client.outlet.send(outputs, is_final=True)
+            self._ledger.give_back(client.num_bytes)  # it counts until it is answered
 
     def _pass_on(self, answer: RelayedAnswer, waiting: _Waiting) -> None:
-        """Pass on an answer that others follow, and say so."""
+        """Pass on an answer that others follow, and say so where they are of the same part."""
+        client, part = waiting.client, waiting.part
         try:
-            waiting.outlet.send(answer.outputs, is_final=False)
+            if (failure := answer.failure) is None:
+                outputs = part.answer(answer.outputs)
+                if outputs is not None:
+                    client.outlet.send(outputs, is_final=False)
+            elif (failure := part.failure(failure)) is not None:
+                client.outlet.fail(failure, is_final=False)
         except Exception:
             self._log(f"a response could not be passed on: {traceback.format_exc()}")
-            self._on_cancelled(answer.key)
-        waiting.num_passed_on += 1
-        self._tell(Acknowledgement(answer.key, waiting.num_passed_on))
+            self._on_cancelled(client.key)
+        client.num_passed_on += 1
+        if not answer.is_final:
+            waiting.num_passed_on += 1
+            self._tell(Acknowledgement(answer.key, waiting.num_passed_on))
 
     def _on_end(self) -> None:
         with self._lock:
             self._connection = None
-            waiting = self._take_all()
-        self._fail(waiting, UnavailableError(LOST))
+            clients = self._take_all()
+        for client in clients:
+            self._end(client, UnavailableError(LOST))
 
-    def _on_cancelled(self, key: str) -> None:
-        """The last answer, an error by then, comes as any other."""
+    def _on_cancelled(self, client_key: str) -> None:
+        """The last answers, errors by then, come as any others."""
         with self._lock:
-            if (waiting := self._waiting.get(key)) is not None:
-                waiting.is_cancelled = True
-        self._tell(Cancellation(key))
+            client = self._clients.get(client_key)
+            if client is None:
+                return
+            client.is_cancelled = True
+            keys = list(client.waiting)
+        for key in keys:
+            self._tell(Cancellation(key))
 
     def _tell(self, message: Cancellation | Acknowledgement) -> None:
         with self._lock:
@@ -193,20 +238,26 @@ class FrontHost:
                 with contextlib.suppress(UnavailableError):
                     post(self._connection, message)
 
-    def _take_all(self) -> list[_Waiting]:
-        """What waits. The caller holds the lock."""
-        for key in self._waiting:
-            self._poller.remove(key)
-        waiting = list(self._waiting.values())
+    def _take_all(self) -> list[_Client]:
+        """Who waits. The caller holds the lock."""
+        clients = list(self._clients.values())
+        for client in clients:
+            self._poller.remove(client.key)
+        self._clients.clear()
         self._waiting.clear()
-        return waiting
+        return clients
 
-    def _fail(self, waiting: list[_Waiting], error: CharoniaError) -> None:
-        """End requests with an error; of streams that is safe a little later, see the poller."""
-        for one in waiting:
-            give_back = partial(self._ledger.give_back, one.num_bytes)
-            if one.num_passed_on or (one.is_cancelled and self._is_decoupled):
-                self._poller.fail_later(one.outlet, error, give_back)
-            else:
-                fail(one.outlet, error, self._log)
-                give_back()
+    def _end(self, client: _Client, error: CharoniaError | None) -> None:
+        """End a request early; of a stream that is safe a little later, see the poller."""
+
+        def end() -> None:
+            with failing_with_errors(client.outlet, self._log):
+                if error is not None:
+                    raise error
+                client.outlet.end()
+            self._ledger.give_back(client.num_bytes)
+
+        if client.num_passed_on or (client.is_cancelled and self._is_decoupled):
+            self._poller.end_later(end)
+        else:
+            end()

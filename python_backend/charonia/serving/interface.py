@@ -1,4 +1,4 @@
-"""The tensors of the models in one table: name, type, number of elements, what it means.
+"""The tensors of the models in one table: name, type, dimensions, what it means.
 
 Everything that says it again follows from here. `make interface` writes the tensors of the
 config.pbtxt files and the tables of model_repository/README.md (`launch/interface_files.py`),
@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Datatype = Literal["BOOL", "FP32", "INT32", "STRING", "UINT32"]
+ONE = (1,)
+ANY = (-1,)
 
 INPUT_IDS = "input_ids"
 REQUEST_KEY = "request_key"
@@ -28,12 +30,12 @@ class Tensor:
     """An input or output.
 
     Attributes:
-        num: elements; -1 is any number. meaning: for people, in Markdown.
+        dims: -1 is any size. meaning: for people, in Markdown.
     """
 
     name: str
     datatype: Datatype
-    num: Literal[1, -1]
+    dims: tuple[int, ...]
     meaning: str = ""
 
 
@@ -57,25 +59,25 @@ class ModelTensors:
 
 
 OUTPUTS = (
-    Output("text_output", "STRING", -1, "the text; streaming: the new one"),
+    Output("text_output", "STRING", ANY, "the text; streaming: the new one"),
     Output(
         "finish_reason",
         "STRING",
-        -1,
+        ANY,
         '"None" until the last response, then "stop" or "length"',
         "return_finish_reason",
     ),
     Output(
         "cumulative_logprob",
         "FP32",
-        -1,
+        ANY,
         "of all tokens so far",
         "return_cumulative_logprob",
     ),
     Output(
         "logprobs",
         "STRING",
-        -1,
+        ANY,
         'JSON: for each new token `{"<id>": {"logprob": x, "rank": r, "decoded_token": s}, …}`,'
         " the sampled one first, and `x` is `null` where it is no finite number; `null` when"
         " sampling did not ask for them",
@@ -84,17 +86,17 @@ OUTPUTS = (
     Output(
         "prompt_logprobs",
         "STRING",
-        1,
+        ONE,
         "JSON like `logprobs`, for the tokens of the prompt, `null` for the first; in the first"
         " response, when the sampling parameter of this name asks for them",
     ),
-    Output("num_input_tokens", "UINT32", 1, "of the prompt", "return_num_input_tokens"),
-    Output("num_output_tokens", "UINT32", -1, "of this response", "return_num_output_tokens"),
-    Output("output_ids", "INT32", -1, "the new tokens", "return_token_ids"),
+    Output("num_input_tokens", "UINT32", ONE, "of the prompt", "return_num_input_tokens"),
+    Output("num_output_tokens", "UINT32", ANY, "of this response", "return_num_output_tokens"),
+    Output("output_ids", "INT32", ANY, "the new tokens", "return_token_ids"),
     Output(
         "timing",
         "STRING",
-        1,
+        ONE,
         "JSON, in the last response: seconds in the queue, to the first token, in all; counts of"
         " tokens, preemptions and restarts survived; what drafts were worth, see below",
         "return_timing",
@@ -107,36 +109,36 @@ INPUTS = (
     Tensor(
         "text_input",
         "STRING",
-        1,
+        ONE,
         "the prompt, at most 16 MiB, and at most what `max_model_len` tokens can be, see below",
     ),
-    Tensor(INPUT_IDS, "INT32", -1, "the prompt as token ids, instead of `text_input`"),
+    Tensor(INPUT_IDS, "INT32", ANY, "the prompt as token ids, instead of `text_input`"),
     Tensor(
         "stream",
         "BOOL",
-        1,
+        ONE,
         "one response per new text; default one response in all. Not on `generate`",
     ),
-    Tensor("sampling_parameters", "STRING", 1, "a JSON object, at most 1 MiB"),
+    Tensor("sampling_parameters", "STRING", ONE, "a JSON object, at most 1 MiB"),
     Tensor(
         "exclude_input_in_output",
         "BOOL",
-        1,
+        ONE,
         "without it the prompt is prepended, but never in a stream, where `false` is an error",
     ),
-    *(Tensor(flag, "BOOL", 1, f"adds the output `{name}`") for flag, name in FLAGS.items()),
+    *(Tensor(flag, "BOOL", ONE, f"adds the output `{name}`") for flag, name in FLAGS.items()),
     Tensor(
         "cancel",
         "BOOL",
-        1,
+        ONE,
         "cancels the live requests of this request id and `tenant`; no other input is needed",
     ),
 )
 """What clients give."""
 
-_PROBE = Tensor("probe", "BOOL", 1)
-_BETWEEN = (Tensor(REQUEST_KEY, "STRING", -1), Tensor(PROMPT_TEXT, "STRING", -1))
-_KEY_OF_CHUNK = Tensor(REQUEST_KEY, "STRING", 1)
+_PROBE = Tensor("probe", "BOOL", ONE)
+_BETWEEN = (Tensor(REQUEST_KEY, "STRING", ANY), Tensor(PROMPT_TEXT, "STRING", ANY))
+_KEY_OF_CHUNK = Tensor(REQUEST_KEY, "STRING", ONE)
 
 
 def _inputs(names: Collection[str]) -> tuple[Tensor, ...]:

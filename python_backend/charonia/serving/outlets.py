@@ -80,23 +80,29 @@ class TritonOutlet:
 
     Args:
         sender: of the request; nobody else may use it.
+        is_decoupled: whether Triton takes any number of responses, none at all too.
     """
 
     is_polled = True
     is_acknowledged = False
 
-    def __init__(self, pb_utils: Any, sender: Any) -> None:
+    def __init__(self, pb_utils: Any, sender: Any, *, is_decoupled: bool = False) -> None:
         self._pb_utils = pb_utils
         self._sender = sender
+        self._is_decoupled = is_decoupled
         self._lock = threading.Lock()
 
     def send(self, outputs: Outputs, *, is_final: bool) -> None:
         """Send a response. Nothing is sent after the last one."""
         self._send(response(self._pb_utils, outputs), is_final=is_final)
 
-    def fail(self, error: CharoniaError) -> None:
+    def fail(self, error: CharoniaError, *, is_final: bool = True) -> None:
         """Send an error, unless the answer is complete."""
-        self._send(error_response(self._pb_utils, error), is_final=True)
+        self._send(error_response(self._pb_utils, error), is_final=is_final)
+
+    def end(self) -> None:
+        """Complete the answer, with an empty response where Triton wants one."""
+        self._send(None if self._is_decoupled else response(self._pb_utils, {}), is_final=True)
 
     def is_cancelled(self) -> bool:
         """Ask Triton; a round trip to the server of 0.05 ms."""
@@ -109,17 +115,17 @@ class TritonOutlet:
             sender = self._sender
             if is_final:
                 self._sender = None
-            if sender is not None:
+            if sender is not None and message is None:
+                sender.send(flags=flags)
+            elif sender is not None:
                 sender.send(message, flags=flags)
 
 
 class _Farewell(NamedTuple):
-    """An error that ends a stream, and when; by the monotonic clock."""
+    """What ends a stream, and when; by the monotonic clock."""
 
     at: float
-    outlet: Outlet
-    error: CharoniaError
-    then: Callable[[], None]
+    end: Callable[[], None]
 
 
 class CancellationPoller:
@@ -129,7 +135,7 @@ class CancellationPoller:
     trip that takes the server 0.1 ms. An outlet is asked every `INTERVAL_S`, and more seldom when
     there are so many that it would be more than `MAX_POLLS_PER_S` questions.
 
-    An error that ends a stream is sent `FAREWELL_S` later, for two reasons. Triton 2.51.0 crashes
+    What ends a stream early is sent `FAREWELL_S` later, for two reasons. Triton 2.51.0 crashes
     now and then when a gRPC stream ends in the moment of its cancellation. And an ensemble that
     fails while another of its steps still has a response in hand never ends inside Triton: it keeps
     the models of its steps loaded, also when others were loaded in their place, and the server's
@@ -169,16 +175,13 @@ class CancellationPoller:
         """Whether answers are still to be ended."""
         return bool(self._farewells)
 
-    def fail_later(
-        self, outlet: Outlet, error: CharoniaError, then: Callable[[], None] = lambda: None
-    ) -> None:
-        """End a stream with an error, when it is safe to.
+    def end_later(self, end: Callable[[], None]) -> None:
+        """End a stream early, when it is safe to.
 
         Args:
-            then: called when that has been done.
+            end: does so.
         """
-        at = time.monotonic() + self.FAREWELL_S
-        self._farewells.append(_Farewell(at, outlet, error, then))
+        self._farewells.append(_Farewell(time.monotonic() + self.FAREWELL_S, end))
         self._has_work.set()
 
     def close(self) -> None:
@@ -215,6 +218,7 @@ class CancellationPoller:
 
     def _say_farewells(self, *, until: float) -> None:
         while self._farewells and self._farewells[0].at <= until:
-            farewell = self._farewells.popleft()
-            fail(farewell.outlet, farewell.error, self._log)
-            farewell.then()
+            try:
+                self._farewells.popleft().end()
+            except Exception:
+                self._log(f"an answer could not be ended: {traceback.format_exc()}")

@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from queue import Empty, SimpleQueue
 
 from charonia.engine.outputs import Chunk
@@ -424,7 +425,7 @@ class Sessions:
             self._end(session.key)
             is_postponed = session.is_abandoned or is_mid_stream
             if is_postponed and not session.outlet.is_acknowledged:  # a front does that itself
-                self._poller.fail_later(session.outlet, last.error)
+                self._poller.end_later(partial(fail, session.outlet, last.error, self._log))
             else:
                 session.outlet.fail(last.error)
 
