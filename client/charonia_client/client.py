@@ -206,7 +206,7 @@ class Client:
         """Cancel all live requests of this id and tenant; unknown ones are no error."""
         request = wire.cancel_request(self._settings.model, request_id, tenant)
         try:
-            self._transport.send(request, Limits(_CANCEL_S, None))
+            self._transport.send(request, Limits(_CANCEL_S, _CANCEL_S, None))
         except CharoniaClientError as error:
             error.request_id = request_id
             raise
@@ -311,7 +311,7 @@ class AsyncClient:
         """See `Client.cancel`."""
         request = wire.cancel_request(self._settings.model, request_id, tenant)
         try:
-            await self._transport.send(request, Limits(_CANCEL_S, None))
+            await self._transport.send(request, Limits(_CANCEL_S, _CANCEL_S, None))
         except CharoniaClientError as error:
             error.request_id = request_id
             raise

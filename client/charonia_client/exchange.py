@@ -16,9 +16,14 @@ from charonia_client.values import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is left of the timeouts when an attempt starts, in seconds; None is for ever."""
+    """The timeouts of an attempt, in seconds; None is for ever.
+
+    Attributes:
+        total_s: of the whole call, as errors say it. left_s: of that, when the attempt starts.
+    """
 
     total_s: float | None
+    left_s: float | None
     first_token_s: float | None
 
 

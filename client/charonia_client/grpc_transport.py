@@ -71,7 +71,7 @@ class GrpcTransport:
         """Send a request."""
         message = wire.to_grpc(request)
         call = self._stub.ModelStreamInfer(
-            iter([message]), timeout=limits.total_s, metadata=self._metadata
+            iter([message]), timeout=limits.left_s, metadata=self._metadata
         )
         return GrpcExchange(call, limits)
 
@@ -190,7 +190,7 @@ class AsyncGrpcTransport:
     async def open(self, request: wire.Request, limits: Limits) -> "AsyncGrpcExchange":
         """Send a request."""
         call = self._stub.ModelStreamInfer(
-            iter([wire.to_grpc(request)]), timeout=limits.total_s, metadata=self._metadata
+            iter([wire.to_grpc(request)]), timeout=limits.left_s, metadata=self._metadata
         )
         return AsyncGrpcExchange(call, limits)
 

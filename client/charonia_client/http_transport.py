@@ -97,8 +97,8 @@ class HttpExchange:
         self._has_begun = False
         self._end_reason: CharoniaClientError | None = None
         self._timer: threading.Timer | None = None
-        if limits.total_s is not None:
-            self._timer = threading.Timer(limits.total_s, self._expire, [limits.total_s])
+        if limits.left_s is not None:
+            self._timer = threading.Timer(limits.left_s, self._expire, [limits.total_s])
             self._timer.daemon = True
             self._timer.start()
 
@@ -221,8 +221,8 @@ class AsyncHttpExchange:
         self._response: httpx.Response | None = None
         self._events: AsyncIterator[Any] | None = None
         self._has_begun = False
-        total = limits.total_s
-        self._deadline = None if total is None else asyncio.get_running_loop().time() + total
+        left = limits.left_s
+        self._deadline = None if left is None else asyncio.get_running_loop().time() + left
 
     async def receive(self) -> Chunk | None:
         """See `exchange.AsyncExchange`."""
@@ -273,7 +273,7 @@ class AsyncHttpExchange:
 
 def _first_wait(limits: Limits) -> float | None:
     """How long to wait for the response's head, which comes with the first token."""
-    waits = [limit for limit in (limits.total_s, limits.first_token_s) if limit is not None]
+    waits = [limit for limit in (limits.left_s, limits.first_token_s) if limit is not None]
     return min(waits, default=None)
 
 
@@ -285,7 +285,7 @@ def _build(
     return client.build_request(
         "POST",
         f"/v2/models/{request.model}/generate_stream",
-        json=wire.to_http(request, limits.total_s),
+        json=wire.to_http(request, limits.left_s),
         headers=_HEADERS,
         timeout=httpx.Timeout(first, connect=connect, pool=None),
     )

@@ -66,7 +66,7 @@ class Call:
         if left is not None and left <= 0:
             error = Timeout(f"no complete answer within {timeouts.total_s:.3g} s")
             raise error from self._last_error
-        return Limits(left, timeouts.first_token_s)
+        return Limits(timeouts.total_s, left, timeouts.first_token_s)
 
     def took(self, chunk: Chunk | None) -> Chunk:
         """Note what was received.

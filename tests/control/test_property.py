@@ -22,7 +22,7 @@ from charonia.control import (
 )
 from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import Pending, RowSampling
-from support.echo import EchoDrafter, EchoExecutor, echo_run
+from support.echo import EchoDrafter, EchoExecutor, echo_guess, echo_run
 from support.invariants import check_invariants, check_parents_outlive_children
 
 VOCAB = 64
@@ -43,6 +43,7 @@ class Arrival:
     takes_hits: bool
     cancel_after: int | None
     speculates: bool = True
+    num_guessed: int = 0
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -87,6 +88,7 @@ arrivals = st.builds(
     takes_hits=st.sampled_from([True, True, True, False]),
     cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 20)),
     speculates=st.sampled_from([True, True, False]),
+    num_guessed=st.sampled_from([0, 0, 3, 20]),
 )
 scenarios = st.builds(
     Scenario,
@@ -192,7 +194,15 @@ class Driver:
             cache_scope=str(arrival.tenant).encode(),
             takes_hits=arrival.takes_hits,
             speculates=arrival.speculates,
+            given_draft_ids=self._guess(arrival) if arrival.speculates else [],
         )
+
+    def _guess(self, arrival: Arrival) -> list[int]:
+        """What a client guesses: each token is right three times out of four."""
+        token_ids = arrival.prompt_ids
+        for _ in range(arrival.num_guessed):
+            token_ids.append(echo_guess(token_ids, arrival.seed, VOCAB))
+        return token_ids[len(arrival.prompt_ids) :]
 
     def _step(self) -> None:
         self.executor.fail_next = int(self.now in self.scenario.failures)

@@ -10,7 +10,7 @@ from charonia.control.queues import WaitingQueue
 from charonia.control.scheduler import PROGRESS
 from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError
 from charonia.protocol import RowSampling, StepPlan
-from support.echo import EchoExecutor, echo_run
+from support.echo import EchoDrafter, EchoExecutor, echo_run
 from support.invariants import check_invariants
 
 LIMITS = Limits(
@@ -514,6 +514,25 @@ def test_all_requests_in_flight_at_two_deaths_are_suspects_and_run_alone():
         (plan,) = plan_all(scheduler)
         (update,) = scheduler.apply(engine.submit(plan).result(None), 0.0)
         assert update.request.key == key
+
+
+def test_what_a_client_guesses_is_verified_with_its_prompt_and_then_while_it_is_right():
+    speculation = Speculation(max_drafts=3, policy=FixedDepth(), drafter=EchoDrafter(64))
+    scheduler = Scheduler(LIMITS, hash_secret=b"test", speculation=speculation)
+    engine = make_engine(scheduler)
+    answer = echo_run([0, 1, 2], seed=1, max_tokens=12, vocab_size=engine.vocab_size)
+    wrong = [*answer[:6], (answer[6] + 1) % engine.vocab_size, *answer[7:]]
+    request = make_request("a", 3, max_tokens=12, given_draft_ids=wrong)
+    scheduler.add(request)
+    drafted = []
+    while (plan := scheduler.plan(0.0)) is not None:
+        (row,) = plan.rows
+        drafted.append((row.num_tokens, row.draft_ids))
+        scheduler.apply(engine.submit(plan).result(None), 0.0)
+    assert drafted[0] == (3, answer[:3])
+    assert drafted[1] == (1, wrong[4:7])
+    assert all(draft_ids != wrong[7:10] for _, draft_ids in drafted[2:])
+    assert request.token_ids[3:] == answer
 
 
 @pytest.mark.parametrize(("max_steps_in_flight", "seconds"), [(1, 7.0), (2, 0.001)])

@@ -23,8 +23,10 @@ class Request:
         token_ids: prompt and generated tokens; num_prompt of them are the prompt.
         stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
         cache_scope: what isolates its prefix cache (tenant and salt).
-        takes_hits: whether it may start from cached blocks. speculates: whether tokens may be
-            guessed ahead for it. is_probe: whether it is no client's; it is not counted.
+        takes_hits: whether it may start from cached blocks. is_probe: whether it is no client's;
+            it is not counted.
+        speculates: whether tokens may be guessed ahead for it. given_draft_ids: the client's guess
+            at its first tokens.
         num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
             the target's.
         is_in_flight: whether a step that is planned and not applied computes tokens of it.
@@ -42,6 +44,7 @@ class Request:
     cache_scope: bytes = b""
     takes_hits: bool = True
     speculates: bool = True
+    given_draft_ids: list[int] = field(default_factory=list)
     is_probe: bool = False
 
     rank: int = 0
@@ -64,6 +67,12 @@ class Request:
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def expected_ids(self) -> list[int]:
+        """What is left of the client's guess, if it was right so far."""
+        given, num = self.given_draft_ids, self.num_generated
+        return given[num:] if self.token_ids[self.num_prompt :] == given[:num] else []
 
     @property
     def min_tokens(self) -> int:

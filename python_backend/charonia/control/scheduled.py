@@ -3,7 +3,7 @@
 Owns what a plan says of a row. Must not know why a row computes what it computes.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from charonia.control.request import Request
 from charonia.protocol import RowStep
@@ -11,11 +11,12 @@ from charonia.protocol import RowStep
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What one row drafts in a step: see `protocol.RowStep`."""
+    """What one row drafts in a step: see `protocol.RowStep`. `is_given`: it is the client's."""
 
     num_drafts: int = 0
     draft_ids: list[int] = field(default_factory=list)
     num_draft_tokens: int = 0
+    is_given: bool = False
 
     @property
     def is_by_engine(self) -> bool:
@@ -31,7 +32,7 @@ class Draft:
         """The same with fewer drafts, where there is no room for all."""
         if num_drafts >= self.num_drafts:
             return self
-        return Draft(num_drafts, self.draft_ids[:num_drafts], self.num_draft_tokens)
+        return replace(self, num_drafts=num_drafts, draft_ids=self.draft_ids[:num_drafts])
 
     def computed_after(self, num_tokens: int, num_computed: int, num_accepted: int) -> int:
         """Tokens whose draft KV is valid when the step is through.

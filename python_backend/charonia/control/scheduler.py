@@ -427,7 +427,8 @@ class Scheduler:
         if num_drafts := scheduled.draft.num_drafts:
             assert self._speculation is not None
             right = len(row_result.token_ids) - 1
-            self._speculation.observe_drafts(request, num_drafts, right)
+            if not scheduled.draft.is_given:
+                self._speculation.observe_drafts(request, num_drafts, right)
             for counts in (request.drafts, self.stats.drafts):
                 counts.observe(num_drafts, num_accepted)
         self._commit(scheduled, num_accepted)

@@ -3,10 +3,12 @@
 Owns the drafts of a step, from what a request has room for to what became of them. Must not know
 blocks, budgets of other work, or how a depth is chosen.
 
-Drafts come from one of two places. A `Drafter` guesses here, from text alone, and the plan carries
-the guesses. Or the engine has a draft model, and the plan only says how many to guess; that model
-has a KV cache of its own over the same blocks, which lags behind the target's while nothing is
-drafted, so that a row may have to catch up first, as far as the step's budget goes::
+A client may give a guess at the first tokens of its answer; as long as it is right, it is what is
+verified. All other drafts come from one of two places. A `Drafter` guesses here, from text alone,
+and the plan carries the guesses. Or the engine has a draft model, and the plan only says how many
+to guess; that model has a KV cache of its own over the same blocks, which lags behind the target's
+while nothing is drafted, so that a row may have to catch up first, as far as the step's budget
+goes::
 
     known tokens   0 ............ num_draft_computed .......... last
                    └ the draft model's KV ┘└─ num_draft_tokens ──┘ then it guesses
@@ -43,26 +45,32 @@ class Speculation:
     ) -> list[tuple[Scheduled, Draft]]:
         """Choose the drafts of those rows that decode.
 
-        The first token of a request comes without, so that no draft model's prompt delays it.
+        The first token of a request comes without, so that no draft model's prompt delays it,
+        unless its client gave a guess.
 
         Args:
             rows: all of the step. num_tokens: that they compute without drafts.
             budget: tokens that drafts may add to the step, with those that the draft model
                 has to catch up on; earlier rows are served first.
         """
+        given = self._given(rows, limits, budget)
+        budget -= sum(draft.num_drafts for _, draft in given)
         able = [
             row
             for row in rows
-            if row.request.speculates and row.request.num_generated and row.samples
+            if row.request.speculates
+            and row.request.num_generated
+            and row.samples
+            and all(row is not one for one, _ in given)
         ]
         if not able or budget < 1:
-            return []
+            return given
         if self._drafter is not None:
             self._drafter.begin_step()
         depths = self._policy.choose(
             len(able), num_tokens, lambda: [self._candidate(row.request, limits) for row in able]
         )
-        drafts = []
+        drafts = given
         for row, depth in zip(able, depths, strict=False):
             draft = self._draft_one(row.request, depth, budget)
             drafts.append((row, draft))
@@ -100,18 +108,29 @@ class Speculation:
         if self._drafter is not None:
             self._drafter.forget(request)
 
+    def _given(
+        self, rows: Sequence[Scheduled], limits: Limits, budget: int
+    ) -> list[tuple[Scheduled, Draft]]:
+        """The drafts of rows whose clients gave a guess that was right so far."""
+        drafts = []
+        for row in rows:
+            request = row.request
+            if request.given_draft_ids and row.samples:
+                most = min(_num_left(request, limits) - 1, self._max_drafts, budget)
+                if draft_ids := request.expected_ids[:most]:
+                    drafts.append((row, Draft(len(draft_ids), draft_ids, is_given=True)))
+                    budget -= len(draft_ids)
+        return drafts
+
     def _candidate(self, request: Request, limits: Limits) -> Candidate:
         """What drafts could do for a request: a run has one token more, and must not pass the end.
 
         The engine's draft model may have less context than the target.
         """
-        num_tokens = len(request.token_ids)
-        num_left = min(
-            request.max_tokens - request.num_generated, limits.max_model_len - num_tokens
-        )
+        num_left = _num_left(request, limits)
         room, lag = min(num_left - 1, self._max_drafts), 0
         if self._drafter is None:
-            room = min(room, limits.max_draft_len - num_tokens)
+            room = min(room, limits.max_draft_len - len(request.token_ids))
             lag = _lag(request)
         return Candidate(request, room if room > 0 else 0, lag, num_left)
 
@@ -125,6 +144,12 @@ class Speculation:
         if budget <= lag <= self._max_drafts + 1:
             return NO_DRAFT  # a little later there is budget for drafts as well
         return Draft(max(0, min(depth, budget - lag)), [], min(lag, budget))
+
+
+def _num_left(request: Request, limits: Limits) -> int:
+    """Tokens that it may still generate, >= 1."""
+    num_room = limits.max_model_len - len(request.token_ids)
+    return min(request.max_tokens - request.num_generated, num_room)
 
 
 def _lag(request: Request) -> int:

@@ -20,6 +20,7 @@ class GenerationRequest:
     Attributes:
         key: unique among all live requests. request_id: the client's own, any text.
         bad_words_ids: the token id sequences that spell the bad words of `params`.
+        draft_ids: the client's guess at its first tokens.
         timeout_s: how long it may wait for its first step.
         return_cumulative_logprob: count log-probabilities even where none are returned.
         is_probe: no client's; it appears in no metric of requests.
@@ -29,6 +30,7 @@ class GenerationRequest:
     prompt_ids: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     bad_words_ids: list[list[int]] = field(default_factory=list)
+    draft_ids: list[int] = field(default_factory=list)
     request_id: str = ""
     return_cumulative_logprob: bool = False
     timeout_s: float | None = None
@@ -45,6 +47,7 @@ def check(request: GenerationRequest, info: EngineInfo, limits: Limits) -> None:
     assert bool(request.bad_words_ids) == bool(params.bad_words), "bad words were not encoded"
     limits.check_prompt(len(request.prompt_ids))
     _check_ids("input_ids", request.prompt_ids, info.vocab_size)
+    _check_ids("draft_input_ids", request.draft_ids, info.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
     _check_ids("logit_bias", tuple(params.logit_bias), info.vocab_size)
 
@@ -82,6 +85,7 @@ def admit(
         cache_scope=_cache_scope(params),
         takes_hits=params.prompt_logprobs is None,
         speculates=params.speculation,
+        given_draft_ids=list(request.draft_ids),
         is_probe=request.is_probe,
     )
 

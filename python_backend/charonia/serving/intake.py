@@ -25,11 +25,13 @@ from charonia.engine.service import EngineService, Sink
 from charonia.errors import (
     CharoniaError,
     CheckpointError,
+    NotSupportedError,
     RequestCancelledError,
     UnavailableError,
 )
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.cancellations import Cancellations
+from charonia.serving.interface import DRAFT_IDS
 from charonia.serving.outlets import Outlet, failing_with_errors
 from charonia.serving.probing import Prober
 from charonia.serving.request_key import Sealer
@@ -164,6 +166,7 @@ class Intake:
     def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
         arrived_at = time.monotonic() if call.arrived_at is None else call.arrived_at
         with self._counting():
+            self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
             tokens = self._tokenize(call) if _is_short(call) else None
             sink = self._sessions.open(
@@ -194,6 +197,14 @@ class Intake:
             assert call.text is not None
             ids = self._tokenizer.encode(call.text, check_length=self._check_length)
         return _Tokens(ids, self._tokenizer.encode_bad_words(call.params.bad_words))
+
+    def _check_drafts(self, call: GenerateCall) -> None:
+        args = self._service.engine_args
+        if call.draft_ids is not None and args.speculative_config is None:
+            raise NotSupportedError(
+                f"{DRAFT_IDS} is verified by speculative decoding, which this engine does without:"
+                " leave it out, or give the engine a speculative_config"
+            )
 
     def _check_length(self, num_ids: int) -> None:
         self._service.limits.check_prompt(num_ids)
@@ -247,6 +258,7 @@ class Intake:
             prompt_ids=tokens.prompt_ids,
             params=call.params,
             bad_words_ids=tokens.bad_words_ids,
+            draft_ids=[] if call.draft_ids is None else call.draft_ids.tolist(),
             return_cumulative_logprob=call.wants_cumulative_logprob,
             timeout_s=call.timeout_s,
         )

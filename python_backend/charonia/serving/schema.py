@@ -26,7 +26,7 @@ import numpy as np
 from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongError, shown
 from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from charonia.serving.interface import FLAGS, INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
+from charonia.serving.interface import DRAFT_IDS, FLAGS, INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
 from charonia.serving.parameters import (
     parse_sampling_params,
     parse_timeout,
@@ -110,7 +110,8 @@ class GenerateCall:
     """A request for text. Exactly one of `text` and `prompt_ids` is set.
 
     Attributes:
-        prompt_text: what the ids were made from. num_bytes: of the request as it came.
+        prompt_text: what the ids were made from. draft_ids: the client's guess at the answer.
+        num_bytes: of the request as it came.
         arrived_at: when it came to `tokenizer`, on the monotonic clock; None where it did not.
     """
 
@@ -119,6 +120,7 @@ class GenerateCall:
     text: str | None
     prompt_ids: Array | None
     prompt_text: str | None
+    draft_ids: Array | None
     params: SamplingParams
     timeout_s: float | None
     options: OutputOptions
@@ -197,6 +199,7 @@ def parse(
         text=text,
         prompt_ids=prompt_ids,
         prompt_text=prompt_text,
+        draft_ids=_read_draft_ids(raw, params, limits),
         params=params,
         timeout_s=_timeout_s(raw),
         options=options,
@@ -232,13 +235,32 @@ def read_prompt(
         if not text:
             raise InvalidRequestError("text_input must not be empty")
         return text, None
-    if ids.ndim != 1 or ids.dtype != np.int32 or not ids.size:
-        raise InvalidRequestError(
-            f"input_ids must be a list of at least one INT32, but has shape {list(ids.shape)} "
-            f"and type {ids.dtype}"
-        )
+    _check_ids(INPUT_IDS, ids)
     limits.check_ids(ids.size)
     return None, ids
+
+
+def _read_draft_ids(raw: RawRequest, params: SamplingParams, limits: PromptLimits) -> Array | None:
+    """The client's guess at the answer; None where there is none."""
+    ids = raw.tensors.get(DRAFT_IDS)
+    if ids is None or not ids.size:  # in an ensemble an empty tensor says so
+        return None
+    _check_ids(DRAFT_IDS, ids)
+    if ids.size > limits.max_ids:
+        raise InvalidRequestError(
+            f"{DRAFT_IDS} must have at most {limits.max_ids} tokens, but has {ids.size}"
+        )
+    if not params.speculation:
+        raise InvalidRequestError(f"{DRAFT_IDS} together with speculation = false; leave one out")
+    return ids
+
+
+def _check_ids(name: str, ids: Array) -> None:
+    if ids.ndim != 1 or ids.dtype != np.int32 or not ids.size:
+        raise InvalidRequestError(
+            f"{name} must be a list of at least one INT32, but has shape {list(ids.shape)} "
+            f"and type {ids.dtype}"
+        )
 
 
 def read_text(
