@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,21 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="NAME",
         dest="served_model_names",
         help="a further name under which clients find the scheduler; may be repeated",
+    )
+    serve.add_argument(
+        "--facade",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="facades",
+        help="also serve the models that another server's clients know, over the same scheduler; "
+        "tensorrt-llm: ensemble, tensorrt_llm_bls, tensorrt_llm, preprocessing, postprocessing",
+    )
+    serve.add_argument(
+        "--decoupled-mode",
+        choices=("true", "false"),
+        default="true",
+        help="whether the models of a facade can stream; false for clients that know no streams",
     )
     serve.add_argument("--address", default="127.0.0.1", metavar="A", help="default: %(default)s")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
@@ -232,7 +248,13 @@ def _run_serve(options: argparse.Namespace) -> None:
     from charonia.launch.serve import ServeOptions, serve
 
     serve(
-        _what(options, options.model_repository, options.served_model_names),
+        replace(
+            _what(options),
+            source=options.model_repository,
+            served_model_names=options.served_model_names,
+            facades=options.facades,
+            is_facade_decoupled=options.decoupled_mode == "true",
+        ),
         ServeOptions(
             address=options.address,
             http_port=options.http_port,
@@ -244,19 +266,15 @@ def _run_serve(options: argparse.Namespace) -> None:
     )
 
 
-def _what(
-    options: argparse.Namespace, source: Path | None = None, names: Sequence[str] = ()
-) -> "repository.RepositoryOptions":
+def _what(options: argparse.Namespace) -> "repository.RepositoryOptions":
     from charonia.launch.repository import RepositoryOptions
 
     return RepositoryOptions(
-        source=source,
         model=options.model,
         draft_model=options.draft_model,
         dtype=options.dtype,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        served_model_names=names,
         settings=options.settings,
     )
 

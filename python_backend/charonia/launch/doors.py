@@ -5,7 +5,7 @@ gone unanswered. Must not know what is done about that.
 
 `llm`, `generate` and all that have another name of the scheduler's are asked to cancel a request
 that does not exist: that goes through every process on their way, the scheduler's too, but takes no
-place in its queue.
+place in its queue. Facades are asked what their own process refuses, which is an answer as well.
 """
 
 import enum
@@ -20,13 +20,21 @@ from typing import Any
 import httpx
 
 from charonia.launch.background import in_background
-from charonia.launch.repository import read_config
+from charonia.launch.model_config import read_config
 
 _CANCEL = {"id": "charonia-probe", "cancel": True}
 _QUESTIONS: Mapping[str, Mapping[str, Any]] = {
     "tokenizer": {"cancel": True},
     "postprocessor": {"chunk_text_output": ["a"]},
 }
+_FACADE_QUESTIONS: Mapping[str, Mapping[str, Any]] = {
+    "ensemble": {"text_input": "a"},
+    "tensorrt_llm_bls": {"text_input": "a"},
+    "tensorrt_llm": {"stop": False},
+    "preprocessing": {"QUERY": "a"},
+    "postprocessing": {"SEQUENCE_LENGTH": [0]},
+}
+_QUESTION_OF = {**_QUESTIONS, **_FACADE_QUESTIONS}
 _UNKNOWN = "is not found"
 """How Triton says that no such model is in its repository."""
 _DEAD = r"^Stub process '{}_\d+_\d+' is not healthy"
@@ -55,10 +63,12 @@ def models_with_questions(repository: Path) -> list[str]:
     models = []
     for path in sorted(repository.glob("*/config.pbtxt")):
         config = read_config(path)
+        name = path.parent.name
         takes_cancel = any(one.name == "cancel" for one in config.input)
         passes_on = "scheduler_model" in config.parameters and takes_cancel
-        if passes_on or path.parent.name in _QUESTIONS:
-            models.append(path.parent.name)
+        is_facade = "convention" in config.parameters and name in _FACADE_QUESTIONS
+        if passes_on or is_facade or name in _QUESTIONS:
+            models.append(name)
     return models
 
 
@@ -66,7 +76,7 @@ def ask(http_url: str, model: str, timeout_s: float) -> Asked:
     """Ask a model once."""
     url = f"http://{http_url}/v2/models/{model}/generate"
     try:
-        answer = httpx.post(url, json=_QUESTIONS.get(model, _CANCEL), timeout=timeout_s)
+        answer = httpx.post(url, json=_QUESTION_OF.get(model, _CANCEL), timeout=timeout_s)
     except httpx.HTTPError as error:
         return Asked(Reply.NOTHING, str(error) or type(error).__name__)
     if answer.status_code == 200:

@@ -4,7 +4,7 @@ Owns finding model_repository/, copying it, and the overrides of `charonia serve
 `--draft-model`, `--dtype`, `--set` and the like. All of it is checked here, before a server starts,
 or goes on with another engine. Must not know processes.
 
-Two files are changed in the copy, and a model is added for each further name of the scheduler::
+Two files are changed in the copy, and models may be added, see `fronts`::
 
     engine/1/model.json     the engine's arguments (EngineArgs), with absolute paths
     scheduler/config.pbtxt  its `parameters` (SchedulerArgs), only where one is overridden
@@ -12,7 +12,6 @@ Two files are changed in the copy, and a model is added for each further name of
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +20,14 @@ from typing import Any
 
 import msgspec
 from google.protobuf import text_format
-from tritonclient.grpc import model_config_pb2
 
 from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute, with_demo_model
 from charonia.data.model.spec import ModelSpec
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
+from charonia.launch.fronts import add_facade, add_name
+from charonia.launch.model_config import read_config
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.reload import LEFT_OF_RELOADS
@@ -36,7 +36,6 @@ from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 
 DEFAULT_SCHEDULER = "scheduler"
-_MODEL_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 LINK_FROM_BYTES = 2**20  # bigger files are linked rather than copied: they are weights
 
 
@@ -54,6 +53,8 @@ class RepositoryOptions:
         tensor_parallel_size, pipeline_parallel_size: ranks that each layer, and the layers, are
             split among; None is what model.json says.
         served_model_names: further names of the scheduler.
+        facades: conventions of others to speak too, of `fronts.FACADES`.
+        is_facade_decoupled: whether their models can stream.
         settings: `KEY=VALUE` of engine arguments (VALUE as JSON, else a string), or
             `scheduler.KEY=VALUE` of the scheduler's parameters.
     """
@@ -65,6 +66,8 @@ class RepositoryOptions:
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
     served_model_names: Sequence[str] = ()
+    facades: Sequence[str] = ()
+    is_facade_decoupled: bool = True
     settings: Sequence[str] = ()
 
 
@@ -107,7 +110,15 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
         text = text_format.MessageToString(config)
         (target / scheduler / "config.pbtxt").write_text(text, encoding="utf-8")
     for name in options.served_model_names:
-        _add_front(target, name, scheduler)
+        add_name(target, name, scheduler)
+    for facade in options.facades:
+        add_facade(
+            target,
+            facade,
+            scheduler,
+            scheduler_args.engine_model,
+            is_decoupled=options.is_facade_decoupled,
+        )
     return PreparedRepository(target, scheduler, engine_args, scheduler_args)
 
 
@@ -261,41 +272,12 @@ def _find_scheduler(source: Path) -> tuple[str, Any]:
     )
 
 
-def read_config(path: Path) -> Any:
-    """A config.pbtxt as a ModelConfig message."""
-    try:
-        return text_format.Parse(path.read_text(encoding="utf-8"), model_config_pb2.ModelConfig())
-    except text_format.ParseError as error:
-        raise ConfigError(f"{path} is not a model configuration: {error}") from None
-
-
 def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs:
     """Set parameters of `config`, and check all that are charonia's."""
     for key, value in settings.items():
         config.parameters[key].string_value = value
     ours = {key: parameter.string_value for key, parameter in config.parameters.items()}
     return SchedulerArgs.from_parameters(ours)
-
-
-def _add_front(repository: Path, name: str, scheduler: str) -> None:
-    """Add a model like `generate` that passes streams on, too."""
-    if not _MODEL_NAME.fullmatch(name):
-        raise ConfigError(
-            f"--served-model-name {name!r} is no name of a Triton model; accepted are letters,"
-            " digits, '_', '-' and '.', beginning with a letter or digit"
-        )
-    if (repository / name).exists():
-        raise ConfigError(f"--served-model-name {name!r} is taken already")
-    version_dir = repository / name / "1"
-    version_dir.mkdir(parents=True)
-    generate = default_repository() / "generate"
-    shutil.copyfile(generate / "1" / "model.py", version_dir / "model.py")
-    config = read_config(generate / "config.pbtxt")
-    config.model_transaction_policy.decoupled = True
-    config.input.add(name="stream", data_type=model_config_pb2.TYPE_BOOL, dims=[1], optional=True)
-    config.parameters["scheduler_model"].string_value = scheduler
-    text = f"# Another name of {scheduler}.\n{text_format.MessageToString(config)}"
-    (version_dir.parent / "config.pbtxt").write_text(text, encoding="utf-8")
 
 
 def _copy_or_link(source: str, target: str) -> None:

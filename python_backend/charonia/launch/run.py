@@ -50,6 +50,8 @@ def running_server(
     dtype: str | None = None,
     settings: tuple[str, ...] = (),
     served_model_names: tuple[str, ...] = (),
+    facades: tuple[str, ...] = (),
+    is_facade_decoupled: bool = True,
     source: Path | None = None,
     timeout: float = 120.0,
     tritonserver: Sequence[str] = (),
@@ -69,6 +71,8 @@ def running_server(
         draft_model=draft_model,
         dtype=dtype,
         served_model_names=served_model_names,
+        facades=facades,
+        is_facade_decoupled=is_facade_decoupled,
         settings=settings,
     )
     with prepared_server(options, further_options=tritonserver, on_log=on_log) as (

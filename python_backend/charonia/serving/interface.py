@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Datatype = Literal["BOOL", "FP32", "INT32", "STRING", "UINT32"]
+Datatype = Literal["BOOL", "FP16", "FP32", "INT32", "STRING", "UINT8", "UINT32", "UINT64"]
 ONE = (1,)
 ANY = (-1,)
 

@@ -17,18 +17,19 @@ from charonia.serving.interface import MODELS, OUTPUTS, Datatype
 
 Array = npt.NDArray[Any]
 Outputs = Mapping[str, Any]
-"""Values of a response by output name; each is a list, or an array, of one dimension."""
+"""Values of a response by output name: a list of one dimension, or an array as it is to be sent."""
 
-_NUMPY_TYPES: dict[Datatype, type] = {
+NUMPY_TYPES: dict[Datatype, type] = {
     "BOOL": np.bool_,
+    "FP16": np.float16,
     "FP32": np.float32,
     "INT32": np.int32,
     "STRING": np.object_,
+    "UINT8": np.uint8,
     "UINT32": np.uint32,
+    "UINT64": np.uint64,
 }
-_TYPES = {
-    one.name: _NUMPY_TYPES[one.datatype] for model in MODELS.values() for one in model.outputs
-}
+_TYPES = {one.name: NUMPY_TYPES[one.datatype] for model in MODELS.values() for one in model.outputs}
 MAX_REQUEST_BYTES = 2**26
 MAX_PARAMETER_BYTES = 2**20
 MAX_ID_BYTES = 1024
@@ -104,12 +105,10 @@ def _check_size(what: str, num_bytes: int, max_bytes: int) -> None:
 
 
 def tensor(pb_utils: Any, name: str, values: Iterable[Any]) -> Any:
-    """A one-dimensional `pb_utils.Tensor`; strings become UTF-8."""
-    dtype = _TYPES[name]
-    if dtype is np.object_:
-        values = [v.encode() if isinstance(v, str) else v for v in values]
+    """A `pb_utils.Tensor`: an array as it is, or a list of one dimension, its strings as UTF-8."""
     if not isinstance(values, np.ndarray):
-        values = np.array(list(values), dtype=dtype)
+        encoded = [value.encode() if isinstance(value, str) else value for value in values]
+        values = np.array(encoded, dtype=_TYPES[name])
     return pb_utils.Tensor(name, values)
 
 
