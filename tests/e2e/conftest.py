@@ -46,7 +46,7 @@ def server_log() -> list[str]:
 def server(small_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServer]:
     """The server that tests share which do it no harm: 64 rows, 2,048 KV blocks of 16 tokens.
 
-    Its scheduler has a second name, "second".
+    Its scheduler has a second name, "second", and TensorRT-LLM's models beside it.
     """
     with (
         one_torch_thread(),
@@ -54,6 +54,7 @@ def server(small_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServ
             model=small_checkpoint,
             settings=ROOMY,
             served_model_names=("second",),
+            facades=("tensorrt-llm",),
             tritonserver=FORWARDING,
             on_log=server_log.append,
         ) as server,
@@ -63,9 +64,17 @@ def server(small_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServ
 
 @pytest.fixture(scope="session")
 def narrow_server(small_checkpoint: Path) -> Iterator[TritonServer]:
-    """A server that runs one request at a time and queues two; it has vLLM's metrics too."""
+    """A server that runs one request at a time and queues two; it has vLLM's metrics too.
+
+    TensorRT-LLM's models are there, and cannot stream.
+    """
     with (
         one_torch_thread(),
-        running_server(model=small_checkpoint, settings=NARROW) as server,
+        running_server(
+            model=small_checkpoint,
+            settings=NARROW,
+            facades=("tensorrt-llm",),
+            is_facade_decoupled=False,
+        ) as server,
     ):
         yield server

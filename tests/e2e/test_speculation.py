@@ -18,7 +18,15 @@ from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from charonia.text.tokenizer import Tokenizer
-from support.e2e import infer_grpc, one_torch_thread, request_inputs, wait_idle
+from support.e2e import (
+    Response,
+    infer_grpc,
+    one_response,
+    one_torch_thread,
+    request_inputs,
+    stream_grpc,
+    wait_idle,
+)
 from support.live_stream import LiveStream
 
 NUM_STREAMS, NUM_TOKENS = 24, 60
@@ -51,6 +59,31 @@ def drafting_server(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
 def prompts() -> list[list[int]]:
     token_ids = Tokenizer.from_dir(DEMO_CHECKPOINT).encode(inspect.getsource(tokenize))
     return [token_ids[index * 50 :][: 30 + 9 * index % 130] for index in range(NUM_STREAMS)]
+
+
+def test_a_clients_guess_changes_no_token_and_is_accepted_where_it_is_right(
+    drafting_server: TritonServer, prompts: list[list[int]]
+) -> None:
+    sampling = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 3, "top_p": 0.9}
+    for index, prompt in enumerate(prompts[:6]):
+        whole = {"return_token_ids": True, "return_timing": True}
+        plain = infer_grpc(
+            drafting_server, request_inputs(prompt, sampling | {"speculation": False}, **whole)
+        )
+        tokens = plain.outputs["output_ids"]
+        guess = list(tokens)
+        if index % 2:
+            guess[20] += 1
+        for model in ("generate", "llm", "scheduler"):
+            inputs = request_inputs(prompt, sampling, **whole) | {"draft_input_ids": guess}
+            ask = infer_grpc if model == "generate" else stream_one
+            answer = ask(drafting_server, inputs, model)
+            assert answer.outputs["output_ids"] == tokens
+            assert json.loads(answer.one("timing"))["accepted_tokens"] >= 12
+
+
+def stream_one(server: TritonServer, inputs: dict[str, Any], model: str) -> Response:
+    return one_response(stream_grpc(server, inputs, model))
 
 
 def start_streams(

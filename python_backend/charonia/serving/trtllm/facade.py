@@ -188,7 +188,6 @@ class Facade(ABC):
 
     def _all_sampling(self, row: Row, sequence: int) -> dict[str, Any]:
         values: dict[str, Any] = {
-            "temperature": row.one("temperature", 1.0),
             "repetition_penalty": row.one("repetition_penalty", 1.0),
             "presence_penalty": row.one("presence_penalty", 0.0),
             "frequency_penalty": row.one("frequency_penalty", 0.0),
@@ -327,8 +326,12 @@ def within(name: str, texts: list[str], limit: str) -> list[str]:
 def _choice(row: Row, top_k: int | None, top_p: float | None) -> dict[str, Any]:
     """How a token is chosen: without a limit the likeliest is taken, as TensorRT-LLM does."""
     is_greedy = top_k == 1 or not (top_k or top_p)
-    choice = {"top_k": top_k or 0, "top_p": top_p or 1.0}
-    return choice | ({"temperature": 0.0} if is_greedy else {})
+    temperature = row.one("temperature", 1.0)
+    return {
+        "temperature": min(temperature, 0.0) if is_greedy else temperature,
+        "top_k": top_k or 0,
+        "top_p": top_p or 1.0,
+    }
 
 
 def _stop(raw: RawRequest) -> _Stop:
@@ -356,7 +359,8 @@ def _float32(values: list[Any]) -> Array:
 
 
 def _texts(values: list[str]) -> Array:
-    return np.array([[text.encode() for text in values]], dtype=np.object_)
+    """Without the batch dimension, as TensorRT-LLM's postprocessing gives texts."""
+    return np.array([text.encode() for text in values], dtype=np.object_)
 
 
 def _log_probs(values: list[str]) -> Array:

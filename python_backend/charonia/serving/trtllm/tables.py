@@ -45,6 +45,7 @@ class FacadeTensors(ModelTensors):
 
 
 _NO_BEAMS = "without effect: of beam search alone"
+_NO_DECODER = "without effect: of models with an encoder alone"
 _NO_DECAY = "without effect: of a `runtime_top_p_decay` alone"
 _SAMPLING = (
     Tensor(
@@ -138,14 +139,14 @@ _TOKEN_INPUTS = (
     Tensor("len_penalty", "FP32", ONE, _NO_BEAMS),
     Tensor("runtime_top_p_min", "FP32", ONE, _NO_DECAY),
     Tensor("runtime_top_p_reset_ids", "INT32", ONE, _NO_DECAY),
+    Tensor("decoder_input_ids", "INT32", ANY, _NO_DECODER),
+    Tensor("decoder_input_lengths", "INT32", ONE, _NO_DECODER),
     Tensor("early_stopping", "BOOL", ONE, _NO_BEAMS),
     Tensor("beam_search_diversity_rate", "FP32", ONE, _NO_BEAMS),
     *_SAMPLING,
     *_REFUSED,
     Refused("draft_logits", "FP32", _TABLE),
     Refused("draft_acceptance_threshold", "FP32", ONE),
-    Refused("decoder_input_ids", "INT32", ANY),
-    Refused("decoder_input_lengths", "INT32", ONE, neutral=(0,)),
     Refused("runtime_top_p_decay", "FP32", ONE, neutral=(1.0,)),
     Refused("prompt_table_extra_ids", "UINT64", ANY),
     Refused("context_phase_params", "UINT8", ANY),
@@ -170,7 +171,12 @@ _OUTPUTS = (
     Tensor("kv_cache_alloc_total_blocks", "INT32", ONE),
 )
 _TEXT_OUTPUTS = (
-    Tensor("text_output", "STRING", ANY, "[beam]: the text; streaming: the new one"),
+    Tensor(
+        "text_output",
+        "STRING",
+        ANY,
+        "[beam], without the batch's dimension: the text; streaming: the new one",
+    ),
     *_OUTPUTS,
 )
 _TOKEN_OUTPUTS = (
@@ -231,9 +237,9 @@ MODELS: Mapping[str, FacadeTensors] = {
             Tensor("REQUEST_OUTPUT_LEN", "INT32", ONE),
             Tensor("OUT_END_ID", "INT32", ONE),
             Tensor("OUT_PAD_ID", "INT32", ONE),
-            Tensor("DECODER_INPUT_ID", "INT32", ANY, "never given, as are those below"),
-            Tensor("REQUEST_DECODER_INPUT_LEN", "INT32", ONE),
-            Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", ANY),
+            Tensor("DECODER_INPUT_ID", "INT32", ANY, "one token, for those who hand it on"),
+            Tensor("REQUEST_DECODER_INPUT_LEN", "INT32", ONE, "1"),
+            Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", ANY, "never given"),
         ),
         {"bad_words": "BAD_WORDS_DICT"},
     ),
@@ -248,7 +254,7 @@ MODELS: Mapping[str, FacadeTensors] = {
             Tensor("BATCH_INDEX", "INT32", ONE),
         ),
         (
-            Tensor("OUTPUT", "STRING", ANY, "[beam]: the text"),
+            Tensor("OUTPUT", "STRING", ANY, "[batch · beam]: the texts"),
             Tensor("OUT_CUM_LOG_PROBS", "FP32", ANY),
             Tensor("OUT_OUTPUT_LOG_PROBS", "FP32", _TABLE),
             Tensor("OUT_CONTEXT_LOGITS", "FP32", _TABLE),

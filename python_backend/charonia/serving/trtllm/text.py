@@ -7,6 +7,7 @@ it breaks a character whose tokens are in two responses; `ensemble` does not.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,6 +109,8 @@ class Preprocessing:
             "BAD_WORDS_IDS": self._word_lists(rows, "BAD_WORDS_DICT", "bad_words"),
             "STOP_WORDS_IDS": self._word_lists(rows, "STOP_WORDS_DICT", "stop"),
             "EMBEDDING_BIAS": self._biases(rows),
+            "DECODER_INPUT_ID": _column(pad_ids),
+            "REQUEST_DECODER_INPUT_LEN": _column([1] * len(rows)),
             "OUT_END_ID": _column(end_ids),
             "OUT_PAD_ID": _column(pad_ids),
         }
@@ -162,7 +165,7 @@ class Postprocessing:
             for name, array in raw.tensors.items()
             if name not in ("TOKENS_BATCH", "SEQUENCE_LENGTH")
         }
-        return {"OUTPUT": np.array(texts, dtype=np.object_), **handed_on}
+        return {"OUTPUT": np.array([*chain(*texts)], dtype=np.object_), **handed_on}
 
     def _decode(self, row: Row) -> list[bytes]:
         """The text of each beam."""

@@ -1,0 +1,429 @@
+"""Each request of a front is answered to its end once, however connections interleave."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from charonia.errors import (
+    CharoniaError,
+    InvalidRequestError,
+    NotSupportedError,
+    QueueFullError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from charonia.serving.front_host import LOST, FrontHost
+from charonia.serving.ledger import Ledger
+from charonia.serving.relay import Message, RelayedOutlet, RelayedRequest, post
+from charonia.serving.tensors import Outputs, RawRequest
+from charonia.sockets.connection import Connection
+from support.fronts import (
+    PbUtils,
+    Request,
+    Response,
+    answer_to,
+    eventually,
+    new_front,
+    text_request,
+)
+from support.sockets import WAIT_S, SchedulerEnd, refuse_threads
+
+MAX_WAITING = 3
+
+
+@pytest.fixture
+def pb_utils() -> PbUtils:
+    return PbUtils()
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
+    scheduler = SchedulerEnd(tmp_path)
+    yield scheduler
+    scheduler.relay.close()
+
+
+@pytest.fixture
+def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[FrontHost]:
+    ledger = Ledger(MAX_WAITING, 2**27)
+    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=False)
+    yield host
+    host.finalize()
+
+
+def test_requests_are_answered_in_any_order_through_one_connection(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    requests = [text_request() for _ in range(3)]
+    host.execute(requests)
+    outlets = [scheduler.next()[2] for _ in requests]
+    for index in (2, 0, 1):
+        outlets[index].send({"text_output": [f"text {index}"]}, is_final=True)
+        assert answer_to(requests[index]) == f"text {index}"
+    assert pb_utils.num_calls == 1
+
+
+def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    request = Request(text_input=np.array([b"x" * (2**26 + 1)], dtype=object))
+    host.execute([request])
+    text, code = answer_to(request)
+    assert text == (
+        "of the request's tensors at most 67108864 bytes are accepted, but 67108865 came"
+        " [charonia:invalid_request]"
+    )
+    assert code == "INVALID_ARG"
+    assert pb_utils.num_calls == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequestError("top_p must be …"), "INVALID_ARG"),
+        (NotSupportedError("beam search"), "UNSUPPORTED"),
+        (QueueFullError("the queue is full"), "UNAVAILABLE"),
+        (CharoniaError("internal error"), "INTERNAL"),
+    ],
+)
+def test_an_error_of_the_scheduler_keeps_its_words_and_code(
+    scheduler: SchedulerEnd, host: FrontHost, error: CharoniaError, code: str
+) -> None:
+    scheduler.take = lambda key, raw, outlet: outlet.fail(error)
+    request = text_request()
+    host.execute([request])
+    assert answer_to(request) == (error.answer, code)
+
+
+def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
+    pb_utils: PbUtils, tmp_path: Path, host: FrontHost
+) -> None:
+    pb_utils.refusal = "Request for unknown model: 'scheduler' is not found"
+    refused, unheard = text_request(), text_request()
+    host.execute([refused])
+    assert answer_to(refused) == (f"{pb_utils.refusal} [charonia:unavailable]", "UNAVAILABLE")
+    pb_utils.refusal = None
+    host.execute([unheard])
+    assert answer_to(unheard) == (
+        "the scheduler cannot be reached: No such file or directory [charonia:unavailable]",
+        "UNAVAILABLE",
+    )
+    scheduler = SchedulerEnd(tmp_path)
+    scheduler.take = lambda key, raw, outlet: outlet.send({"text_output": ["y"]}, is_final=True)
+    taken = text_request()
+    host.execute([taken])
+    assert answer_to(taken) == "y"
+    scheduler.relay.close()
+
+
+def test_a_connection_that_nobody_could_read_is_not_kept(
+    scheduler: SchedulerEnd, host: FrontHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler.take = lambda key, raw, outlet: outlet.send({"text_output": ["y"]}, is_final=True)
+    refused, taken = text_request(), text_request()
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, "charonia-reader")
+        host.execute([refused])
+    assert answer_to(refused) == (
+        "no answer could be taken: can't start new thread [charonia:unavailable]",
+        "UNAVAILABLE",
+    )
+    host.execute([taken])
+    assert answer_to(taken) == "y"
+
+
+def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
+    scheduler: SchedulerEnd, tmp_path: Path, host: FrontHost
+) -> None:
+    lost = [text_request(), text_request()]
+    host.execute(lost)
+    for _ in lost:
+        scheduler.next()
+    scheduler.relay.close()
+    assert [answer_to(request) for request in lost] == [
+        (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
+    ] * 2
+    restarted = SchedulerEnd(tmp_path)
+    request = text_request()
+    host.execute([request])
+    restarted.next()[2].send({"text_output": ["y"]}, is_final=True)
+    assert answer_to(request) == "y"
+    restarted.relay.close()
+
+
+def test_what_is_over_the_bounds_is_refused_and_what_was_answered_makes_room(
+    scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    requests = [text_request() for _ in range(MAX_WAITING + 1)]
+    host.execute(requests)
+    text, code = answer_to(requests[-1])
+    assert text.startswith("Exceeds maximum queue size")
+    assert f"Maximum queue size of {MAX_WAITING} requests" in text
+    assert (text.endswith("[charonia:queue_full]"), code) == (True, "UNAVAILABLE")
+    for _ in requests[:-1]:
+        scheduler.next()[2].send({"text_output": ["y"]}, is_final=True)
+    assert [answer_to(request) for request in requests[:-1]] == ["y"] * MAX_WAITING
+    again = text_request()
+    host.execute([again])
+    scheduler.next()[2].send({"text_output": ["z"]}, is_final=True)
+    assert answer_to(again) == "z"
+
+
+def test_a_request_counts_until_it_is_answered(
+    scheduler: SchedulerEnd, pb_utils: PbUtils, tmp_path: Path
+) -> None:
+    ledger = Ledger(MAX_WAITING, 2**27)
+    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=False)
+    counts: SimpleQueue[int] = SimpleQueue()
+    requests = [text_request() for _ in range(3)]
+    for request in requests:
+        request.sender.send = lambda response, flags=0: counts.put(ledger.held[0])
+    host.execute(requests)
+    outlets = [scheduler.next()[2] for _ in requests]
+    outlets[0].send({"text_output": ["y"]}, is_final=True)
+    assert counts.get(timeout=WAIT_S) == 3
+    eventually(lambda: ledger.held[0] == 2)
+    scheduler.relay.close()
+    assert [counts.get(timeout=WAIT_S) for _ in requests[1:]] == [2, 1]
+    eventually(lambda: ledger.held == (0, 0))
+    host.finalize()
+
+
+def test_an_answer_that_cannot_be_sent_keeps_none_from_being_sent(
+    scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    requests = [text_request(), text_request()]
+
+    def fail(response: Response, flags: int = 0) -> None:
+        raise OSError("it has gone")
+
+    requests[0].sender.send = fail  # type: ignore[method-assign]
+    host.execute(requests)
+    for _ in requests:
+        scheduler.next()
+    scheduler.relay.close()
+    assert answer_to(requests[1]) == (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
+
+
+def test_an_answer_that_cannot_be_read_ends_the_wait_of_all(
+    scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    requests = [text_request(), text_request()]
+    host.execute(requests)
+    _, _, outlet = scheduler.next()
+    assert isinstance(outlet, RelayedOutlet)
+    outlet._connection.post(b"no answer")
+    assert [answer_to(request) for request in requests] == [
+        (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
+    ] * 2
+
+
+def test_a_request_whose_client_has_gone_is_cancelled_and_still_answered_once(
+    scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    request, other = text_request(), text_request()
+    host.execute([request, other])
+    key, _, outlet = scheduler.next()
+    request.sender.has_gone = True
+    assert scheduler.cancelled.get(timeout=WAIT_S) == key
+    outlet.fail(RequestCancelledError("the request was cancelled"))
+    assert answer_to(request) == ("the request was cancelled [charonia:cancelled]", "CANCELLED")
+    assert scheduler.cancelled.empty()
+    assert other.sender.sent.empty()
+
+
+def test_the_end_of_generate_answers_what_waits_and_hangs_up(
+    scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    request = text_request()
+    host.execute([request])
+    _, _, outlet = scheduler.next()
+    host.finalize()
+    assert answer_to(request) == (
+        "the server is shutting down [charonia:shutting_down]",
+        "UNAVAILABLE",
+    )
+    deadline = time.monotonic() + WAIT_S
+    while not outlet.is_cancelled():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    outlet.send({"text_output": ["late"]}, is_final=True)
+
+
+def test_a_decoupled_front_passes_streams_on_and_says_so(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path
+) -> None:
+    ledger = Ledger(MAX_WAITING, 2**27)
+    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=True)
+    request = Request(text_input=np.array([b"x"], dtype=object), stream=np.array([True]))
+    host.execute([request])
+    key, _, outlet = scheduler.next()
+    for number in (1, 2):
+        outlet.send({"text_output": [f"text {number}"]}, is_final=False)
+        assert scheduler.taken.get(timeout=WAIT_S) == (key, number)
+        response = request.sender.sent.get(timeout=WAIT_S)
+        assert response.output_tensors()[0].as_numpy().item().decode() == f"text {number}"
+    outlet.fail(QueueFullError("full"))
+    assert answer_to(request) == ("full [charonia:queue_full]", "UNAVAILABLE")
+    eventually(lambda: ledger.held == (0, 0))
+    host.finalize()
+
+
+def test_a_front_that_is_not_decoupled_takes_no_streams(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
+) -> None:
+    request = Request(text_input=np.array([b"x"], dtype=object), stream=np.array([False]))
+    host.execute([request])
+    text, code = answer_to(request)
+    assert text == "this model cannot stream: it is not decoupled [charonia:invalid_request]"
+    assert code == "INVALID_ARG"
+    assert pb_utils.num_calls == 0
+
+
+# ---------------------------------------------------------------------- requests in parts
+
+
+class Pair:
+    """A convention in which each request is two, and a stopped one just ends."""
+
+    def split(self, raw: RawRequest) -> list["Half"]:
+        return [Half(raw, index) for index in range(2)]
+
+
+class Half:
+    def __init__(self, request: RawRequest, index: int) -> None:
+        self.request = request
+        self.index = index
+
+    def answer(self, outputs: Outputs) -> Outputs:
+        return {"text_output": [f"{self.index}: {outputs['text_output'][0]}"]}
+
+    def failure(self, error: CharoniaError) -> CharoniaError | None:
+        if isinstance(error, RequestCancelledError):
+            return None
+        return InvalidRequestError(f"{self.index}: {error}")
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger(MAX_WAITING, 2**27)
+
+
+@pytest.fixture
+def pair_host(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, ledger: Ledger
+) -> Iterator[FrontHost]:
+    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=True, convention=Pair())
+    yield host
+    host.finalize()
+
+
+def said(response: Response) -> str:
+    error = response.error()
+    return error.message() if error else response.output_tensors()[0].as_numpy().item().decode()
+
+
+def sent_to(request: Request, num: int) -> list[str]:
+    """The next responses, texts or errors."""
+    return [said(request.sender.sent.get(timeout=WAIT_S)) for _ in range(num)]
+
+
+def test_the_parts_of_a_request_are_answered_to_one_client_which_ends_with_the_last(
+    scheduler: SchedulerEnd, pair_host: FrontHost, ledger: Ledger
+) -> None:
+    request = text_request()
+    pair_host.execute([request])
+    (first_key, _, first), (second_key, _, second) = scheduler.next(), scheduler.next()
+    order = ((second_key, second, 1), (first_key, first, 1), (first_key, first, 2))
+    for key, outlet, number in order:
+        outlet.send({"text_output": ["a"]}, is_final=False)
+        assert scheduler.taken.get(timeout=WAIT_S) == (key, number)
+    first.send({"text_output": ["b"]}, is_final=True)
+    assert sent_to(request, 4) == ["1: a", "0: a", "0: a", "0: b"]
+    assert not request.sender.ended.is_set()
+    assert ledger.held[0] == 1
+    second.send({"text_output": ["c"]}, is_final=True)
+    assert sent_to(request, 1) == ["1: c"]
+    assert request.sender.ended.is_set()
+    eventually(lambda: ledger.held == (0, 0))
+
+
+def test_an_error_of_one_part_leaves_the_others(
+    scheduler: SchedulerEnd, pair_host: FrontHost
+) -> None:
+    request = text_request()
+    pair_host.execute([request])
+    first, second = scheduler.next()[2], scheduler.next()[2]
+    first.fail(QueueFullError("full"))
+    assert sent_to(request, 1) == ["0: full [charonia:invalid_request]"]
+    assert not request.sender.ended.is_set()
+    second.send({"text_output": ["b"]}, is_final=True)
+    assert sent_to(request, 1) == ["1: b"]
+    assert request.sender.ended.is_set()
+
+
+def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
+    scheduler: SchedulerEnd, pair_host: FrontHost, ledger: Ledger
+) -> None:
+    request = text_request()
+    pair_host.execute([request])
+    parts = [scheduler.next(), scheduler.next()]
+    request.sender.has_gone = True
+    cancelled = {scheduler.cancelled.get(timeout=WAIT_S) for _ in parts}
+    assert cancelled == {key for key, _, _ in parts}
+    for _, _, outlet in parts:
+        outlet.fail(RequestCancelledError("the request was cancelled"))
+    assert request.sender.ended.wait(WAIT_S)
+    assert request.sender.sent.empty()
+    eventually(lambda: ledger.held == (0, 0))
+
+
+def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_others_cancelled(
+    scheduler: SchedulerEnd,
+    pair_host: FrontHost,
+    ledger: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_posted = 0
+
+    def post_one(connection: Connection, message: Message) -> None:
+        nonlocal num_posted
+        if isinstance(message, RelayedRequest):
+            num_posted += 1
+            if num_posted == 2:
+                raise UnavailableError("the scheduler takes nothing")
+        post(connection, message)
+
+    monkeypatch.setattr("charonia.serving.front_host.post", post_one)
+    request = text_request()
+    pair_host.execute([request])
+    assert answer_to(request) == (
+        "the scheduler takes nothing [charonia:unavailable]",
+        "UNAVAILABLE",
+    )
+    assert request.sender.ended.is_set()
+    key, _, outlet = scheduler.next()
+    assert scheduler.cancelled.get(timeout=WAIT_S) == key
+    assert ledger.held == (0, 0)
+    outlet.send({"text_output": ["late"]}, is_final=True)
+    again = text_request()
+    pair_host.execute([again])
+    for _ in range(2):
+        scheduler.next()[2].send({"text_output": ["b"]}, is_final=True)
+    assert sorted(sent_to(again, 2)) == ["0: b", "1: b"]
+
+
+def test_the_end_of_a_front_answers_a_request_of_many_parts_once(
+    scheduler: SchedulerEnd, pair_host: FrontHost, ledger: Ledger
+) -> None:
+    request = text_request()
+    pair_host.execute([request])
+    scheduler.next()
+    pair_host.finalize()
+    assert sent_to(request, 1) == ["the server is shutting down [charonia:shutting_down]"]
+    assert request.sender.ended.is_set()
+    assert ledger.held == (0, 0)
