@@ -35,6 +35,7 @@ from charonia.serving.interface import (
     Tensor,
     ensemble_steps,
 )
+from charonia.serving.trtllm import tables as trtllm
 
 _PLACE = re.compile(
     r"(?P<begin>^ *(?:#|<!--) (?P<key>[^\n:]+): written by `make interface`(?: -->)?\n)"
@@ -71,6 +72,11 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     for model, tensors in MODELS.items():
         found[f"inputs of {model}"] = partial(_config_inputs, tensors.inputs)
         found[f"outputs of {model}"] = partial(_config_outputs, tensors.outputs)
+    for model in ("ensemble", "tensorrt_llm"):
+        facade = trtllm.MODELS[model]
+        found[f"what {model} takes"] = partial(_table, "input", facade.accepted)
+        found[f"what {model} refuses"] = partial(_refused, facade.refused)
+        found[f"what {model} gives"] = partial(_table, "output", facade.outputs)
     found["steps of llm"] = partial(_config_steps, tuple(ensemble_steps()))
     found["inputs"] = partial(_table, "input", INPUTS)
     found["outputs"] = partial(_table, "output", OUTPUTS)
@@ -112,6 +118,15 @@ def _table(what: str, tensors: Iterable[Tensor]) -> Iterable[str]:
     yield "| --- | --- | --- |"
     for one in tensors:
         yield f"| `{one.name}` | {one.datatype} {list(one.dims)} | {one.meaning} |"
+
+
+def _refused(tensors: Iterable[trtllm.Refused]) -> Iterable[str]:
+    yield "| input | accepted |"
+    yield "| --- | --- |"
+    for one in tensors:
+        texts = (value.decode() if isinstance(value, bytes) else value for value in one.neutral)
+        shown = " or ".join(f"`{json.dumps(text)}`" for text in texts)
+        yield f"| `{one.name}` | {shown or ('no elements' if -1 in one.dims else 'none')} |"
 
 
 def _arguments(struct: type[msgspec.Struct]) -> Iterable[str]:

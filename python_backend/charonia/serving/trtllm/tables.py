@@ -39,6 +39,11 @@ class FacadeTensors(ModelTensors):
     called: Mapping[str, str]
 
     @property
+    def accepted(self) -> tuple[Tensor, ...]:
+        """The inputs that mean something, or are known to mean nothing."""
+        return tuple(one for one in self.inputs if not isinstance(one, Refused))
+
+    @property
     def refused(self) -> tuple[Refused, ...]:
         """The inputs that are there to be refused."""
         return tuple(one for one in self.inputs if isinstance(one, Refused))
