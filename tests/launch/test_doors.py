@@ -8,6 +8,7 @@ import pytest
 
 from charonia.launch import doors
 from charonia.launch.doors import Asked, Inquiry, Reply, models_with_questions
+from charonia.launch.fronts import FACADES
 from charonia.launch.repository import RepositoryOptions, prepare_repository
 from support.e2e import wait_for
 
@@ -86,3 +87,15 @@ def test_every_model_that_passes_requests_on_is_asked(tmp_path: Path) -> None:
     path = prepare_repository(tmp_path / "prepared", options).path
     (path / "generate").rename(path / "unary")
     assert models_with_questions(path) == ["postprocessor", "second", "tokenizer", "unary"]
+
+
+def test_the_models_of_a_facade_are_asked_but_none_that_only_has_such_a_name(
+    tmp_path: Path,
+) -> None:
+    options = RepositoryOptions(facades=["tensorrt-llm"])
+    path = prepare_repository(tmp_path / "prepared", options).path
+    models = set(models_with_questions(path))
+    assert set(FACADES["tensorrt-llm"]) <= models
+    config = path / "ensemble" / "config.pbtxt"
+    config.write_text('platform: "ensemble"\n', encoding="utf-8")
+    assert set(models_with_questions(path)) == models - {"ensemble"}

@@ -12,6 +12,7 @@ from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT, EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError
 from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
+from charonia.launch.model_config import read_config
 from charonia.launch.repository import (
     LINK_FROM_BYTES,
     PreparedRepository,
@@ -23,6 +24,7 @@ from charonia.launch.repository import (
 from charonia.serving import reload
 from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.interface import INPUTS, OUTPUTS
+from charonia.serving.trtllm import tables as trtllm
 
 
 @pytest.fixture
@@ -348,3 +350,27 @@ def test_a_second_name_is_not_taken_for_the_scheduler(tmp_path: Path, target: Pa
     prepared = prepare(source, target, served_model_names=["scheduler"])
     assert prepared.scheduler == "smollm"
     assert change_engine(target, RepositoryOptions()).scheduler == "smollm"
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False])
+def test_a_facade_adds_its_models(source: Path, target: Path, is_decoupled: bool) -> None:
+    prepare(source, target, facades=["tensorrt-llm"], is_facade_decoupled=is_decoupled)
+    for name, tensors in trtllm.MODELS.items():
+        config = read_config(target / name / "config.pbtxt")
+        is_unary = name in ("preprocessing", "postprocessing")
+        assert config.model_transaction_policy.decoupled == (is_decoupled and not is_unary)
+        assert config.max_batch_size == trtllm.MAX_BATCH_SIZE
+        assert config.parameters["convention"].string_value == name
+        assert [one.name for one in config.input] == [one.name for one in tensors.inputs]
+        assert [tuple(one.dims) for one in config.output] == [one.dims for one in tensors.outputs]
+        assert (target / name / "1" / "model.py").is_file()
+
+
+def test_a_facade_that_cannot_be_is_refused(tmp_path: Path, source: Path, target: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="--facade 'vllm' is not known; accepted are tensorrt-llm"
+    ):
+        prepare(source, target, facades=["vllm"])
+    taken = tmp_path / "taken"
+    with pytest.raises(ConfigError, match="the model 'tensorrt_llm' is taken already"):
+        prepare(source, taken, served_model_names=["tensorrt_llm"], facades=["tensorrt-llm"])
