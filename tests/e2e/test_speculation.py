@@ -4,15 +4,19 @@ The bundled demo pair in float32. A request that asks for no drafts runs on the 
 that each stream has its reference there.
 """
 
+import contextlib
 import inspect
 import json
 import os
 import signal
 import tokenize
 from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as grpc
 
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.launch.run import running_server
@@ -25,6 +29,7 @@ from support.e2e import (
     one_torch_thread,
     request_inputs,
     stream_grpc,
+    tensors,
     wait_idle,
 )
 from support.live_stream import LiveStream
@@ -51,7 +56,12 @@ def drafting_server(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
         "num_gpu_blocks_override=150",  # too few for all, so that some are preempted
         f"speculative_config={json.dumps(CONFIGS[request.param])}",
     )
-    with one_torch_thread(), running_server(model=DEMO_CHECKPOINT, settings=settings) as server:
+    with (
+        one_torch_thread(),
+        running_server(
+            model=DEMO_CHECKPOINT, settings=settings, facades=("tensorrt-llm",)
+        ) as server,
+    ):
         yield server
 
 
@@ -80,6 +90,33 @@ def test_a_clients_guess_changes_no_token_and_is_accepted_where_it_is_right(
             answer = ask(drafting_server, inputs, model)
             assert answer.outputs["output_ids"] == tokens
             assert json.loads(answer.one("timing"))["accepted_tokens"] >= 12
+
+
+def test_a_guess_in_tensorrt_llms_convention_is_accepted_too(
+    drafting_server: TritonServer, prompts: list[list[int]]
+) -> None:
+    prompt, length = prompts[0], np.array([[len(prompts[0])]], dtype=np.int32)
+    request = {
+        "input_ids": np.array([prompt], dtype=np.int32),
+        "input_lengths": length,
+        "request_output_len": np.array([[NUM_TOKENS]], dtype=np.int32),
+        "exclude_input_in_output": np.array([[True]]),
+    }
+    plain = infer_one(drafting_server, request)
+    before = wait_idle(drafting_server)["charonia_accepted_tokens_total"]
+    again = infer_one(drafting_server, request | {"draft_input_ids": plain[0]})
+    assert again.tolist() == plain.tolist()
+    assert wait_idle(drafting_server)["charonia_accepted_tokens_total"] >= before + NUM_TOKENS // 2
+
+
+def infer_one(server: TritonServer, inputs: dict[str, Any]) -> Any:
+    """The `output_ids` of `tensorrt_llm`."""
+    results: SimpleQueue[Any] = SimpleQueue()
+    with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
+        client.start_stream(lambda result, error: results.put(error or result))
+        client.async_stream_infer("tensorrt_llm", tensors(inputs))
+        client.stop_stream()
+    return results.get().as_numpy("output_ids")
 
 
 def stream_one(server: TritonServer, inputs: dict[str, Any], model: str) -> Response:

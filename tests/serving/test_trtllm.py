@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -320,6 +321,11 @@ def replace_tensors(raw: RawRequest, tensors: dict[str, Any]) -> RawRequest:
             TOKENS | {"bad_words_list": [[1, 2], [3, -1]]},
             "bad_words_list must say in its second row where each word ends, from 1 to 2",
         ),
+        (
+            "tensorrt_llm",
+            TOKENS | {"embedding_bias": [1.0] * 5000},
+            "embedding_bias must have at most 4096 values other than 0, but has 5000",
+        ),
         ("ensemble", TEXT | {"stop_words": [b"\xff"]}, "stop_words is not valid UTF-8"),
         (
             "ensemble",
@@ -379,6 +385,14 @@ def test_a_model_that_is_not_decoupled_says_what_it_cannot_do_as_theirs_does() -
     with pytest.raises(InvalidRequestError, match="num_return_sequences must be 1 where"):
         split("tensorrt_llm", TOKENS | {"num_return_sequences": 2}, is_decoupled=False)
     assert len(split("tensorrt_llm", TOKENS | {"streaming": False}, is_decoupled=False)) == 1
+
+
+def test_of_a_requests_own_parameters_only_tritons_count() -> None:
+    row = TOKENS | {"stop": True}
+    raw = raw_request("tensorrt_llm", [row], request_id="7")
+    parameters = {"Streaming": True, "timeout": 5, "temperature": 3}
+    (part,) = facade().split(replace(raw, parameters=parameters))
+    assert part.request.parameters == {"timeout": 5}
 
 
 def test_a_stop_cancels_the_requests_of_its_id_and_needs_one() -> None:

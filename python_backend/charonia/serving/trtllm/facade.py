@@ -36,6 +36,8 @@ BATCH_NEEDS_DECOUPLED = (
     "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
 )
 STOP_NEEDS_ID = "Trying to stop a request but request ID is not provided"
+_TRITONS_OWN = ("priority", "timeout")
+"""Parameters of a request that count; TensorRT-LLM has none, and its clients send any."""
 _MAX_BIAS_CHARACTERS = 2**16
 
 
@@ -112,6 +114,8 @@ class Facade(ABC):
             CharoniaError: a value is out of range, or asks for what charonia does not do.
         """
         rows = rows_of(raw, self._tensors)
+        kept = {name: raw.parameters[name] for name in _TRITONS_OWN if name in raw.parameters}
+        raw = replace(raw, parameters=kept)
         if rows[0].one("stop", False):
             return [_stop(raw)]
         num_sequences = [self._num_sequences(row) for row in rows]
@@ -273,6 +277,11 @@ class TokenFacade(Facade):
     def _sampling(self, row: Row) -> dict[str, Any]:
         bias = row.tensors.get("embedding_bias", np.array([]))
         places = np.flatnonzero(bias)
+        if places.size > MAX_ENTRIES["logit_bias"]:
+            raise InvalidRequestError(
+                f"embedding_bias must have at most {MAX_ENTRIES['logit_bias']} values other than 0,"
+                f" but has {places.size}"
+            )
         return {
             "max_tokens": row.require("request_output_len"),
             "ignore_eos": True,
