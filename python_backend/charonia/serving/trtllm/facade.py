@@ -1,16 +1,15 @@
-"""Requests of TensorRT-LLM's convention to the scheduler's, and answers back.
+"""Requests of TensorRT-LLM's convention to the scheduler's.
 
-Owns what the convention's tensors mean, see `tables`. Must not know connections or senders.
+Owns what the convention's inputs mean, see `tables`. Must not know connections or senders.
 
 A batch of B requests with n sequences each is B·n requests to the scheduler, which answers each for
 itself. Everything about sampling is said, so the checkpoint's own defaults do not count.
 """
 
 import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from charonia.protocol import MAX_CHARACTERS, MAX_ENTRIES, UINT64_MAX
 from charonia.serving.convention import Part
 from charonia.serving.interface import FLAGS
 from charonia.serving.tensors import Array, Outputs, RawRequest
+from charonia.serving.trtllm.answers import OUTPUTS, Answer
 from charonia.serving.trtllm.rows import Row, rows_of
 from charonia.serving.trtllm.tables import MODELS
 from charonia.text.tokenizer import Tokenizer
@@ -41,43 +41,25 @@ _TRITONS_OWN = ("priority", "timeout")
 _MAX_BIAS_CHARACTERS = 2**16
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """What the answers of one part are to carry.
-
-    Attributes:
-        outputs: by name. indexes: outputs that are the same in every answer.
-        prompt_ids: come in front of the tokens. called: the names of what errors speak of.
-    """
-
-    outputs: "Mapping[str, _Output]"
-    indexes: dict[str, Array]
-    prompt_ids: list[int]
-    called: Mapping[str, str]
-
-
 class _Request:
-    """A request for text."""
+    """A request for text; `called` are the convention's names of what errors speak of."""
 
-    def __init__(self, request: RawRequest, answer: _Answer) -> None:
+    def __init__(self, request: RawRequest, answer: Answer, called: Mapping[str, str]) -> None:
         self.request = request
         self._answer = answer
+        self._called = called
 
     def answer(self, outputs: Outputs) -> Outputs:
-        if self._answer.prompt_ids:
-            ids = [*self._answer.prompt_ids, *outputs["output_ids"]]
-            outputs = {**outputs, "output_ids": ids}
-        made = {name: one.make(outputs[one.source]) for name, one in self._answer.outputs.items()}
-        return made | self._answer.indexes
+        return self._answer.make(outputs)
 
     def failure(self, error: CharoniaError) -> CharoniaError | None:
         """The same in the convention's names; a request that is stopped just ends."""
         if isinstance(error, RequestCancelledError):
             return None
         name, space, rest = str(error).partition(" ")
-        if name not in self._answer.called or not error.has_suffix:
+        if name not in self._called or not error.has_suffix:
             return error
-        return error_of(f"{self._answer.called[name]}{space}{rest}", error.kind)
+        return error_of(f"{self._called[name]}{space}{rest}", error.kind)
 
 
 class _Stop:
@@ -118,13 +100,12 @@ class Facade(ABC):
         raw = replace(raw, parameters=kept)
         if rows[0].one("stop", False):
             return [_stop(raw)]
-        num_sequences = [self._num_sequences(row) for row in rows]
         if not self._is_decoupled:
-            self._check_unary(rows, num_sequences)
+            self._check_unary(rows)
         return [
-            self._part(raw, row, (index, len(rows)), (sequence, num))
-            for index, (row, num) in enumerate(zip(rows, num_sequences, strict=True))
-            for sequence in range(num)
+            request
+            for index, row in enumerate(rows)
+            for request in self._requests(raw, row, (index, len(rows)))
         ]
 
     @abstractmethod
@@ -143,61 +124,62 @@ class Facade(ABC):
             )
         return num
 
-    def _check_unary(self, rows: list[Row], num_sequences: list[int]) -> None:
+    def _check_unary(self, rows: list[Row]) -> None:
         if len(rows) > 1:
             raise ExactTextError(BATCH_NEEDS_DECOUPLED)
         if rows[0].one(self.stream_input, False):
             raise ExactTextError(STREAM_NEEDS_DECOUPLED)
-        if num_sequences[0] > 1:
+        if (num := self._num_sequences(rows[0])) > 1:
             raise InvalidRequestError(
-                f"num_return_sequences must be 1 where the model is not decoupled, but is "
-                f"{num_sequences[0]}"
+                f"num_return_sequences must be 1 where the model is not decoupled, but is {num}"
             )
 
-    def _part(
-        self, raw: RawRequest, row: Row, place: tuple[int, int], sequence: tuple[int, int]
-    ) -> _Request:
-        """One request for text: which of the batch, and which of its sequences, of how many."""
+    def _requests(self, raw: RawRequest, row: Row, place: tuple[int, int]) -> Iterator[_Request]:
+        """A request for each sequence of one row, which has this place in a batch of so many."""
         is_streaming = bool(row.one(self.stream_input, False))
         has_prompt = not (is_streaming or row.one("exclude_input_in_output", False))
         outputs = {
             name: one
-            for name, one in _OUTPUTS.items()
+            for name, one in OUTPUTS.items()
             if name in raw.output_names and (one.flag is None or row.one(one.flag, False))
         }
         sources = frozenset(one.source for one in outputs.values())
-        prompt = self._prompt(row)
+        prompt, sampling = self._prompt(row), self._all_sampling(row)
         tensors = {
             **prompt,
             "stream": np.array([is_streaming]),
-            "sampling_parameters": _json(self._all_sampling(row, sequence[0])),
             **{flag: np.array([True]) for flag, output in FLAGS.items() if output in sources},
         }
         if not is_streaming:
             tensors["exclude_input_in_output"] = np.array([not has_prompt])
-        indexes = {
-            name: _int32([index])
-            for name, (index, num) in (("batch_index", place), ("sequence_index", sequence))
-            if num > 1 and name in raw.output_names
-        }
-        request = replace(
-            raw,
-            tensors=tensors,
-            output_names=sources,
-            num_bytes=sum(map(_size, tensors.values())) + len(raw.request_id),
-        )
         has_ids = has_prompt and "output_ids" in sources
         prompt_ids = prompt["input_ids"].tolist() if has_ids else []
-        return _Request(request, _Answer(outputs, indexes, prompt_ids, self._tensors.called))
+        num_sequences = self._num_sequences(row)
+        for sequence in range(num_sequences):
+            seed = (row.one("random_seed", 0) + sequence) & UINT64_MAX
+            own = tensors | {"sampling_parameters": _json(sampling | {"seed": seed})}
+            request = replace(
+                raw,
+                tensors=own,
+                output_names=sources,
+                num_bytes=sum(map(_size, own.values())) + len(raw.request_id),
+            )
+            places = {"batch_index": place, "sequence_index": (sequence, num_sequences)}
+            indexes = {
+                name: index
+                for name, (index, num) in places.items()
+                if num > 1 and name in raw.output_names
+            }
+            yield _Request(request, Answer(outputs, indexes, prompt_ids), self._tensors.called)
 
-    def _all_sampling(self, row: Row, sequence: int) -> dict[str, Any]:
+    def _all_sampling(self, row: Row) -> dict[str, Any]:
+        """All sampling parameters but the seed."""
         values: dict[str, Any] = {
             "repetition_penalty": row.one("repetition_penalty", 1.0),
             "presence_penalty": row.one("presence_penalty", 0.0),
             "frequency_penalty": row.one("frequency_penalty", 0.0),
             "min_tokens": row.one("min_length", 0),
             "min_p": 0.0,
-            "seed": (row.one("random_seed", 0) + sequence) & UINT64_MAX,
             "stop": [],
             "stop_token_ids": [],
             "include_stop_str_in_output": True,
@@ -356,48 +338,3 @@ def _json(values: dict[str, Any]) -> Array:
 
 def _size(array: Array) -> int:
     return sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
-
-
-def _int32(values: list[Any]) -> Array:
-    """With the batch dimension in front, as the next ones."""
-    return np.array([values], dtype=np.int32)
-
-
-def _float32(values: list[Any]) -> Array:
-    return np.array([values], dtype=np.float32)
-
-
-def _texts(values: list[str]) -> Array:
-    """Without the batch dimension, as TensorRT-LLM's postprocessing gives texts."""
-    return np.array([text.encode() for text in values], dtype=np.object_)
-
-
-def _log_probs(values: list[str]) -> Array:
-    positions = json.loads(values[0]) or []
-    found = [next(iter(position.values()))["logprob"] for position in positions]
-    return _float32([[-math.inf if value is None else value for value in found]])
-
-
-@dataclass(frozen=True)
-class _Output:
-    """An output of the convention.
-
-    Attributes:
-        source: of the scheduler's outputs. make: what it is of that.
-        flag: the input that asks for it, where there is one.
-    """
-
-    source: str
-    make: Callable[[list[Any]], Array]
-    flag: str | None = None
-
-
-_OUTPUTS: Mapping[str, _Output] = {
-    "text_output": _Output("text_output", _texts),
-    "output_ids": _Output("output_ids", lambda ids: _int32([ids])),
-    "sequence_length": _Output("output_ids", lambda ids: _int32([len(ids)])),
-    "cum_log_probs": _Output("cumulative_logprob", _float32, "return_log_probs"),
-    "output_log_probs": _Output("logprobs", _log_probs, "return_log_probs"),
-    "num_input_tokens": _Output("num_input_tokens", _int32, "return_num_input_tokens"),
-    "num_output_tokens": _Output("num_output_tokens", _int32, "return_num_output_tokens"),
-}
