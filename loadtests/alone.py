@@ -7,7 +7,7 @@ much faster, the turns do the side an injustice.
 import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,9 @@ from sides import Side, SideError
 from ways import Way
 
 PROBES = 3
+"""Repetitions that count each time that a way is tried."""
+NUM_FINALISTS, NUM_FINALS = 3, 2
+"""The fastest ways are tried again, so many times: the first time one of many is fast by luck."""
 Rates = dict[int, list[float]]
 """Output tokens per second, by concurrency, repetition by repetition."""
 
@@ -36,6 +39,13 @@ class Probe:
         if not self.rates:
             return 0.0
         return math.prod(map(statistics.median, self.rates.values())) ** (1 / len(self.rates))
+
+    def joined(self, other: "Probe") -> "Probe":
+        """The same way, tried twice; it has failed if it did once."""
+        if other.failure is not None:
+            return other
+        rates = {count: [*found, *other.rates[count]] for count, found in self.rates.items()}
+        return Probe(self.way, rates)
 
     def __str__(self) -> str:
         medians = (f"{statistics.median(rates):.1f} at {n}" for n, rates in self.rates.items())
@@ -70,17 +80,31 @@ def probe(
     vocab_size: int,
     say: Callable[[str], None],
 ) -> list[Probe]:
-    """Try each way and say what came of it, the fastest first in the answer, failed ones last."""
-    probes = []
-    for way in ways:
+    """Try each way in random order, the fastest again, and say what came of it.
+
+    Returns:
+        The finalists, the fastest by all their tries first; the others; those that failed.
+    """
+    shuffler = random.Random(0)
+
+    def tried(way: Way) -> Probe:
         try:
             with closing(start(way)) as side:
-                rates = rates_alone(side, rounds, PROBES, vocab_size, seed=0)
+                found = Probe(way, rates_alone(side, rounds, PROBES, vocab_size, seed=0))
         except (SideError, WrongOutputError) as error:
-            probes.append(Probe(way, failure=str(error)))
-        else:
-            probes.append(Probe(way, rates))
-        say(str(probes[-1]))
+            found = Probe(way, failure=str(error))
+        say(str(found))
+        return found
+
+    probes = _by_speed(tried(way) for way in shuffler.sample(ways, len(ways)))
+    finalists = [each for each in probes[:NUM_FINALISTS] if each.rates]
+    for _ in range(NUM_FINALS if len(finalists) > 1 else 0):
+        for index in shuffler.sample(range(len(finalists)), len(finalists)):
+            finalists[index] = finalists[index].joined(tried(finalists[index].way))
+    return _by_speed(finalists) + probes[len(finalists) :]
+
+
+def _by_speed(probes: Iterable[Probe]) -> list[Probe]:
     return sorted(probes, key=lambda each: each.speed, reverse=True)
 
 

@@ -1,11 +1,12 @@
 """Which ways to run a peer are tried, and which is taken."""
 
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from alone import PROBES, Probe, probe, rates_alone
+from alone import NUM_FINALS, PROBES, Probe, probe, rates_alone
 from cases import make_rounds
 from sides import BASE, WORKERS, WorkerSide
 from ways import Way, vllm_ways
@@ -63,11 +64,29 @@ def test_the_fastest_way_comes_first_and_one_that_fails_last(started):
     said: list[str] = []
     found = probe(start, [SLOW, BROKEN, FAST], ROUNDS, 9, said.append)
     assert [each.way for each in found] == [FAST, SLOW, BROKEN]
-    assert {count: len(rates) for count, rates in found[0].rates.items()} == {1: PROBES, 2: PROBES}
+    num = PROBES * (1 + NUM_FINALS)
+    assert {count: len(rates) for count, rates in found[0].rates.items()} == {1: num, 2: num}
     assert "it cannot be run so" in (found[2].failure or "")
     assert found[2].rates == {}
-    assert [line.split(":")[0] for line in said] == ["0.3", "-1", "0.02"]
+    order = [line.split(":")[0] for line in said]
+    assert sorted(order[:3]) == ["-1", "0.02", "0.3"]
+    assert sorted(order[3:]) == sorted(["0.02", "0.3"] * NUM_FINALS)
     assert not any(side.processes() for side in sides)
+
+
+def test_only_the_fastest_are_tried_again_and_one_that_fails_then_is_not_taken(started):
+    start, _ = started
+    ways = [Way(f"{delay}", {"PAUSE": f"{delay}"}) for delay in (0.01, 0.1, 0.15, 0.2)]
+    num_started: Counter[str] = Counter()
+
+    def start_once(way):
+        num_started[way.name] += 1
+        return start(BROKEN if way is ways[0] and num_started[way.name] > 1 else way)
+
+    found = probe(start_once, ways, ROUNDS[:1], 9, lambda line: None)
+    assert num_started == {"0.01": 1 + NUM_FINALS, "0.1": 3, "0.15": 3, "0.2": 1}
+    assert [each.way.name for each in found] == ["0.1", "0.15", "0.01", "0.2"]
+    assert found[2].failure is not None
 
 
 def test_where_no_way_works_all_say_why(started):
