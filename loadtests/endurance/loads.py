@@ -30,12 +30,12 @@ def _load(client: grpc.InferenceServerClient, server: TritonServer, model: str) 
     """Triton loads what is loaded only where a file has changed."""
     for path in (server.repository / model).glob("*/model.py"):
         path.touch()
-    client.load_model(model, headers=server.api_headers)
+    client.load_model(server.control_name(model), headers=server.api_headers)
 
 
 def _unload_and_load(client: grpc.InferenceServerClient, server: TritonServer, model: str) -> None:
-    client.unload_model(model, headers=server.api_headers)
-    client.load_model(model, headers=server.api_headers)
+    client.unload_model(server.control_name(model), headers=server.api_headers)
+    client.load_model(server.control_name(model), headers=server.api_headers)
 
 
 KINDS: list[tuple[str, Do, str]] = [

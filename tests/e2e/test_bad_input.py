@@ -77,7 +77,7 @@ def test_a_unary_error_has_a_code_that_tells_whose_fault_it_is(
     assert error.status() == code
 
 
-def test_the_key_opens_what_is_restricted(server: TritonServer) -> None:
+def test_the_index_of_models_is_there_for_everybody(server: TritonServer) -> None:
     with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
-        index = client.get_model_repository_index(server.api_headers)
+        index = client.get_model_repository_index()
     assert {model.name for model in index.models} >= {"llm", "scheduler", "engine", "generate"}

@@ -21,12 +21,12 @@ def load(server: TritonServer, model: str) -> None:
     for path in (server.repository / model).glob("*/model.py"):
         path.touch()
     with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.load_model(model, headers=server.api_headers)
+        client.load_model(server.control_name(model), headers=server.api_headers)
 
 
 def unload(server: TritonServer, model: str) -> None:
     with grpc.InferenceServerClient(server.grpc_url) as client:
-        client.unload_model(model, headers=server.api_headers)
+        client.unload_model(server.control_name(model), headers=server.api_headers)
 
 
 def start(server: TritonServer, model: str, request_id: str = "") -> LiveStream:

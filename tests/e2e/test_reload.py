@@ -60,12 +60,12 @@ class Target:
         share, whose streams lose responses meanwhile.
         """
         with grpc.InferenceServerClient(self.server.grpc_url) as client:
-            client.load_model("engine", headers=self.server.api_headers)
+            client.load_model(self.server.control_name("engine"), headers=self.server.api_headers)
 
     def unload(self) -> None:
         """The same, the other way."""
         with grpc.InferenceServerClient(self.server.grpc_url) as client:
-            client.unload_model("engine", headers=self.server.api_headers)
+            client.unload_model(self.server.control_name("engine"), headers=self.server.api_headers)
 
     def configure(self, **values: object) -> None:
         """Change the engine's model.json, as an operator with an editor."""

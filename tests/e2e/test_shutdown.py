@@ -111,7 +111,7 @@ def unloaded(target: Target) -> None:
     """An operator has unloaded the engine, for which streams wait."""
     target.start_streams()
     with grpc.InferenceServerClient(target.server.grpc_url) as client:
-        client.unload_model("engine", headers=target.server.api_headers)
+        client.unload_model(target.server.control_name("engine"), headers=target.server.api_headers)
     target.wait_logged("engine_unloaded")
 
 

@@ -56,6 +56,20 @@ def test_a_model_is_unloaded_and_loaded(server: TritonServer, control: GrpcContr
     assert pid not in pids
 
 
+def test_where_no_guard_stands_the_header_opens_model_control(
+    make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with make_server() as server:
+        assert server.pid is not None
+        control = GrpcControl(ServerOptions.of_process(server.pid))
+        control.unload("engine")
+        assert not is_ready(server, "engine")
+        control.load("engine")
+        assert is_ready(server, "engine")
+        control.close()
+
+
 def test_a_load_that_fails_is_an_error_and_harms_nobody(
     log: list[str], server: TritonServer, control: GrpcControl, repository: Path
 ) -> None:
@@ -113,14 +127,7 @@ def test_a_call_waits_for_a_server_that_does_not_listen_yet(
     make_server: Callable[..., TritonServer],
 ) -> None:
     server = make_server()
-    control = GrpcControl(
-        ServerOptions(
-            [
-                f"--grpc-port={server.grpc_port}",
-                f"--grpc-restricted-protocol=model-repository:charonia-key={server.api_key}",
-            ]
-        )
-    )
+    control = GrpcControl(ServerOptions([f"--grpc-port={server.grpc_port}"], server.api_key))
     is_calling = threading.Event()
 
     def unload() -> None:

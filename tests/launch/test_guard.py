@@ -1,29 +1,34 @@
 """How the embedded server gets its guard; what it is good for is tested end to end."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from charonia.launch.discovery import Installation
+from charonia.launch.discovery import Installation, find_tritonserver
+from charonia.launch.errors import LaunchError
 from charonia.launch.guard import MAX_ELEMENTS, make_guard
+from charonia.launch.server import TritonServer
+from charonia.serving.server_options import KEY_VARIABLE
 
 EMBEDDED = Installation(Path("root"), Path("stub"), ())
 CONTAINERS = Installation(Path("root"), None, ())
 
 
 def test_the_guard_is_loaded_before_what_is_to_be_loaded_anyway(tmp_path: Path) -> None:
-    guard = make_guard(EMBEDDED, tmp_path)
+    guard = make_guard(find_tritonserver(), tmp_path)
     assert guard.describe() == f"request_guard max_elements={MAX_ELEMENTS}"
     environment = {"LD_PRELOAD": "libjemalloc.so"}
-    guard.add_to(environment)
-    assert environment == {"LD_PRELOAD": f"{tmp_path / 'guard.so'} libjemalloc.so"}
+    guard.add_to(environment, "k")
+    preload = f"{tmp_path / 'guard.so'} libjemalloc.so"
+    assert environment == {"LD_PRELOAD": preload, KEY_VARIABLE: "k"}
     assert (tmp_path / "guard.so").exists()
 
 
 def test_a_containers_server_needs_none(tmp_path: Path) -> None:
     guard = make_guard(CONTAINERS, tmp_path)
     environment: dict[str, str] = {}
-    guard.add_to(environment)
+    guard.add_to(environment, "k")
     assert (guard.describe(), environment) == ("request_guard max_elements=none", {})
     assert not list(tmp_path.iterdir())
 
@@ -41,7 +46,27 @@ def test_without_a_compiler_the_log_says_what_is_open(
     monkeypatch.setenv("CC", compiler)
     guard = make_guard(EMBEDDED, tmp_path)
     environment: dict[str, str] = {}
-    guard.add_to(environment)
+    guard.add_to(environment, "k")
     assert environment == {}
     assert guard.describe().startswith("request_guard_missing reason=")
     assert reason in guard.describe()
+
+
+def test_a_library_that_the_dynamic_linker_passes_over_is_no_guard(tmp_path: Path) -> None:
+    directory = tmp_path / "of two words"
+    directory.mkdir()
+    guard = make_guard(find_tritonserver(), directory)
+    assert guard.preload is None
+    assert guard.obstacle.startswith("the dynamic linker does not load the guard: ")
+    assert "/of' from LD_PRELOAD cannot be preloaded" in guard.obstacle
+
+
+def test_a_server_whose_guard_has_gone_does_not_start(
+    make_server: Callable[..., TritonServer],
+) -> None:
+    server = make_server()
+    assert server.guard.preload is not None
+    server.guard.preload.unlink()
+    with pytest.raises(LaunchError, match="the dynamic linker does not load the guard"):
+        server.start()
+    assert not server.is_running

@@ -162,7 +162,7 @@ def test_a_model_that_an_operator_unloads_or_loads_again_is_no_loss(
 ) -> None:
     supervised = supervise(dataclasses.replace(PATIENT, probe_interval_s=1.0))
     for operation in ("unload", "load"):
-        supervised.control(f"generate/{operation}")
+        supervised.control("generate", operation)
         time.sleep(1.0)
         assert supervised.lines == []
     (pid,) = supervised.server.pids("generate")

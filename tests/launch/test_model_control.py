@@ -14,6 +14,7 @@ from charonia.launch.model_control import ModelControl
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
+from support.stand_ins import control_over_http
 from support.supervised import Supervised
 
 
@@ -23,15 +24,10 @@ def test_whether_a_model_is_loaded_is_unknown_only_when_tritonserver_does_not_an
     with make_server() as server:
         control = ModelControl(server, threading.Event())
         assert control.is_loaded("engine") is True
-
-        def ask_for(operation: str) -> httpx.Response:
-            url = f"http://{server.http_url}/v2/repository/models/engine/{operation}"
-            return httpx.post(url, headers=server.api_headers, timeout=60)
-
-        ask_for("unload").raise_for_status()
+        control_over_http(server, "engine", "unload").raise_for_status()
         assert control.is_loaded("engine") is False
         (repository / "load-slowly").touch()
-        loading = in_background(lambda: ask_for("load"))
+        loading = in_background(lambda: control_over_http(server, "engine", "load"))
         wait_for(lambda: server.pids("engine"), bool)
         assert control.is_loaded("engine") is False
         (repository / "load-slowly").unlink()

@@ -24,7 +24,7 @@ from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import TritonServer, check_further_option
 from support.e2e import wait_for
 from support.leftovers import leftovers
-from support.stand_ins import SLOW_LINE
+from support.stand_ins import SLOW_LINE, control_over_http
 
 MakeServer = Callable[..., TritonServer]
 
@@ -84,10 +84,9 @@ def test_a_stop_waits_for_no_model_that_is_being_loaded(
 ) -> None:
     log: list[str] = []
     with make_server(on_log=log.append) as server:
-        url = f"http://{server.http_url}/v2/repository/models/engine"
-        httpx.post(f"{url}/unload", headers=server.api_headers).raise_for_status()
+        control_over_http(server, "engine", "unload").raise_for_status()
         (repository / "load-slowly").touch()
-        in_background(lambda: httpx.post(f"{url}/load", headers=server.api_headers, timeout=60))
+        in_background(lambda: control_over_http(server, "engine", "load"))
         wait_for(lambda: log, lambda lines: any(SLOW_LINE in line for line in lines))
     assert [line for line in log if "failed to load 'engine'" in line]
     assert [line for line in log if "did not end" in line or "Exit timeout expired" in line] == []
@@ -109,8 +108,7 @@ def test_a_stop_of_a_server_that_is_ending_already_leaves_nothing_behind(
 
 def load_again(server: TritonServer, model: str) -> None:
     (server.repository / model / "1" / "model.py").touch()
-    url = f"http://{server.http_url}/v2/repository/models/{model}/load"
-    httpx.post(url, headers=server.api_headers, timeout=60)
+    control_over_http(server, model, "load")
 
 
 def test_a_process_that_ends_while_it_is_looked_at_harms_nobody(
@@ -133,8 +131,6 @@ def test_a_process_that_ends_while_it_is_looked_at_harms_nobody(
 
 def test_restricted_endpoints_open_only_with_the_key_over_http(make_server: MakeServer) -> None:
     endpoints = (
-        ("POST", "/v2/repository/index"),
-        ("POST", "/v2/repository/models/scheduler/load"),
         ("GET", "/v2/systemsharedmemory/status"),
         ("GET", "/v2/trace/setting"),
         ("GET", "/v2/logging"),
@@ -152,8 +148,6 @@ def test_restricted_protocols_open_only_with_the_key_over_grpc(make_server: Make
         tritonclient.grpc.InferenceServerClient(server.grpc_url) as client,
     ):
         calls: tuple[Callable[..., object], ...] = (
-            client.get_model_repository_index,
-            lambda headers=None: client.load_model("scheduler", headers=headers),
             client.get_system_shared_memory_status,
             client.get_trace_settings,
             client.get_log_settings,

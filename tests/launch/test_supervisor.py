@@ -105,11 +105,11 @@ def test_a_scheduler_without_its_engine_is_given_time_to_reload_it(
     supervise: Callable[..., Target],
 ) -> None:
     supervised = supervise(PATIENT)
-    supervised.control("engine/unload")
+    supervised.control("engine", "unload")
     supervised.hang()
     time.sleep(PATIENT.hang_s + 1)
     assert supervised.supervisor.num_restarts == 0
-    supervised.control("engine/load")
+    supervised.control("engine", "load")
     supervised.wait_serving()
 
 

@@ -1,10 +1,18 @@
 """What a tritonserver's command line says of model control."""
 
 import os
+import subprocess
 
 import pytest
 
-from charonia.serving.server_options import ENCRYPTED, NO_GRPC, NOT_EXPLICIT, SHARED, ServerOptions
+from charonia.serving.server_options import (
+    ENCRYPTED,
+    KEY_VARIABLE,
+    NO_GRPC,
+    NOT_EXPLICIT,
+    SHARED,
+    ServerOptions,
+)
 
 EXPLICIT = "--model-control-mode=explicit"
 
@@ -73,6 +81,15 @@ def test_what_opens_model_control_is_read_from_the_command_line(
 ) -> None:
     command_line = [f"--grpc-restricted-protocol={one}" for one in restrictions]
     assert ServerOptions(command_line).metadata == metadata
+
+
+def test_a_key_in_the_environment_is_part_of_the_name_of_what_is_loaded() -> None:
+    environment = {**os.environ, KEY_VARIABLE: "a=b"}
+    with subprocess.Popen(["sleep", "60"], env=environment) as process:
+        name = ServerOptions.of_process(process.pid).control_name("engine")
+        process.kill()
+    assert name == "a=b:engine"
+    assert ServerOptions.of_process(os.getpid()).control_name("engine") == "engine"
 
 
 def test_a_process_that_has_ended_was_started_in_no_explicit_mode() -> None:

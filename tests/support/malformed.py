@@ -398,10 +398,10 @@ def by_grpc_call(method: str, *arguments: Any) -> Send:
     return send
 
 
-def by_http_call(method: str, path: str, body: Any = None) -> Send:
+def by_http_call(method: str, path: str, body: Any = None, status: int = 403) -> Send:
     def send(server: TritonServer) -> str:
         reply = HTTP.request(method, f"http://{server.http_url}{path}", json=body or {})
-        assert reply.status_code == 403, reply.status_code
+        assert reply.status_code == status, reply.status_code
         return str(reply.json()["error"])
 
     return send
@@ -416,9 +416,12 @@ def guarded_cases() -> Iterator[Case]:
     yield Case("engine: a plan", by_unary_grpc({"plan": "x"}, "engine"), ("plan",))
     key = ("restricted protocol|This protocol is restricted", "charonia-key")
     load = {"parameters": {"config": "{}", "file:1/model.py": "YQ=="}}
-    yield Case("load with code (gRPC)", by_load, key)
-    yield Case("unload (gRPC)", by_grpc_call("unload_model", "engine"), key)
-    yield Case("index (gRPC)", by_grpc_call("get_model_repository_index"), key)
+    control = (r"models is restricted: name the model KEY:MODEL.*\[charonia:not_supported\]$",)
+    yield Case("load with code (gRPC)", by_load, control)
+    yield Case("unload (gRPC)", by_grpc_call("unload_model", "engine"), control)
+    for operation, body in (("load", load), ("unload", None)):
+        path = f"/v2/repository/models/engine/{operation}"
+        yield Case(f"{path} (HTTP)", by_http_call("POST", path, body, status=501), control)
     shm = ("register_system_shared_memory", "x", "/x", 64)
     yield Case("shared memory (gRPC)", by_grpc_call(*shm), key)
     cuda = ("register_cuda_shared_memory", "x", b"x" * 64, 0, 64)
@@ -426,9 +429,6 @@ def guarded_cases() -> Iterator[Case]:
     yield Case("trace (gRPC)", by_grpc_call("update_trace_settings", None, {"a": "b"}), key)
     yield Case("logging (gRPC)", by_grpc_call("update_log_settings", {"log_info": False}), key)
     for path, body in (
-        ("/v2/repository/index", None),
-        ("/v2/repository/models/engine/load", load),
-        ("/v2/repository/models/engine/unload", None),
         ("/v2/systemsharedmemory/region/x/register", {"key": "/x", "byte_size": 64}),
         ("/v2/cudasharedmemory/region/x/register", {"byte_size": 64}),
         ("/v2/trace/setting", {"trace_level": ["TIMESTAMPS"]}),

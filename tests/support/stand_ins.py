@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from charonia.launch.patience import SupervisionLimits
+from charonia.launch.server import TritonServer
 from support.e2e import wait_for
 from support.events import events
 from support.supervised import ALLOWED_S, Supervised
@@ -37,6 +38,13 @@ def add_pair(repository: Path) -> None:
     config = shutil.copytree(repository / "generate", repository / "pair") / "config.pbtxt"
     text = config.read_text(encoding="utf-8")
     config.write_text(text.replace("count: 1", "count: 2"), encoding="utf-8")
+
+
+def control_over_http(server: TritonServer, model: str, operation: str) -> httpx.Response:
+    """Load or unload a model with the run's key."""
+    name = server.control_name(model)
+    url = f"http://{server.http_url}/v2/repository/models/{name}/{operation}"
+    return httpx.post(url, headers=server.api_headers, timeout=ALLOWED_S)
 
 
 class Target(Supervised):
@@ -72,9 +80,6 @@ class Target(Supervised):
                 timeout=0.5,
             )
 
-    def control(self, operation: str) -> None:
+    def control(self, model: str, operation: str) -> None:
         """Load or unload a model, as the operator."""
-        httpx.post(
-            f"http://{self.server.http_url}/v2/repository/models/{operation}",
-            headers=self.server.api_headers,
-        ).raise_for_status()
+        control_over_http(self.server, model, operation).raise_for_status()

@@ -1,6 +1,6 @@
 """What stands in front of the embedded tritonserver's own library: guard.c says why.
 
-Owns its compilation, once per run, and how tritonserver is made to load it. Must not know requests.
+Owns its compilation, once per run, and that tritonserver loads it. Must not know requests.
 """
 
 import os
@@ -11,11 +11,17 @@ from pathlib import Path
 
 from charonia.events import event
 from charonia.launch.discovery import Installation
+from charonia.launch.errors import LaunchError
+from charonia.serving.server_options import KEY_VARIABLE
 
 MAX_ELEMENTS = 2**24
 """Of any input of any model; the longest prompt has a quarter of that."""
 _SOURCE = Path(__file__).with_suffix(".c")
-_FLAGS = ("-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-DMAX_ELEMENTS={MAX_ELEMENTS}")
+_FLAGS = (
+    *("-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
+    f"-DMAX_ELEMENTS={MAX_ELEMENTS}",
+    f'-DKEY_VARIABLE="{KEY_VARIABLE}"',
+)
 _PRELOAD = "LD_PRELOAD"
 
 
@@ -37,11 +43,29 @@ class Guard:
             return event("request_guard_missing", reason=self.obstacle)
         return event("request_guard", max_elements=MAX_ELEMENTS if self.preload else "none")
 
-    def add_to(self, environment: dict[str, str]) -> None:
-        """Have a server that gets this environment load the library."""
+    def add_to(self, environment: dict[str, str], key: str) -> None:
+        """Have a server that gets this environment load the library, and know the run's key."""
         if self.preload is not None:
             others = environment.get(_PRELOAD, "").split()
             environment[_PRELOAD] = " ".join([str(self.preload), *others])
+            environment[KEY_VARIABLE] = key
+
+    def check(self, binary: Path, environment: dict[str, str]) -> None:
+        """Make sure that a server which gets this environment loads the library.
+
+        The dynamic linker passes over what it cannot load: what was removed meanwhile, say, or lies
+        where nothing may be executed.
+
+        Raises:
+            LaunchError: it does not.
+        """
+        if self.preload is not None:
+            result = subprocess.run(
+                ["ldd", str(binary)], env=environment, capture_output=True, text=True
+            )
+            if str(self.preload) not in result.stdout.split():
+                lines = result.stderr.strip().splitlines() or [f"not {self.preload}"]
+                raise LaunchError(f"the dynamic linker does not load the guard: {lines[0]}")
 
 
 def make_guard(installation: Installation, directory: Path) -> Guard:
@@ -59,4 +83,11 @@ def make_guard(installation: Installation, directory: Path) -> Guard:
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit code {error.returncode}"]
         return Guard(obstacle=f"the C compiler {compiler[0]!r} fails: {lines[0]}")
-    return Guard(library)
+    guard = Guard(library)
+    environment = installation.environment()
+    guard.add_to(environment, key="")
+    try:
+        guard.check(installation.binary, environment)
+    except LaunchError as error:
+        return Guard(obstacle=str(error))
+    return guard

@@ -74,7 +74,11 @@ class ModelControl:
                     raise LaunchError(f"{model} is not loaded again: tritonserver ends")
                 left_s = max(deadline - time.monotonic(), _LEAST_S)
                 try:
-                    call(model, headers=self._server.api_headers, client_timeout=left_s)
+                    call(
+                        self._server.control_name(model),
+                        headers=self._server.api_headers,
+                        client_timeout=left_s,
+                    )
                 except InferenceServerException as error:
                     raise LaunchError(
                         f"{model} could not be loaded again: {error.message()}"

@@ -32,11 +32,14 @@ from charonia.launch.patience import STOPPED_S
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.stacks import stack_limit
 from charonia.serving.cores import VARIABLE
+from charonia.serving.server_options import keyed_name
 from charonia.serving.succession import SUCCESSION_SOCKET, step_down
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
-RESTRICTED = "model-repository,shared-memory,trace,logging"
+RESTRICTED = "shared-memory,trace,logging"
+MODEL_CONTROL = "model-repository"
+"""What is restricted, too, where no guard stands in front of loading and unloading models."""
 END_REQUESTS_S = 2.5  # that the scheduler takes at most to end all requests, before a shutdown
 INDEX_S = 0.5  # that tritonserver takes at most to say what it is loading, before a shutdown
 EXIT_TIMEOUT_S = 6  # in which tritonserver unloads its models, or gives up
@@ -99,7 +102,7 @@ class TritonServer:
         LaunchError: an option is not of that form, or is for the launcher to choose.
 
     Attributes:
-        stack_limit: of its threads. guard: against requests that would end it.
+        stack_limit: of its threads. guard: what stands in front of its library.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class TritonServer:
 
     @property
     def api_key(self) -> str:
-        """What opens the restricted endpoints, see `api_headers`."""
+        """What opens what is restricted, see `api_headers` and `control_name`."""
         return self._runtime.api_key
 
     @property
@@ -179,6 +182,10 @@ class TritonServer:
     def api_headers(self) -> dict[str, str]:
         """What a client must send to use the restricted endpoints; over gRPC as metadata."""
         return {KEY_HEADER: self.api_key, f"triton-grpc-protocol-{KEY_HEADER}": self.api_key}
+
+    def control_name(self, model: str) -> str:
+        """What a client must call a model to load or unload it; it sends `api_headers`, too."""
+        return model if self.guard.preload is None else keyed_name(self.api_key, model)
 
     @property
     def is_running(self) -> bool:
@@ -231,7 +238,7 @@ class TritonServer:
         """Start tritonserver; returns at once. The kernel kills it when the calling thread ends.
 
         Raises:
-            LaunchError: a port is taken.
+            LaunchError: a port is taken, or the guard cannot be loaded any more.
         """
         assert self._process is None, "it is already started"
         for what, port in {"HTTP": self.http_port, "gRPC": self.grpc_port}.items():
@@ -247,7 +254,8 @@ class TritonServer:
         addresses = {"http_url": self.http_url, "grpc_url": self.grpc_url}
         (self.runtime_dir / SERVER_FILE).write_text(json.dumps(addresses), encoding="utf-8")
         environment = self._installation.environment()
-        self.guard.add_to(environment)
+        self.guard.add_to(environment, self.api_key)
+        self.guard.check(self._installation.binary, environment)
         if self._cores is not None:
             environment[VARIABLE] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         self._process = processes.start_leader(
@@ -376,6 +384,7 @@ class TritonServer:
         self.close()
 
     def _command(self) -> list[str]:
+        closed = RESTRICTED if self.guard.preload is not None else f"{MODEL_CONTROL},{RESTRICTED}"
         options: dict[str, object] = {
             "model-repository": self.repository,
             "backend-directory": self._backends,
@@ -388,8 +397,8 @@ class TritonServer:
             "http-port": self.http_port,
             "grpc-port": self.grpc_port,
             "metrics-port": self._triton_metrics_port,
-            "http-restricted-api": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
-            "grpc-restricted-protocol": f"{RESTRICTED}:{KEY_HEADER}={self.api_key}",
+            "http-restricted-api": f"{closed}:{KEY_HEADER}={self.api_key}",
+            "grpc-restricted-protocol": f"{closed}:{KEY_HEADER}={self.api_key}",
             "backend-config": f"python,{_SHM_PREFIX}={self._runtime.shm_prefix}",
             "exit-timeout-secs": EXIT_TIMEOUT_S,
         }

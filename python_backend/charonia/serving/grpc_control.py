@@ -51,6 +51,7 @@ class GrpcControl:
         self.refusal = options.refusal
         self._url = options.grpc_url
         self._metadata = options.metadata
+        self._name = options.control_name
         self._channel = grpc.insecure_channel(self._url, options=_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
@@ -60,7 +61,7 @@ class GrpcControl:
         Raises:
             ControlError: it is not.
         """
-        request = service_pb2.RepositoryModelLoadRequest(model_name=model)
+        request = service_pb2.RepositoryModelLoadRequest(model_name=self._name(model))
         self._call(self._stub.RepositoryModelLoad, request)
 
     def unload(self, model: str) -> None:
@@ -69,7 +70,7 @@ class GrpcControl:
         Raises:
             ControlError: Triton refuses.
         """
-        request = service_pb2.RepositoryModelUnloadRequest(model_name=model)
+        request = service_pb2.RepositoryModelUnloadRequest(model_name=self._name(model))
         self._call(self._stub.RepositoryModelUnload, request)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """How a tritonserver was started, as far as having it load models, and its requests, need that.
 
-Owns reading its command line, as tritonserver 2.51.0 does. Must not know what is asked of a server.
+Owns reading its command line, as tritonserver 2.51.0 does, and its environment. Must not know what
+is asked of a server.
 """
 
 import re
@@ -23,6 +24,9 @@ _PROTOCOL = "model-repository"
 _HEADER = "triton-grpc-protocol-"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _TRUE = ("true", "1", "on")
+KEY_VARIABLE = "CHARONIA_MODEL_CONTROL_KEY"
+"""In the environment of a tritonserver that wants the run's key in the name of each model which is
+to be loaded or unloaded (`launch/guard.c`), instead of in a header."""
 
 NOT_EXPLICIT = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
 NO_GRPC = "recovery is off: tritonserver serves no gRPC, over which models are loaded"
@@ -30,18 +34,25 @@ ENCRYPTED = "recovery is off: tritonserver's gRPC, over which models are loaded,
 SHARED = "recovery is off: tritonserver shares its gRPC port, over which models are loaded"
 
 
+def keyed_name(key: str, model: str) -> str:
+    """What a model is called in a call to load or unload it that shows the key."""
+    return f"{key}:{model}"
+
+
 class ServerOptions:
     """What a tritonserver that was started by this command line can be asked.
 
     Args:
         command_line: with or without the name of the executable.
+        key: what `KEY_VARIABLE` is in its environment; empty where it is not there.
 
     Attributes:
         refusal: why it loads and unloads no models on a model's order; None where it does.
         grpc_url: `host:port` on this machine. metadata: opens its model control.
     """
 
-    def __init__(self, command_line: Sequence[str]) -> None:
+    def __init__(self, command_line: Sequence[str], key: str = "") -> None:
+        self._key = key
         host, port = "0.0.0.0", "8001"
         is_explicit, serves_grpc, is_encrypted, is_shared = False, True, False, False
         self.metadata: tuple[tuple[str, str], ...] = ()
@@ -86,14 +97,24 @@ class ServerOptions:
         """
         return any(pattern.search(name) for pattern in self._header_patterns.values())
 
+    def control_name(self, model: str) -> str:
+        """What a model is called when it is to be loaded or unloaded."""
+        return keyed_name(self._key, model) if self._key else model
+
     @classmethod
     def of_process(cls, pid: int) -> "ServerOptions":
         """Those of a tritonserver that runs; none of one that has ended."""
-        try:
-            text = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            text = ""
-        return cls(text.split("\0"))
+        variables = dict(line.partition("=")[::2] for line in _lines(pid, "environ"))
+        return cls(_lines(pid, "cmdline"), variables.get(KEY_VARIABLE, ""))
+
+
+def _lines(pid: int, file: str) -> list[str]:
+    """What one of a process's files in /proc holds; nothing of one that has ended."""
+    try:
+        text = Path(f"/proc/{pid}/{file}").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    return text.split("\0")
 
 
 def _options(command_line: Sequence[str]) -> Iterator[tuple[str, str]]:
