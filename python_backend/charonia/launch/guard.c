@@ -32,7 +32,7 @@
 
 #define EXPORTED __attribute__((visibility("default")))
 
-// Returns into whoever called the exported function that this stands in.
+// An address in whoever called the exported function in which this stands.
 #define CALLER __builtin_return_address(0)
 
 enum { INVALID_ARG = 3, UNSUPPORTED = 5 };  // TRITONSERVER_ERROR_* of tritonserver.h
