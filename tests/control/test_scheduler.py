@@ -540,14 +540,14 @@ def test_the_time_of_a_step_is_its_cycle_unless_it_waited_behind_others(
     max_steps_in_flight, seconds
 ):
     class Observed(FixedDepth):
-        def observe_step(self, shape, seconds, draft_seconds, requests):
-            observed.append((seconds, [request.key for request in requests]))
+        def observe_step(self, shape, seconds, draft_seconds):
+            observed.append((seconds, shape.num_tokens))
 
-    observed: list[tuple[float, list[str]]] = []
+    observed: list[tuple[float, int]] = []
     limits = replace(LIMITS, max_steps_in_flight=max_steps_in_flight)
     speculation = Speculation(max_drafts=2, policy=Observed())
     scheduler = Scheduler(limits, hash_secret=b"test", speculation=speculation)
     add_requests(scheduler, "a")
     plan = scheduler.plan(3.0)
     scheduler.apply(make_engine(scheduler).submit(plan).result(None), 10.0)
-    assert observed == [(seconds, ["a"])]
+    assert observed == [(seconds, 8)]

@@ -48,20 +48,6 @@ def test_large_sizes_share_knots_and_still_fit():
         assert curve.at(size) == pytest.approx(1.0 + size / 100, rel=0.06)
 
 
-def test_segments_and_table_say_the_same_as_single_questions():
-    curve = CostCurve()
-    learn(curve, lambda size: 1.0 + size / 10, [1, 2, 6, 16, 40, 90])
-    assert curve.table(100)[1:] == pytest.approx([curve.at(size) for size in range(1, 101)])
-    start = 30
-    for end, intercept, slope in curve.segments(30, 70):
-        for size in range(start, min(end, 70) + 1):
-            assert intercept + slope * size == pytest.approx(curve.at(size))
-        start = end
-    assert start > 70
-    [(_, intercept, slope)] = curve.segments(10**6, 10**6 + 8)
-    assert (intercept, slope) == (curve.at(10**6), 0.0)
-
-
 def test_one_slow_step_changes_little():
     curve = CostCurve()
     curve.observe(1, 50.0)  # a cold start
@@ -94,21 +80,25 @@ def test_a_clock_that_stands_still_is_not_believed():
 
 
 def test_draft_time_is_learned_per_pass_and_apart_from_the_rest():
-    cost = StepCost()
+    cost = StepCost(has_draft_model=True)
     for _ in range(4):  # the first steps say nothing
         cost.observe(StepShape(4), seconds=100.0, draft_seconds=0.0)
     for _ in range(3):
         cost.observe(StepShape(4), seconds=1.0, draft_seconds=0.0)
         cost.observe(StepShape(12, 2, 8), seconds=2.0, draft_seconds=0.5)
-    assert cost.predict(StepShape(4)) == pytest.approx(1.0)
-    assert cost.predict(StepShape(12)) == pytest.approx(1.5)
-    assert cost.predict(StepShape(12, 2, 8)) == pytest.approx(2.0)
-    assert cost.predict(StepShape(12, 3, 12)) == pytest.approx(2.25)
+    assert cost.target.at(4) == pytest.approx(1.0)
+    assert cost.target.at(12) == pytest.approx(1.5)
+    assert cost.of_drafts(2, 8) == pytest.approx(0.5)
+    assert cost.of_drafts(3, 12) == pytest.approx(0.75)
+
+
+def test_drafts_that_no_model_makes_cost_nothing():
+    assert StepCost(has_draft_model=False).of_drafts(2, 8) == 0.0
 
 
 def learned(sizes):
     """What is known after steps of these sizes; the first of each is slow."""
-    cost = StepCost()
+    cost = StepCost(has_draft_model=True)
     last = 0
     for size in [1] * 4 + sizes:
         slowness = 1.0 if size == last else 3.0
@@ -119,11 +109,11 @@ def learned(sizes):
 
 def test_a_step_of_a_new_size_says_nothing():
     cost = learned([64, 64, 64, 64, 16, 16, 16, 16])
-    assert cost.predict(StepShape(64)) == pytest.approx(64.0)
-    assert cost.predict(StepShape(16)) == pytest.approx(16.0)
+    assert cost.target.at(64) == pytest.approx(64.0)
+    assert cost.target.at(16) == pytest.approx(16.0)
 
 
 def test_where_sizes_alternate_both_are_learned():
     cost = learned([64, 512] * 8)
-    assert cost.is_measured(StepShape(64))
-    assert cost.is_measured(StepShape(512))
+    assert cost.target.is_measured(64)
+    assert cost.target.is_measured(512)

@@ -4,63 +4,46 @@ Owns the choice of depths and what is known of each request's acceptance. Must n
 are made, nor the token budget: what room a request has is an argument.
 
 The theory. A draft is accepted with probability a, as long as all before it were, so a row of
-depth k commits 1 + a + a^2 + ... + a^k tokens on average, and a row's j-th draft is worth a^j
-tokens. A step is as good as its goodput, the tokens it commits per second (Liu et al. 2024,
-"Optimizing Speculative Decoding for Serving Large Language Models Using Goodput",
-arXiv 2406.14066, section 4). For a given number of drafts the best are those worth most:
-sorted by worth, every prefix of the list is a candidate, from no drafts at all to all that there
-is room for, and the prefix with the highest predicted goodput wins. Passes of a draft model cost
-something however few rows take part, so there the same is done for several limits of depth.
-
-A choice is kept for a few steps while rows and tokens stay about the same, as what a level of
-acceptance deserves: choosing takes as long as a small model's layer.
-
-What other rows prefill in the step is spent anyway, and must not make drafts look cheap: a step
-is charged what its drafts add to it, on top of what these rows alone would take without drafts.
+depth k commits 1 + a + a^2 + ... + a^k tokens on average. A step is as good as its goodput, the
+tokens that it commits per second (Liu et al. 2024, "Optimizing Speculative Decoding for Serving
+Large Language Models Using Goodput", arXiv 2406.14066, section 4); `goodput` finds the depths with
+the most.
 
 Nothing is configured; all of it is learned while serving:
 
-- seconds by `StepCost`, which is optimistic about sizes that were not measured lately. Where a
-  depth might be better, it is so tried;
-- acceptance per request, from its last drafts; a request that has made few is taken to be like
-  the others were. At the start, drafts are taken to be good;
-- a request at depth 0 tells nothing more. One per cent of the time goes to looking again: when
-  the saved time suffices, all requests at depth 0 draft one token each. A probe is charged what
-  it added to the step, and gets back what its accepted tokens were worth. So drafts that are
-  always wrong cost one per cent, and where they have become right, probe follows probe.
+- Seconds, by `StepCost`. It is optimistic about sizes that were not measured lately, so a depth
+  that might be better is tried.
+- Acceptance, of all requests together. A request is taken to be like the others until its own
+  drafts say clearly that it is not: the rate of a few drafts is mostly chance, and depths that
+  follow chance are worse than one depth for all. At the start, drafts are taken to be good.
+- Whether drafts have become right while a row makes none. Half a per cent of the time goes to
+  looking: a row at depth 0 now and then drafts one token, a probe. After it the next one waits
+  for as many steps as pay for what it added, less what its accepted tokens were worth. So drafts
+  that are always wrong cost half a per cent, and where they have become right, probe follows
+  probe.
+
+A choice is kept for some steps while rows and tokens stay about the same: choosing takes as long as
+a small model's layer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from charonia.control.goodput import (
-    LEVELS,
-    Choice,
-    Drafts,
-    best_prefix,
-    by_worth,
-    depths_within,
-    give_out,
-    least_worth,
-    limits_of_depth,
-    shorten,
-)
+from charonia.control.goodput import Best, most_goodput
 from charonia.control.request import Request
 from charonia.control.step_cost import StepCost, StepShape
 
-_REQUEST_WINDOW = 60  # drafts that a request's acceptance is estimated from
-_GLOBAL_WINDOW = 200  # drafts that all requests' is estimated from
-_PRIOR_TRIALS = 8.0  # drafts of its own that weigh as much as what others' say
-_START_RATE, _START_TRIALS = 0.8, 2.0  # before the first draft
-_MARGIN = 1.02  # by which drafts must win: the best of many noisy predictions is flattered
+_WINDOW = 60  # drafts that acceptance is estimated from
+_START_RATE, _START_TRIALS = 0.8, 2.0  # of all requests, before the first draft
+_OWN_TRIALS = 4.0  # drafts that weigh as much in a request's own rate as what others' say
+_CLEAR = 3.0  # standard deviations by which a request must differ to be taken for another kind
+_LEVELS = 20  # own rates are rounded to multiples of 1 / _LEVELS, lest each row be searched for
 _SHORT_LAG = 16  # tokens that a draft model catches up on in about the time of one
-_KEEP = 8  # steps that a choice is kept for while rows and tokens stay about the same
-_REST = 24  # the same of the choice of no drafts, about which only probes tell anything new
-_OBSERVED_AT_REST = 4  # of so many steps one is looked at
-_PROBE_SHARE = 0.01  # of the time
-_MAX_PROBES = 2.0  # in a row that can be saved for
+_KEEP = 16  # steps that a choice is kept for
+_OBSERVED_AT_REST = 4  # of so many steps without drafts one is looked at
+_PROBE_SHARE = 0.005  # of the time
 
 
 class Candidate(NamedTuple):
@@ -101,20 +84,14 @@ class DepthPolicy(Protocol):
         They may be fewer than the depth chosen: an n-gram drafter may find less.
         """
 
-    def observe_step(
-        self, shape: StepShape, seconds: float, draft_seconds: float, requests: Iterable[Request]
-    ) -> None:
-        """Learn what a step took. Steps are observed in the order in which they were chosen for.
+    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
+        """Learn what a step took.
 
         Args:
             seconds: its whole cycle: engine, transit, planning; wall time. Where steps overlap,
                 what it took in the engine.
             draft_seconds: of these, in the draft model's passes; 0 for other drafters.
-            requests: all of the step.
         """
-
-    def lose_steps(self) -> None:
-        """The steps in flight failed; nothing will be observed of them."""
 
     def forget(self, request: Request) -> None:
         """A request is gone; nothing is observed of it any more."""
@@ -130,13 +107,8 @@ class FixedDepth:
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`; nothing depends on it."""
 
-    def observe_step(
-        self, shape: StepShape, seconds: float, draft_seconds: float, requests: Iterable[Request]
-    ) -> None:
+    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
         """See `DepthPolicy`; nothing depends on it."""
-
-    def lose_steps(self) -> None:
-        """See `DepthPolicy`; nothing is kept."""
 
     def forget(self, request: Request) -> None:
         """See `DepthPolicy`; nothing is kept."""
@@ -152,37 +124,42 @@ class _Acceptance:
 
     accepted: float = 0.0
     trials: float = 0.0
-    level: int = 0
 
-    def add(self, num_drafted: int, num_accepted: int, window: int) -> None:
+    def add(self, num_drafted: int, num_accepted: int) -> None:
         num_decided = num_accepted + (num_accepted < num_drafted)
-        keep = window / (window + num_decided)
+        keep = _WINDOW / (_WINDOW + num_decided)
         self.accepted = self.accepted * keep + num_accepted
         self.trials = self.trials * keep + num_decided
-
-    def set_level(self, prior: float) -> None:
-        self.level = round(LEVELS * self.rate(prior, _PRIOR_TRIALS))
 
     def rate(self, prior: float, prior_trials: float) -> float:
         return (self.accepted + prior * prior_trials) / (self.trials + prior_trials)
 
+    def differs(self, rate: float) -> bool:
+        """Whether this is hardly what drafts of that rate would look like."""
+        surplus = self.accepted - rate * self.trials
+        return surplus * surplus > _CLEAR * _CLEAR * self.trials * rate * (1.0 - rate)
+
 
 @dataclass(slots=True)
-class _Kept:
-    """A choice that holds for some steps more.
+class _Choice:
+    """Depths that hold for some steps.
 
     Attributes:
-        depth_of: drafts of a row by the level of its acceptance.
-        num_drafts: that there may be of all rows together.
+        depth: of all requests but those in `depth_of`.
         num_rows, num_tokens: of the step that it was made for.
-        num_steps: that it was kept for already.
+        num_left: steps that it may be kept for.
     """
 
-    depth_of: list[int]
-    num_drafts: int
-    num_rows: int
-    num_tokens: int
-    num_steps: int = 0
+    depth: int
+    depth_of: dict[Request, int] = field(default_factory=dict)
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_left: int = 0
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether nobody drafts."""
+        return not self.depth and not self.depth_of
 
     def holds(self, num_rows: int, num_tokens: int) -> bool:
         """Whether a step is like the one that the choice was made for.
@@ -190,23 +167,17 @@ class _Kept:
         What else the step computes matters where there are drafts alone: it makes them dearer.
         """
         return (
-            self.num_steps < (_KEEP if self.num_drafts else _REST)
+            self.num_left > 0
             and 8 * abs(num_rows - self.num_rows) <= num_rows
-            and (not self.num_drafts or 8 * abs(num_tokens - self.num_tokens) <= num_tokens)
+            and (self.is_rest or 8 * abs(num_tokens - self.num_tokens) <= num_tokens)
         )
 
-
-@dataclass(slots=True)
-class _Probe:
-    """Requests at depth 0 that draft a token in a step, until the step is applied.
-
-    Attributes:
-        unprobed_seconds: of the step, had it not probed. is_charged: whether it was observed.
-    """
-
-    requests: set[Request]
-    unprobed_seconds: float
-    is_charged: bool = False
+    def depths(self, candidates: Sequence[Candidate]) -> list[int]:
+        """Depth of each, as far as there is room."""
+        depth, depth_of = self.depth, self.depth_of
+        if not depth_of:
+            return [depth if depth < each.most else each.most for each in candidates]
+        return [min(depth_of.get(each.request, depth), each.most) for each in candidates]
 
 
 class AdaptiveDepth:
@@ -217,214 +188,123 @@ class AdaptiveDepth:
     """
 
     def __init__(self, has_draft_model: bool) -> None:
-        self._has_draft_model = has_draft_model
-        self._cost = StepCost()
+        self._cost = StepCost(has_draft_model)
         self._all = _Acceptance()
-        self._prior = _START_RATE  # acceptance of a request that is not known
         self._by_request: dict[Request, _Acceptance] = {}
-        self._savings = 0.0  # seconds that probes may take
-        self._probes: list[_Probe] = []  # of steps in flight, and of the one that is applied
-        self._goodput = 1.0
-        self._kept: _Kept | None = None
+        self._choice = _Choice(depth=1)
+        self._best = Best()
+        self._steps_to_probe = float(_KEEP)
+        self._probed: set[Request] = set()  # whose probes were not observed yet
+        self._probe_price = 0.0  # steps that pay for one of these
+        self._token_price = 0.0  # steps that pay for what a token takes
 
     def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
         """See `DepthPolicy`."""
-        if self._probes:
-            self._probes = [probe for probe in self._probes if not probe.is_charged]
-        kept = self._kept
-        if kept is None or not kept.holds(num_rows, num_tokens):
-            return self._evaluate(candidates(), num_tokens)
-        if not kept.num_drafts:
-            kept.num_steps += 1
+        self._steps_to_probe -= 1.0
+        asked: Sequence[Candidate] | None = None
+        if not self._choice.holds(num_rows, num_tokens):
+            asked = candidates()
+            self._choose_anew(asked, num_tokens)
+        choice = self._choice
+        choice.num_left -= 1
+        if choice.is_rest and self._steps_to_probe > 0.0:
             return []
-        asked = candidates()
-        if any(candidate.lag > _SHORT_LAG for candidate in asked):
-            return self._evaluate(asked, num_tokens)
-        kept.num_steps += 1
-        depths = [
-            depth if (depth := kept.depth_of[level]) < candidate.most else candidate.most
-            for level, candidate in zip(self._levels(asked), asked, strict=True)
-        ]
-        shorten(depths, sum(depths) - kept.num_drafts)
+        if asked is None:
+            asked = candidates()
+        depths = choice.depths(asked)
+        if self._cost.has_draft_model:
+            self._drop_laggards(asked, depths)
+        if self._steps_to_probe <= 0.0 and self._cost.target.is_known:
+            self._probe(asked, depths, num_tokens)
         return depths
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`."""
-        self._all.add(num_drafted, num_accepted, _GLOBAL_WINDOW)
-        acceptance = self._by_request.setdefault(request, _Acceptance())
-        acceptance.add(num_drafted, num_accepted, _REQUEST_WINDOW)
-        acceptance.set_level(self._prior)
-        if any(request in probe.requests for probe in self._probes):
-            self._savings += num_accepted / self._goodput
+        self._all.add(num_drafted, num_accepted)
+        own = self._by_request.get(request)
+        if own is None:
+            own = self._by_request[request] = _Acceptance()
+        own.add(num_drafted, num_accepted)
+        if request in self._probed:
+            self._probed.remove(request)
+            wait = self._probe_price - num_accepted * self._token_price
+            self._steps_to_probe = max(0.0, self._steps_to_probe) + wait
 
-    def observe_step(
-        self, shape: StepShape, seconds: float, draft_seconds: float, requests: Iterable[Request]
-    ) -> None:
+    def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
         """See `DepthPolicy`."""
-        if self._probes:
-            self._charge_probe(shape, requests)
-        kept = self._kept
-        if kept is not None and not kept.num_drafts and kept.num_steps % _OBSERVED_AT_REST:
+        choice = self._choice
+        is_at_rest = choice.is_rest and choice.num_left >= 0 and not self._probed
+        if is_at_rest and choice.num_left % _OBSERVED_AT_REST:
             return
         self._cost.observe(shape, seconds, draft_seconds)
-
-    def lose_steps(self) -> None:
-        """See `DepthPolicy`."""
-        self._probes = []
 
     def forget(self, request: Request) -> None:
         """See `DepthPolicy`."""
         self._by_request.pop(request, None)
+        self._probed.discard(request)
 
-    def _evaluate(self, candidates: Sequence[Candidate], num_tokens: int) -> list[int]:
-        """Depths by what is known now."""
-        num_kept, self._kept = self._kept.num_steps if self._kept else 0, None
-        most = [candidate.most for candidate in candidates]
+    def _choose_anew(self, candidates: Sequence[Candidate], num_tokens: int) -> None:
+        """Choose by what is known now; before the first steps were measured, one token each."""
         if not self._cost.target.is_known:
-            return [min(room, 1) for room in most]
-        self._prior = self._all.rate(_START_RATE, _START_TRIALS)
-        levels = self._levels(candidates)
+            return
+        usual = self._all.rate(_START_RATE, _START_TRIALS)
+        rates = [self._rate(each.request, usual) for each in candidates]
+        room = [each.most for each in candidates]
+        able = Counter(rate for rate, most in zip(rates, room, strict=True) if most)
+        if not able:
+            self._choice = _Choice(0)
+            return
         num_rows = len(candidates)
-        lag = self._short_lag(candidates)
-        drafts = by_worth(levels, most)
-        best = self._best(drafts, num_tokens, num_rows, lag)
-        if worthwhile := self._without_laggards(candidates, best):
-            drafts = by_worth(levels, worthwhile)
-            best = self._best(drafts, num_tokens, num_rows, lag)
-        self._goodput = best.goodput
-        depths = give_out(drafts, best, levels, worthwhile or most)
-        if self._probe(candidates, depths, num_tokens, 1 + num_kept):
-            return depths
-        shape = self._shape(candidates, depths, num_tokens)
-        if any(most) and not worthwhile and self._cost.is_measured(shape):
-            depth_of = depths_within(best.limit, least_worth(drafts, best))
-            self._kept = _Kept(depth_of, best.num_drafts, num_rows, num_tokens)
-        return depths
-
-    def _levels(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Acceptance of each candidate's request."""
-        default = round(LEVELS * self._prior)
-        known = self._by_request
-        return [
-            known[request].level if (request := each.request) in known else default
-            for each in candidates
-        ]
-
-    def _short_lag(self, candidates: Sequence[Candidate]) -> float:
-        """Mean of the lags, but for those that are no part of a normal step."""
-        lags = [each.lag for each in candidates if each.lag <= _SHORT_LAG]
-        return sum(lags) / len(lags) if lags else 0.0
-
-    def _shape(
-        self, candidates: Sequence[Candidate], depths: Sequence[int], num_tokens: int
-    ) -> StepShape:
-        num_tokens += sum(depths)
-        if not self._has_draft_model or not any(depths):
-            return StepShape(num_tokens)
+        now = self._best.deepest
+        best = most_goodput(self._cost, able, max(room), num_rows, num_tokens, now)
+        depths = best.depths(rates, room)
+        ((usually, _),) = Counter(depths).most_common(1)
         pairs = zip(candidates, depths, strict=True)
-        num_draft_tokens = sum(each.lag + depth - 1 for each, depth in pairs if depth)
-        return StepShape(num_tokens, max(depths), num_draft_tokens)
+        others = {each.request: depth for each, depth in pairs if depth != usually}
+        num_drafts = sum(map(min, depths, room))
+        is_measured = self._cost.target.is_measured(num_tokens + num_drafts)
+        self._best = best
+        self._choice = _Choice(usually, others, num_rows, num_tokens, _KEEP * is_measured)
 
-    def _best(self, drafts: list[Drafts], num_tokens: int, num_rows: int, lag: float) -> Choice:
-        """The prefix of the drafts, up to the best limit of depth, with the highest goodput.
+    def _rate(self, request: Request, usual: float) -> float:
+        """Acceptance of a request's drafts."""
+        own = self._by_request.get(request)
+        if own is None or not own.differs(usual):
+            return usual
+        return round(_LEVELS * own.rate(usual, _OWN_TRIALS)) / _LEVELS
 
-        Args:
-            lag: of a row on average.
+    def _drop_laggards(self, candidates: Sequence[Candidate], depths: list[int]) -> None:
+        """No drafts for rows whose catching up costs more than drafts save, in all steps to come.
+
+        Drafts save a share of what a row's tokens take without any; a row's part of a step is one
+        of the rows.
         """
-        alone = self._cost.target.at(max(1, num_rows))
-        best = Choice(0, 0, _MARGIN * num_rows / alone)
-        deepest = max((each.position for each in drafts), default=0)
-        num_drafts = sum(each.num_rows for each in drafts)
-        spent = self._cost.target.at(num_tokens) - alone
-        limits: Iterable[int] = (deepest,)
-        first_tokens = max(lag, 1.0)
-        per_pass = [0.0] * (num_rows + 2)
-        if self._has_draft_model:
-            per_pass = self._cost.draft_pass.table(int(num_rows * first_tokens) + 1)
-            limits = limits_of_depth(deepest)
-        lines = [
-            (end, intercept - spent, slope)
-            for end, intercept, slope in self._cost.target.segments(
-                num_tokens, num_tokens + num_drafts
-            )
-        ]
-        for limit in limits:
-            best = best_prefix(
-                drafts, limit, num_tokens, num_rows, first_tokens, lines, per_pass, best
-            )
-        return best
+        for row, each in enumerate(candidates):
+            if each.lag > _SHORT_LAG and depths[row]:
+                seconds = self._cost.draft_pass.at_most(each.lag)
+                if seconds > self._best.saved * each.num_left:
+                    depths[row] = 0
 
-    def _without_laggards(self, candidates: Sequence[Candidate], best: Choice) -> list[int]:
-        """Room of the candidates, none for those whose catching up costs more than drafts save.
-
-        Drafts save a share of what its tokens to come take without any; a row's part in that is
-        its part in the batch.
-
-        Returns:
-            [] where all may stay.
-        """
-        if not best.num_drafts:
-            return []
-        num_rows = len(candidates)
-        alone = self._cost.target.at(num_rows)
-        saved_share = max(0.0, 1.0 - num_rows / alone / best.goodput)
-        per_token = saved_share * alone / num_rows
-        is_worthwhile = [
-            each.lag <= _SHORT_LAG
-            or self._cost.draft_pass.at_most(each.lag) <= per_token * each.num_left
-            for each in candidates
-        ]
-        if all(is_worthwhile):
-            return []
-        return [each.most * stays for each, stays in zip(candidates, is_worthwhile, strict=True)]
-
-    def _probe(
-        self, candidates: Sequence[Candidate], depths: list[int], num_tokens: int, num_steps: int
-    ) -> bool:
-        """Let rows at depth 0 draft one token, if the savings allow for it; return whether any did.
+    def _probe(self, candidates: Sequence[Candidate], depths: list[int], num_tokens: int) -> None:
+        """Let rows at depth 0 draft one token each.
 
         All of them at once, as passes cost by the pass; but of those whose draft model has to
-        catch up no more than the savings pay for.
-
-        Args:
-            num_steps: since the last time; each may save.
+        catch up on much, those that lag least. It stays due until the drafts of one are observed,
+        as there may be none: a drafter may find nothing, and a step may fail.
         """
         resting = [row for row, depth in enumerate(depths) if not depth and candidates[row].most]
         if not resting:
-            return False
-        shape = self._shape(candidates, depths, num_tokens)
-        without = self._cost.predict(shape)
-        num_passes = max(shape.num_passes, 1) if self._has_draft_model else 0
-
-        def added(num_probes: int, lag: int) -> float:
-            short_lag = min(lag, num_probes * _SHORT_LAG)
-            num_draft_tokens = shape.num_draft_tokens + short_lag
-            probing = StepShape(shape.num_tokens + num_probes, num_passes, num_draft_tokens)
-            catching_up = self._cost.draft_pass.at(lag) if lag > short_lag else 0.0
-            return max(0.0, self._cost.predict(probing) - without) + catching_up
-
-        resting.sort(key=lambda row: candidates[row].lag)
-        lags = [*accumulate(candidates[row].lag for row in resting)]
-        cheapest = added(1, lags[0])
-        saved = _PROBE_SHARE * without * num_steps
-        self._savings = min(self._savings + saved, _MAX_PROBES * cheapest)
-        if self._savings < cheapest:
-            return False
-        num_probes = 1
-        while num_probes < len(resting) and (
-            lags[num_probes] <= _SHORT_LAG * (num_probes + 1)
-            or added(num_probes + 1, lags[num_probes]) <= self._savings
-        ):
-            num_probes += 1
-        for row in resting[:num_probes]:
+            self._steps_to_probe = float(_KEEP)
+            return
+        most_lag = max(_SHORT_LAG, min(candidates[row].lag for row in resting))
+        resting = [row for row in resting if candidates[row].lag <= most_lag]
+        num_tokens += sum(depths)
+        without = self._cost.target.at(num_tokens)
+        added = self._cost.target.at(num_tokens + len(resting)) - without
+        added += self._cost.of_drafts(1, sum(candidates[row].lag for row in resting))
+        paid = _PROBE_SHARE * without  # by each step
+        self._probe_price = added / paid / len(resting)
+        self._token_price = 1.0 / self._best.goodput / paid
+        self._probed.update(candidates[row].request for row in resting)
+        for row in resting:
             depths[row] = 1
-        probed = {candidates[row].request for row in resting[:num_probes]}
-        self._probes.append(_Probe(probed, without))
-        return True
-
-    def _charge_probe(self, shape: StepShape, requests: Iterable[Request]) -> None:
-        """Pay for what probing added to a step, if it is the one that the oldest probe is in."""
-        probe = next((probe for probe in self._probes if not probe.is_charged), None)
-        if probe is not None and any(request in probe.requests for request in requests):
-            self._savings -= max(0.0, self._cost.predict(shape) - probe.unprobed_seconds)
-            probe.is_charged = True

@@ -209,8 +209,6 @@ class Scheduler:
             limits: of the engine that is there now; None leaves them.
             epoch: of that engine so far.
         """
-        if self._speculation is not None:
-            self._speculation.lose_steps()
         for request in self._running:
             self._forget_kv(request)
             self._waiting.push(request)

@@ -96,11 +96,7 @@ class Speculation:
                     num_passes = max(num_passes, draft.num_passes)
                     num_draft_tokens += draft.num_draft_tokens + draft.num_passes - 1
         shape = StepShape(num_tokens, num_passes, num_draft_tokens)
-        self._policy.observe_step(shape, seconds, draft_seconds, (row.request for row in rows))
-
-    def lose_steps(self) -> None:
-        """The steps in flight will never be observed."""
-        self._policy.lose_steps()
+        self._policy.observe_step(shape, seconds, draft_seconds)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""

@@ -17,7 +17,6 @@ as the measured ones allow, so whoever looks for the fastest step tries them. Tw
 from bisect import bisect_right
 from itertools import pairwise
 from math import inf
-from sys import maxsize
 from typing import NamedTuple
 
 # Above 8 two per octave: with more, each would be learned from fewer steps.
@@ -69,31 +68,6 @@ class CostCurve:
     def is_known(self) -> bool:
         """Whether anything was observed often enough to predict from."""
         return self._curve[-1] > 0.0
-
-    def segments(self, first: int, last: int) -> list[tuple[int, float, float]]:
-        """The curve from size `first` to beyond `last` as straight lines.
-
-        Returns:
-            (end, intercept, slope) of each: intercept + slope * size seconds up to size `end`.
-        """
-        segments = []
-        knot = bisect_right(_KNOTS, first)
-        while knot < len(_KNOTS) and _KNOTS[knot - 1] <= last:
-            low, high = _KNOTS[knot - 1], _KNOTS[knot]
-            seconds = self._curve[knot - 1] * self._scale
-            slope = (self._curve[knot] * self._scale - seconds) / (high - low)
-            segments.append((high, seconds - slope * low, slope))
-            knot += 1
-        segments.append((maxsize, self._curve[-1] * self._scale, 0.0))
-        return segments
-
-    def table(self, last: int) -> list[float]:
-        """Predicted seconds for each size up to `last`; 0 for size 0."""
-        seconds = [0.0]
-        for end, intercept, slope in self.segments(1, last):
-            sizes = range(len(seconds), min(end, last) + 1)
-            seconds += [intercept + slope * size for size in sizes]
-        return seconds
 
     def at(self, size: int) -> float:
         """Predicted seconds for that many tokens; 0 while nothing is known."""
@@ -168,9 +142,14 @@ class CostCurve:
 
 
 class StepCost:
-    """Seconds of a step: one curve for the target and all around it, one for a draft pass."""
+    """Seconds of a step: one curve for the target and all around it, one for a draft pass.
 
-    def __init__(self) -> None:
+    Args:
+        has_draft_model: whether drafts come from a draft model's passes.
+    """
+
+    def __init__(self, has_draft_model: bool) -> None:
+        self.has_draft_model = has_draft_model
         self._num_steps = 0
         self._last_sizes = (0, 0)
         self.target = CostCurve()
@@ -197,17 +176,8 @@ class StepCost:
             3 * abs(size - last) > max(3 * _SMALL_CHANGE, last) for last in sizes
         )
 
-    def is_measured(self, shape: StepShape) -> bool:
-        """Whether steps of about this shape were observed a few times."""
-        size = -(-shape.num_draft_tokens // shape.num_passes) if shape.num_passes else 0
-        return self.target.is_measured(shape.num_tokens) and (
-            not size or self.draft_pass.is_measured(size)
-        )
-
-    def predict(self, shape: StepShape) -> float:
-        """Seconds that a step of this shape takes."""
-        seconds = self.target.at(shape.num_tokens)
-        if shape.num_passes:
-            size = -(-shape.num_draft_tokens // shape.num_passes)
-            seconds += shape.num_passes * self.draft_pass.at(size)
-        return seconds
+    def of_drafts(self, num_passes: int, num_tokens: int) -> float:
+        """Seconds of a draft model's passes of so many tokens in all; 0 without one."""
+        if not self.has_draft_model:
+            return 0.0
+        return num_passes * self.draft_pass.at(-(-num_tokens // num_passes))
