@@ -70,7 +70,6 @@ def target(
     small_checkpoint: Path, faulty_repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Target]:
     monkeypatch.setattr(launch_server, "EXIT_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(launch_server, "STOP_S", PATIENCE_S)
     log: list[str] = []
     with running_server(
         model=small_checkpoint, settings=SETTINGS, source=faulty_repository, on_log=log.append

@@ -33,9 +33,11 @@ from support.e2e import (
     ids_of,
     infer_grpc,
     request_inputs,
+    scrape,
     stream_grpc,
     tensors,
     text_of,
+    wait_for,
     wait_idle,
 )
 
@@ -322,7 +324,7 @@ def test_a_part_that_is_refused_leaves_the_others(server: TritonServer) -> None:
         found = [stream.results.get() for _ in range(2)]
     assert stream.results.empty()
     (error,) = [one for one in found if isinstance(one, Exception)]
-    assert "input_ids has token id 1000000 at place 2" in str(error)
+    assert "request 1 of the batch: input_ids has token id 1000000 at place 2" in str(error)
     (answer,) = [arrays(one) for one in found if not isinstance(one, Exception)]
     expected = scheduler_ids(server, [5, 6, 7], temperature=0.0)
     assert token_ids([answer]) == [5, 6, 7, *expected]
@@ -382,7 +384,7 @@ def test_a_model_that_is_not_decoupled_answers_plain_calls(narrow_server: Triton
         assert str(error.message()) == message
 
 
-def test_a_stop_of_a_plain_call_ends_it_with_an_empty_answer(narrow_server: TritonServer) -> None:
+def test_a_stop_of_a_plain_call_answers_it_with_what_there_is(narrow_server: TritonServer) -> None:
     request = batch("tensorrt_llm", tokens_request([5, 6, 7], num=4000))
     stop = batch("tensorrt_llm", tokens_request([0], num=1, stop=True))
     with contextlib.closing(grpc.InferenceServerClient(narrow_server.grpc_url)) as client:
@@ -397,8 +399,29 @@ def test_a_stop_of_a_plain_call_ends_it_with_an_empty_answer(narrow_server: Trit
             stopped = client.infer("tensorrt_llm", tensors(stop), request_id="9")
             assert arrays(stopped) == {}
             time.sleep(0.1)
-        assert arrays(answers.get()) == {}
+        ids = token_ids([arrays(answers.get())])
+    assert ids[:3] == [5, 6, 7]
+    assert len(ids) < 4003
+    expected = scheduler_ids(narrow_server, [5, 6, 7], max_tokens=4000, temperature=0.0)
+    assert ids[3:] == expected[: len(ids) - 3]
     wait_idle(narrow_server)
+
+
+def test_a_whole_answer_that_is_stopped_has_what_there_is_of_it(server: TritonServer) -> None:
+    row = tokens_request([5, 6, 7], num=4000, exclude_input_in_output=True)
+    before = wait_idle(server)["charonia_generation_tokens_total"]
+    with open_stream(server) as stream:
+        stream.send("tensorrt_llm", batch("tensorrt_llm", row), request_id="79")
+        wait_for(
+            lambda: scrape(server)["charonia_generation_tokens_total"], lambda n: n > before + 8
+        )
+        stop = tokens_request([0], num=1, stop=True)
+        stream.send("tensorrt_llm", batch("tensorrt_llm", stop), request_id="79")
+        (answer,) = stream.rest()
+    ids = token_ids([answer])
+    assert 8 <= len(ids) < 4000
+    expected = scheduler_ids(server, [5, 6, 7], max_tokens=len(ids), temperature=0.0)
+    assert ids == expected
 
 
 def test_more_than_the_queue_holds_is_refused_in_tritons_words(

@@ -6,6 +6,7 @@ Outlets record here; Triton's own senders are tested on the real server.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -405,6 +406,35 @@ def test_without_streaming_there_is_one_response_with_the_echo(
     assert outlet.sent == [
         ({"text_output": ["prompt: 0 1 2 3 4 "], "output_ids": [0, 1, 2, 3, 4]}, True)
     ]
+
+
+@pytest.mark.parametrize("num_chunks", [0, 2])
+def test_a_whole_answer_that_is_cancelled_has_what_there_is_where_that_is_asked_for(
+    harness: Harness, new_outlet: Any, num_chunks: int
+) -> None:
+    names = AT_ONCE.names | {"finish_reason"}
+    options = replace(AT_ONCE, names=names, keeps_cancelled=True)
+    cancelled = Chunk("k", error=RequestCancelledError("the request was cancelled"))
+    outlets = [new_outlet() for _ in range(3)]
+    for outlet, some, error in (
+        (outlets[0], options, cancelled),
+        (outlets[1], replace(options, keeps_cancelled=False), cancelled),
+        (outlets[2], options, Chunk("k", error=ShuttingDownError())),
+    ):
+        sink = harness.sessions.open("k", some, lambda: "prompt: ", outlet)
+        for step in range(num_chunks):
+            sink(chunk(step))
+        sink(error)
+        eventually(lambda outlet=outlet: outlet.sent or outlet.failures)
+    ((outputs, is_final),) = outlets[0].sent
+    assert is_final
+    assert outputs["text_output"] == ["prompt: " + "".join(f"{n} " for n in range(num_chunks))]
+    assert outputs["output_ids"] == list(range(num_chunks))
+    assert outputs["finish_reason"] == ["cancelled"]
+    assert outlets[0].failures == []
+    assert [str(error) for error in outlets[1].failures] == ["the request was cancelled"]
+    assert [str(error) for error in outlets[2].failures] == ["the server is shutting down"]
+    assert outlets[1].sent == outlets[2].sent == []
 
 
 @pytest.mark.parametrize(("options", "num_sent"), [(STREAMING, 1), (AT_ONCE, 0)])

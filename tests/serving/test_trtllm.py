@@ -25,6 +25,7 @@ from charonia.serving.tensors import NUMPY_TYPES, RawRequest
 from charonia.serving.trtllm.facade import (
     BATCH_NEEDS_DECOUPLED,
     MAX_RETURN_SEQUENCES,
+    MAX_SEQUENCES,
     STOP_NEEDS_ID,
     STREAM_NEEDS_DECOUPLED,
     Facade,
@@ -37,6 +38,7 @@ from charonia.serving.trtllm.text import Postprocessing, Preprocessing
 from charonia.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(DEMO_CHECKPOINT)
+PART_OF_CHARACTER = TOKENIZER.encode("\U0001f9ff", add_special_tokens=False)[0]
 TOKENS: dict[str, Any] = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 4}
 TEXT: dict[str, Any] = {"text_input": "a prompt", "max_tokens": 4}
 
@@ -162,7 +164,11 @@ def test_words_are_texts_and_special_tokens_ids() -> None:
     assert (found["stop"], found["stop_token_ids"]) == (["ab"], [special])
     found = sampling("tensorrt_llm", bad_words_list=pack_words(words[:1]).tolist())
     assert found["bad_words"] == ["ab"]
-    with pytest.raises(InvalidRequestError, match="stop_words must have special tokens alone"):
+    found = sampling("tensorrt_llm", stop_words_list=[[PART_OF_CHARACTER], [1]])
+    assert (found["stop"], found["stop_token_ids"]) == ([], [PART_OF_CHARACTER])
+    with pytest.raises(
+        InvalidRequestError, match="stop_words must have special tokens, and those of no"
+    ):
         sampling("ensemble", stop_words=[f"{name}ab"])
 
 
@@ -175,6 +181,8 @@ def test_biases_come_by_words_or_by_the_whole_vocabulary() -> None:
     bias = [0.0] * 8
     bias[2] = -3.0
     assert sampling("tensorrt_llm", embedding_bias=bias)["logit_bias"] == {"2": -3.0}
+    found = sampling("ensemble", embedding_bias_words=["", "a"], embedding_bias_weights=[9, 1])
+    assert found["logit_bias"] == {str(first): 1.0}
     with pytest.raises(InvalidRequestError, match="embedding_bias_weights must be as many as"):
         sampling("ensemble", embedding_bias_words=["ab"], embedding_bias_weights=[1.0, 2.0])
 
@@ -248,6 +256,10 @@ def test_log_probabilities_come_by_beam_and_token() -> None:
     assert answer["text_output"].tolist() == ["größer".encode()]
     assert answer["cum_log_probs"].tolist() == [[-0.5]]
     assert answer["output_log_probs"].tolist() == [[[-0.5, -math.inf]]]
+    cancelled = part.answer({"text_output": [""], "logprobs": ["null"]})
+    assert cancelled is not None
+    assert set(cancelled) == {"text_output", "output_log_probs"}
+    assert cancelled["output_log_probs"].shape == (1, 1, 0)
     (part,) = split("ensemble", TEXT)
     assert part.request.output_names == {"text_output"}
 
@@ -321,6 +333,22 @@ def replace_tensors(raw: RawRequest, tensors: dict[str, Any]) -> RawRequest:
             TOKENS | {"bad_words_list": [[1, 2], [3, -1]]},
             "bad_words_list must say in its second row where each word ends, from 1 to 2",
         ),
+        ("tensorrt_llm", TOKENS | {"input_ids": []}, "input_ids must have at least one token"),
+        (
+            "tensorrt_llm",
+            TOKENS | {"stop_words_list": [[-5, 6], [2, -1]]},
+            "stop_words_list must have token ids from 0 to 4095, but has -5",
+        ),
+        (
+            "tensorrt_llm",
+            TOKENS | {"bad_words_list": [[10**9], [1]]},
+            "bad_words_list must have token ids from 0 to 4095, but has 1000000000",
+        ),
+        (
+            "tensorrt_llm",
+            TOKENS | {"bad_words_list": [[PART_OF_CHARACTER], [1]]},
+            "bad_words_list must have words of whole characters",
+        ),
         (
             "tensorrt_llm",
             TOKENS | {"embedding_bias": [1.0] * 5000},
@@ -374,6 +402,25 @@ def test_tensors_without_a_common_batch_are_refused(tensors: dict[str, Any], tex
         facade().split(RawRequest(given, {}))
 
 
+def test_errors_say_which_request_of_a_batch_they_are_about() -> None:
+    wrong = TOKENS | {"input_lengths": 4}
+    with pytest.raises(InvalidRequestError, match=r"^request 1 of the batch: input_lengths"):
+        split("tensorrt_llm", TOKENS, wrong)
+    _, second = split("tensorrt_llm", TOKENS, TOKENS)
+    found = second.failure(InvalidRequestError("max_tokens must be 1"))
+    assert str(found) == "request 1 of the batch: request_output_len must be 1"
+
+
+def test_one_request_does_not_fill_the_queue() -> None:
+    row = TOKENS | {"num_return_sequences": 64}
+    assert len(split("tensorrt_llm", *[row] * 4)) == MAX_SEQUENCES
+    text = (
+        "num_return_sequences of all requests in a batch must be at most 256 together, but is 320"
+    )
+    with pytest.raises(InvalidRequestError, match=text):
+        split("tensorrt_llm", *[row] * 5)
+
+
 def test_a_model_that_is_not_decoupled_says_what_it_cannot_do_as_theirs_does() -> None:
     for rows, text in (
         ([TOKENS, TOKENS], BATCH_NEEDS_DECOUPLED),
@@ -398,6 +445,8 @@ def test_of_a_requests_own_parameters_only_tritons_count() -> None:
 def test_a_stop_cancels_the_requests_of_its_id_and_needs_one() -> None:
     with pytest.raises(ExactTextError, match=STOP_NEEDS_ID):
         split("tensorrt_llm", TOKENS | {"stop": True})
+    with pytest.raises(InvalidRequestError, match="stop must be the same in all of a batch"):
+        split("tensorrt_llm", TOKENS | {"stop": True}, TOKENS | {"stop": False}, request_id="7")
     (part,) = split("tensorrt_llm", TOKENS | {"stop": True}, request_id="7")
     assert part.request.request_id == "7"
     assert {name: value.item() for name, value in part.request.tensors.items()} == {"cancel": True}
@@ -411,7 +460,11 @@ def test_a_stop_cancels_the_requests_of_its_id_and_needs_one() -> None:
     [
         (InvalidRequestError("max_tokens must be 1"), "request_output_len must be 1"),
         (InvalidRequestError("top_p must be 1"), "runtime_top_p must be 1"),
-        (InvalidRequestError("the prompt has max_tokens"), "the prompt has max_tokens"),
+        (
+            InvalidRequestError("min_tokens must be from 0 to max_tokens (4), but is 'top_p'"),
+            "min_length must be from 0 to request_output_len (4), but is 'top_p'",
+        ),
+        (InvalidRequestError("a stop is no stop"), "a stop is no stop"),
         (QueueFullError("seed is full"), "random_seed is full"),
         (ExactTextError("seed is what it is"), "seed is what it is"),
     ],
@@ -500,6 +553,8 @@ def test_postprocessing_decodes_what_counts_and_hands_the_rest_on() -> None:
     wrong = tensors | {"SEQUENCE_LENGTH": np.array([[len(ids) + 1], [2]], dtype=np.int32)}
     with pytest.raises(InvalidRequestError, match="SEQUENCE_LENGTH must have 1 numbers"):
         model.answer(RawRequest(wrong, {}))
+    with pytest.raises(InvalidRequestError, match="TOKENS_BATCH must have token ids from 0"):
+        model.answer(RawRequest(tensors | {"TOKENS_BATCH": tensors["TOKENS_BATCH"] - 4096}, {}))
     del tensors["SEQUENCE_LENGTH"]
     with pytest.raises(InvalidRequestError, match="SEQUENCE_LENGTH is not present"):
         model.answer(RawRequest(tensors, {}))

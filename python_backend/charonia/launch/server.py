@@ -6,6 +6,7 @@ server should be restarted (see `supervisor`).
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -42,8 +43,10 @@ MODEL_CONTROL = "model-repository"
 """What is restricted, too, where no guard stands in front of loading and unloading models."""
 END_REQUESTS_S = 2.5  # that the scheduler takes at most to end all requests, before a shutdown
 INDEX_S = 0.5  # that tritonserver takes at most to say what it is loading, before a shutdown
-EXIT_TIMEOUT_S = 6  # in which tritonserver unloads its models, or gives up
-STOP_S = 7.0  # then the server is killed
+EXIT_TIMEOUT_S = 6  # in which tritonserver unloads the project's own models, or gives up
+NUM_OWN_MODELS = 6
+EXIT_PER_MODEL_S = 0.5  # for each further one: it unloads them one after the other
+STOP_S = 1.0  # later the server is killed
 LOG_TAIL_LINES = 200
 OPEN_LINE = "Started GRPCInferenceService"
 """What tritonserver logs when its first clients may connect; all models are loaded then."""
@@ -309,7 +312,8 @@ class TritonServer:
         return f"tritonserver ended with exit code {code}: {reason}"
 
     def stop(self) -> None:
-        """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s.
+        """Stop tritonserver: politely first, by force after some seconds. Returns within 10 s, and
+        half a second more for each model that is not one of the project's own six.
 
         Requests are ended before: from the moment at which tritonserver is told, it carries no
         stream of an ensemble any further, nor its end, and waits for it in vain. Nor does it end
@@ -332,10 +336,17 @@ class TritonServer:
         self._process.terminate()
         try:
             # Before it has a handler of its own, the signal itself ends it.
-            if self._process.wait(timeout=STOP_S) not in (0, -signal.SIGTERM):
+            patience_s = self._exit_timeout_s + STOP_S
+            if self._process.wait(timeout=patience_s) not in (0, -signal.SIGTERM):
                 self._on_log(self.explain_end())
         except subprocess.TimeoutExpired:
-            self._on_log(f"tritonserver did not end within {STOP_S:g} s and is killed")
+            self._on_log(f"tritonserver did not end within {patience_s:g} s and is killed")
+
+    @property
+    def _exit_timeout_s(self) -> int:
+        num_models = len(list(self.repository.glob("*/config.pbtxt")))
+        further = max(0, num_models - NUM_OWN_MODELS)
+        return EXIT_TIMEOUT_S + math.ceil(EXIT_PER_MODEL_S * further)
 
     def _end_load(self, model: str) -> None:
         """Have a load fail: kill the newest process of the model.
@@ -400,7 +411,7 @@ class TritonServer:
             "http-restricted-api": f"{closed}:{KEY_HEADER}={self.api_key}",
             "grpc-restricted-protocol": f"{closed}:{KEY_HEADER}={self.api_key}",
             "backend-config": f"python,{_SHM_PREFIX}={self._runtime.shm_prefix}",
-            "exit-timeout-secs": EXIT_TIMEOUT_S,
+            "exit-timeout-secs": self._exit_timeout_s,
         }
         if MAX_INPUT_OPTION in self._installation.options:
             options[MAX_INPUT_OPTION] = MAX_HTTP_INPUT_BYTES

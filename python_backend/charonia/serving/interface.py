@@ -65,7 +65,7 @@ OUTPUTS = (
         "finish_reason",
         "STRING",
         ANY,
-        '"None" until the last response, then "stop" or "length"',
+        '"None" until the last response, then "stop", "length" or "cancelled"',
         "return_finish_reason",
     ),
     Output(
@@ -135,6 +135,13 @@ INPUTS = (
         "without it the prompt is prepended, but never in a stream, where `false` is an error",
     ),
     *(Tensor(flag, "BOOL", ONE, f"adds the output `{name}`") for flag, name in FLAGS.items()),
+    Tensor(
+        "return_cancelled_output",
+        "BOOL",
+        ONE,
+        "an answer in one piece that `cancel` ends has what there is of it, with `finish_reason`"
+        ' "cancelled", where it would be an error; no effect on streams',
+    ),
     Tensor(
         "cancel",
         "BOOL",

@@ -26,7 +26,8 @@ class Answer:
     at all in this response.
 
     Attributes:
-        chunk: without an error. echo: comes in front of the text, as only a whole answer has it.
+        chunk: without an error, but that it was cancelled.
+        echo: comes in front of the text, as only a whole answer has it.
     """
 
     chunk: Chunk
@@ -39,6 +40,8 @@ class Answer:
 
     @property
     def finish_reason(self) -> str:
+        if self.chunk.error is not None:
+            return "cancelled"
         return self.chunk.finish_reason or "None"
 
     @property

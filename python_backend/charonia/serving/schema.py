@@ -97,12 +97,14 @@ class OutputOptions:
         has_echo: the prompt is prepended (never when streaming).
         names: outputs to give.
         has_key: the name of the request is on every response, for who reports them.
+        keeps_cancelled: a whole answer that is cancelled has what there is of it.
     """
 
     is_streaming: bool
     has_echo: bool
     names: frozenset[str]
     has_key: bool = False
+    keeps_cancelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -377,4 +379,6 @@ def _read_options(raw: RawRequest, params: SamplingParams, *, has_name: bool) ->
         has_echo=not (is_streaming or excludes),
         names=frozenset(wanted) & raw.output_names,
         has_key=has_name and REQUEST_KEY in raw.output_names,
+        keeps_cancelled=not is_streaming
+        and bool(read_flag(raw.tensors, "return_cancelled_output")),
     )

@@ -33,7 +33,12 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from charonia.engine.outputs import Chunk
-from charonia.errors import CharoniaError, InvalidRequestError, ShuttingDownError
+from charonia.errors import (
+    CharoniaError,
+    InvalidRequestError,
+    RequestCancelledError,
+    ShuttingDownError,
+)
 from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import CancellationPoller, Outlet, fail
 from charonia.serving.responses import Answer, chunk_outputs
@@ -124,6 +129,11 @@ class Session:
         if self.reports is Reports.NONE:
             return False
         return self.reports is Reports.LOST or self.num_under_way >= max_under_way
+
+    def keeps_output(self, error: CharoniaError) -> bool:
+        """Whether its client gets what there is instead of this error."""
+        is_cancelled = isinstance(error, RequestCancelledError)
+        return self.options.keeps_cancelled and is_cancelled and not self.is_abandoned
 
     def waits_with_end(self) -> bool:
         """Whether the last chunk must wait until Triton has done with the responses before it.
@@ -415,6 +425,8 @@ class Sessions:
         last = chunks[-1]
         if last.error is None:
             self._send_outputs(session, chunks, is_final=last.is_final)
+        elif session.keeps_output(last.error):
+            self._send_outputs(session, chunks, is_final=True)
         else:
             is_mid_stream = session.num_sent > 1
             if session.options.is_streaming and chunks[:-1]:

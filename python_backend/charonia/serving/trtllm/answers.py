@@ -76,5 +76,9 @@ class Answer:
         """The convention's outputs for these of the scheduler's."""
         if self.prompt_ids:
             outputs = {**outputs, "output_ids": [*self.prompt_ids, *outputs["output_ids"]]}
-        made = {name: one.make(outputs[one.source]) for name, one in self.outputs.items()}
+        made = {
+            name: one.make(outputs[one.source])
+            for name, one in self.outputs.items()
+            if one.source in outputs  # of no token there is no log-probability
+        }
         return made | {name: _int32([index]) for name, index in self.indexes.items()}

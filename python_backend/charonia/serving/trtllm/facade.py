@@ -7,6 +7,7 @@ itself. Everything about sampling is said, so the checkpoint's own defaults do n
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from charonia.errors import (
     InvalidRequestError,
     RequestCancelledError,
     error_of,
+    shown,
 )
 from charonia.protocol import MAX_CHARACTERS, MAX_ENTRIES, UINT64_MAX
 from charonia.serving.convention import Part
@@ -31,23 +33,39 @@ from charonia.serving.trtllm.tables import MODELS
 from charonia.text.tokenizer import Tokenizer
 
 MAX_RETURN_SEQUENCES = 64
+MAX_SEQUENCES = 256
+"""Of all requests in a batch: more would fill the scheduler's queue with one request."""
 STREAM_NEEDS_DECOUPLED = "Streaming is only supported if model is deployed using decoupled mode."
 BATCH_NEEDS_DECOUPLED = (
     "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
 )
 STOP_NEEDS_ID = "Trying to stop a request but request ID is not provided"
+_NAME = re.compile(r"^\w+|\b\w+_\w+\b")
+"""In the text of an error: what it begins with, and what is no word of English."""
 _TRITONS_OWN = ("priority", "timeout")
 """Parameters of a request that count; TensorRT-LLM has none, and its clients send any."""
 _MAX_BIAS_CHARACTERS = 2**16
 
 
 class _Request:
-    """A request for text; `called` are the convention's names of what errors speak of."""
+    """A request for text.
 
-    def __init__(self, request: RawRequest, answer: Answer, called: Mapping[str, str]) -> None:
+    Args:
+        called: the convention's names of what errors speak of.
+        place: which of the batch it is, of how many.
+    """
+
+    def __init__(
+        self,
+        request: RawRequest,
+        answer: Answer,
+        called: Mapping[str, str],
+        place: tuple[int, int],
+    ) -> None:
         self.request = request
         self._answer = answer
         self._called = called
+        self._place = place
 
     def answer(self, outputs: Outputs) -> Outputs:
         return self._answer.make(outputs)
@@ -56,10 +74,11 @@ class _Request:
         """The same in the convention's names; a request that is stopped just ends."""
         if isinstance(error, RequestCancelledError):
             return None
-        name, space, rest = str(error).partition(" ")
-        if name not in self._called or not error.has_suffix:
+        if not error.has_suffix:
             return error
-        return error_of(f"{self._called[name]}{space}{rest}", error.kind)
+        says, but, value = str(error).partition(", but ")
+        says = _NAME.sub(lambda name: self._called.get(name[0], name[0]), says)
+        return _in_batch(error_of(f"{says}{but}{value}", error.kind), self._place)
 
 
 class _Stop:
@@ -98,15 +117,31 @@ class Facade(ABC):
         rows = rows_of(raw, self._tensors)
         kept = {name: raw.parameters[name] for name in _TRITONS_OWN if name in raw.parameters}
         raw = replace(raw, parameters=kept)
-        if rows[0].one("stop", False):
+        stops = [bool(row.one("stop", False)) for row in rows]
+        if any(stops):
+            if not all(stops):
+                raise InvalidRequestError(
+                    f"stop must be the same in all of a batch, but is {stops}"
+                )
             return [_stop(raw)]
         if not self._is_decoupled:
             self._check_unary(rows)
+        if (total := sum(map(self._num_sequences, rows))) > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                f"num_return_sequences of all requests in a batch must be at most {MAX_SEQUENCES} "
+                f"together, but is {total}"
+            )
         return [
             request
             for index, row in enumerate(rows)
-            for request in self._requests(raw, row, (index, len(rows)))
+            for request in self._row_requests(raw, row, (index, len(rows)))
         ]
+
+    def _row_requests(self, raw: RawRequest, row: Row, place: tuple[int, int]) -> list[_Request]:
+        try:
+            return list(self._requests(raw, row, place))
+        except CharoniaError as error:
+            raise _in_batch(error, place) from None
 
     @abstractmethod
     def _prompt(self, row: Row) -> dict[str, Array]:
@@ -152,6 +187,7 @@ class Facade(ABC):
         }
         if not is_streaming:
             tensors["exclude_input_in_output"] = np.array([not has_prompt])
+            tensors["return_cancelled_output"] = np.array([True])
         has_ids = has_prompt and "output_ids" in sources
         prompt_ids = prompt["input_ids"].tolist() if has_ids else []
         num_sequences = self._num_sequences(row)
@@ -170,7 +206,8 @@ class Facade(ABC):
                 for name, (index, num) in places.items()
                 if num > 1 and name in raw.output_names
             }
-            yield _Request(request, Answer(outputs, indexes, prompt_ids), self._tensors.called)
+            answer = Answer(outputs, indexes, prompt_ids)
+            yield _Request(request, answer, self._tensors.called, place)
 
     def _all_sampling(self, row: Row) -> dict[str, Any]:
         """All sampling parameters but the seed."""
@@ -196,21 +233,29 @@ class Facade(ABC):
     def _stops(self, name: str, words: Sequence[tuple[str, list[int]]]) -> dict[str, Any]:
         """Sampling parameters for words that end a text.
 
-        A special token does not show in the text, so it is found by its id.
+        A special token does not show in the text, nor does a part of a character: they are found
+        by their ids.
 
         Args:
             words: each as text, and its tokens.
         """
-        special = self._tokenizer.special_ids
+        stops: dict[str, Any] = {"stop": [], "stop_token_ids": []}
         for text, ids in words:
-            if len(ids) > 1 and not special.isdisjoint(ids):
+            if self._is_text(text, ids):
+                stops["stop"].append(text)
+            elif len(ids) == 1:
+                stops["stop_token_ids"].append(ids[0])
+            else:
                 raise InvalidRequestError(
-                    f"{name} must have special tokens alone, but one word is {text[:80]!r}"
+                    f"{name} must have special tokens, and those of no whole character, as words of"
+                    f" their own, but one word is {shown(text)}"
                 )
-        return {
-            "stop": [text for text, ids in words if special.isdisjoint(ids)],
-            "stop_token_ids": [ids[0] for _, ids in words if not special.isdisjoint(ids)],
-        }
+        return stops
+
+    def _is_text(self, text: str, ids: list[int]) -> bool:
+        """Whether these tokens can be found in a text by theirs."""
+        is_special = not self._tokenizer.special_ids.isdisjoint(ids)
+        return bool(text) and not is_special and "\ufffd" not in text
 
 
 class TextFacade(Facade):
@@ -248,6 +293,8 @@ class TokenFacade(Facade):
         length, ids = row.require("input_lengths"), row.tensors.get("input_ids")
         if ids is None:
             raise InvalidRequestError("input_ids is not present in the request")
+        if not ids.size:
+            raise InvalidRequestError("input_ids must have at least one token, but has none")
         if not 1 <= length <= ids.size:
             raise InvalidRequestError(
                 f"input_lengths must be from 1 to {ids.size}, the number of input_ids, but is "
@@ -269,26 +316,39 @@ class TokenFacade(Facade):
             "ignore_eos": True,
             **_choice(row, row.one("runtime_top_k"), row.one("runtime_top_p")),
             **self._stops("stop_words_list", self._words(row, "stop_words_list", "stop")),
-            "bad_words": [text for text, _ in self._words(row, "bad_words_list", "bad_words")],
+            "bad_words": self._bad_words(row),
             "logit_bias": dict(zip(places.tolist(), bias[places].tolist(), strict=True)),
         }
 
+    def _bad_words(self, row: Row) -> list[str]:
+        words = self._words(row, "bad_words_list", "bad_words")
+        for text, ids in words:
+            if "\ufffd" in text:
+                raise InvalidRequestError(
+                    f"bad_words_list must have words of whole characters, but {ids} is "
+                    f"{shown(text)}"
+                )
+        return [text for text, _ in words]
+
     def _words(self, row: Row, name: str, limit: str) -> list[tuple[str, list[int]]]:
         words = row.word_list(name)
+        for id_ in (id_ for ids in words for id_ in ids):
+            if not 0 <= id_ < self._tokenizer.vocab_size:
+                raise InvalidRequestError(
+                    f"{name} must have token ids from 0 to {self._tokenizer.vocab_size - 1}, "
+                    f"but has {id_}"
+                )
         texts = [self._tokenizer.decode(ids, skip_special_tokens=False) for ids in words]
-        if "" in texts:
-            ids = words[texts.index("")]
-            raise InvalidRequestError(f"{name} must have words with text, but {ids} has none")
         return list(zip(within(name, texts, limit), words, strict=True))
 
 
 def bias_of(row: Row, words_name: str, weights_name: str, tokenizer: Tokenizer) -> dict[int, float]:
-    """What words and weights, one for each, add to the logits, by token id.
+    """What words and weights, one for each, add to the logits, by token id; an empty word nothing.
 
     Raises:
         InvalidRequestError: there are not as many of the one as of the other.
     """
-    words = within(words_name, row.texts(words_name), "logit_bias")
+    words = within(words_name, row.all_texts(words_name), "logit_bias")
     weights = row.tensors.get(weights_name, np.array([])).ravel().tolist()
     if len(words) != len(weights):
         raise InvalidRequestError(
@@ -323,6 +383,12 @@ def _choice(row: Row, top_k: int | None, top_p: float | None) -> dict[str, Any]:
         "top_k": top_k or 0,
         "top_p": top_p or 1.0,
     }
+
+
+def _in_batch(error: CharoniaError, place: tuple[int, int]) -> CharoniaError:
+    """The same error, which says which request of a batch it is about."""
+    index, num = place
+    return error if num == 1 else error_of(f"request {index} of the batch: {error}", error.kind)
 
 
 def _stop(raw: RawRequest) -> _Stop:

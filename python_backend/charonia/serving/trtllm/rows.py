@@ -48,8 +48,12 @@ class Row:
 
     def texts(self, name: str) -> list[str]:
         """The texts of an input that are not empty."""
+        return [text for text in self.all_texts(name) if text]
+
+    def all_texts(self, name: str) -> list[str]:
+        """The texts of an input."""
         array = self.tensors.get(name, np.array([], dtype=np.object_))
-        return [_text(name, value) for value in array.ravel() if len(value)]
+        return [_text(name, value) for value in array.ravel()]
 
     def word_list(self, name: str) -> list[list[int]]:
         """The words of an input in `pack_words`' form.

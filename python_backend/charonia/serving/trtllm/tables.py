@@ -195,7 +195,7 @@ _TEXT_NAMES = {
     **_SAMPLING_NAMES,
     "stop": "stop_words",
     "stop_token_ids": "end_id",
-    "logit_bias": "embedding_bias_words",
+    "logit_bias": "embedding_bias_weights",
 }
 _TOKEN_NAMES = {
     **_SAMPLING_NAMES,

@@ -178,10 +178,11 @@ class Postprocessing:
                 f"SEQUENCE_LENGTH must have {len(beams)} numbers, one for each beam of "
                 f"TOKENS_BATCH, each from 0 to {beams.shape[1]}, but is {lengths[:16]}"
             )
-        return [
-            self._tokenizer.decode(beam[:length].tolist()).encode()
-            for beam, length in zip(beams, lengths, strict=True)
-        ]
+        counted = [beam[:length].tolist() for beam, length in zip(beams, lengths, strict=True)]
+        for id_ in (id_ for ids in counted for id_ in ids):
+            if id_ < 0:
+                raise InvalidRequestError(f"TOKENS_BATCH must have token ids from 0, but has {id_}")
+        return [self._tokenizer.decode(ids).encode() for ids in counted]
 
 
 def _column(values: list[int]) -> Array:
