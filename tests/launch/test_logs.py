@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.launch.logs import failure_reason, is_interesting
+from charonia.launch.logs import crash_reason, failure_reason, is_interesting
 
 OURS = 'I1121 02:39:01.884703 6344 model.py:7] "weights: 40 % read"'
 LOADING = 'I1121 02:39:00.049192 6344 model_lifecycle.cc:472] "loading: scheduler:1"'
@@ -42,3 +42,14 @@ def test_without_a_failed_load_the_first_error_is_the_reason() -> None:
 
 def test_a_log_without_errors_gives_no_reason() -> None:
     assert failure_reason([OURS, LOADING, NO_GPU]) is None
+
+
+def test_what_nobody_caught_is_the_reason_of_a_crash() -> None:
+    lines = [
+        "I1123 08:15:00.000000 1 python_be.cc:2249] TRITONBACKEND_ModelInstanceInitialize: a",
+        "terminate called after throwing an instance of 'boost::interprocess::lock_exception'",
+        "  what():  boost::interprocess::lock_exception",
+        "Signal (6) received.",
+    ]
+    assert crash_reason(lines) == "boost::interprocess::lock_exception"
+    assert crash_reason(lines[:1]) == ""

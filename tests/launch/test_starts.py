@@ -67,6 +67,31 @@ def test_a_server_that_ends_as_soon_as_it_is_open_is_started_again(
         assert supervised.supervisor.num_restarts == 1
 
 
+@pytest.mark.parametrize(("num_crashes", "num_restarts"), [(1, 1), (9, 2)])
+def test_a_server_that_crashes_on_its_way_is_started_again_but_not_for_ever(
+    make_server: Callable[..., TritonServer], num_crashes: int, num_restarts: int
+) -> None:
+    num_left = num_crashes
+
+    def crash(line: str) -> None:
+        nonlocal num_left
+        if "the stand-in scheduler loads" in line and num_left:
+            num_left -= 1
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGABRT)
+
+    server = make_server(on_log=crash)
+    limits = SupervisionLimits(probe_interval_s=3600, backoff_s=0.1, max_failed_starts=2)
+    with Supervised(server, limits) as supervised:
+        if num_crashes == 1:
+            supervised.wait_serving(START_S)
+        else:
+            wait_for(lambda: events(supervised.lines, "server_given_up"), bool, START_S)
+        assert supervised.supervisor.num_restarts == num_restarts
+    reasons = [one["reason"] for one in events(supervised.lines, "server_restarting")]
+    assert all(reason.startswith("tritonserver was ended by SIGABRT") for reason in reasons)
+
+
 def test_processes_that_do_not_end_at_once_are_killed_again_later(
     make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """The launcher's own errors.
 
 Owns `LaunchError`, whose text is one line for the terminal of the person who starts the server, and
-the kind of it that a supervisor must tell from the others.
+the kinds of it that must be told from the others.
 """
 
 from charonia.errors import CharoniaError
@@ -15,3 +15,9 @@ class LaunchError(CharoniaError):
 class LostError(LaunchError):
     """The server was lost after it had taken its first connections: a request may have ended it, so
     this does not say that it cannot be started."""
+
+
+class CrashError(LaunchError):
+    """The server crashed on its way up. On a busy machine tritonserver does so now and then while
+    models are loaded (2.51.0: boost::interprocess::lock_exception, also
+    https://github.com/triton-inference-server/server/issues/8882), so once is worth another try."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 _LINE = re.compile(r"^(?P<severity>[IWEF])\d{4} \S+ \d+ (?P<source>[^:\]]+):\d+\] ?(?P<text>.*)$")
 _OURS = re.compile(r"^\[[^\]\s]+\] ")
+_UNCAUGHT = re.compile(r"^  what\(\):  (?P<reason>.+)$")
 _LOAD_FAILURE = re.compile(r"failed to load '(?P<model>[^']+)' version \d+: (?P<reason>.*)")
 
 # What a server says on a machine without a GPU, whatever it serves, and the tables of its start.
@@ -51,3 +52,8 @@ def failure_reason(lines: Iterable[str]) -> str | None:
         if match and match["severity"] in "EF" and is_interesting(line):
             first_error = first_error or match["text"].strip('"')
     return first_error
+
+
+def crash_reason(lines: Iterable[str]) -> str:
+    """What the C++ library says of an exception that nobody took; empty where it says nothing."""
+    return next((found["reason"] for line in lines if (found := _UNCAUGHT.match(line))), "")

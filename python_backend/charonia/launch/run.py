@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from charonia.launch.cores import cores_beside_engine
+from charonia.launch.errors import CrashError
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.repository import (
     PreparedRepository,
@@ -79,7 +80,17 @@ def running_server(
         server,
         prepared,
     ):
-        server.start()
         with contextlib.closing(Probe(server.http_url, prepared.scheduler)) as probe:
-            wait_serving(server, probe, timeout)
+            _start(server, probe, timeout)
         yield server
+
+
+def _start(server: TritonServer, probe: Probe, timeout: float) -> None:
+    """Start a server; where it crashes on its way, once more."""
+    server.start()
+    try:
+        wait_serving(server, probe, timeout)
+    except CrashError:
+        server.kill()
+        server.start()
+        wait_serving(server, probe, timeout)

@@ -24,9 +24,9 @@ from tritonclient.utils import InferenceServerException
 
 from charonia.launch import processes
 from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
-from charonia.launch.errors import LaunchError, LostError
+from charonia.launch.errors import CrashError, LaunchError, LostError
 from charonia.launch.guard import make_guard
-from charonia.launch.logs import failure_reason, is_interesting
+from charonia.launch.logs import crash_reason, failure_reason, is_interesting
 from charonia.launch.metrics_http import PageServer
 from charonia.launch.metrics_merge import MergedPage
 from charonia.launch.patience import STOPPED_S
@@ -48,6 +48,7 @@ NUM_OWN_MODELS = 6
 EXIT_PER_MODEL_S = 0.5  # for each further one: it unloads them one after the other
 STOP_S = 1.0  # later the server is killed
 LOG_TAIL_LINES = 200
+_CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 OPEN_LINE = "Started GRPCInferenceService"
 """What tritonserver logs when its first clients may connect; all models are loaded then."""
 MAX_INPUT_OPTION = "http-max-input-size"
@@ -299,14 +300,21 @@ class TritonServer:
             reason = "tritonserver was stopped"
         else:
             return
-        raise (LostError if self._is_open else LaunchError)(reason)
+        raise self._kind_of_loss()(reason)
+
+    def _kind_of_loss(self) -> type[LaunchError]:
+        if self._is_open:
+            return LostError
+        code = self._process.returncode if self._process else None
+        return CrashError if code is not None and -code in _CRASHES else LaunchError
 
     def explain_end(self) -> str:
         """Why tritonserver ended, in one line, from what it logged last."""
         code = self._process.returncode if self._process else None
         lines = list(self._tail)
         if code is not None and code < 0:
-            return f"tritonserver was ended by {signal.Signals(-code).name}"
+            said = crash_reason(lines)
+            return f"tritonserver was ended by {signal.Signals(-code).name}{said and f': {said}'}"
         reason = None if self._is_open else failure_reason(lines)
         reason = reason or next(filter(is_interesting, lines), "it said nothing")
         return f"tritonserver ended with exit code {code}: {reason}"
