@@ -88,8 +88,10 @@ def test_a_model_has_the_tensors_of_the_interface(server: TritonServer, model: s
     with contextlib.closing(grpc.InferenceServerClient(server.grpc_url)) as client:
         config = client.get_model_config(model, as_json=True)["config"]
     types = {tensor["name"]: tensor["data_type"] for tensor in config["input"]}
-    expected = dict.fromkeys([*FLAGS, "exclude_input_in_output", "cancel"], "TYPE_BOOL")
-    expected |= {"text_input": "TYPE_STRING", "input_ids": "TYPE_INT32"}
+    flags = [*FLAGS, "exclude_input_in_output", "return_cancelled_output", "cancel"]
+    expected = dict.fromkeys(flags, "TYPE_BOOL")
+    expected |= {"text_input": "TYPE_STRING"}
+    expected |= {"input_ids": "TYPE_INT32", "draft_input_ids": "TYPE_INT32"}
     expected |= {"sampling_parameters": "TYPE_STRING"}
     if model != "generate":
         expected["stream"] = "TYPE_BOOL"

@@ -71,8 +71,8 @@ def test_a_request_becomes_requests_of_the_scheduler(model: str, data: st.DataOb
     names = frozenset(one.name for one in MODELS[model].outputs)
     with only_clear_errors(InvalidRequestError, NotSupportedError):
         parts = FACADES[model].split(RawRequest(tensors, {}, request_id="1", output_names=names))
-        for part in parts:
-            call = parse(part.request)
+        for request, part in parts:
+            call = parse(request)
             if isinstance(call, GenerateCall):
                 answer_to(part, call)
 

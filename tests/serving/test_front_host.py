@@ -290,13 +290,12 @@ def test_a_front_that_is_not_decoupled_takes_no_streams(
 class Pair:
     """A convention in which each request is two, and a stopped one just ends."""
 
-    def split(self, raw: RawRequest) -> list["Half"]:
-        return [Half(raw, index) for index in range(2)]
+    def split(self, raw: RawRequest) -> list[tuple[RawRequest, "Half"]]:
+        return [(raw, Half(index)) for index in range(2)]
 
 
 class Half:
-    def __init__(self, request: RawRequest, index: int) -> None:
-        self.request = request
+    def __init__(self, index: int) -> None:
         self.index = index
 
     def answer(self, outputs: Outputs) -> Outputs:

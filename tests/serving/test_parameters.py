@@ -31,6 +31,7 @@ def test_every_parameter_has_a_coercion() -> None:
         ("max_tokens", "100", 100),
         ("max_tokens", 100.0, 100),
         ("max_tokens", " 7 ", 7),
+        ("max_tokens", "7\x1f", 7),
         ("temperature", "0.1", 0.1),
         ("temperature", 1, 1.0),
         ("top_k", "-1", -1),

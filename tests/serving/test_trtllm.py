@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from charonia.errors import (
 )
 from charonia.protocol import SamplingParams
 from charonia.serving.convention import Part
-from charonia.serving.tensors import NUMPY_TYPES, RawRequest
+from charonia.serving.tensors import NUMPY_TYPES, Outputs, RawRequest
 from charonia.serving.trtllm.facade import (
     BATCH_NEEDS_DECOUPLED,
     MAX_RETURN_SEQUENCES,
@@ -69,15 +69,28 @@ def facade(model: str = "tensorrt_llm", *, is_decoupled: bool = True) -> Facade:
     return kind(model, TOKENIZER, is_decoupled=is_decoupled)
 
 
+@dataclass(frozen=True)
+class Split:
+    """A request of the scheduler, and what its answers mean."""
+
+    request: RawRequest
+    part: Part
+
+    def answer(self, outputs: Outputs) -> Outputs | None:
+        return self.part.answer(outputs)
+
+    def failure(self, error: CharoniaError) -> CharoniaError | None:
+        return self.part.failure(error)
+
+
 def split(
     model: str, *rows: dict[str, Any], is_decoupled: bool = True, **fields: Any
-) -> list[Part]:
-    return list(
-        facade(model, is_decoupled=is_decoupled).split(raw_request(model, [*rows], **fields))
-    )
+) -> list[Split]:
+    raw = raw_request(model, [*rows], **fields)
+    return [Split(*pair) for pair in facade(model, is_decoupled=is_decoupled).split(raw)]
 
 
-def sampling_of(part: Part) -> dict[str, Any]:
+def sampling_of(part: Split) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(part.request.tensors["sampling_parameters"].item())
     SamplingParams(**{k: v for k, v in values.items() if k != "logit_bias"})
     return values
@@ -438,8 +451,8 @@ def test_of_a_requests_own_parameters_only_tritons_count() -> None:
     row = TOKENS | {"stop": True}
     raw = raw_request("tensorrt_llm", [row], request_id="7")
     parameters = {"Streaming": True, "timeout": 5, "temperature": 3}
-    (part,) = facade().split(replace(raw, parameters=parameters))
-    assert part.request.parameters == {"timeout": 5}
+    ((request, _),) = facade().split(replace(raw, parameters=parameters))
+    assert request.parameters == {"timeout": 5}
 
 
 def test_a_stop_cancels_the_requests_of_its_id_and_needs_one() -> None:

@@ -14,13 +14,10 @@ from charonia.serving.tensors import Outputs, RawRequest
 
 
 class Part(Protocol):
-    """What is asked of the scheduler, and what its answers mean to the client.
+    """What the scheduler's answers to a request mean to the client.
 
-    Attributes:
-        request: in the scheduler's convention.
+    It does not hold the request, which may be large and has gone by then.
     """
-
-    request: RawRequest
 
     def answer(self, outputs: Outputs) -> Outputs | None:
         """What the client gets for these outputs of the scheduler; None for nothing."""
@@ -34,8 +31,8 @@ class Part(Protocol):
 class Convention(Protocol):
     """How clients speak to one front."""
 
-    def split(self, raw: RawRequest) -> Sequence[Part]:
-        """The parts of a client's request, one at least.
+    def split(self, raw: RawRequest) -> Sequence[tuple[RawRequest, Part]]:
+        """The parts of a client's request, one at least, as requests of the scheduler.
 
         Raises:
             CharoniaError: it is refused as a whole.
@@ -45,9 +42,6 @@ class Convention(Protocol):
 
 class _Whole:
     """A request that goes on as it came, as do its answers."""
-
-    def __init__(self, request: RawRequest) -> None:
-        self.request = request
 
     def answer(self, outputs: Outputs) -> Outputs:
         return outputs
@@ -66,8 +60,8 @@ class PlainConvention:
     def __init__(self, *, is_decoupled: bool) -> None:
         self._is_decoupled = is_decoupled
 
-    def split(self, raw: RawRequest) -> Sequence[Part]:
+    def split(self, raw: RawRequest) -> Sequence[tuple[RawRequest, Part]]:
         """Raises InvalidRequestError: a stream cannot be had."""
         if not self._is_decoupled and "stream" in raw.tensors:
             raise InvalidRequestError("this model cannot stream: it is not decoupled")
-        return [_Whole(raw)]
+        return [(raw, _Whole())]

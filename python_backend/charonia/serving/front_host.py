@@ -124,7 +124,6 @@ class FrontHost:
     def _hand_in(self, request: Any, outlet: TritonOutlet) -> None:
         raw = read_request(request)
         parts = self._convention.split(raw)
-        messages = [RelayedRequest(secrets.token_hex(16), part.request) for part in parts]
         client = _Client(secrets.token_hex(16), outlet, raw.num_bytes)
         self._ledger.take(raw.num_bytes)
         try:
@@ -133,7 +132,8 @@ class FrontHost:
             with self._lock:
                 if self._connection is None:
                     raise UnavailableError(LOST)
-                for message, part in zip(messages, parts, strict=True):
+                for request, part in parts:
+                    message = RelayedRequest(secrets.token_hex(16), request)
                     self._post(self._connection, message, _Waiting(client, part))
                 self._clients[client.key] = client
                 self._poller.add(client.key, outlet)

@@ -80,7 +80,7 @@ def _ill_typed(name: str, value: Any, accepted: str) -> InvalidRequestError:
 
 def _integer_64(name: str, value: Any) -> int:
     if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
-        value = int(value)
+        value = int(value.strip())
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 2**64:

@@ -55,14 +55,7 @@ class _Request:
         place: which of the batch it is, of how many.
     """
 
-    def __init__(
-        self,
-        request: RawRequest,
-        answer: Answer,
-        called: Mapping[str, str],
-        place: tuple[int, int],
-    ) -> None:
-        self.request = request
+    def __init__(self, answer: Answer, called: Mapping[str, str], place: tuple[int, int]) -> None:
         self._answer = answer
         self._called = called
         self._place = place
@@ -83,9 +76,6 @@ class _Request:
 
 class _Stop:
     """A request that ends others."""
-
-    def __init__(self, request: RawRequest) -> None:
-        self.request = request
 
     def answer(self, outputs: Outputs) -> None:
         return None
@@ -108,7 +98,7 @@ class Facade(ABC):
         self._tokenizer = tokenizer
         self._is_decoupled = is_decoupled
 
-    def split(self, raw: RawRequest) -> Sequence[Part]:
+    def split(self, raw: RawRequest) -> Sequence[tuple[RawRequest, Part]]:
         """See `Convention`.
 
         Raises:
@@ -123,7 +113,7 @@ class Facade(ABC):
                 raise InvalidRequestError(
                     f"stop must be the same in all of a batch, but is {stops}"
                 )
-            return [_stop(raw)]
+            return [(_stop(raw), _Stop())]
         if not self._is_decoupled:
             self._check_unary(rows)
         if (total := sum(map(self._num_sequences, rows))) > MAX_SEQUENCES:
@@ -137,7 +127,9 @@ class Facade(ABC):
             for request in self._row_requests(raw, row, (index, len(rows)))
         ]
 
-    def _row_requests(self, raw: RawRequest, row: Row, place: tuple[int, int]) -> list[_Request]:
+    def _row_requests(
+        self, raw: RawRequest, row: Row, place: tuple[int, int]
+    ) -> list[tuple[RawRequest, Part]]:
         try:
             return list(self._requests(raw, row, place))
         except CharoniaError as error:
@@ -169,7 +161,9 @@ class Facade(ABC):
                 f"num_return_sequences must be 1 where the model is not decoupled, but is {num}"
             )
 
-    def _requests(self, raw: RawRequest, row: Row, place: tuple[int, int]) -> Iterator[_Request]:
+    def _requests(
+        self, raw: RawRequest, row: Row, place: tuple[int, int]
+    ) -> Iterator[tuple[RawRequest, Part]]:
         """A request for each sequence of one row, which has this place in a batch of so many."""
         is_streaming = bool(row.one(self.stream_input, False))
         has_prompt = not (is_streaming or row.one("exclude_input_in_output", False))
@@ -207,7 +201,7 @@ class Facade(ABC):
                 if num > 1 and name in raw.output_names
             }
             answer = Answer(outputs, indexes, prompt_ids)
-            yield _Request(request, answer, self._tensors.called, place)
+            yield request, _Request(answer, self._tensors.called, place)
 
     def _all_sampling(self, row: Row) -> dict[str, Any]:
         """All sampling parameters but the seed."""
@@ -391,11 +385,11 @@ def _in_batch(error: CharoniaError, place: tuple[int, int]) -> CharoniaError:
     return error if num == 1 else error_of(f"request {index} of the batch: {error}", error.kind)
 
 
-def _stop(raw: RawRequest) -> _Stop:
+def _stop(raw: RawRequest) -> RawRequest:
     if not raw.request_id:
         raise ExactTextError(STOP_NEEDS_ID)
     tensors = {"cancel": np.array([True])}
-    return _Stop(replace(raw, tensors=tensors, output_names=frozenset(), num_bytes=1))
+    return replace(raw, tensors=tensors, output_names=frozenset(), num_bytes=1)
 
 
 def _json(values: dict[str, Any]) -> Array:
