@@ -1,5 +1,6 @@
 """Whether a server serves: what Triton's readiness and `charonia health` say while things break."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from charonia.launch.cli import main
 from charonia.launch.discovery import default_repository
 from charonia.launch.model_control import ModelControl
-from charonia.launch.processes import free_ports
+from charonia.launch.processes import ReservedPorts
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import infer_grpc, one_torch_thread, request_inputs, scrape, wait_for
@@ -213,8 +214,8 @@ def test_a_dead_model_on_a_way_in_is_seen_although_triton_calls_it_ready(
 
 
 def test_a_server_that_is_not_there_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:
-    (port,) = free_ports("127.0.0.1", 1)
-    assert main(["health", "--url", f"127.0.0.1:{port}"]) == 1
+    with contextlib.closing(ReservedPorts("127.0.0.1", 1)) as reserved:
+        assert main(["health", "--url", f"127.0.0.1:{reserved.ports[0]}"]) == 1
     out, err = capsys.readouterr()
     assert "server     FAILED  cannot be reached" in out
     assert err.startswith("charonia: not healthy: server, scheduler, engine, inference")

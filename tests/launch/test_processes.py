@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import socket
@@ -66,14 +67,24 @@ def test_a_taken_port_is_named() -> None:
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"192\.0\.2\.1"):
-        processes.free_ports("192.0.2.1", 1)
+        processes.ReservedPorts("192.0.2.1", 1)
 
 
-def test_free_ports_differ_and_can_be_used() -> None:
-    ports = processes.free_ports("127.0.0.1", 3)
-    assert len(set(ports)) == 3
-    for port in ports:
-        processes.check_port("127.0.0.1", port, "HTTP")
+def test_reserved_ports_differ_and_whoever_names_one_can_listen_there() -> None:
+    with contextlib.closing(processes.ReservedPorts("127.0.0.1", 3)) as reserved:
+        assert len(set(reserved.ports)) == 3
+        for port in reserved.ports:
+            processes.check_port("127.0.0.1", port, "HTTP")
+
+
+def test_a_reserved_port_is_given_to_nobody_else() -> None:
+    with contextlib.closing(processes.ReservedPorts("127.0.0.1", 1)) as reserved:
+        (port,) = reserved.ports
+        with socket.socket() as another:
+            with pytest.raises(OSError, match="Address already in use"):
+                another.bind(("127.0.0.1", port))
+            reserved.close()
+            another.bind(("127.0.0.1", port))
 
 
 def test_only_shared_memory_with_the_prefix_is_removed() -> None:

@@ -15,13 +15,14 @@ import psutil
 
 from charonia.config import EngineArgs
 from charonia.data.runner import Runner
-from charonia.launch.processes import free_ports
+from charonia.launch.processes import ReservedPorts
 from charonia.parallel.engine import load_engine
 from charonia.protocol import RowStep, StepResult
 from parity.driver import Driver, blocks_for, new_row
 
 WAIT_S = 60.0
 """Longer than anything takes that is right."""
+_reserved: list[ReservedPorts] = []
 
 
 def rank_args(model_dir: Path, **values: Any) -> EngineArgs:
@@ -93,9 +94,9 @@ def is_alive(pid: int) -> bool:
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    """A host and a port at which nobody listens on this machine."""
-    (port,) = free_ports("127.0.0.1", 1)
-    return f"{host}:{port}"
+    """A host and a port at which nobody listens on this machine, nor will but who is told of it."""
+    _reserved.append(ReservedPorts("127.0.0.1", 1))
+    return f"{host}:{_reserved[-1].ports[0]}"
 
 
 def descriptors() -> dict[int, str]:

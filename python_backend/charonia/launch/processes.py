@@ -151,23 +151,40 @@ def check_port(address: str, port: int, what: str) -> None:
     listen(address, port, what).close()
 
 
-def free_ports(address: str, count: int) -> list[int]:
-    """Ports that nobody listens on right now, all different.
+class ReservedPorts:
+    """Ports for servers that will listen later: until `close`, nobody else is given one of them.
+
+    Each has a socket that is bound and no more. Linux gives a port with such a socket to nobody who
+    asks for any port, but to who names it and sets SO_REUSEADDR, as servers do.
+
+    Args:
+        address: of this machine. count: of ports, all different.
 
     Raises:
         LaunchError: the address is not of this machine.
+
+    Attributes:
+        ports: their numbers.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        ports = []
+
+    def __init__(self, address: str, count: int) -> None:
+        self.ports: list[int] = []
+        self._sockets: list[socket.socket] = []
         for _ in range(count):
-            probe = stack.enter_context(socket.socket(family))
+            one = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            self._sockets.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((address, 0))
+                one.bind((address, 0))
             except OSError as error:
+                self.close()
                 raise LaunchError(f"cannot listen on {address}: {error.strerror}") from None
-            ports.append(int(probe.getsockname()[1]))
-        return ports
+            self.ports.append(int(one.getsockname()[1]))
+
+    def close(self) -> None:
+        """Let anybody have them."""
+        for one in self._sockets:
+            one.close()
 
 
 def find_by_argument(processes: Iterable[psutil.Process], fragment: str) -> list[psutil.Process]:

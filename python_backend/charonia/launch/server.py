@@ -124,12 +124,11 @@ class TritonServer:
     ) -> None:
         self.repository = repository.absolute()
         self.address = address
-        free = processes.free_ports(address, 3)
-        self.http_port = http_port or free[0]
-        self.grpc_port = grpc_port or free[1]
-        self.metrics_port = metrics_port or free[2]
+        self.http_port = http_port
+        self.grpc_port = grpc_port
+        self.metrics_port = metrics_port
+        self._triton_metrics_port = 0
         self._further_options = tuple(further_options)
-        self._triton_metrics_port = 0  # another one at each start
         self._page = MergedPage(self.repository, self._triton_metrics_url)
         self._page_server: PageServer | None = None
         self._cores = cores
@@ -145,6 +144,19 @@ class TritonServer:
         self.guard = make_guard(self._installation, self.runtime_dir)
         self._backends = self._installation.link_backends(self.runtime_dir / "backends")
         self._command()  # raises where an option is wrong
+        self._reserved = self._reserve_ports()
+
+    def _reserve_ports(self) -> list[processes.ReservedPorts]:
+        """Choose those that were not given. They stay this server's own from start to start."""
+        given = {self.http_port, self.grpc_port, self.metrics_port}
+        ours = processes.ReservedPorts(self.address, 3 + len(given))
+        tritons = processes.ReservedPorts(DEFAULT_ADDRESS, 1 + len(given))
+        free = (port for port in ours.ports if port not in given)
+        self.http_port = self.http_port or next(free)
+        self.grpc_port = self.grpc_port or next(free)
+        self.metrics_port = self.metrics_port or next(free)
+        self._triton_metrics_port = next(port for port in tritons.ports if port not in given)
+        return [ours, tritons]
 
     @property
     def runtime_dir(self) -> Path:
@@ -250,9 +262,6 @@ class TritonServer:
         if self._page_server is None:
             listener = processes.listen(self.address, self.metrics_port, "metrics")
             self._page_server = PageServer(listener, self._page.read, self._on_log)
-        taken = {self.http_port, self.grpc_port, self.metrics_port}
-        free = processes.free_ports(DEFAULT_ADDRESS, len(taken) + 1)
-        self._triton_metrics_port = next(port for port in free if port not in taken)
         self._tail.clear()
         self._is_open = False
         addresses = {"http_url": self.http_url, "grpc_url": self.grpc_url}
@@ -383,6 +392,8 @@ class TritonServer:
             if self._page_server is not None:
                 self._page_server.close()
             self._page.close()
+            for reserved in self._reserved:
+                reserved.close()
             self._runtime.close()
 
     def __enter__(self) -> "TritonServer":
