@@ -22,7 +22,7 @@ from charonia_client import (
     Timeouts,
 )
 from charonia_client.values import Protocol
-from client.conftest import endless, script, settings
+from client.conftest import LATE_S, endless, script, settings
 
 Run = Callable[[Callable[[AsyncClient], Coroutine[Any, Any, Any]]], Any]
 
@@ -144,16 +144,16 @@ def test_timeouts_are_kept(run: Run, timeouts: Timeouts, text: str) -> None:
     async def body(client: AsyncClient) -> float:
         started = time.monotonic()
         with pytest.raises(Timeout, match=text):
-            await client.generate(script(chunks=["a"], delay_s=1.5), timeouts=timeouts)
+            await client.generate(script(chunks=["a"], delay_s=LATE_S), timeouts=timeouts)
         return time.monotonic() - started
 
-    assert 0.28 < run(body) < 1.2
+    assert 0.28 < run(body) < LATE_S / 2
 
 
 def test_the_first_token_timeout_ends_with_the_first_token(run: Run) -> None:
     async def body(client: AsyncClient) -> str:
-        prompt = script(chunks=["a"] * 3, delay_s=0.25)
-        return (await client.generate(prompt, timeouts=Timeouts(first_token_s=0.4))).text
+        prompt = script(chunks=["a"] * 3, delays_s=[0, 0, 2.0])
+        return (await client.generate(prompt, timeouts=Timeouts(first_token_s=1.5))).text
 
     assert run(body) == "aaa"
 

@@ -22,7 +22,7 @@ from charonia_client import (
     Unavailable,
 )
 from charonia_client.values import Protocol
-from client.conftest import REPOSITORY, endless, script, settings
+from client.conftest import LATE_S, REPOSITORY, endless, script, settings
 
 QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.01)
 
@@ -125,14 +125,14 @@ def test_dropping_a_stream_cancels_the_request(
 def test_closing_from_another_thread_wakes_the_one_that_waits(
     client: Client, outcome: Callable[[str], str]
 ) -> None:
-    stream = client.stream(script(chunks=["a", "b"], delay_s=1.0))
+    stream = client.stream(script(chunks=["a", "b"], delays_s=[0, LATE_S]))
     next(stream)
     timer = threading.Timer(0.1, stream.close)
     timer.start()
     started = time.monotonic()
     with pytest.raises(Cancelled, match="closed"):
         next(stream)
-    assert time.monotonic() - started < 0.8
+    assert time.monotonic() - started < LATE_S / 2
     assert outcome(stream.request_id) == "cancelled"
     timer.join()
 
@@ -200,7 +200,7 @@ def test_an_unknown_model_is_an_invalid_request(scripted: TritonServer, protocol
     [
         (Timeouts(total_s=0.3), "no complete answer within 0.3 s"),
         (Timeouts(first_token_s=0.3), "no first token within 0.3 s"),
-        (Timeouts(total_s=5, first_token_s=0.3), "no first token within 0.3 s"),
+        (Timeouts(total_s=LATE_S, first_token_s=0.3), "no first token within 0.3 s"),
     ],
 )
 def test_a_timeout_before_the_first_token_is_kept(
@@ -208,8 +208,8 @@ def test_a_timeout_before_the_first_token_is_kept(
 ) -> None:
     started = time.monotonic()
     with pytest.raises(Timeout, match=text):
-        client.generate(script(chunks=["a"], delay_s=1.5), timeouts=timeouts)
-    assert 0.28 < time.monotonic() - started < 1.2
+        client.generate(script(chunks=["a"], delay_s=LATE_S), timeouts=timeouts)
+    assert 0.28 < time.monotonic() - started < LATE_S / 2
 
 
 def test_the_total_timeout_holds_in_mid_stream(
@@ -219,13 +219,13 @@ def test_the_total_timeout_holds_in_mid_stream(
     stream = client.stream(endless(0.05), timeouts=Timeouts(total_s=0.4))
     with pytest.raises(Timeout, match=r"0\.4 s"):
         list(stream)
-    assert 0.38 < time.monotonic() - started < 1.2
+    assert 0.38 < time.monotonic() - started < LATE_S / 2
     assert outcome(stream.request_id) == "cancelled"
 
 
 def test_the_first_token_timeout_ends_with_the_first_token(client: Client) -> None:
-    prompt = script(chunks=["a"] * 3, delay_s=0.25)
-    assert client.generate(prompt, timeouts=Timeouts(first_token_s=0.4)).text == "aaa"
+    prompt = script(chunks=["a"] * 3, delays_s=[0, 0, 2.0])
+    assert client.generate(prompt, timeouts=Timeouts(first_token_s=1.5)).text == "aaa"
 
 
 def test_a_full_queue_is_tried_again_until_it_takes_the_request(

@@ -3,7 +3,8 @@
 The prompt (`text_input`) is a JSON script:
 
 - `chunks`: texts, one response each; `token_ids`: ids per chunk; `forever`: repeat them for ever;
-- `delay_s`: before each response; `finish`: the last chunk's finish_reason, null for none;
+- `delay_s`: before each response, or `delays_s`: before each chunk; a cancellation cuts it short;
+- `finish`: the last chunk's finish_reason, null for none;
 - `error` and `code`: raised after the chunks; `failures`: only for so many attempts of this id;
 - `raw`: more output tensors of the last response, by name, as lists;
 - `report`: an id; answers with how that request ended: "running", "cancelled", "done", "error";
@@ -76,15 +77,25 @@ class TritonPythonModel:
         self.outcome[request_id] = "running"
         self.outcome[request_id] = self.play(sender, request_id, script, final)
 
+    def is_cancelled_within(self, seconds, sender, request_id):
+        """Wait so long, or until somebody cancels the request; whether somebody does."""
+        deadline = time.monotonic() + seconds
+        while not (sender.is_cancelled() or request_id in self.to_cancel):
+            if (remaining := deadline - time.monotonic()) <= 0:
+                return False
+            time.sleep(min(remaining, 0.02))
+        return True
+
     def play(self, sender, request_id, script, final):
         """Send the responses; answers how it ended."""
         chunks = script.get("chunks", [])
         token_ids = script.get("token_ids", [[7]] * len(chunks))
         last = len(chunks) - 1 if "error" not in script else -1
+        delay_s = script.get("delay_s", 0)
+        delays = script.get("delays_s", [delay_s] * len(chunks))
         while True:
             for index, text in enumerate(chunks):
-                time.sleep(script.get("delay_s", 0))
-                if sender.is_cancelled() or request_id in self.to_cancel:
+                if self.is_cancelled_within(delays[index], sender, request_id):
                     # Triton 2.51.0 may crash when an answer ends while its cancellation is
                     # still on its way through the gRPC front end.
                     time.sleep(0.2)
@@ -103,7 +114,7 @@ class TritonPythonModel:
             if not script.get("forever"):
                 break
         if "error" in script:
-            time.sleep(script.get("delay_s", 0))
+            time.sleep(delay_s)
             code = getattr(pb_utils.TritonError, script.get("code", "INTERNAL"))
             error = pb_utils.TritonError(script["error"], code)
             sender.send(pb_utils.InferenceResponse(error=error), flags=final)
