@@ -14,13 +14,17 @@ PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
 
-.PHONY: help setup demo serve test check interface bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance bench-hostile clean
+# Two processes run the tests, each whole files, so that what a file's tests share is started once.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
 	@echo "make demo    serve the demo model, stream three completions, stop"
 	@echo "make serve   serve until interrupted; arguments in ARGS=\"--model DIR ...\""
-	@echo "make test    all default tests, with the coverage gate; arguments for pytest in ARGS"
+	@echo "make test    all tests but the long ones, with the coverage gate; arguments for pytest in ARGS"
+	@echo "make test-long   the long ones: many random cases, repeated faults, stress; arguments for pytest in ARGS"
 	@echo "make check   formatting, lint, types, import rules"
 	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
@@ -63,8 +67,11 @@ serve: $(KERNELS)
 	@$(BIN)/charonia serve $(ARGS)
 
 test: $(KERNELS)
-	$(BIN)/python -m pytest --cov=charonia.control --cov=charonia.text --cov-branch --cov-fail-under=100 \
+	$(PYTEST) -m "not long" --cov=charonia.control --cov=charonia.text --cov-branch --cov-fail-under=100 \
 	    --cov-report=term-missing:skip-covered $(ARGS)
+
+test-long: $(KERNELS)
+	$(PYTEST) -m long $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

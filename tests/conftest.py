@@ -1,6 +1,7 @@
-"""What all tests share: checkpoints, made once per session, and how Hypothesis is set."""
+"""What all tests share: checkpoints, made once per process, and how Hypothesis is set."""
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,23 @@ from hypothesis import HealthCheck, settings
 # A machine with other work is slow at times, of which no test should say anything.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of this process, and of those that it starts, are in a directory of its own.
+
+    There a run of the server is found, and one that was killed is swept: other processes' tests,
+    and this machine's other servers, are neither seen nor touched.
+    """
+    tmp_path_factory.getbasetemp()  # stays where it is
+    with (
+        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", directory)
+        patch.setattr(tempfile, "tempdir", directory)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import Pending, RowSampling
 from support.echo import EchoDrafter, EchoExecutor, echo_guess, echo_run
 from support.invariants import check_invariants, check_parents_outlive_children
+from support.long import long
 
 VOCAB = 64
 
@@ -260,14 +261,15 @@ class Driver:
         )
 
 
-@settings(
-    max_examples=1200,
+patient = settings(
     derandomize=False,
     print_blob=True,
     suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
 )
-@given(scenarios)
-def test_every_request_gets_the_tokens_of_its_run_alone(scenario):
+
+
+def check_tokens(scenario):
+    """Run a scenario; every request gets the tokens of its run alone."""
     driver = Driver(scenario)
     driver.run()
     for key, output in driver.outputs.items():
@@ -278,6 +280,19 @@ def test_every_request_gets_the_tokens_of_its_run_alone(scenario):
             assert output == expected
             is_stop = output[-1] in range(8) and driver.scenario.arrivals[int(key)].stops
             assert driver.reasons[key] == ("stop" if is_stop else "length")
+
+
+@settings(patient, max_examples=200)
+@given(scenarios)
+def test_every_request_gets_the_tokens_of_its_run_alone(scenario):
+    check_tokens(scenario)
+
+
+@long
+@settings(patient, max_examples=1200)
+@given(scenarios)
+def test_in_many_more_scenarios_every_request_gets_the_tokens_of_its_run_alone(scenario):
+    check_tokens(scenario)
 
 
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2, 4])

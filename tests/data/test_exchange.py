@@ -3,6 +3,7 @@
 Ranks are processes here, as they are in an engine; where one only has to wait, it is a thread.
 """
 
+import itertools
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from charonia.errors import RankLostError
 from support.kernels import ISAS, kernels_for
+from support.long import long, one_in
 from support.ranks import LONG, Ranks, shared_memory
 
 BORDER, BUFFER = 1 << 17, 1 << 18  # bytes; see exchange.cpp
@@ -83,12 +85,15 @@ def all_sizes(exchange: Any, task: Callable[..., None], dtype: torch.dtype) -> N
         task(exchange, seed, count, dtype)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("task", [add_up, scatter], ids=["all", "shares"])
+@pytest.mark.parametrize(
+    ("task", "dtype", "size", "isa"),
+    one_in(
+        7, itertools.product((add_up, scatter), (torch.float32, torch.bfloat16), range(1, 5), ISAS)
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_every_rank_has_the_sum_in_the_order_of_ranks_to_the_bit(
-    ranks: Ranks, isa: str, size: int, dtype: torch.dtype, task: Callable[..., None]
+    ranks: Ranks, task: Callable[..., None], dtype: torch.dtype, size: int, isa: str
 ) -> None:
     ranks.run(size, isa, all_sizes, task, dtype)
 
@@ -113,11 +118,14 @@ def many_operations(exchange: Any, count: int) -> None:
         common.choice(OPERATIONS)(exchange, seed, numbers, dtype)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_thousands_of_operations_in_a_row_stay_right_whoever_is_late(
-    ranks: Ranks, size: int
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(4, 200), *(pytest.param(size, 2000, marks=long) for size in (2, 3, 4))],
+)
+def test_many_operations_in_a_row_stay_right_whoever_is_late(
+    ranks: Ranks, size: int, count: int
 ) -> None:
-    ranks.run(size, ISAS[0], many_operations, 2000)
+    ranks.run(size, ISAS[0], many_operations, count)
 
 
 def reduce_until_lost(exchange: Any) -> str:

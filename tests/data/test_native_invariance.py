@@ -4,6 +4,7 @@ Neither on what else is in the batch, nor on how a prompt is cut, where its bloc
 threads there are. Compared is all that a model gives: logits, and the K and V in its pages.
 """
 
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,6 +21,7 @@ from charonia.data.model.spec import ModelSpec, RopeSpec
 from charonia.data.ops.base import StepBatch
 from charonia.data.ops.native.ops import NativeOps
 from support.kernels import ISAS, native_ops, unpacked
+from support.long import one_in
 
 CPU = torch.device("cpu")
 MAX_LEN = 700
@@ -28,16 +30,18 @@ VOCAB_SIZE = 97
 Step = list[tuple[int, int]]
 """What a step computes: sequences and how many tokens of each."""
 
-weights = pytest.mark.parametrize(
-    ("dtype", "is_int8"),
-    [
-        (torch.float32, False),
-        (torch.bfloat16, False),
-        (torch.float32, True),
-        (torch.bfloat16, True),
-    ],
-    ids=["float32", "bfloat16", "int8 in float32", "int8 in bfloat16"],
-)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def name_of(value: object) -> str:
+    """Of a parameter, in the name of a test."""
+    match value:
+        case ModelSpec():
+            return f"{value.num_heads} {value.head_dim}"
+        case bool():
+            return "int8" if value else "unrounded"
+        case _:
+            return str(value)
 
 
 def spec_of(num_heads: int, num_kv_heads: int, head_dim: int, *, qk_norm: bool) -> ModelSpec:
@@ -196,8 +200,11 @@ def assert_equal(
         assert torch.equal(stored, other)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@weights
+@pytest.mark.parametrize(
+    ("isa", "dtype", "is_int8"),
+    one_in(3, itertools.product(ISAS, DTYPES, (False, True))),
+    ids=name_of,
+)
 @settings(max_examples=25)
 @given(
     schedule=schedules(),
@@ -225,9 +232,11 @@ def test_a_token_does_not_depend_on_its_batch_its_chunk_its_blocks_or_the_thread
     assert_equal(Model(spec, dtype, ops, block_size, lengths, seed).run(steps), expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@weights
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.num_heads} {spec.head_dim}")
+@pytest.mark.parametrize(
+    ("isa", "dtype", "is_int8", "spec"),
+    one_in(7, itertools.product(ISAS, DTYPES, (False, True), SPECS)),
+    ids=name_of,
+)
 def test_token_by_token_with_two_threads_equals_all_at_once_with_one(
     isa: str, dtype: torch.dtype, is_int8: bool, spec: ModelSpec
 ) -> None:

@@ -4,13 +4,14 @@ Every rank has the same to the bit, whatever the batch, and it is what one proce
 of the weights but for the order of its sums.
 """
 
+import itertools
 import random
 import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from charonia.errors import RankLostError
 from charonia.parallel.comm import SharedMemoryComm
 from charonia.protocol import KVLayout
 from support.kernels import ISAS, kernels_for, native_ops
+from support.long import one_in
 from support.memory import limited_memory
 from support.ranks import LONG, Ranks, shared_memory
 
@@ -37,16 +39,24 @@ MAX_LEN = 800
 Step = list[tuple[int, int]]
 """What a step computes: sequences and how many tokens of each."""
 
-weights = pytest.mark.parametrize(
-    ("dtype", "is_int8", "tolerance"),
-    [
-        (torch.float32, False, 1e-5),
-        (torch.bfloat16, False, 2e-2),
-        # Each rank's part of a row of weights has a scale of its own.
-        (torch.float32, True, 4e-2),
-        (torch.bfloat16, True, 4e-2),
-    ],
-    ids=["float32", "bfloat16", "int8 in float32", "int8 in bfloat16"],
+
+class Weights(NamedTuple):
+    """What layers are kept in, and how far ranks may be from one process."""
+
+    dtype: torch.dtype
+    is_int8: bool
+    tolerance: float
+
+    def __str__(self) -> str:
+        return f"{'int8 in ' * self.is_int8}{str(self.dtype).removeprefix('torch.')}"
+
+
+WEIGHTS = (
+    Weights(torch.float32, False, 1e-5),
+    Weights(torch.bfloat16, False, 2e-2),
+    # Each rank's part of a row of weights has a scale of its own.
+    Weights(torch.float32, True, 4e-2),
+    Weights(torch.bfloat16, True, 4e-2),
 )
 
 
@@ -205,19 +215,20 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@weights
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.num_heads} {spec.num_kv_heads}")
+def name_of(value: object) -> str:
+    is_spec = isinstance(value, ModelSpec)
+    return f"{value.num_heads} {value.num_kv_heads}" if is_spec else str(value)
+
+
+@pytest.mark.parametrize(
+    ("isa", "weights", "size", "spec"),
+    one_in(7, itertools.product(ISAS, WEIGHTS, (2, 4), SPECS)),
+    ids=name_of,
+)
 def test_ranks_have_the_same_whatever_the_batch_and_what_one_process_has(
-    ranks: Ranks,
-    isa: str,
-    dtype: torch.dtype,
-    is_int8: bool,
-    tolerance: float,
-    size: int,
-    spec: ModelSpec,
+    ranks: Ranks, isa: str, weights: Weights, size: int, spec: ModelSpec
 ) -> None:
+    dtype, is_int8, tolerance = weights
     first, *others = ranks.run(size, isa, compute, isa, spec, dtype, is_int8)
     for streams in others:
         for stream, same in zip(streams, first, strict=True):

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from support.long import long
+
 SCRIPT = Path(__file__).parents[2] / "loadtests" / "fault_campaign.py"
 NUM_CLIENTS = 8
 OF_LLM = ("kill-tokenizer", "kill-postprocessor")
@@ -20,6 +22,7 @@ KINDS = (
 )
 
 
+@long
 def test_no_client_notices_more_than_it_must_whatever_breaks(tmp_path: Path) -> None:
     options = {
         "faults": len(KINDS),

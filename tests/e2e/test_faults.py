@@ -24,6 +24,7 @@ from support.events import events
 from support.faults import order_fault
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
+from support.long import long
 from support.many_streams import NUM_TOKENS, POISON, check_complete, start_streams
 from support.serving import Serving
 
@@ -175,7 +176,11 @@ def check_recovered(
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "hung")], ids=["kill", "stop"]
+    ("fault", "kind"),
+    [
+        pytest.param(signal.SIGKILL, "died", id="kill"),
+        pytest.param(signal.SIGSTOP, "hung", id="stop", marks=long),
+    ],
 )
 def test_every_stream_survives_a_dead_or_stopped_engine(
     target: Target, undisturbed: list[list[int]], fault: signal.Signals, kind: str
@@ -188,6 +193,7 @@ def test_every_stream_survives_a_dead_or_stopped_engine(
     print(f"{fault.name}: at most {pause:.1f} s without a token")
 
 
+@long
 def test_every_stream_survives_a_step_that_never_ends(
     target: Target, undisturbed: list[list[int]]
 ) -> None:
@@ -224,7 +230,11 @@ def test_a_step_that_raises_once_costs_no_engine(
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "hung")], ids=["kill", "stop"]
+    ("fault", "kind"),
+    [
+        pytest.param(signal.SIGKILL, "died", id="kill"),
+        pytest.param(signal.SIGSTOP, "hung", id="stop", marks=long),
+    ],
 )
 def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_before_anybody_asks_for_it(
     target: Target, fault: signal.Signals, kind: str
@@ -271,6 +281,7 @@ def test_a_request_that_finds_a_dead_engine_waits_for_the_next_one(target: Targe
     assert target.settle().num_restarts == before.num_restarts + 1
 
 
+@long
 def test_while_an_engine_is_loaded_time_runs_and_requests_are_cancelled(target: Target) -> None:
     before = target.settle()
     slow = order_fault(target.repository, "load-seconds", SLOW_LOAD_S)
@@ -316,6 +327,7 @@ def test_a_request_that_kills_the_engine_each_time_fails_alone(
     (target.repository / "poison").unlink()
 
 
+@long
 def test_an_engine_that_cannot_be_loaded_fails_requests_with_the_reason_until_it_can(
     target: Target, undisturbed: list[list[int]]
 ) -> None:
@@ -358,6 +370,7 @@ class WithoutModelControl(TritonServer):
         return options
 
 
+@long
 def test_without_explicit_model_control_recovery_is_off_and_says_so(small_checkpoint: Path) -> None:
     log: list[str] = []
     runtime = RuntimeDir()
@@ -414,6 +427,7 @@ def served(small_checkpoint: Path) -> Iterator[Served]:
         served.command.process.kill()
 
 
+@long
 def test_serve_leaves_a_recovering_engine_alone_and_restarts_a_dead_scheduler(
     served: Served,
 ) -> None:
@@ -441,6 +455,7 @@ def test_serve_leaves_a_recovering_engine_alone_and_restarts_a_dead_scheduler(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@long
 def test_serve_ends_in_time_in_mid_stream(served: Served, signum: signal.Signals) -> None:
     streams = start_streams(served.urls, max_tokens=3000)
     runtime_dir = served.command.runtime_dir

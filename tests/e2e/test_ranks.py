@@ -14,6 +14,7 @@ from charonia.launch.server import TritonServer
 from support.e2e import scrape, wait_for, wait_idle
 from support.events import events
 from support.leftovers import leftovers
+from support.long import long
 from support.many_streams import PROMPTS, check_complete, start_streams
 
 NUM_RANKS = 2
@@ -92,10 +93,15 @@ def test_ranks_exchange_and_say_how_much(target: Target) -> None:
 
 @pytest.mark.parametrize(
     ("who", "number"),
-    [("another", signal.SIGKILL), ("another", signal.SIGSTOP), ("first", signal.SIGKILL)],
+    [
+        ("another", signal.SIGKILL),
+        pytest.param("another", signal.SIGSTOP, marks=long),
+        pytest.param("first", signal.SIGKILL, marks=long),
+    ],
 )
 def test_streams_outlive_a_rank(target: Target, who: str, number: signal.Signals) -> None:
     before = scrape(target.server)
+    num_lines = len(events(target.log, "rank_lost"))
     lost = target.others
     pid = target.pid(who)
     assert target.run(lambda: os.kill(pid, number)) == target.undisturbed
@@ -105,15 +111,10 @@ def test_streams_outlive_a_rank(target: Target, who: str, number: signal.Signals
     assert len(target.others) == NUM_RANKS - 1
     _, alive = psutil.wait_procs(lost, timeout=10)
     assert not alive, "a rank of the lost engine lives on"
+    assert len(events(target.log, "rank_lost")) - num_lines == (who == "another")
 
 
-def test_a_lost_rank_has_a_line_in_the_log(target: Target) -> None:
-    num_before = len(events(target.log, "rank_lost"))
-    pid = target.pid("another")
-    target.run(lambda: os.kill(pid, signal.SIGKILL))
-    assert len(events(target.log, "rank_lost")) == num_before + 1
-
-
+@long
 @pytest.mark.parametrize(
     "settings",
     [

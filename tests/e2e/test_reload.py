@@ -28,6 +28,7 @@ from support.e2e import (
 from support.events import events
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
+from support.long import long
 from support.many_streams import NUM_TOKENS, PROMPTS, check_complete, start_streams
 
 SETTINGS = ("max_num_seqs=16", "max_num_batched_tokens=256", "num_gpu_blocks_override=900")
@@ -189,6 +190,7 @@ def test_streams_go_on_with_another_model(
     assert events(target.log, "engine_reloaded")[-1]["recomputed"] == "8"
 
 
+@long
 def test_with_drain_what_runs_ends_on_the_old_model_and_what_comes_waits_for_the_new_one(
     target: Target, undisturbed: list[list[int]], other_checkpoint: Path
 ) -> None:
@@ -296,6 +298,7 @@ def test_another_tokenizer_is_refused_and_nothing_happens(
     assert target.server.pids("engine") == pids
 
 
+@long
 def test_tritons_own_load_is_a_reload_and_no_failure(
     target: Target, undisturbed: list[list[int]], other_checkpoint: Path
 ) -> None:
@@ -307,6 +310,7 @@ def test_tritons_own_load_is_a_reload_and_no_failure(
     check_reloaded_once(before, target.settle())
 
 
+@long
 def test_streams_wait_while_an_operator_unloads_the_engine_and_loads_it_again(
     target: Target, undisturbed: list[list[int]], other_checkpoint: Path
 ) -> None:
@@ -326,6 +330,7 @@ def test_streams_wait_while_an_operator_unloads_the_engine_and_loads_it_again(
     assert rise(before, after, "engine_restarts_total") == 0
 
 
+@long
 def test_a_new_configuration_is_taken_over(target: Target, undisturbed: list[list[int]]) -> None:
     """Speculation begins in mid-stream, and changes no token."""
     target.settle()
@@ -341,6 +346,7 @@ def test_a_new_configuration_is_taken_over(target: Target, undisturbed: list[lis
     assert target.settle()[tokens_per] == 32
 
 
+@long
 def test_a_server_that_ends_in_the_middle_of_a_reload_comes_back_with_the_old_model(
     target: Target, other_checkpoint: Path, undisturbed: list[list[int]]
 ) -> None:
@@ -368,6 +374,7 @@ def test_a_server_that_ends_in_the_middle_of_a_reload_comes_back_with_the_old_mo
     target.settle()
 
 
+@long
 def test_what_is_too_long_for_the_new_engine_ends_with_the_reason(target: Target) -> None:
     target.settle()
     long = target.run([1] * 300)

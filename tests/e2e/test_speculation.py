@@ -33,6 +33,7 @@ from support.e2e import (
     wait_idle,
 )
 from support.live_stream import LiveStream
+from support.long import one_in
 
 NUM_STREAMS, NUM_TOKENS = 24, 60
 WAYS_IN = [("grpc", "scheduler"), ("grpc", "llm"), ("http", "scheduler")]
@@ -48,7 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=one_in(3, ((name,) for name in CONFIGS)))
 def drafting_server(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
     settings = (
         "dtype=float32",

@@ -19,6 +19,7 @@ from support.events import events
 from support.faults import make_faulty_repository, order_fault
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
+from support.long import long
 from support.many_streams import check_complete
 from support.supervised import Supervised
 
@@ -137,8 +138,17 @@ def num_processes(supervised: Supervised) -> dict[str, int]:
     return {model: len(found) for model, found in supervised.server.stubs().items()}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("model", ["tokenizer", "postprocessor", "generate"])
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        ("tokenizer", "stopped"),
+        ("postprocessor", "killed"),
+        ("generate", "killed"),
+        pytest.param("tokenizer", "killed", marks=long),
+        pytest.param("postprocessor", "stopped", marks=long),
+        pytest.param("generate", "stopped", marks=long),
+    ],
+)
 def test_a_lost_process_beside_the_scheduler_comes_back_alone(
     supervised: Supervised, undisturbed: list[int], model: str, fault: str
 ) -> None:
@@ -174,7 +184,7 @@ def test_calls_in_a_lost_generate_end_once_no_other_request_is_disturbed(
     check_every_door(supervised)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=long)])
 def test_a_lost_scheduler_ends_every_open_call_and_comes_back_with_the_server(
     supervised: Supervised, fault: str
 ) -> None:
@@ -194,6 +204,7 @@ def test_a_lost_scheduler_ends_every_open_call_and_comes_back_with_the_server(
     check_every_door(supervised)
 
 
+@long
 def test_a_stopped_tritonserver_comes_back(supervised: Supervised) -> None:
     stream = start_stream(supervised, "scheduler")
     assert supervised.server.pid is not None
@@ -204,6 +215,7 @@ def test_a_stopped_tritonserver_comes_back(supervised: Supervised) -> None:
     check_every_door(supervised)
 
 
+@long
 def test_a_lost_engine_is_left_to_the_scheduler(
     supervised: Supervised, undisturbed: list[int]
 ) -> None:
@@ -214,6 +226,7 @@ def test_a_lost_engine_is_left_to_the_scheduler(
     check_every_door(supervised)
 
 
+@long
 def test_an_engine_that_is_lost_while_it_loads_comes_back_with_the_server(
     supervised: Supervised,
 ) -> None:

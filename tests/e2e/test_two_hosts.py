@@ -19,6 +19,7 @@ from charonia.launch.server import TritonServer
 from charonia.parallel.worker import SECRET_VARIABLE
 from support.e2e import scrape, wait_for, wait_idle
 from support.live_stream import LiveStream
+from support.long import long
 from support.two_hosts import NotPermittedError, TwoHosts
 
 ANSWER_TIMEOUT_S = 30.0
@@ -239,6 +240,7 @@ def test_an_engine_on_two_hosts_gives_the_tokens_of_one_process(cluster: Cluster
         assert stream.token_ids == token_ids
 
 
+@long
 def test_streams_survive_a_cable_that_is_cut_and_mended(cluster: Cluster) -> None:
     engine = cluster.engine_pid()
     streams = cluster.start_streams()
@@ -256,6 +258,7 @@ def test_streams_survive_the_death_of_the_other_host_s_rank(cluster: Cluster) ->
     cluster.check_survived(streams)
 
 
+@long
 def test_while_the_other_host_stays_away_requests_fail_and_then_it_serves_again(
     cluster: Cluster,
 ) -> None:

@@ -16,6 +16,7 @@ from charonia.engine.reload import Reload
 from engine.bench import FIXED, Bench
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
+from support.long import long
 
 STOPS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 VOCAB = 256
@@ -107,12 +108,11 @@ def check_answer(bench: Bench, key: str, visit: Visit) -> None:
         assert text.startswith(bench.text(key))
 
 
-@settings(
-    max_examples=200,
+patient = settings(
     print_blob=True,
     suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow],
 )
-@given(
+visits_and_faults = given(
     arrivals=st.lists(visits, min_size=1, max_size=8),
     num_blocks=st.integers(8, 40),
     max_num_seqs=st.integers(1, 4),
@@ -128,7 +128,9 @@ def check_answer(bench: Bench, key: str, visit: Visit) -> None:
     max_steps_in_flight=st.integers(1, 4),
     is_early=st.lists(st.booleans(), min_size=1, max_size=5),
 )
-def test_every_request_is_answered_exactly_once_and_rightly(
+
+
+def check_answers(
     arrivals,
     num_blocks,
     max_num_seqs,
@@ -140,6 +142,7 @@ def test_every_request_is_answered_exactly_once_and_rightly(
     max_steps_in_flight,
     is_early,
 ):
+    """Every request is answered exactly once and rightly, whatever happens meanwhile."""
     executor = WatchedEngine(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -197,3 +200,16 @@ def test_every_request_is_answered_exactly_once_and_rightly(
         bench.core.step()
     assert all(order.is_over for order in orders), "an order hangs"
     assert bench.core.metrics.gauges["charonia_kv_blocks", "used"] == 0
+
+
+@settings(patient, max_examples=50)
+@visits_and_faults
+def test_every_request_is_answered_exactly_once_and_rightly(**case):
+    check_answers(**case)
+
+
+@long
+@settings(patient, max_examples=200)
+@visits_and_faults
+def test_in_many_more_cases_every_request_is_answered_exactly_once_and_rightly(**case):
+    check_answers(**case)

@@ -15,9 +15,8 @@ from charonia.serving import grpc_control
 from charonia.serving.grpc_control import ControlError, GrpcControl
 from charonia.serving.server_options import ServerOptions
 from support.e2e import wait_for
+from support.long import long
 from support.stand_ins import SLOW_LINE
-
-NUM_FAILURES = 12
 
 
 @pytest.fixture
@@ -70,12 +69,13 @@ def test_where_no_guard_stands_the_header_opens_model_control(
         control.close()
 
 
+@pytest.mark.parametrize("num_failures", [2, pytest.param(12, marks=long)])
 def test_a_load_that_fails_is_an_error_and_harms_nobody(
-    log: list[str], server: TritonServer, control: GrpcControl, repository: Path
+    log: list[str], server: TritonServer, control: GrpcControl, repository: Path, num_failures: int
 ) -> None:
     with pytest.raises(ControlError, match="no-such-model"):
         control.load("no-such-model")
-    for _ in range(NUM_FAILURES):
+    for _ in range(num_failures):
         log.clear()
         control.unload("engine")
         wait_for(lambda: server.pids("engine"), lambda pids: not pids)

@@ -14,13 +14,14 @@ import pytest
 
 from support.e2e import wait_for
 from support.events import events
+from support.long import long
 from support.stand_ins import KINDS, PATIENT, UNPROBED, Target, add_pair
 from support.supervised import ALLOWED_S
 
 LONG = {"text_input": "x", "max_tokens": 60, "delay": 0.05}
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=long)])
 def test_another_lost_model_is_brought_back_alone_and_streams_go_on(
     supervise: Callable[..., Target], fault: signal.Signals
 ) -> None:
@@ -54,6 +55,7 @@ def test_another_model_that_hangs_is_brought_back(supervise: Callable[..., Targe
     assert supervised.ask_generate("x").status_code == 200
 
 
+@long
 def test_a_late_answer_about_a_lost_process_costs_no_other(
     supervise: Callable[..., Target],
 ) -> None:
@@ -76,6 +78,7 @@ def test_a_model_that_nobody_saw_die_is_brought_back(
     assert supervised.lines[0].startswith("process_lost model=generate kind=died")
 
 
+@long
 def test_calls_that_a_lost_model_leaves_open_end_with_the_server(
     supervise: Callable[..., Target],
 ) -> None:
@@ -101,6 +104,7 @@ def test_calls_that_a_lost_model_leaves_open_end_with_the_server(
     assert restarting["reason"] == "calls of the lost generate process can end in no other way"
 
 
+@long
 def test_the_other_of_two_processes_finishes_its_call_and_ends(
     supervise: Callable[..., Target], repository: Path
 ) -> None:
@@ -132,6 +136,7 @@ def test_the_other_of_two_processes_finishes_its_call_and_ends(
     assert supervised.supervisor.num_restarts == 0
 
 
+@long
 def test_other_losses_are_seen_while_a_model_is_loaded_again(
     supervise: Callable[..., Target], repository: Path
 ) -> None:

@@ -17,11 +17,12 @@ from charonia.launch.patience import Silence, SupervisionLimits
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
 from support.leftovers import leftovers
+from support.long import long
 from support.stand_ins import KINDS, PATIENT, QUICK, UNPROBED, Target
 from support.supervised import ALLOWED_S
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=long)])
 def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_error(
     supervise: Callable[..., Target], fault: signal.Signals
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Target]) -> N
     assert re.fullmatch(r"server_back seconds=\d[\d.]*", back)
 
 
+@long
 def test_a_stopped_tritonserver_is_restarted(supervise: Callable[..., Target]) -> None:
     supervised = supervise(UNPROBED)
     assert supervised.server.pid is not None
@@ -69,6 +71,7 @@ def test_a_stopped_tritonserver_is_restarted(supervise: Callable[..., Target]) -
     assert supervised.lines[0].endswith('reason="tritonserver was stopped"')
 
 
+@long
 def test_a_tritonserver_that_answers_nobody_is_restarted(
     supervise: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +104,7 @@ def test_a_scheduler_that_refuses_or_is_slow_is_left_alone(
     assert supervised.supervisor.num_restarts == 0
 
 
+@long
 def test_a_scheduler_without_its_engine_is_given_time_to_reload_it(
     supervise: Callable[..., Target],
 ) -> None:
@@ -126,6 +130,7 @@ def test_a_server_that_keeps_failing_is_given_up(
     assert supervised.server.pid is None
 
 
+@long
 def test_a_server_that_is_ended_time_and_again_is_restarted_each_time(
     supervise: Callable[..., Target],
 ) -> None:

@@ -21,6 +21,7 @@ from charonia.errors import RankLostError
 from charonia.parallel.messages import Refusal
 from charonia.parallel.team import RankTeam
 from parity.reference import random_prompt
+from support.long import long
 from support.ranked_engine import (
     WAIT_S,
     RankedEngine,
@@ -38,9 +39,14 @@ WHERE_IT_STANDS_S = 0.5
 
 STAND_STILL = {"rank_timeout_s": 2}
 
-pytestmark = pytest.mark.parametrize("cpu_kernels", KERNELS)
+both_kernels = pytest.mark.parametrize("cpu_kernels", KERNELS)
+torch_at_length = pytest.mark.parametrize(
+    "cpu_kernels", ["auto", pytest.param("torch", marks=long)]
+)
+"""What they do is alike; some tests show for both that it is done."""
 
 
+@torch_at_length
 def test_a_rank_that_is_killed_between_steps_is_noticed(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
@@ -54,6 +60,7 @@ def test_a_rank_that_is_killed_between_steps_is_noticed(
         assert engine.lost.empty()
 
 
+@both_kernels
 def test_a_rank_that_is_killed_in_mid_step_ends_the_step(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
@@ -70,6 +77,7 @@ def test_a_rank_that_is_killed_in_mid_step_ends_the_step(
         assert engine.lost.get(timeout=WAIT_S)
 
 
+@both_kernels
 def test_a_rank_that_stands_still_is_noticed_between_steps(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
@@ -82,6 +90,7 @@ def test_a_rank_that_stands_still_is_noticed_between_steps(
     wait_until(lambda: not is_alive(engine.pids[1]), "the rank that stood still has ended")
 
 
+@torch_at_length
 def test_a_rank_that_stands_still_ends_the_step_that_waits_for_it(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
@@ -94,6 +103,7 @@ def test_a_rank_that_stands_still_ends_the_step_that_waits_for_it(
         assert isinstance(step.error(), RankLostError)
 
 
+@torch_at_length
 def test_a_rank_that_stands_still_ends_the_sending_to_it(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
@@ -108,6 +118,7 @@ def test_a_rank_that_stands_still_ends_the_sending_to_it(
             team.tell(more_than_waits_in_sockets, [1])
 
 
+@torch_at_length
 def test_any_rank_of_a_pipeline_is_missed(checkpoint: Checkpoint, cpu_kernels: str) -> None:
     args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, pipeline_parallel_size=2)
     with ranked_engine(args) as engine:
@@ -120,6 +131,7 @@ def test_any_rank_of_a_pipeline_is_missed(checkpoint: Checkpoint, cpu_kernels: s
         wait_until(lambda pid=pid: not is_alive(pid), "all ranks have ended")  # type: ignore[misc]
 
 
+@torch_at_length
 def test_an_engine_is_unloaded_also_while_a_step_waits_for_a_rank_that_stands_still(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
@@ -142,6 +154,7 @@ def test_an_engine_is_unloaded_also_while_a_step_waits_for_a_rank_that_stands_st
     assert engine.lost.empty()
 
 
+@torch_at_length
 def test_an_error_of_rank_0_alone_is_the_end_of_all_and_no_hang(
     checkpoint: Checkpoint, cpu_kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +176,7 @@ def test_an_error_of_rank_0_alone_is_the_end_of_all_and_no_hang(
 
 
 @pytest.mark.parametrize("num_further_steps", [0, 10**6])
+@torch_at_length
 def test_all_ranks_end_when_the_engines_process_is_killed(
     checkpoint: Checkpoint, cpu_kernels: str, num_further_steps: int
 ) -> None:
@@ -175,6 +189,7 @@ def test_all_ranks_end_when_the_engines_process_is_killed(
             wait_until(lambda pid=pid: not is_alive(pid), "all ranks have ended")  # type: ignore[misc]
 
 
+@torch_at_length
 def test_processes_that_stood_still_together_have_lost_nobody(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:

@@ -4,7 +4,12 @@ Owns the conversion between the pages of `NativeOps` and those of `ComposedOps`,
 second time here so that the layout is tested and not only used.
 """
 
-from contextlib import suppress
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -69,7 +74,19 @@ def build_kernels_of(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec")
         for name in ("isa", "cpu_kernels")
     }
-    for isa in ISAS:
-        if isa in wanted:
-            with suppress(KernelsUnavailableError):  # the tests will say so
-                build_kernels(isa, lambda line: None)
+    missing = [isa for isa in ISAS if isa in wanted]
+    if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        missing.reverse()  # so that two processes do not wait for the same
+    for isa in missing:
+        # suppressed: the tests will say so
+        with _alone(isa), suppress(KernelsUnavailableError):
+            build_kernels(isa, lambda line: None)
+
+
+@contextmanager
+def _alone(isa: str) -> Iterator[None]:
+    """Have no other process of tests build these kernels meanwhile."""
+    path = Path(tempfile.gettempdir(), f"tests-kernels-{isa}-{os.getuid()}")
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
