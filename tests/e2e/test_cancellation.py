@@ -14,6 +14,8 @@ from support.e2e import generate, scrape, wait_for, wait_idle
 from support.live_stream import LiveStream
 
 NUM_STREAMS = 100
+NUM_RUNNING = 40
+"""Of these it is certain that the server has them when their clients go away."""
 NUM_AT_ONCE = 16
 ROWS = "max_num_seqs=6"  # fewer than streams at once, so that some are cancelled while they wait
 ENDLESS = 3000  # tokens: without cancellation the hundred would take minutes
@@ -50,7 +52,7 @@ def moments(draw: random.Random) -> Iterator[tuple[int, Moment]]:
     """For each stream, how many tokens it wants and when it shall end.
 
     A tenth at once, before the first token; a tenth when all tokens but one have come; the rest at
-    random, waiting or running.
+    random, half of them (`NUM_RUNNING`) running, the others waiting or running.
     """
     for index in range(NUM_STREAMS):
         if index % 10 == 0:
@@ -59,8 +61,14 @@ def moments(draw: random.Random) -> Iterator[tuple[int, Moment]]:
             num_tokens = draw.randrange(2, 20)
             yield num_tokens, lambda stream, last=num_tokens - 1: stream.wait_tokens(last)
         else:
-            seconds = draw.uniform(0.0, 0.6)
-            yield ENDLESS, lambda stream, seconds=seconds: time.sleep(seconds)
+            num_tokens, seconds = index % 2, draw.uniform(0.0, 0.6)
+            yield ENDLESS, lambda stream, *, n=num_tokens, s=seconds: later(stream, n, s)
+
+
+def later(stream: LiveStream, num_tokens: int, seconds: float) -> None:
+    """Wait until so many tokens came, and some time."""
+    stream.wait_tokens(num_tokens)
+    time.sleep(seconds)
 
 
 def end_all(
@@ -120,8 +128,9 @@ def test_clients_that_go_away_leave_nothing_behind(
     num_cancelled = int(
         after["charonia_cancellations_total"] - before["charonia_cancellations_total"]
     )
-    assert num_ended <= NUM_STREAMS  # gRPC may cancel a request before it has left the client
-    assert num_cancelled >= NUM_STREAMS * 0.8
+    # gRPC may cancel a request before it has left the client, on a slow machine often.
+    assert num_ended <= NUM_STREAMS
+    assert num_cancelled >= NUM_RUNNING
     assert num_ended - num_cancelled <= NUM_STREAMS * 0.1
     assert follow(server) == reference
 
