@@ -18,6 +18,7 @@ from charonia.data.sampling.sampler import Sampled, SampledRow, Sampler
 from charonia.protocol import NewRow, RowSampling, RowStep, StepPlan
 from support.chi_square import assert_drawn_from
 from support.kernels import ISAS, kernels_for
+from support.long import one_in
 
 each_isa = pytest.mark.parametrize("isa", ISAS)
 
@@ -97,7 +98,7 @@ def batches(draw: st.DrawFn) -> tuple[Tensor, list[SampledRow]]:
     return logits, rows
 
 
-@each_isa
+@pytest.mark.parametrize("isa", one_in(len(ISAS), ((isa,) for isa in ISAS)))
 @settings(max_examples=100)
 @given(batch=batches())
 def test_the_kernels_draw_what_torch_draws(

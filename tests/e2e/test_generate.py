@@ -17,6 +17,7 @@ from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import request_inputs, scrape, tensors, wait_for, wait_idle
 from support.live_stream import LiveStream
+from support.long import long
 
 NUM_CLIENTS = 24
 NUM_REQUESTS = 6000
@@ -28,6 +29,7 @@ def client(server: TritonServer) -> Iterator[grpc.InferenceServerClient]:
         yield made
 
 
+@long
 def test_thousands_of_requests_of_many_clients_are_all_answered_by_the_same_processes(
     server: TritonServer,
 ) -> None:

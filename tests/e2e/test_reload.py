@@ -391,6 +391,7 @@ def test_what_is_too_long_for_the_new_engine_ends_with_the_reason(target: Target
     target.settle()
 
 
+@long
 def test_llm_takes_prompts_as_long_as_the_engine_that_there_is_now(target: Target) -> None:
     def ask(num_tokens: int) -> list[Response]:
         inputs = request_inputs("7" * num_tokens, {"max_tokens": 2}, return_num_input_tokens=True)

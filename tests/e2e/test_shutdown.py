@@ -20,6 +20,7 @@ from support.events import events
 from support.faults import order_fault
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
+from support.long import long
 
 SETTINGS = ("max_num_seqs=16", "max_num_batched_tokens=256", "num_gpu_blocks_override=900")
 CRASHES = ("Signal (6)", "Signal (11)", "terminate called", "malloc", "core dumped", "Traceback")
@@ -114,7 +115,10 @@ def unloaded(target: Target) -> None:
     target.wait_logged("engine_unloaded")
 
 
-@pytest.mark.parametrize("prepare", [nothing, streams, recovery, reload, unloaded])
+@pytest.mark.parametrize(
+    "prepare",
+    [streams, reload, *(pytest.param(one, marks=long) for one in (nothing, recovery, unloaded))],
+)
 def test_a_server_that_is_stopped_tells_everybody_and_ends_in_order(target, prepare) -> None:
     prepare(target)
     before = len(target.log)

@@ -14,9 +14,8 @@ import pytest
 
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.server import TritonServer
-from support.stand_ins import QUICK, Target
+from support.stand_ins import QUICK, STAND_INS, Target
 
-STAND_INS = Path(__file__).parent / "repository"
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,

@@ -1,13 +1,14 @@
 """TritonServer, on the real tritonserver with stand-in models."""
 
 import os
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -24,9 +25,17 @@ from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import TritonServer, check_further_option
 from support.e2e import wait_for
 from support.leftovers import leftovers
-from support.stand_ins import SLOW_LINE, control_over_http
+from support.stand_ins import SLOW_LINE, STAND_INS, control_over_http
 
 MakeServer = Callable[..., TritonServer]
+
+
+@pytest.fixture(scope="module")
+def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server that some tests share, which only look at it."""
+    repository = tmp_path_factory.mktemp("unharmed") / "model_repository"
+    with TritonServer(Path(shutil.copytree(STAND_INS, repository))) as server:
+        yield server
 
 
 def test_a_server_answers_and_leaves_nothing_behind(make_server: MakeServer) -> None:
@@ -112,7 +121,7 @@ def load_again(server: TritonServer, model: str) -> None:
 
 
 def test_a_process_that_ends_while_it_is_looked_at_harms_nobody(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+    unharmed: TritonServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = psutil.Process.cmdline
     seen: set[int] = set()
@@ -123,30 +132,25 @@ def test_a_process_that_ends_while_it_is_looked_at_harms_nobody(
         seen.add(process.pid)
         return list(read(process))
 
-    with make_server() as server:
-        monkeypatch.setattr(psutil.Process, "cmdline", read_once)
-        assert set(server.stubs()) == {"engine", "generate", "scheduler"}
-        assert server.stubs() == {}
+    monkeypatch.setattr(psutil.Process, "cmdline", read_once)
+    assert set(unharmed.stubs()) == {"engine", "generate", "scheduler"}
+    assert unharmed.stubs() == {}
 
 
-def test_restricted_endpoints_open_only_with_the_key_over_http(make_server: MakeServer) -> None:
+def test_restricted_endpoints_open_only_with_the_key_over_http(unharmed: TritonServer) -> None:
     endpoints = (
         ("GET", "/v2/systemsharedmemory/status"),
         ("GET", "/v2/trace/setting"),
         ("GET", "/v2/logging"),
     )
-    with make_server() as server:
-        for headers, expected in (({}, 403), (server.api_headers, 200)):
-            for method, path in endpoints:
-                reply = httpx.request(method, f"http://{server.http_url}{path}", headers=headers)
-                assert (path, reply.status_code) == (path, expected)
+    for headers, expected in (({}, 403), (unharmed.api_headers, 200)):
+        for method, path in endpoints:
+            reply = httpx.request(method, f"http://{unharmed.http_url}{path}", headers=headers)
+            assert (path, reply.status_code) == (path, expected)
 
 
-def test_restricted_protocols_open_only_with_the_key_over_grpc(make_server: MakeServer) -> None:
-    with (
-        make_server() as server,
-        tritonclient.grpc.InferenceServerClient(server.grpc_url) as client,
-    ):
+def test_restricted_protocols_open_only_with_the_key_over_grpc(unharmed: TritonServer) -> None:
+    with tritonclient.grpc.InferenceServerClient(unharmed.grpc_url) as client:
         calls: tuple[Callable[..., object], ...] = (
             client.get_system_shared_memory_status,
             client.get_trace_settings,
@@ -155,7 +159,7 @@ def test_restricted_protocols_open_only_with_the_key_over_grpc(make_server: Make
         for call in calls:
             with pytest.raises(InferenceServerException, match="restricted"):
                 call()
-            call(headers=server.api_headers)
+            call(headers=unharmed.api_headers)
 
 
 def test_the_key_is_for_the_operator_alone(make_server: MakeServer) -> None:

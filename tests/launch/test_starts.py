@@ -16,13 +16,14 @@ from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
 from support.events import events
+from support.long import long
 from support.supervised import Supervised
 
 ONE_FAILURE = SupervisionLimits(probe_interval_s=3600, backoff_s=0.1, max_failed_starts=1)
 START_S = 60.0
 
 
-@pytest.mark.parametrize("victim", ["tritonserver", "scheduler"])
+@pytest.mark.parametrize("victim", ["tritonserver", pytest.param("scheduler", marks=long)])
 def test_a_server_that_clients_end_before_it_serves_is_started_again_each_time(
     make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch, victim: str
 ) -> None:

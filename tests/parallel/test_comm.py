@@ -17,6 +17,7 @@ from charonia.parallel.comm import GroupComm, SharedMemoryComm
 from charonia.parallel.groups import Groups, Membership
 from charonia.parallel.topology import Topology
 from charonia.protocol import Collectives
+from support.long import long
 from support.rank_end import remote_table, served_table
 from support.ranked_engine import WAIT_S
 
@@ -81,8 +82,15 @@ def _be_rank(
         pipe.send((False, traceback.format_exc()))
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("is_shared", [False, True], ids=["gloo", "shared memory"])
+@pytest.mark.parametrize(
+    ("size", "is_shared"),
+    [
+        pytest.param(2, False, id="2 over gloo"),
+        pytest.param(3, True, id="3 in shared memory"),
+        pytest.param(3, False, id="3 over gloo", marks=long),
+        pytest.param(2, True, id="2 in shared memory", marks=long),
+    ],
+)
 def test_every_rank_has_what_a_plain_computation_gives(size: int, is_shared: bool) -> None:
     results = run(all_operations, Topology(size, 1, 0), is_shared=is_shared)
     for rank, (collectives, *tensors) in enumerate(results):

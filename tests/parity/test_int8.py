@@ -1,6 +1,7 @@
 """What is lost by weights of 8 bits: the demo model on Python's own library, beside itself."""
 
 import inspect
+import itertools
 import json
 import math
 import textwrap
@@ -12,6 +13,7 @@ import pytest
 import charonia.demo
 from charonia import LLM, SamplingParams
 from support.kernels import ISAS
+from support.long import one_in
 
 MODEL = Path(charonia.demo.__file__).parent / "checkpoints" / "charonia-demo"
 NUM_TOKENS = 600
@@ -44,8 +46,10 @@ def read(cpu_kernels: str, **engine_args: object) -> tuple[list[int], float]:
     return best, math.fsum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cpu_kernels", [*ISAS, "torch"])
+@pytest.mark.parametrize(
+    ("cpu_kernels", "dtype"),
+    one_in(3, itertools.product((*ISAS, "torch"), ("float32", "bfloat16"))),
+)
 def test_int8_agrees_with_the_unquantized_model(
     cpu_kernels: str, dtype: str, record_property: Callable[[str, object], None]
 ) -> None:

@@ -5,6 +5,7 @@ others, chunked, preempted, resumed and answered from the cache gives the same t
 sampled.
 """
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,20 @@ from charonia import LLM, SamplingParams
 from parity.reference import random_prompt
 from support.checkpoints import assert_varied
 from support.kernels import ISAS
+from support.long import one_in
 
 Checkpoint = Callable[..., Path]
 NUM_NEW = 40
 PROMPT_LENGTHS = (1, 5, 16, 31, 33, 64, 90, 150, 300)
 
 pytestmark = [
-    pytest.mark.parametrize("cpu_kernels", ISAS),
-    pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"]),
-    pytest.mark.parametrize("quantization", [None, "int8"]),
+    pytest.mark.parametrize(
+        ("quantization", "architecture", "cpu_kernels"),
+        one_in(
+            3,
+            itertools.product((None, "int8"), ("LlamaForCausalLM", "Qwen3ForCausalLM"), ISAS),
+        ),
+    ),
 ]
 
 RUNS: dict[str, dict[str, Any]] = {

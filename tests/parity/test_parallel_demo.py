@@ -19,6 +19,7 @@ from charonia import LLM, SamplingParams
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.text.tokenizer import Tokenizer
 from parity.reference import greedy
+from support.long import long
 from support.parity import counter
 
 NUM_NEW = 24
@@ -48,7 +49,7 @@ def test_the_demo_pair_says_the_same_on_two_ranks_greedy_and_sampled() -> None:
         assert sides[1][i] == greedy(DEMO_CHECKPOINT, prompts[i], NUM_NEW).token_ids
 
 
-@pytest.mark.parametrize("cpu_kernels", ["auto", "torch"])
+@pytest.mark.parametrize("cpu_kernels", ["auto", pytest.param("torch", marks=long)])
 @pytest.mark.parametrize(
     "precision",
     [

@@ -229,16 +229,24 @@ def test_any_model_may_draft_for_any_other(
 
 
 @pytest.mark.parametrize(
-    ("engine_args", "quantization"),
-    [
-        ({}, None),
-        ({}, "int8"),
-        ({"cpu_kernels": "torch"}, None),
-        ({"tensor_parallel_size": 2}, None),
-    ],
+    ("engine_args", "quantization", "target_ids", "draft_ids"),
+    one_in(
+        3,
+        (
+            (*engine, *sizes)
+            for engine, sizes in itertools.product(
+                (
+                    ({}, None),
+                    ({}, "int8"),
+                    ({"cpu_kernels": "torch"}, None),
+                    ({"tensor_parallel_size": 2}, None),
+                ),
+                ((384, 448), (448, 384)),
+            )
+        ),
+    ),
     ids=str,
 )
-@pytest.mark.parametrize(("target_ids", "draft_ids"), [(384, 448), (448, 384)])
 def test_a_draft_model_may_have_another_padding_of_the_vocabulary(
     checkpoint: Callable[..., Path],
     tmp_path: Path,

@@ -18,6 +18,7 @@ from support.e2e import wait_for
 from support.events import events
 from support.supervised import ALLOWED_S, Supervised
 
+STAND_INS = Path(__file__).parents[1] / "launch" / "repository"
 QUICK = SupervisionLimits(
     probe_interval_s=0.5,
     probe_timeout_s=1.0,
