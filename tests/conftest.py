@@ -1,5 +1,6 @@
 """What all tests share: checkpoints, made once per process, and how Hypothesis is set."""
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from hypothesis import HealthCheck, settings
 # A machine with other work is slow at times, of which no test should say anything.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# Torch's threads would spin while they wait for each other, and keep the cores from the tests
+# beside these: on two busy cores that took twice the time. Before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 @pytest.fixture(scope="session", autouse=True)
