@@ -14,8 +14,9 @@ PYTHONS := $(or $(PYTHON),python3 python3.12 python3.11)
 SUPPORTED_PYTHON := import sys; sys.exit(sys.implementation.name != "cpython" or sys.version_info[:2] not in ((3, 11), (3, 12)))
 MIN_GLIBC_MINOR := 35
 
-# Two processes run the tests, each whole files, so that what a file's tests share is started once.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Three processes run the tests, as many of them wait for others more than they compute; each runs whole
+# files, so that what a file's tests share is started once.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance bench-hostile clean
 

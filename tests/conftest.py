@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,26 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+WAITING = ("client", "e2e", "launch", "parallel")
+"""Folders of tests that wait for servers and processes more than they compute."""
+
 # Torch's threads would spin while they wait for each other, and keep the cores from the tests
 # beside these: on two busy cores that took twice the time. Before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have files that wait and files that compute take turns, so that both run side by side."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    tests = Path(__file__).parent
+    waiting, computing = [], []
+    for path, own in files.items():
+        is_waiting = path.relative_to(tests).parts[0] in WAITING
+        (waiting if is_waiting else computing).append(own)
+    turns = zip_longest(waiting, computing, fillvalue=[])
+    items[:] = chain.from_iterable(chain.from_iterable(turns))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,8 +21,6 @@ def script(**steps: Any) -> str:
     return json.dumps(steps)
 
 
-LEFT = r"0\.\d+"
-"""Seconds that were left of a time limit when the server was asked, as a message names them."""
 LATE_S = 30.0
 """When an answer comes that nobody waits for, however slow the machine is."""
 
