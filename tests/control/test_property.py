@@ -195,7 +195,7 @@ class Driver:
             cache_scope=str(arrival.tenant).encode(),
             takes_hits=arrival.takes_hits,
             speculates=arrival.speculates,
-            given_draft_ids=self._guess(arrival) if arrival.speculates else [],
+            expected_ids=deque(self._guess(arrival) if arrival.speculates else []),
         )
 
     def _guess(self, arrival: Arrival) -> list[int]:

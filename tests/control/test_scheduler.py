@@ -522,7 +522,7 @@ def test_what_a_client_guesses_is_verified_with_its_prompt_and_then_while_it_is_
     engine = make_engine(scheduler)
     answer = echo_run([0, 1, 2], seed=1, max_tokens=12, vocab_size=engine.vocab_size)
     wrong = [*answer[:6], (answer[6] + 1) % engine.vocab_size, *answer[7:]]
-    request = make_request("a", 3, max_tokens=12, given_draft_ids=wrong)
+    request = make_request("a", 3, max_tokens=12, expected_ids=deque(wrong))
     scheduler.add(request)
     drafted = []
     while (plan := scheduler.plan(0.0)) is not None:

@@ -202,7 +202,7 @@ def assert_equal(
 
 @pytest.mark.parametrize(
     ("isa", "dtype", "is_int8"),
-    one_in(3, itertools.product(ISAS, DTYPES, (False, True))),
+    one_in(7, itertools.product(ISAS, DTYPES, (False, True))),
     ids=name_of,
 )
 @settings(max_examples=25)

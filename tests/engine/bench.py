@@ -65,7 +65,9 @@ class Bench:
         if chunk.is_final:
             self.ended_at[chunk.key] = self.now
 
-    def add(self, key: str, prompt: list[int] | None = None, timeout_s=None, **params) -> None:
+    def add(
+        self, key: str, prompt: list[int] | None = None, timeout_s=None, draft_ids=(), **params
+    ) -> None:
         params = {"max_tokens": 20, "seed": 5} | params
         self.core.add(
             GenerationRequest(
@@ -74,6 +76,7 @@ class Bench:
                 prompt_ids=prompt or [ord(key[0])] * 10,
                 params=SamplingParams(**params),
                 timeout_s=timeout_s,
+                draft_ids=list(draft_ids),
             )
         )
 

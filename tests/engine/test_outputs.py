@@ -4,6 +4,7 @@ import pytest
 
 from charonia.control import Request, Update
 from charonia.engine.outputs import Chunk, OutputStream
+from charonia.errors import RequestCancelledError, ShuttingDownError
 from charonia.protocol import RowSampling, SamplingParams, TokenLogprobs
 from engine.bench import byte_tokenizer
 
@@ -86,3 +87,18 @@ def test_what_may_begin_a_stop_string_is_given_out_at_the_end():
     assert take(stream, "ab").text == "a"
     last = take(stream, "b", reason="length")
     assert (last.text, last.finish_reason) == ("bb", "length")
+
+
+def test_who_cancels_gets_what_was_held_back():
+    stream = make_stream(stop=("abc",), logprobs=0)
+    chunk = take(stream, "xa", until=5)
+    assert chunk is not None
+    assert chunk.text == "x"
+    assert take(stream, "b") is None
+    cancelled = stream.fail(RequestCancelledError("the request was cancelled"), 3.0)
+    assert (chunk.text + cancelled.text, cancelled.is_final) == ("xab", True)
+    whole = Chunk.merge([chunk, cancelled])
+    assert list(whole.token_ids) == byte_tokenizer().encode("xab")
+    assert [one.token_ids[0] for one in whole.logprobs or ()] == list(whole.token_ids)
+    assert cancelled.timing is not None
+    assert stream.fail(ShuttingDownError(), 3.0).text == ""

@@ -13,7 +13,7 @@ from charonia.engine.recovery import UNLOADED_WAIT_S
 from charonia.engine.reload import Reload
 from charonia.errors import CharoniaError, ConfigError, UnavailableError
 from engine.bench import FIXED, Bench, expected
-from support.echo import EchoExecutor
+from support.echo import EchoExecutor, echo_run
 
 
 class Reloading(Bench):
@@ -519,6 +519,28 @@ def test_a_smaller_vocabulary_ends_what_no_longer_fits():
     bench.executor.vocab_size = 150
     bench.reload(seed=1)
     assert "a vocabulary of 150 tokens; the request has token id" in str(bench.error("a"))
+
+
+def test_a_guess_is_forgotten_with_its_engine():
+    bench = Reloading(speculative_config=FIXED)
+    drafted: list[list[int]] = []
+    submit = bench.executor.submit
+
+    def watched(plan):
+        drafted.extend(row.draft_ids for row in plan.rows if row.draft_ids)
+        return submit(plan)
+
+    bench.executor.submit = watched  # type: ignore[method-assign]
+    guess = echo_run([3] * 10, seed=5, max_tokens=20, vocab_size=256)
+    bench.add("a", prompt=[3] * 10, draft_ids=[*guess[:12], 255])
+    bench.run(1)
+    before = list(drafted)
+    assert before[0] == guess[:3]
+    bench.executor.vocab_size = 255
+    bench.reload(speculative_config=FIXED, seed=1)
+    bench.run()
+    assert drafted == before
+    assert bench.error("a") is None
 
 
 def test_an_unloaded_engine_is_waited_for_and_nobody_is_blamed():

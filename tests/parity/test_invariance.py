@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.parametrize(
         ("quantization", "architecture", "cpu_kernels"),
         one_in(
-            3,
+            7,
             itertools.product((None, "int8"), ("LlamaForCausalLM", "Qwen3ForCausalLM"), ISAS),
         ),
     ),

@@ -381,6 +381,23 @@ def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
     eventually(lambda: ledger.held == (0, 0))
 
 
+def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
+    scheduler: SchedulerEnd, pair_host: FrontHost, ledger: Ledger
+) -> None:
+    request = text_request()
+    pair_host.execute([request])
+    parts = [scheduler.next(), scheduler.next()]
+    parts[0][2].send({"no_such_output": ["a"]}, is_final=False)
+    cancelled = {scheduler.cancelled.get(timeout=WAIT_S) for _ in parts}
+    assert cancelled == {key for key, _, _ in parts}
+    for _, _, outlet in parts:
+        outlet.fail(RequestCancelledError("the request was cancelled"))
+    assert request.sender.ended.wait(WAIT_S)
+    (said,) = sent_to(request, 1)
+    assert "internal error" in said
+    eventually(lambda: ledger.held == (0, 0))
+
+
 def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_others_cancelled(
     scheduler: SchedulerEnd,
     pair_host: FrontHost,

@@ -287,6 +287,38 @@ def test_only_outputs_that_the_client_wants_are_asked_of_the_scheduler() -> None
     assert set(answer) == {"sequence_length", "num_output_tokens"}
 
 
+@pytest.mark.parametrize("end_id", [7, TOKENIZER.encode("q", add_special_tokens=False)[0]])
+def test_the_token_that_ends_an_answer_is_no_part_of_it(end_id: int) -> None:
+    end = "" if end_id in TOKENIZER.special_ids else TOKENIZER.token_text(end_id)
+    row = TEXT | {"end_id": end_id, "return_log_probs": True, "return_num_output_tokens": True}
+    (part,) = split("ensemble", row)
+    entry = {"rank": 1, "decoded_token": "a"}
+    outputs = {
+        "text_output": [f"ab{end}"],
+        "output_ids": [5, end_id],
+        "finish_reason": ["stop"],
+        "cumulative_logprob": [-2.0],
+        "logprobs": [
+            json.dumps([{"5": {"logprob": -0.5} | entry}, {"7": {"logprob": -1} | entry}])
+        ],
+        "num_output_tokens": [2],
+    }
+    assert part.request.output_names == outputs.keys()
+    answer = part.answer(outputs)
+    assert answer is not None
+    assert answer["text_output"].tolist() == [b"ab"]
+    assert answer["output_log_probs"].tolist() == [[[-0.5]]]
+    assert answer["num_output_tokens"].tolist() == [[1]]
+    other = part.answer(outputs | {"finish_reason": ["None"]})
+    assert other is not None
+    assert other["num_output_tokens"].tolist() == [[2]]
+    (part,) = split("tensorrt_llm", TOKENS | {"end_id": end_id})
+    answer = part.answer({"output_ids": [5, end_id], "finish_reason": ["stop"]})
+    assert answer is not None
+    assert answer["output_ids"].tolist() == [[[5, 6, 7, 5]]]
+    assert answer["sequence_length"].tolist() == [[4]]
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -368,6 +400,8 @@ def replace_tensors(raw: RawRequest, tensors: dict[str, Any]) -> RawRequest:
             "embedding_bias must have at most 4096 values other than 0, but has 5000",
         ),
         ("ensemble", TEXT | {"stop_words": [b"\xff"]}, "stop_words is not valid UTF-8"),
+        ("ensemble", {"text_input": "a" * (2**24 + 1), "max_tokens": 1}, "at most 16777216 bytes"),
+        ("ensemble", TEXT | {"bad_words": ["a" * (2**18 + 1)]}, "at most 262144 bytes"),
         (
             "ensemble",
             TEXT | {"stop_words": ["a"] * 65},

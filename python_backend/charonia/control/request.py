@@ -8,6 +8,7 @@ Owns a request's state; only the scheduler changes it. Must not know text.
     block_keys  [  k0  ][  k1  ]                   one per full block, made as tokens come
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from charonia.control.stats import DraftCounts
@@ -25,8 +26,8 @@ class Request:
         cache_scope: what isolates its prefix cache (tenant and salt).
         takes_hits: whether it may start from cached blocks. is_probe: whether it is no client's;
             it is not counted.
-        speculates: whether tokens may be guessed ahead for it. given_draft_ids: the client's guess
-            at its first tokens.
+        speculates: whether tokens may be guessed ahead for it. expected_ids: what is left of the
+            client's guess at its tokens; nothing once that was wrong.
         num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
             the target's.
         is_in_flight: whether a step that is planned and not applied computes tokens of it.
@@ -44,7 +45,7 @@ class Request:
     cache_scope: bytes = b""
     takes_hits: bool = True
     speculates: bool = True
-    given_draft_ids: list[int] = field(default_factory=list)
+    expected_ids: deque[int] = field(default_factory=deque)
     is_probe: bool = False
 
     rank: int = 0
@@ -67,12 +68,6 @@ class Request:
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt
-
-    @property
-    def expected_ids(self) -> list[int]:
-        """What is left of the client's guess, if it was right so far."""
-        given, num = self.given_draft_ids, self.num_generated
-        return given[num:] if self.token_ids[self.num_prompt :] == given[:num] else []
 
     @property
     def min_tokens(self) -> int:

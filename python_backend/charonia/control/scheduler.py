@@ -448,6 +448,8 @@ class Scheduler:
         """Append a run of tokens, up to the first one that ends the request."""
         for token_id in run:
             request.token_ids.append(token_id)
+            if request.expected_ids and request.expected_ids.popleft() != token_id:
+                request.expected_ids.clear()
             reason = self._finish_reason(request, token_id)
             if reason is not None:
                 return reason

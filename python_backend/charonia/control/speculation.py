@@ -15,6 +15,7 @@ goes::
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 from charonia.control.depth import Candidate, DepthPolicy
 from charonia.control.drafter import Drafter
@@ -54,21 +55,25 @@ class Speculation:
                 has to catch up on; earlier rows are served first.
         """
         given = self._given(rows, limits, budget)
-        budget -= sum(draft.num_drafts for _, draft in given)
+        num_given = sum(draft.num_drafts for _, draft in given)
+        budget -= num_given
+        with_guess = {id(row) for row, _ in given}
         able = [
             row
             for row in rows
             if row.request.speculates
             and row.request.num_generated
             and row.samples
-            and all(row is not one for one, _ in given)
+            and id(row) not in with_guess
         ]
         if not able or budget < 1:
             return given
         if self._drafter is not None:
             self._drafter.begin_step()
         depths = self._policy.choose(
-            len(able), num_tokens, lambda: [self._candidate(row.request, limits) for row in able]
+            len(able),
+            num_tokens + num_given,
+            lambda: [self._candidate(row.request, limits) for row in able],
         )
         drafts = given
         for row, depth in zip(able, depths, strict=False):
@@ -111,9 +116,9 @@ class Speculation:
         drafts = []
         for row in rows:
             request = row.request
-            if request.given_draft_ids and row.samples:
+            if request.expected_ids and row.samples:
                 most = min(_num_left(request, limits) - 1, self._max_drafts, budget)
-                if draft_ids := request.expected_ids[:most]:
+                if draft_ids := list(islice(request.expected_ids, most)):
                     drafts.append((row, Draft(len(draft_ids), draft_ids, is_given=True)))
                     budget -= len(draft_ids)
         return drafts

@@ -4,6 +4,7 @@ Owns what makes a request acceptable to this engine. Must not know how it is ser
 """
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -85,7 +86,7 @@ def admit(
         cache_scope=_cache_scope(params),
         takes_hits=params.prompt_logprobs is None,
         speculates=params.speculation,
-        given_draft_ids=list(request.draft_ids),
+        expected_ids=deque(request.draft_ids),
         is_probe=request.is_probe,
     )
 

@@ -5,12 +5,12 @@ steps or blocks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from charonia.control import Request, Update
-from charonia.errors import CharoniaError
+from charonia.errors import CharoniaError, RequestCancelledError
 from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
 from charonia.text.detokenizer import Detokenizer
 from charonia.text.stops import StopMatcher
@@ -22,7 +22,8 @@ Timing = dict[str, float | list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one request's output. The last one has a finish reason or an error.
+    """A piece of one request's output. The last one has a finish reason or an error; where that is
+    a cancellation, also what was held back until then.
 
     Attributes:
         text: new text; only the last chunk may have none. token_ids: new tokens, at least one.
@@ -135,13 +136,14 @@ class OutputStream:
         return self._chunk(text, reason, now)
 
     def fail(self, error: CharoniaError, now: float) -> Chunk:
-        """The last chunk of a request that ends with an error."""
-        return Chunk(
-            key=self.request.key,
-            error=error,
-            num_prompt_tokens=self.request.num_prompt,
-            timing=self._timing(now),
-        )
+        """The last chunk of a request that ends with an error.
+
+        Who cancels a request may want what there is of it: all that was held back is in the chunk.
+        """
+        text = ""
+        if isinstance(error, RequestCancelledError) and not self._matcher.stopped:
+            text = self._match(self._detokenizer.finish()) + self._matcher.finish()
+        return replace(self._chunk(text, None, now), error=error, timing=self._timing(now))
 
     def _decode(self, update: Update) -> tuple[str, FinishReason | None]:
         """Decode token by token, up to the one that completes a stop string."""

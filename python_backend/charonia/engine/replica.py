@@ -407,6 +407,7 @@ class Replica:
         limits = self._limits_of(info, args)
         if self._scheduler is not None:
             for request in list(self._scheduler.requests):
+                request.expected_ids.clear()  # they may be no tokens of this engine
                 if reason := misfit(request, info, limits):
                     self._fail(request.key, UnavailableError(reason))
         if self._scheduler is not None and args == self.engine_args:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from charonia import __version__
-from charonia.errors import CharoniaError
+from charonia.errors import CharoniaError, ConfigError
 
 if TYPE_CHECKING:
     from charonia.launch import repository
@@ -92,8 +92,8 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     serve.add_argument(
         "--decoupled-mode",
         choices=("true", "false"),
-        default="true",
-        help="whether the models of a facade can stream; false for clients that know no streams",
+        help="whether the models of a --facade can stream (default: true); false for clients that "
+        "know no streams",
     )
     serve.add_argument("--address", default="127.0.0.1", metavar="A", help="default: %(default)s")
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
@@ -247,13 +247,15 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 def _run_serve(options: argparse.Namespace) -> None:
     from charonia.launch.serve import ServeOptions, serve
 
+    if options.decoupled_mode is not None and not options.facades:
+        raise ConfigError("--decoupled-mode is about the models of a --facade, but none is named")
     serve(
         replace(
             _what(options),
             source=options.model_repository,
             served_model_names=options.served_model_names,
             facades=options.facades,
-            is_facade_decoupled=options.decoupled_mode == "true",
+            is_facade_decoupled=options.decoupled_mode != "false",
         ),
         ServeOptions(
             address=options.address,

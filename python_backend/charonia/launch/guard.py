@@ -60,9 +60,12 @@ class Guard:
             LaunchError: it does not.
         """
         if self.preload is not None:
-            result = subprocess.run(
-                ["ldd", str(binary)], env=environment, capture_output=True, text=True
-            )
+            try:
+                result = subprocess.run(
+                    ["ldd", str(binary)], env=environment, capture_output=True, text=True
+                )
+            except OSError as error:
+                raise LaunchError(f"ldd cannot be asked: {error.strerror}") from None
             if str(self.preload) not in result.stdout.split():
                 lines = result.stderr.strip().splitlines() or [f"not {self.preload}"]
                 raise LaunchError(f"the dynamic linker does not load the guard: {lines[0]}")

@@ -23,7 +23,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.launch import processes
-from charonia.launch.discovery import PACKAGE_PARENT, find_tritonserver
+from charonia.launch.discovery import PACKAGE_PARENT, default_repository, find_tritonserver
 from charonia.launch.errors import CrashError, LaunchError, LostError
 from charonia.launch.guard import make_guard
 from charonia.launch.logs import crash_reason, failure_reason, is_interesting
@@ -44,7 +44,6 @@ MODEL_CONTROL = "model-repository"
 END_REQUESTS_S = 2.5  # that the scheduler takes at most to end all requests, before a shutdown
 INDEX_S = 0.5  # that tritonserver takes at most to say what it is loading, before a shutdown
 EXIT_TIMEOUT_S = 6  # in which tritonserver unloads the project's own models, or gives up
-NUM_OWN_MODELS = 6
 EXIT_PER_MODEL_S = 0.5  # for each further one: it unloads them one after the other
 STOP_S = 1.0  # later the server is killed
 LOG_TAIL_LINES = 200
@@ -362,7 +361,7 @@ class TritonServer:
     @property
     def _exit_timeout_s(self) -> int:
         num_models = len(list(self.repository.glob("*/config.pbtxt")))
-        further = max(0, num_models - NUM_OWN_MODELS)
+        further = max(0, num_models - len(list(default_repository().glob("*/config.pbtxt"))))
         return EXIT_TIMEOUT_S + math.ceil(EXIT_PER_MODEL_S * further)
 
     def _end_load(self, model: str) -> None:

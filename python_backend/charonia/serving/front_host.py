@@ -34,7 +34,7 @@ from charonia.serving.relay import (
     decode_answer,
     post,
 )
-from charonia.serving.tensors import read_request
+from charonia.serving.tensors import INTERNAL_ERROR, read_request
 from charonia.sockets.connection import Connection
 
 LOST = "the connection to the scheduler has ended; the request is lost"
@@ -46,7 +46,8 @@ class _Client:
 
     Attributes:
         num_bytes: of the request as it came. waiting: parts that are not answered to their end.
-        num_passed_on: answers of all parts. is_cancelled: the client has gone.
+        num_passed_on: answers of all parts. is_cancelled: the client has gone, or `error` is what
+            it is to be told.
     """
 
     key: str
@@ -55,6 +56,7 @@ class _Client:
     waiting: set[str] = field(default_factory=set)
     num_passed_on: int = 0
     is_cancelled: bool = False
+    error: CharoniaError | None = None
 
 
 @dataclass
@@ -146,7 +148,7 @@ class FrontHost:
         client = waiting.client
         try:
             post(connection, message)
-        except CharoniaError:
+        except BaseException:
             for key in client.waiting:
                 del self._waiting[key]
                 with contextlib.suppress(UnavailableError):
@@ -184,8 +186,8 @@ class FrontHost:
                 del self._clients[client.key]
         if not is_over:
             self._pass_on(answer, waiting)
-        elif (failure := answer.failure) is not None:
-            self._end(client, waiting.part.failure(failure))
+        elif (failure := client.error or answer.failure) is not None:
+            self._end(client, failure, waiting.part)
         else:
             with failing_with_errors(client.outlet, self._log):
                 outputs = waiting.part.answer(answer.outputs)
@@ -207,6 +209,7 @@ class FrontHost:
                 client.outlet.fail(failure, is_final=False)
         except Exception:
             self._log(f"a response could not be passed on: {traceback.format_exc()}")
+            client.error = CharoniaError(INTERNAL_ERROR)
             self._on_cancelled(client.key)
         client.num_passed_on += 1
         if not answer.is_final:
@@ -247,13 +250,18 @@ class FrontHost:
         self._waiting.clear()
         return clients
 
-    def _end(self, client: _Client, error: CharoniaError | None) -> None:
-        """End a request early; of a stream that is safe a little later, see the poller."""
+    def _end(self, client: _Client, error: CharoniaError, part: Part | None = None) -> None:
+        """End a request early; of a stream that is safe a little later, see the poller.
+
+        Args:
+            part: whose failure it is, where it is not the whole request's.
+        """
 
         def end() -> None:
             with failing_with_errors(client.outlet, self._log):
-                if error is not None:
-                    raise error
+                failure = error if part is None else part.failure(error)
+                if failure is not None:
+                    raise failure
                 client.outlet.end()
             self._ledger.give_back(client.num_bytes)
 

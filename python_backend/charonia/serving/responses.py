@@ -58,8 +58,8 @@ class Answer:
         return None if entries is None else self._named(entries)
 
     @property
-    def num_input_tokens(self) -> int:
-        return self.chunk.num_prompt_tokens
+    def num_input_tokens(self) -> int | None:
+        return self.chunk.num_prompt_tokens or None  # cancelled before they were counted
 
     @property
     def num_output_tokens(self) -> int:

@@ -374,10 +374,11 @@ def _read_options(raw: RawRequest, params: SamplingParams, *, has_name: bool) ->
     wanted.add("text_output")
     if params.prompt_logprobs is not None:
         wanted.add("prompt_logprobs")
+    names = frozenset(wanted) & raw.output_names
     return OutputOptions(
         is_streaming=is_streaming,
-        has_echo=not (is_streaming or excludes),
-        names=frozenset(wanted) & raw.output_names,
+        has_echo="text_output" in names and not (is_streaming or excludes),
+        names=names,
         has_key=has_name and REQUEST_KEY in raw.output_names,
         keeps_cancelled=not is_streaming
         and bool(read_flag(raw.tensors, "return_cancelled_output")),

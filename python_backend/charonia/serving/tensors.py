@@ -75,7 +75,7 @@ def _read_request(request: Any) -> RawRequest:
     _check_size("id", len(request_id.encode()), MAX_ID_BYTES)
     _check_size("parameters", len(text), MAX_PARAMETER_BYTES)
     arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-    num_bytes = sum(map(_num_bytes, arrays.values()))
+    num_bytes = sum(map(num_bytes_of, arrays.values()))
     _check_size("tensors", num_bytes, MAX_REQUEST_BYTES)
     try:
         parameters = json.loads(text)
@@ -93,7 +93,8 @@ def _read_request(request: Any) -> RawRequest:
     )
 
 
-def _num_bytes(array: Array) -> int:
+def num_bytes_of(array: Array) -> int:
+    """Bytes of what is in a tensor."""
     return sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
 
 

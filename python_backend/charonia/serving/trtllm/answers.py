@@ -50,7 +50,7 @@ class Output:
 
 OUTPUTS: Mapping[str, Output] = {
     "text_output": Output("text_output", _texts),
-    "output_ids": Output("output_ids", lambda ids: _int32([ids])),
+    "output_ids": Output("output_ids", lambda ids: np.array([[ids]], dtype=np.int32)),
     "sequence_length": Output("output_ids", lambda ids: _int32([len(ids)])),
     "cum_log_probs": Output("cumulative_logprob", _float32, "return_log_probs"),
     "output_log_probs": Output("logprobs", _log_probs, "return_log_probs"),
@@ -60,22 +60,56 @@ OUTPUTS: Mapping[str, Output] = {
 
 
 @dataclass(frozen=True)
+class End:
+    """A token that ends an answer. `text` is how it shows in it, empty where it does not."""
+
+    token_id: int
+    text: str
+
+    def taken_off(self, outputs: Outputs) -> Outputs:
+        """The scheduler's outputs without this token, if they end with it."""
+        ids = outputs["output_ids"]
+        if outputs["finish_reason"] != ["stop"] or ids[-1:] != [self.token_id]:
+            return outputs
+        less = {**outputs, "output_ids": ids[:-1]}
+        if "text_output" in outputs:
+            less["text_output"] = [text.removesuffix(self.text) for text in outputs["text_output"]]
+        if "logprobs" in outputs:
+            positions = json.loads(outputs["logprobs"][0])
+            less["logprobs"] = [json.dumps(positions and positions[:-1])]
+        if "num_output_tokens" in outputs:
+            less["num_output_tokens"] = [len(less["output_ids"])]
+        return less
+
+
+@dataclass(frozen=True)
 class Answer:
     """What the answers to one request carry.
 
     Attributes:
         outputs: by name. indexes: of the request in its batch, the same in every answer.
         prompt_ids: come in front of the tokens.
+        end: what ends an answer and is no part of it; None where that is for the checkpoint to say.
     """
 
     outputs: Mapping[str, Output]
     indexes: Mapping[str, int]
-    prompt_ids: list[int]
+    prompt_ids: Array
+    end: "End | None" = None
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """The outputs of the scheduler that are needed."""
+        needed = frozenset(one.source for one in self.outputs.values())
+        return needed if self.end is None else needed | {"output_ids", "finish_reason"}
 
     def make(self, outputs: Outputs) -> Outputs:
         """The convention's outputs for these of the scheduler's."""
-        if self.prompt_ids:
-            outputs = {**outputs, "output_ids": [*self.prompt_ids, *outputs["output_ids"]]}
+        if self.end is not None:
+            outputs = self.end.taken_off(outputs)
+        if self.prompt_ids.size:
+            ids = np.concatenate([self.prompt_ids, np.array(outputs["output_ids"], np.int32)])
+            outputs = {**outputs, "output_ids": ids}
         made = {
             name: one.make(outputs[one.source])
             for name, one in self.outputs.items()

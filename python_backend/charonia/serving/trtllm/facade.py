@@ -26,8 +26,9 @@ from charonia.errors import (
 from charonia.protocol import MAX_CHARACTERS, MAX_ENTRIES, UINT64_MAX
 from charonia.serving.convention import Part
 from charonia.serving.interface import FLAGS
-from charonia.serving.tensors import Array, Outputs, RawRequest
-from charonia.serving.trtllm.answers import OUTPUTS, Answer
+from charonia.serving.schema import PromptLimits
+from charonia.serving.tensors import Array, Outputs, RawRequest, num_bytes_of
+from charonia.serving.trtllm.answers import OUTPUTS, Answer, End
 from charonia.serving.trtllm.rows import Row, rows_of
 from charonia.serving.trtllm.tables import MODELS
 from charonia.text.tokenizer import Tokenizer
@@ -45,6 +46,12 @@ _NAME = re.compile(r"^\w+|\b\w+_\w+\b")
 _TRITONS_OWN = ("priority", "timeout")
 """Parameters of a request that count; TensorRT-LLM has none, and its clients send any."""
 _MAX_BIAS_CHARACTERS = 2**16
+_MAX_WORD_BYTES = 2**18
+"""Of all words of a batch, which are tokenized at once."""
+_LIMITS = PromptLimits()
+_NO_END = -1
+_NO_IDS = np.array([], dtype=np.int32)
+_TRUE = np.array([True])
 
 
 class _Request:
@@ -105,6 +112,7 @@ class Facade(ABC):
             CharoniaError: a value is out of range, or asks for what charonia does not do.
         """
         rows = rows_of(raw, self._tensors)
+        _check_words(raw.tensors)
         kept = {name: raw.parameters[name] for name in _TRITONS_OWN if name in raw.parameters}
         raw = replace(raw, parameters=kept)
         stops = [bool(row.one("stop", False)) for row in rows]
@@ -172,18 +180,17 @@ class Facade(ABC):
             for name, one in OUTPUTS.items()
             if name in raw.output_names and (one.flag is None or row.one(one.flag, False))
         }
-        sources = frozenset(one.source for one in outputs.values())
         prompt, sampling = self._prompt(row), self._all_sampling(row)
+        has_ids = has_prompt and not outputs.keys().isdisjoint(("output_ids", "sequence_length"))
+        answer = Answer(outputs, {}, prompt["input_ids"] if has_ids else _NO_IDS, self._end(row))
         tensors = {
             **prompt,
             "stream": np.array([is_streaming]),
-            **{flag: np.array([True]) for flag, output in FLAGS.items() if output in sources},
+            **{flag: _TRUE for flag, name in FLAGS.items() if name in answer.sources},
         }
         if not is_streaming:
             tensors["exclude_input_in_output"] = np.array([not has_prompt])
-            tensors["return_cancelled_output"] = np.array([True])
-        has_ids = has_prompt and "output_ids" in sources
-        prompt_ids = prompt["input_ids"].tolist() if has_ids else []
+            tensors["return_cancelled_output"] = _TRUE
         num_sequences = self._num_sequences(row)
         for sequence in range(num_sequences):
             seed = (row.one("random_seed", 0) + sequence) & UINT64_MAX
@@ -191,8 +198,8 @@ class Facade(ABC):
             request = replace(
                 raw,
                 tensors=own,
-                output_names=sources,
-                num_bytes=sum(map(_size, own.values())) + len(raw.request_id),
+                output_names=answer.sources,
+                num_bytes=sum(map(num_bytes_of, own.values())) + len(raw.request_id),
             )
             places = {"batch_index": place, "sequence_index": (sequence, num_sequences)}
             indexes = {
@@ -200,8 +207,16 @@ class Facade(ABC):
                 for name, (index, num) in places.items()
                 if num > 1 and name in raw.output_names
             }
-            answer = Answer(outputs, indexes, prompt_ids)
-            yield request, _Request(answer, self._tensors.called, place)
+            own_answer = replace(answer, indexes=indexes)
+            yield request, _Request(own_answer, self._tensors.called, place)
+
+    def _end(self, row: Row) -> End | None:
+        end_id = row.one("end_id", _NO_END)
+        if end_id == _NO_END:
+            return None
+        is_shown = 0 <= end_id < self._tokenizer.vocab_size
+        is_shown = is_shown and end_id not in self._tokenizer.special_ids
+        return End(end_id, self._tokenizer.token_text(end_id) if is_shown else "")
 
     def _all_sampling(self, row: Row) -> dict[str, Any]:
         """All sampling parameters but the seed."""
@@ -218,7 +233,7 @@ class Facade(ABC):
         }
         if (end_id := row.one("end_id")) is not None:
             values["ignore_eos"] = True
-            if end_id >= 0:
+            if end_id != _NO_END:
                 values["stop_token_ids"].append(end_id)
         if row.one("return_log_probs", False):
             values["logprobs"] = 0
@@ -258,7 +273,7 @@ class TextFacade(Facade):
     stream_input = "stream"
 
     def _prompt(self, row: Row) -> dict[str, Array]:
-        row.require("text_input")
+        _LIMITS.check_bytes("text_input", len(row.require("text_input")))
         return {"text_input": row.tensors["text_input"]}
 
     def _sampling(self, row: Row) -> dict[str, Any]:
@@ -294,6 +309,7 @@ class TokenFacade(Facade):
                 f"input_lengths must be from 1 to {ids.size}, the number of input_ids, but is "
                 f"{length}"
             )
+        _LIMITS.check_ids(length)
         drafts = row.tensors.get("draft_input_ids")
         return {"input_ids": ids[:length]} | ({} if drafts is None else {"draft_input_ids": drafts})
 
@@ -379,6 +395,17 @@ def _choice(row: Row, top_k: int | None, top_p: float | None) -> dict[str, Any]:
     }
 
 
+def _check_words(tensors: Mapping[str, Array]) -> None:
+    """Raises InvalidRequestError: the texts beside the prompts would take long to be tokenized."""
+    for name, array in tensors.items():
+        if array.dtype == np.object_ and name != "text_input":
+            num_bytes = num_bytes_of(array)
+            if num_bytes > _MAX_WORD_BYTES:
+                raise InvalidRequestError(
+                    f"{name} must have at most {_MAX_WORD_BYTES} bytes, but has {num_bytes}"
+                )
+
+
 def _in_batch(error: CharoniaError, place: tuple[int, int]) -> CharoniaError:
     """The same error, which says which request of a batch it is about."""
     index, num = place
@@ -394,7 +421,3 @@ def _stop(raw: RawRequest) -> RawRequest:
 
 def _json(values: dict[str, Any]) -> Array:
     return np.array([json.dumps(values).encode()], dtype=np.object_)
-
-
-def _size(array: Array) -> int:
-    return sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes

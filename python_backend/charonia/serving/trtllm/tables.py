@@ -53,12 +53,6 @@ _NO_BEAMS = "without effect: of beam search alone"
 _NO_DECODER = "without effect: of models with an encoder alone"
 _NO_DECAY = "without effect: of a `runtime_top_p_decay` alone"
 _SAMPLING = (
-    Tensor(
-        "end_id",
-        "INT32",
-        ONE,
-        "the token that ends the text, instead of the checkpoint's own; -1 for none",
-    ),
     Tensor("pad_id", "INT32", ONE, "without effect: nothing is padded"),
     Tensor("temperature", "FP32", ONE, "default 1"),
     Tensor("repetition_penalty", "FP32", ONE, "default 1"),
@@ -97,10 +91,18 @@ _REFUSED = (
     Refused("guided_decoding_guide", "STRING", ONE, neutral=(b"",)),
 )
 _TEXT_INPUTS = (
+    Tensor(
+        "end_id",
+        "INT32",
+        ONE,
+        "the token that ends the text, instead of the checkpoint's own; -1 for none",
+    ),
     Tensor("text_input", "STRING", ONE, "the prompt"),
     Tensor("max_tokens", "INT32", ONE, "to generate at most"),
     Tensor("stream", "BOOL", ONE, "one response per new text; default one in all"),
-    Tensor("top_k", "INT32", ONE, "0 is all; without it and `top_p` the likeliest token is taken"),
+    Tensor(
+        "top_k", "INT32", ONE, "0 is as if left out; without it and `top_p` the likeliest is taken"
+    ),
     Tensor("top_p", "FP32", ONE, "0 is none, as is 1"),
     Tensor(
         "stop_words",
@@ -118,6 +120,12 @@ _TEXT_INPUTS = (
     Refused("prompt_table_extra_id", "UINT64", ANY),
 )
 _TOKEN_INPUTS = (
+    Tensor(
+        "end_id",
+        "INT32",
+        ONE,
+        "the token that ends the answer, which is without it; by default, and with -1, none does",
+    ),
     Tensor("input_ids", "INT32", ANY, "the prompt"),
     Tensor("input_lengths", "INT32", ONE, "how many of `input_ids` are the prompt"),
     Tensor("request_output_len", "INT32", ONE, "tokens to generate at most"),
@@ -127,7 +135,7 @@ _TOKEN_INPUTS = (
         "runtime_top_k",
         "INT32",
         ONE,
-        "0 is all; without it and `runtime_top_p` the likeliest token is taken",
+        "0 is as if left out; without it and `runtime_top_p` the likeliest token is taken",
     ),
     Tensor("runtime_top_p", "FP32", ONE, "0 is none, as is 1"),
     Tensor(
