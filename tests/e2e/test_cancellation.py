@@ -10,7 +10,17 @@ import pytest
 
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import generate, scrape, wait_for, wait_idle
+from support.e2e import (
+    Response,
+    generate,
+    infer_grpc,
+    one_response,
+    request_inputs,
+    scrape,
+    stream_grpc,
+    wait_for,
+    wait_idle,
+)
 from support.live_stream import LiveStream
 
 NUM_STREAMS = 100
@@ -187,4 +197,34 @@ def test_a_waiting_request_is_cancelled_before_it_ever_ran(server: TritonServer)
     assert not any(stream.is_over for stream in with_rows)
     for stream in with_rows:
         stream.leave()
+    wait_idle(server)
+
+
+@pytest.mark.parametrize("model", ["generate", "llm", "scheduler"])
+def test_a_whole_answer_that_is_cancelled_has_what_there_is_of_it(
+    server: TritonServer, model: str
+) -> None:
+    before = wait_idle(server)["charonia_generation_tokens_total"]
+    prompt, sampling = [5, 6, 7], {"max_tokens": ENDLESS, "ignore_eos": True, "temperature": 0.0}
+    wishes = {"return_cancelled_output": True, "exclude_input_in_output": True}
+    wishes |= {"return_token_ids": True, "return_finish_reason": True}
+    inputs = request_inputs(prompt, sampling, **wishes)
+
+    def ask() -> Response:
+        if model == "generate":
+            return infer_grpc(server, inputs, request_id="91")
+        return one_response(stream_grpc(server, inputs, model, request_id="91"))
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        wait_for(
+            lambda: scrape(server)["charonia_generation_tokens_total"], lambda num: num > before + 8
+        )
+        assert generate(server, {"id": "91", "cancel": True}).status_code == 200
+        cancelled = answer.result()
+    assert cancelled.one("finish_reason") == "cancelled"
+    token_ids = cancelled.outputs["output_ids"]
+    assert 8 <= len(token_ids) < ENDLESS
+    again = request_inputs(prompt, sampling | {"max_tokens": len(token_ids)}, return_token_ids=True)
+    assert infer_grpc(server, again).outputs["output_ids"] == token_ids
     wait_idle(server)

@@ -78,6 +78,8 @@ def test_a_signal_while_the_server_starts_ends_it_too(serving: Serving) -> None:
         (("--set", "max_seqs=1"), "unknown engine argument 'max_seqs'"),
         (("--model-repository", "/no/such"), "/no/such is not charonia's model repository"),
         (("--address", "192.0.2.1"), "cannot listen on 192.0.2.1"),
+        (("--decoupled-mode", "false"), "--decoupled-mode is about the models of a --facade"),
+        (("--facade", "vllm"), "--facade 'vllm' is not known; accepted are tensorrt-llm"),
     ],
 )
 def test_a_start_that_cannot_work_is_one_line(
