@@ -150,7 +150,13 @@ def endure(path: str, rank: int, size: int, timeout: float) -> list[str]:
     return reasons
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "sign",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=long),
+    ],
+)
 def test_a_rank_that_is_no_more_ends_the_others_waiting(sign: signal.Signals) -> None:
     ranks = Ranks(3)
     with shared_memory(3) as fd:

@@ -23,7 +23,7 @@ from charonia.engine.inline import InlineExecutor
 from charonia.errors import StepFailedError
 from charonia.protocol import NewRow, RowSampling, RowStep, StepPlan
 from support.kernels import ISAS, kernels_for
-from support.long import one_in
+from support.long import long, one_in
 from support.memory import limited_memory
 from support.ranks import Ranks
 
@@ -87,7 +87,10 @@ def fail_to_draw(isa: str, warm_up: str) -> tuple[int, bool]:
     return failures, is_right
 
 
-@pytest.mark.parametrize("warm_up", ["nobody", "caller", "helpers"])
+@pytest.mark.parametrize(
+    "warm_up",
+    ["nobody", pytest.param("caller", marks=long), pytest.param("helpers", marks=long)],
+)
 def test_work_that_finds_no_memory_is_an_error_of_the_call_alone(
     process: Callable[..., Any], warm_up: str
 ) -> None:

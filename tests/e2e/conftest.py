@@ -7,7 +7,7 @@ import pytest
 
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import one_torch_thread
+from support.e2e import ONE_THREAD, one_torch_thread
 from support.faults import make_faulty_repository
 
 MAX_MODEL_LEN = 4096
@@ -15,8 +15,9 @@ FORWARDING = (
     "--http-header-forward-pattern=(X-.*|Host)",
     "--grpc-header-forward-pattern=x-.*",
 )
-ROOMY = ("num_gpu_blocks_override=2049", "max_num_seqs=64")
+ROOMY = (ONE_THREAD, "num_gpu_blocks_override=2049", "max_num_seqs=64")
 NARROW = (
+    ONE_THREAD,
     "num_gpu_blocks_override=257",
     "max_num_seqs=1",
     "scheduler.max_queue_size=2",

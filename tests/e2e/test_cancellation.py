@@ -11,6 +11,7 @@ import pytest
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import (
+    ONE_THREAD,
     Response,
     generate,
     infer_grpc,
@@ -22,6 +23,7 @@ from support.e2e import (
     wait_idle,
 )
 from support.live_stream import LiveStream
+from support.long import long
 
 NUM_STREAMS = 100
 NUM_RUNNING = 40
@@ -39,7 +41,7 @@ Moment = Callable[[LiveStream], None]
 
 @pytest.fixture(scope="module")
 def server(small_checkpoint: Path) -> Iterator[TritonServer]:
-    settings = (ROWS, "num_gpu_blocks_override=1000")
+    settings = (ONE_THREAD, ROWS, "num_gpu_blocks_override=1000")
     with running_server(model=small_checkpoint, settings=settings) as server:
         yield server
 
@@ -125,7 +127,12 @@ def leave(stream: LiveStream) -> None:
 
 @pytest.mark.parametrize(
     ("protocol", "model"),
-    [("grpc", "scheduler"), ("http", "scheduler"), ("grpc", "llm"), ("http", "llm")],
+    [
+        ("grpc", "scheduler"),
+        ("http", "llm"),
+        pytest.param("http", "scheduler", marks=long),
+        pytest.param("grpc", "llm", marks=long),
+    ],
 )
 def test_clients_that_go_away_leave_nothing_behind(
     server: TritonServer, reference: list[int], protocol: str, model: str

@@ -19,7 +19,7 @@ from charonia.launch.repository import RepositoryOptions, prepare_repository
 from charonia.launch.run import running_server
 from charonia.launch.runtime_dir import RuntimeDir
 from charonia.launch.server import TritonServer
-from support.e2e import error_of, infer_grpc, scrape, wait_for, wait_idle
+from support.e2e import ONE_THREAD, error_of, infer_grpc, scrape, wait_for, wait_idle
 from support.events import events
 from support.faults import order_fault
 from support.leftovers import leftovers
@@ -30,6 +30,7 @@ from support.serving import Serving
 
 STEP_DEADLINE_S = 8
 SETTINGS = (
+    ONE_THREAD,
     "max_num_seqs=16",
     "max_num_batched_tokens=256",
     "num_gpu_blocks_override=900",

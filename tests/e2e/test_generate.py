@@ -15,7 +15,7 @@ import tritonclient.grpc as grpc
 
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import request_inputs, scrape, tensors, wait_for, wait_idle
+from support.e2e import ONE_THREAD, request_inputs, scrape, tensors, wait_for, wait_idle
 from support.live_stream import LiveStream
 from support.long import long
 
@@ -94,7 +94,7 @@ def test_a_probe_without_a_wish_for_its_text_is_answered_without_tensors(
 def test_the_end_of_generate_cancels_its_requests_and_disturbs_no_other(
     small_checkpoint: Path,
 ) -> None:
-    with running_server(model=small_checkpoint, settings=("max_num_seqs=16",)) as server:
+    with running_server(model=small_checkpoint, settings=(ONE_THREAD, "max_num_seqs=16")) as server:
         sampling = {"max_tokens": 3000, "ignore_eos": True}
         stream = LiveStream(server.grpc_url, [1, 2, 3], temperature=0.0, **sampling)
         stream.wait_tokens(1)

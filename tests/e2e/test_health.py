@@ -18,7 +18,7 @@ from charonia.launch.model_control import ModelControl
 from charonia.launch.processes import ReservedPorts
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import infer_grpc, one_torch_thread, request_inputs, scrape, wait_for
+from support.e2e import ONE_THREAD, infer_grpc, one_torch_thread, request_inputs, scrape, wait_for
 from support.events import events
 
 DEAF_ENGINE = """
@@ -81,7 +81,9 @@ def running(
     log: list[str] = []
     with (
         one_torch_thread(),
-        running_server(model=small_checkpoint, source=source, on_log=log.append) as server,
+        running_server(
+            model=small_checkpoint, settings=(ONE_THREAD,), source=source, on_log=log.append
+        ) as server,
     ):
         yield server, log
 
@@ -188,7 +190,10 @@ def test_a_busy_scheduler_is_healthy_and_no_client_pays_for_the_question(
 def test_a_dead_scheduler_is_seen_although_triton_calls_it_ready(
     small_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with one_torch_thread(), running_server(model=small_checkpoint) as server:
+    with (
+        one_torch_thread(),
+        running_server(model=small_checkpoint, settings=(ONE_THREAD,)) as server,
+    ):
         target = Target(server, [], capsys)
         (pid,) = server.pids("scheduler")
         os.kill(pid, signal.SIGKILL)

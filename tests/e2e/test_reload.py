@@ -16,6 +16,7 @@ from charonia.launch.probe import Probe
 from charonia.launch.run import running_server, wait_serving
 from charonia.launch.server import TritonServer
 from support.e2e import (
+    ONE_THREAD,
     Response,
     error_of,
     one_torch_thread,
@@ -31,7 +32,12 @@ from support.live_stream import LiveStream
 from support.long import long
 from support.many_streams import NUM_TOKENS, PROMPTS, check_complete, start_streams
 
-SETTINGS = ("max_num_seqs=16", "max_num_batched_tokens=256", "num_gpu_blocks_override=900")
+SETTINGS = (
+    ONE_THREAD,
+    "max_num_seqs=16",
+    "max_num_batched_tokens=256",
+    "num_gpu_blocks_override=900",
+)
 SHORT = 40
 START_TIMEOUT_S = 120.0
 KEPT = "not reloaded"

@@ -15,14 +15,19 @@ from charonia.launch import server as launch_server
 from charonia.launch.cli import main
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import wait_for
+from support.e2e import ONE_THREAD, wait_for
 from support.events import events
 from support.faults import order_fault
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.long import long
 
-SETTINGS = ("max_num_seqs=16", "max_num_batched_tokens=256", "num_gpu_blocks_override=900")
+SETTINGS = (
+    ONE_THREAD,
+    "max_num_seqs=16",
+    "max_num_batched_tokens=256",
+    "num_gpu_blocks_override=900",
+)
 CRASHES = ("Signal (6)", "Signal (11)", "terminate called", "malloc", "core dumped", "Traceback")
 WAYS_IN = ("scheduler", "llm", "scheduler", "llm")
 SLOW_LOAD_S = 3

@@ -14,7 +14,15 @@ from tritonclient.utils import InferenceServerException
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.repository import RepositoryOptions
 from charonia.launch.run import prepared_server
-from support.e2e import generate, infer_grpc, one_torch_thread, request_inputs, scrape, wait_for
+from support.e2e import (
+    ONE_THREAD,
+    generate,
+    infer_grpc,
+    one_torch_thread,
+    request_inputs,
+    scrape,
+    wait_for,
+)
 from support.events import events
 from support.faults import make_faulty_repository, order_fault
 from support.leftovers import leftovers
@@ -24,7 +32,7 @@ from support.many_streams import check_complete
 from support.supervised import Supervised
 
 LIMITS = SupervisionLimits(stopped_s=0.5, stranded_s=60.0, drain_s=1.0, backoff_s=0.1)
-SETTINGS = ("num_gpu_blocks_override=1025", "max_num_seqs=8")
+SETTINGS = (ONE_THREAD, "num_gpu_blocks_override=1025", "max_num_seqs=8")
 STARTS_S = 60.0
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 1.5, "seed": 3, "ignore_eos": True}
@@ -169,6 +177,7 @@ def test_a_lost_process_beside_the_scheduler_comes_back_alone(
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@long  # it waits for half a minute
 def test_calls_in_a_lost_generate_end_once_no_other_request_is_disturbed(
     supervised: Supervised, undisturbed: list[int]
 ) -> None:

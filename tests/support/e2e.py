@@ -31,14 +31,15 @@ ANSWER_TIMEOUT_S = 60.0
 HTTP = httpx.Client(timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_keepalive_connections=0))
 T = TypeVar("T")
 
+ONE_THREAD = "cpu_threads=1"
+"""An engine computes in one thread. More do not help with a model this small, and they spin while
+they wait for each other: on a busy machine with two cores that made 64 streams seven times slower.
+"""
+
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Servers that start here compute in one thread.
-
-    More do not help with a model this small, and they spin while they wait for each other: on a
-    busy machine with two cores that made 64 streams seven times slower.
-    """
+    """Servers that start here have one thread of torch's, see `ONE_THREAD`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+import weakref
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -170,6 +171,7 @@ class ReservedPorts:
     def __init__(self, address: str, count: int) -> None:
         self.ports: list[int] = []
         self._sockets: list[socket.socket] = []
+        weakref.finalize(self, _close_all, self._sockets)
         for _ in range(count):
             one = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
             self._sockets.append(one)
@@ -183,8 +185,12 @@ class ReservedPorts:
 
     def close(self) -> None:
         """Let anybody have them."""
-        for one in self._sockets:
-            one.close()
+        _close_all(self._sockets)
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for one in sockets:
+        one.close()
 
 
 def find_by_argument(processes: Iterable[psutil.Process], fragment: str) -> list[psutil.Process]:
