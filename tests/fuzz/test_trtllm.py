@@ -82,6 +82,7 @@ def answer_to(part: Any, call: GenerateCall) -> None:
     outputs: dict[str, list[Any]] = {
         "text_output": ["a"],
         "output_ids": [1, 2],
+        "finish_reason": ["stop"],
         "cumulative_logprob": [-0.5],
         "logprobs": [json.dumps([{"1": {"logprob": None}}, {"2": {"logprob": -0.5}}])],
         "num_input_tokens": [2],
