@@ -13,6 +13,7 @@ from charonia.serving.server_options import (
     SHARED,
     ServerOptions,
 )
+from support.e2e import wait_for
 
 EXPLICIT = "--model-control-mode=explicit"
 
@@ -86,7 +87,11 @@ def test_what_opens_model_control_is_read_from_the_command_line(
 def test_a_key_in_the_environment_is_part_of_the_name_of_what_is_loaded() -> None:
     environment = {**os.environ, KEY_VARIABLE: "a=b"}
     with subprocess.Popen(["sleep", "60"], env=environment) as process:
-        name = ServerOptions.of_process(process.pid).control_name("engine")
+        # A process that was just started shows its environment a moment later.
+        name = wait_for(
+            lambda: ServerOptions.of_process(process.pid).control_name("engine"),
+            lambda name: name != "engine",
+        )
         process.kill()
     assert name == "a=b:engine"
     assert ServerOptions.of_process(os.getpid()).control_name("engine") == "engine"

@@ -18,6 +18,6 @@ class LostError(LaunchError):
 
 
 class CrashError(LaunchError):
-    """The server crashed on its way up. On a busy machine tritonserver does so now and then while
-    models are loaded (2.51.0: boost::interprocess::lock_exception, also
-    https://github.com/triton-inference-server/server/issues/8882), so once is worth another try."""
+    """The server crashed on its way up. tritonserver 2.51.0 was seen to do so on an overloaded
+    machine while models were loaded (boost::interprocess::lock_exception; others see it under load:
+    https://github.com/triton-inference-server/server/issues/8882). So once is worth another try."""

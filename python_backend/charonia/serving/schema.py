@@ -283,6 +283,15 @@ def read_text(
         raise InvalidRequestError(_one_element(name, "string", array))
     value = array.item()
     check_bytes(name, len(value))
+    return decoded(name, value)
+
+
+def decoded(name: str, value: bytes | str) -> str:
+    """An element of a STRING input as text.
+
+    Raises:
+        InvalidRequestError: it is not UTF-8.
+    """
     if isinstance(value, str):
         return value
     try:

@@ -23,7 +23,7 @@ from charonia.errors import (
     error_of,
     shown,
 )
-from charonia.protocol import MAX_CHARACTERS, MAX_ENTRIES, UINT64_MAX
+from charonia.protocol import MAX_ENTRIES, UINT64_MAX
 from charonia.serving.convention import Part
 from charonia.serving.interface import FLAGS
 from charonia.serving.schema import PromptLimits
@@ -31,6 +31,7 @@ from charonia.serving.tensors import Array, Outputs, RawRequest, num_bytes_of
 from charonia.serving.trtllm.answers import OUTPUTS, Answer, End
 from charonia.serving.trtllm.rows import Row, rows_of
 from charonia.serving.trtllm.tables import MODELS
+from charonia.serving.trtllm.words import bias_of, check_words, within
 from charonia.text.tokenizer import Tokenizer
 
 MAX_RETURN_SEQUENCES = 64
@@ -45,9 +46,6 @@ _NAME = re.compile(r"^\w+|\b\w+_\w+\b")
 """In the text of an error: what it begins with, and what is no word of English."""
 _TRITONS_OWN = ("priority", "timeout")
 """Parameters of a request that count; TensorRT-LLM has none, and its clients send any."""
-_MAX_BIAS_CHARACTERS = 2**16
-_MAX_WORD_BYTES = 2**18
-"""Of all words of a batch, which are tokenized at once."""
 _LIMITS = PromptLimits()
 _NO_END = -1
 _NO_IDS = np.array([], dtype=np.int32)
@@ -112,7 +110,7 @@ class Facade(ABC):
             CharoniaError: a value is out of range, or asks for what charonia does not do.
         """
         rows = rows_of(raw, self._tensors)
-        _check_words(raw.tensors)
+        check_words(raw.tensors)
         kept = {name: raw.parameters[name] for name in _TRITONS_OWN if name in raw.parameters}
         raw = replace(raw, parameters=kept)
         stops = [bool(row.one("stop", False)) for row in rows]
@@ -352,38 +350,6 @@ class TokenFacade(Facade):
         return list(zip(within(name, texts, limit), words, strict=True))
 
 
-def bias_of(row: Row, words_name: str, weights_name: str, tokenizer: Tokenizer) -> dict[int, float]:
-    """What words and weights, one for each, add to the logits, by token id; an empty word nothing.
-
-    Raises:
-        InvalidRequestError: there are not as many of the one as of the other.
-    """
-    words = within(words_name, row.all_texts(words_name), "logit_bias")
-    weights = row.tensors.get(weights_name, np.array([])).ravel().tolist()
-    if len(words) != len(weights):
-        raise InvalidRequestError(
-            f"{weights_name} must be as many as {words_name}, but are {len(weights)} for "
-            f"{len(words)}"
-        )
-    bias: dict[int, float] = {}
-    for word, weight in zip(words, weights, strict=True):
-        for id_ in tokenizer.encode(word, add_special_tokens=False):
-            bias[id_] = bias.get(id_, 0.0) + weight
-    return bias
-
-
-def within(name: str, texts: list[str], limit: str) -> list[str]:
-    """The same texts, if they are few enough to be tokenized at once."""
-    most, num = MAX_ENTRIES[limit], sum(map(len, texts))
-    most_characters = MAX_CHARACTERS.get(limit, _MAX_BIAS_CHARACTERS)
-    if len(texts) > most or num > most_characters:
-        raise InvalidRequestError(
-            f"{name} must have at most {most} entries and {most_characters} characters, but has "
-            f"{len(texts)} and {num}"
-        )
-    return texts
-
-
 def _choice(row: Row, top_k: int | None, top_p: float | None) -> dict[str, Any]:
     """How a token is chosen: without a limit the likeliest is taken, as TensorRT-LLM does."""
     is_greedy = top_k == 1 or not (top_k or top_p)
@@ -393,17 +359,6 @@ def _choice(row: Row, top_k: int | None, top_p: float | None) -> dict[str, Any]:
         "top_k": top_k or 0,
         "top_p": top_p or 1.0,
     }
-
-
-def _check_words(tensors: Mapping[str, Array]) -> None:
-    """Raises InvalidRequestError: the texts beside the prompts would take long to be tokenized."""
-    for name, array in tensors.items():
-        if array.dtype == np.object_ and name != "text_input":
-            num_bytes = num_bytes_of(array)
-            if num_bytes > _MAX_WORD_BYTES:
-                raise InvalidRequestError(
-                    f"{name} must have at most {_MAX_WORD_BYTES} bytes, but has {num_bytes}"
-                )
 
 
 def _in_batch(error: CharoniaError, place: tuple[int, int]) -> CharoniaError:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from charonia.errors import InvalidRequestError, NotSupportedError, shown
+from charonia.serving.schema import decoded
 from charonia.serving.tensors import NUMPY_TYPES, Array, RawRequest
 from charonia.serving.trtllm.tables import FacadeTensors, Refused
 
@@ -44,7 +45,7 @@ class Row:
 
     def text(self, name: str) -> str:
         """The same as text."""
-        return _text(name, self.require(name))
+        return decoded(name, self.require(name))
 
     def texts(self, name: str) -> list[str]:
         """The texts of an input that are not empty."""
@@ -53,7 +54,7 @@ class Row:
     def all_texts(self, name: str) -> list[str]:
         """The texts of an input."""
         array = self.tensors.get(name, np.array([], dtype=np.object_))
-        return [_text(name, value) for value in array.ravel()]
+        return [decoded(name, value) for value in array.ravel()]
 
     def word_list(self, name: str) -> list[list[int]]:
         """The words of an input in `pack_words`' form.
@@ -143,14 +144,3 @@ def _refuse(tensors: Mapping[str, Array], refused: Iterable[Refused]) -> None:
                     f"{one.name} = {shown(value)} is not supported; leave it out"
                     + (f" or use {accepted}" if accepted else "")
                 )
-
-
-def _text(name: str, value: bytes | str) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(
-            f"{name} is not valid UTF-8: {error.reason} at byte {error.start}"
-        ) from None

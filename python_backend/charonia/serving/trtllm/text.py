@@ -20,9 +20,9 @@ from charonia.serving.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.schema import PromptLimits
 from charonia.serving.tensors import Array, Outputs, RawRequest, read_request
 from charonia.serving.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
-from charonia.serving.trtllm.facade import bias_of, within
 from charonia.serving.trtllm.rows import Row, pack_words, pad, rows_of
 from charonia.serving.trtllm.tables import MODELS
+from charonia.serving.trtllm.words import bias_of, within
 from charonia.text.tokenizer import Tokenizer
 
 _LIMITS = PromptLimits()
