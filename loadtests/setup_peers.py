@@ -36,8 +36,12 @@ STAMP = ".peer-ready"
 
 def main() -> None:
     """Install what the command line names."""
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
     for peer in options.peers:
+        if peer not in _INSTALLERS:
+            parser.error(f"peers must be among {', '.join(_INSTALLERS)}, but {peer!r} is not")
+    for peer in options.peers or _INSTALLERS:
         environment = ROOT / f".venv-{peer}"
         wanted = f"{_INSTALLED[peer]}\n"
         stamp = environment / STAMP
@@ -145,9 +149,8 @@ _INSTALLED = {"vllm": f"{TORCH} {VLLM} {OPENMP} {TCMALLOC}", "llamacpp": f"{LLAM
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "peers", nargs="*", choices=list(_INSTALLERS), default=list(_INSTALLERS), help="which"
-    )
+    # Some Pythons hold choices against the empty list of no argument, too.
+    parser.add_argument("peers", nargs="*", help=f"{' or '.join(_INSTALLERS)} (default: both)")
     parser.add_argument(
         "--python", default=sys.executable, help="makes the environments; default: this one"
     )

@@ -81,6 +81,6 @@ def outcome(scripted: TritonServer) -> Iterator[Callable[[str], str]]:
 @pytest.fixture(scope="session")
 def real(checkpoint: Callable[..., Path]) -> Iterator[TritonServer]:
     """The project's own model repository over a small random checkpoint."""
-    model = checkpoint("LlamaForCausalLM", max_position_embeddings=2048)
-    with running_server(model=model, settings=("num_gpu_blocks_override=513",)) as server:
+    model = checkpoint("LlamaForCausalLM", max_position_embeddings=65536)
+    with running_server(model=model, settings=("num_gpu_blocks_override=4097",)) as server:
         yield server

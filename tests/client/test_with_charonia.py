@@ -18,6 +18,8 @@ from charonia_client.values import Protocol
 from client.conftest import settings
 
 PROMPT = "def f("
+ENDLESS = 60_000
+"""More tokens than come before a test has cancelled them, however slow the client is."""
 
 
 @pytest.fixture(params=["scheduler", "llm"])
@@ -86,17 +88,17 @@ def test_what_the_server_refuses_is_an_invalid_request_with_its_text(
 
 def test_a_deadline_of_the_server_is_a_timeout(client: Client) -> None:
     with pytest.raises(Timeout, match="Request timeout expired"):
-        client.generate(PROMPT, max_tokens=1500, ignore_eos=True, deadline_ms=1)
+        client.generate(PROMPT, max_tokens=ENDLESS, ignore_eos=True, deadline_ms=1)
 
 
 def test_closing_a_stream_frees_its_blocks(client: Client) -> None:
-    with client.stream(PROMPT, max_tokens=1500, ignore_eos=True) as stream:
+    with client.stream(PROMPT, max_tokens=ENDLESS, ignore_eos=True) as stream:
         next(stream)
     wait_until_idle(client)
 
 
 def test_cancel_ends_a_request_of_the_same_id_and_tenant_only(client: Client) -> None:
-    with client.stream(PROMPT, max_tokens=1500, ignore_eos=True, tenant="a") as stream:
+    with client.stream(PROMPT, max_tokens=ENDLESS, ignore_eos=True, tenant="a") as stream:
         next(stream)
         client.cancel(stream.request_id, tenant="b")
         next(stream)
