@@ -11,9 +11,10 @@ from charonia import LLM, SamplingParams
 from charonia.config import DEMO_DRAFT_CHECKPOINT
 from charonia.engine import recovery
 from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError, UnavailableError
+from support.parity import ONE_THREAD
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-ARGS = {"device": "cpu", "num_gpu_blocks_override": 40}
+ARGS = {"device": "cpu", "num_gpu_blocks_override": 40, **ONE_THREAD}
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=one_in(3, ((name,) for name in CONFIGS)))
+@pytest.fixture(scope="module", params=one_in(4, ((name,) for name in CONFIGS)))
 def drafting_server(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
     settings = (
         "dtype=float32",

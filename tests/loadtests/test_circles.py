@@ -8,6 +8,7 @@ from charonia import LLM, SamplingParams
 from charonia.config import DEMO_CHECKPOINT
 from circles import MOST_CIRCLING, circling_share
 from speculation.prompts import HeldOutFiles
+from support.parity import ONE_THREAD
 
 
 def test_a_token_counts_where_the_four_before_it_say_which_comes_next() -> None:
@@ -43,7 +44,7 @@ def test_the_demo_model_circles_greedily_and_neither_sampling_nor_people_do() ->
         ]
         return [list(each.outputs[0].token_ids) for each in llm.generate(draw(12), params)]
 
-    with LLM(model=str(DEMO_CHECKPOINT), device="cpu", max_model_len=512) as llm:
+    with LLM(model=str(DEMO_CHECKPOINT), device="cpu", max_model_len=512, **ONE_THREAD) as llm:
         assert circling_share(written(0.0)) > 0.5
         assert circling_share(written(1.0)) < MOST_CIRCLING
     assert circling_share(draw(50)) < MOST_CIRCLING

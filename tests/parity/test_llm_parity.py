@@ -15,7 +15,7 @@ from charonia import LLM, SamplingParams
 from parity.reference import Reference, greedy, random_prompt
 from support.checkpoints import ARCHITECTURES, assert_varied
 from support.devices import DEVICES
-from support.parity import assert_equal_to, counter
+from support.parity import ONE_THREAD, assert_equal_to, counter
 
 Checkpoint = Callable[..., Path]
 NUM_NEW = 24
@@ -35,7 +35,7 @@ def open_llm(
     opened = []
 
     def make(**engine_args: Any) -> LLM:
-        values = {"dtype": "float32", "num_gpu_blocks_override": 400} | engine_args
+        values = {"dtype": "float32", "num_gpu_blocks_override": 400, **ONE_THREAD} | engine_args
         opened.append(LLM(str(checkpoint(architecture)), device=device, **values))
         return opened[-1]
 
@@ -73,7 +73,7 @@ def test_one_prompt_at_a_time_equals_transformers(
 def test_all_prompts_together_equal_transformers(
     open_llm: Callable[..., LLM], references: list[Reference]
 ) -> None:
-    llm = open_llm()
+    llm = open_llm(cpu_threads=2)
     assert_equal_to(references, llm, prompts())
     assert counter(llm, "preemptions") == 0
 

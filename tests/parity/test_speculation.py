@@ -27,7 +27,7 @@ from parity.reference import greedy, random_prompt
 from support.checkpoints import ARCHITECTURES
 from support.devices import DEVICES
 from support.long import one_in
-from support.parity import assert_equal_to, counter
+from support.parity import ONE_THREAD, assert_equal_to, counter
 
 NUM_PROMPTS, NUM_NEW = 200, 20
 FIXED = {"adaptive": False, "num_speculative_tokens": 4}
@@ -95,6 +95,7 @@ def expected() -> list[Outcome]:
 
 def open_llm(speculative_config: dict[str, Any] | None, **engine_args: Any) -> LLM:
     values = {"dtype": "float32", "num_gpu_blocks_override": 2000, "max_num_seqs": 32}
+    values |= ONE_THREAD
     return LLM(
         str(DEMO_CHECKPOINT), speculative_config=speculative_config, **(values | engine_args)
     )
@@ -115,7 +116,9 @@ def outcome(output: RequestOutput) -> Outcome:
     ("drafter", "engine_args"),
     [
         *one_in(4, ((drafter, size) for size in SIZES for drafter in reversed(FIXED_DRAFTERS))),
-        *itertools.product(("adaptive draft_model", "adaptive suffix"), ({}, FEW_BLOCKS)),
+        *itertools.product(
+            ("adaptive draft_model", "adaptive suffix"), ({"cpu_threads": 2}, FEW_BLOCKS)
+        ),
     ],
     ids=str,
 )
@@ -161,7 +164,7 @@ def test_drafts_change_no_token_of_a_rounded_model(precision: dict[str, str], dr
 def test_drafts_change_no_token_of_torchs_operations(expected: list[Outcome]) -> None:
     """The way that a GPU goes, through the sampler in torch."""
     few = slice(0, 10)
-    with open_llm(DRAFTERS["draft_model"], cpu_kernels="torch", cpu_threads=1) as llm:
+    with open_llm(DRAFTERS["draft_model"], cpu_kernels="torch") as llm:
         outputs = llm.generate(prompts()[few], params()[few], use_tqdm=False)
     assert [outcome(output) for output in outputs] == expected[few]
     assert counter(llm, "accepted_tokens") > 0
@@ -199,6 +202,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(
         num_gpu_blocks_override=200,
         max_num_seqs=4,
         speculative_config={"model": str(model_dir), "quantization": None, **FIXED},
+        **ONE_THREAD,
     )
     many = [random_prompt(length) for length in (1, 15, 16, 17, 40, 64, 90)]
     with llm:
@@ -223,6 +227,7 @@ def test_any_model_may_draft_for_any_other(
         dtype="float32",
         num_gpu_blocks_override=200,
         speculative_config={"model": str(checkpoint("Qwen3ForCausalLM", seed=5)), **FIXED},
+        **ONE_THREAD,
     ) as llm:
         assert_equal_to(references, llm, many)
         assert counter(llm, "draft_tokens") > 0
@@ -263,7 +268,7 @@ def test_a_draft_model_may_have_another_padding_of_the_vocabulary(
     draft = padded(checkpoint("Qwen2ForCausalLM"), tmp_path / "draft", draft_ids)
     many = [random_prompt(length) for length in (1, 16, 33, 64)]
     many[1][3:9] = range(target_ids - 6, target_ids)
-    values: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cpu_threads": 1}
+    values: dict[str, Any] = {"dtype": "float32", "device": "cpu", **ONE_THREAD}
     values |= {"num_gpu_blocks_override": 200, **engine_args}
     sampled = SamplingParams(max_tokens=NUM_NEW, seed=4, top_p=0.95, ignore_eos=True)
     with LLM(str(target), **values) as llm:

@@ -10,6 +10,11 @@ from parity.reference import Reference
 
 LOGPROB_TOLERANCE = 1e-4
 
+ONE_THREAD = {"cpu_threads": 1}
+"""An engine computes in one thread. More do not help with a model this small, and those of several
+processes of tests, bound to the same cores, would spin while they wait for each other.
+"""
+
 
 def assert_equal_to(
     references: Sequence[Reference],
