@@ -1,5 +1,6 @@
 """`Client` against a real tritonserver, over both protocols."""
 
+import contextlib
 import json
 import threading
 import time
@@ -23,6 +24,7 @@ from charonia_client import (
 )
 from charonia_client.values import Protocol
 from client.conftest import LATE_S, REPOSITORY, endless, script, settings
+from support.e2e import wait_for
 
 QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.01)
 
@@ -85,7 +87,7 @@ def test_one_response_in_all_is_asked_for_only_where_nothing_is_lost(
         return bool(json.loads(answer.text)["inputs"]["stream"])
 
     assert is_streaming(None) == (protocol == "http")
-    assert is_streaming(Timeouts(first_token_s=5)) is True
+    assert is_streaming(Timeouts(first_token_s=60)) is True
 
 
 def test_many_threads_stream_from_one_client(client: Client) -> None:
@@ -127,14 +129,20 @@ def test_closing_from_another_thread_wakes_the_one_that_waits(
 ) -> None:
     stream = client.stream(script(chunks=["a", "b"], delays_s=[0, LATE_S]))
     next(stream)
-    timer = threading.Timer(0.1, stream.close)
-    timer.start()
+
+    def close_once_it_waits() -> None:
+        while not stream._control._is_receiving:
+            time.sleep(0.01)
+        stream.close()
+
+    closing = threading.Thread(target=close_once_it_waits)
+    closing.start()
     started = time.monotonic()
     with pytest.raises(Cancelled, match="closed"):
         next(stream)
     assert time.monotonic() - started < LATE_S / 2
     assert outcome(stream.request_id) == "cancelled"
-    timer.join()
+    closing.join()
 
 
 def test_a_stream_that_was_never_read_sends_nothing(
@@ -215,17 +223,27 @@ def test_a_timeout_before_the_first_token_is_kept(
 def test_the_total_timeout_holds_in_mid_stream(
     client: Client, outcome: Callable[[str], str]
 ) -> None:
-    started = time.monotonic()
-    stream = client.stream(endless(0.05), timeouts=Timeouts(total_s=0.4))
-    with pytest.raises(Timeout, match=r"no complete answer within 0\.4 s"):
-        list(stream)
-    assert 0.38 < time.monotonic() - started < LATE_S / 2
-    assert outcome(stream.request_id) == "cancelled"
+    for total_s in (0.4, 1.6, 6.4, 25.6):
+        started = time.monotonic()
+        stream = client.stream(endless(0.05), timeouts=Timeouts(total_s=total_s))
+        chunks = []
+        with pytest.raises(Timeout, match=f"no complete answer within {total_s} s"):
+            chunks += stream
+        assert 0.95 * total_s < time.monotonic() - started < total_s + LATE_S / 2
+        if chunks:  # a slow machine may have begun too late
+            assert outcome(stream.request_id) == "cancelled"
+            return
+    pytest.fail("nothing came within 25.6 s")
 
 
 def test_the_first_token_timeout_ends_with_the_first_token(client: Client) -> None:
-    prompt = script(chunks=["a"] * 3, delays_s=[0, 0, 2.0])
-    assert client.generate(prompt, timeouts=Timeouts(first_token_s=1.5)).text == "aaa"
+    for first_token_s in (0.5, 2.0, 8.0, 32.0):  # a slow machine may take longer to the first
+        prompt = script(chunks=["a"] * 3, delays_s=[0, 0, 2 * first_token_s])
+        with contextlib.suppress(Timeout):
+            timeouts = Timeouts(first_token_s=first_token_s)
+            assert client.generate(prompt, timeouts=timeouts).text == "aaa"
+            return
+    pytest.fail("it holds for the other tokens, too")
 
 
 def test_a_full_queue_is_tried_again_until_it_takes_the_request(
@@ -252,8 +270,7 @@ def test_nothing_is_tried_again_once_a_chunk_was_received(
 
 
 def test_health_and_metrics_are_the_servers(client: Client) -> None:
-    health = client.health()
-    assert health.is_serving
+    assert wait_for(lambda: client.health().is_serving, bool)
     assert client.health(["scripted", "nope"]).models == {"scripted": True, "nope": False}
     client.generate(script(chunks=["a"]))
     metrics = client.metrics()
@@ -274,7 +291,7 @@ def mortal(protocol: Protocol) -> Iterator[TritonServer]:
 def test_a_server_that_dies_is_an_error_in_mid_stream_and_a_retry_away_when_it_is_back(
     mortal: TritonServer, protocol: Protocol
 ) -> None:
-    patient = RetryPolicy(max_attempts=100, initial_backoff_s=0.1, max_backoff_s=0.1)
+    patient = RetryPolicy(max_attempts=10_000, initial_backoff_s=0.1, max_backoff_s=0.1)
     with Client(**settings(mortal, protocol), retry=patient) as client:
         stream = client.stream(endless())
         next(stream)

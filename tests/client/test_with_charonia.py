@@ -16,6 +16,7 @@ from charonia_client import (
 )
 from charonia_client.values import Protocol
 from client.conftest import settings
+from support.e2e import wait_for
 
 PROMPT = "def f("
 ENDLESS = 60_000
@@ -37,14 +38,14 @@ def client(real: TritonServer, protocol: Protocol, model: str) -> Iterator[Clien
 
 def wait_until_idle(client: Client) -> None:
     """Until no request runs and no block is in use."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         metrics = client.metrics()
         running = metrics.value("charonia_requests_running")
         if running == metrics.value("charonia_kv_blocks", state="used") == 0:
             return
         time.sleep(0.05)
-    pytest.fail("a request still runs after 5 s")
+    pytest.fail("a request still runs after 60 s")
 
 
 def test_a_stream_and_a_completion_are_the_same(client: Client) -> None:
@@ -122,4 +123,4 @@ def test_many_asyncio_completions_run_side_by_side(
 
 
 def test_health_names_the_models_that_are_asked_for(client: Client) -> None:
-    assert client.health(["scheduler", "llm", "engine"]).is_serving
+    assert wait_for(lambda: client.health(["scheduler", "llm", "engine"]).is_serving, bool)

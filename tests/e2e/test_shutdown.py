@@ -75,7 +75,8 @@ class Target:
 def target(
     small_checkpoint: Path, faulty_repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Target]:
-    monkeypatch.setattr(launch_server, "EXIT_TIMEOUT_S", PATIENCE_S)
+    for name in ("EXIT_TIMEOUT_S", "END_REQUESTS_S", "INDEX_S"):
+        monkeypatch.setattr(launch_server, name, PATIENCE_S)
     log: list[str] = []
     with running_server(
         model=small_checkpoint, settings=SETTINGS, source=faulty_repository, on_log=log.append
