@@ -17,18 +17,18 @@ from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.processes import find_by_argument
 from charonia.launch.repository import RepositoryOptions, prepare_repository
 from charonia.launch.run import running_server
-from charonia.launch.runtime_dir import RuntimeDir
+from charonia.launch.runtime_dir import REPOSITORY, RuntimeDir
 from charonia.launch.server import TritonServer
-from support.e2e import ONE_THREAD, error_of, infer_grpc, scrape, wait_for, wait_idle
+from support.e2e import HTTP, ONE_THREAD, error_of, infer_grpc, scrape, wait_for, wait_idle
 from support.events import events
-from support.faults import order_fault
+from support.faults import held_loads, order_fault, paced
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.long import long
-from support.many_streams import NUM_TOKENS, POISON, check_complete, start_streams
+from support.many_streams import NUM_TOKENS, POISON, check_complete, finish, start_streams
 from support.serving import Serving
 
-STEP_DEADLINE_S = 8
+STEP_DEADLINE_S = 30
 SETTINGS = (
     ONE_THREAD,
     "max_num_seqs=16",
@@ -36,8 +36,7 @@ SETTINGS = (
     "num_gpu_blocks_override=900",
     f"scheduler.min_step_deadline_s={STEP_DEADLINE_S}",
 )
-SERVES_AGAIN_S = 15.0
-SLOW_LOAD_S = 12
+SERVES_AGAIN_S = 60.0
 KINDS = ("step_failed", "died", "hung", "load_failed")
 
 
@@ -106,15 +105,20 @@ class Target:
 
     def is_engine_ready(self) -> bool:
         url = f"http://{self.server.http_url}/v2/models/engine/ready"
-        return httpx.get(url, timeout=10).status_code == 200
+        return HTTP.get(url).status_code == 200
 
     def run(self, prompt: list[int], **sampling: object) -> LiveStream:
         """A request that does not end by itself before its last token."""
         return LiveStream(self.server.grpc_url, prompt, ignore_eos=True, **sampling)
 
+    def ask(self) -> LiveStream:
+        """A short request, the same each time."""
+        return LiveStream(self.server.grpc_url, [7, 8, 9], temperature=0.0)
+
     def generate(self) -> LiveStream:
-        """A short request, over."""
-        return LiveStream(self.server.grpc_url, [7, 8, 9], temperature=0.0).wait_over()
+        """The short request, over."""
+        with paced(self.repository, 0):
+            return self.ask().wait_over()
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +135,11 @@ def target(small_checkpoint: Path, faulty_repository: Path) -> Iterator[Target]:
 @pytest.fixture(scope="module")
 def undisturbed(target: Target) -> list[list[int]]:
     """The tokens of each stream when nothing happens."""
-    streams = [stream.wait_over() for stream in start_streams(target.urls)]
-    for stream in streams:
-        check_complete(stream, stream.token_ids)
-        assert len(stream.token_ids) == NUM_TOKENS
-        assert len(set(stream.token_ids)) > 50, "a loop of tokens would hide a wrong recovery"
-    return [stream.token_ids for stream in streams]
+    found = finish(target.repository, start_streams(target.urls))
+    for token_ids in found:
+        assert len(token_ids) == NUM_TOKENS
+        assert len(set(token_ids)) > 50, "a loop of tokens would hide a wrong recovery"
+    return found
 
 
 def rises(before: EngineState, after: EngineState) -> dict[str, int]:
@@ -157,9 +160,8 @@ def check_recovered(
     Args:
         failures: that are counted for it; the last kind is the one that is logged.
     """
-    for stream, token_ids in zip(streams, undisturbed, strict=True):
-        check_complete(stream, token_ids)
-        assert stream.timing["restarts"] == 1
+    assert finish(target.repository, streams) == undisturbed
+    assert [stream.timing["restarts"] for stream in streams] == [1] * len(streams)
     after = target.settle()
     assert after.num_restarts == before.num_restarts + 1
     assert after.pids != before.pids
@@ -220,8 +222,7 @@ def test_a_step_that_raises_once_costs_no_engine(
     before = target.settle()
     streams = start_streams(target.urls)
     target.order("raise-in-step", 1)
-    for stream, token_ids in zip(streams, undisturbed, strict=True):
-        check_complete(stream, token_ids)
+    assert finish(target.repository, streams) == undisturbed
     after = target.settle()
     assert (after.num_restarts, after.pids) == (before.num_restarts, before.pids)
     assert rises(before, after) == {"step_failed": 1}
@@ -275,20 +276,26 @@ def test_a_client_that_goes_away_leaves_a_line_and_no_blocks(target: Target) -> 
 def test_a_request_that_finds_a_dead_engine_waits_for_the_next_one(target: Target) -> None:
     right = target.generate()
     before = target.settle()
-    os.kill(before.pids[0], signal.SIGKILL)
-    stream = target.generate()
-    check_complete(stream, right.token_ids)
-    assert stream.timing["restarts"] == 1
+    with held_loads(target.repository):
+        os.kill(before.pids[0], signal.SIGKILL)
+        early = target.ask()  # the scheduler may not have noticed yet
+        assert wait_for(lambda: target.events_since(before, "engine_died"), bool)
+        late = target.ask()
+        waiting = "charonia_requests_waiting"
+        assert wait_for(lambda: scrape(target.server)[waiting], lambda num: num == 2) == 2
+    for stream in (early, late):
+        check_complete(stream, right.token_ids)
+    assert early.timing["restarts"] in (0, 1)
+    assert late.timing["restarts"] == 0
     assert target.settle().num_restarts == before.num_restarts + 1
 
 
 @long
 def test_while_an_engine_is_loaded_time_runs_and_requests_are_cancelled(target: Target) -> None:
     before = target.settle()
-    slow = order_fault(target.repository, "load-seconds", SLOW_LOAD_S)
-    try:
+    with held_loads(target.repository):
         waiting = target.run([1, 2, 3], max_tokens=50)
-        late = target.run([4, 5, 6], max_tokens=4000, deadline_ms=1500)
+        late = target.run([4, 5, 6], max_tokens=4000, deadline_ms=2000)
         leaving = target.run([7, 8, 9], max_tokens=4000)
         for stream in (waiting, late, leaving):
             stream.wait_tokens(3)
@@ -300,8 +307,6 @@ def test_while_an_engine_is_loaded_time_runs_and_requests_are_cancelled(target: 
         assert "Request timeout expired" in (late.wait_over().error or "")
         assert wait_for(lambda: target.events_since(before, "request_cancelled"), bool)
         assert not target.events_since(before, "engine_back"), "the engine was there too soon"
-    finally:
-        slow.unlink()
     check_complete(waiting, waiting.token_ids)
     assert target.settle().num_restarts == before.num_restarts + 1
 
@@ -317,8 +322,7 @@ def test_a_request_that_kills_the_engine_each_time_fails_alone(
         "the request stops the engine each time it runs [charonia:quarantined]"
     )
     assert poisoned.status() == "StatusCode.INTERNAL"
-    for stream, token_ids in zip(streams, undisturbed, strict=True):
-        check_complete(stream, token_ids)
+    assert finish(target.repository, streams) == undisturbed
     after = target.settle()
     assert after.num_restarts == before.num_restarts + 3  # twice with the others, once alone
     assert rises(before, after) == {"died": 3}
@@ -342,15 +346,13 @@ def test_an_engine_that_cannot_be_loaded_fails_requests_with_the_reason_until_it
         reason = "the engine is down and cannot be loaded: unknown engine argument 'max_sequences'"
         check_failed(target.server, streams, reason)
         # Each try to load it is a moment in which Triton has it.
-        assert not wait_for(target.is_engine_ready, lambda is_ready: not is_ready, timeout=5)
+        assert not wait_for(target.is_engine_ready, lambda is_ready: not is_ready)
         is_up = wait_for(lambda: scrape(target.server)["charonia_engine_up"], lambda up: not up)
         assert is_up == 0
     finally:
         model_json.write_text(right, encoding="utf-8")
     assert wait_for(target.is_engine_ready, bool)
-    again = start_streams(target.urls)
-    for stream, token_ids in zip(again, undisturbed, strict=True):
-        check_complete(stream, token_ids)
+    assert finish(target.repository, start_streams(target.urls)) == undisturbed
     after = target.settle()
     assert after.num_restarts == before.num_restarts + 1
     tries = target.events_since(before, "engine_load_failed")
@@ -372,14 +374,16 @@ class WithoutModelControl(TritonServer):
 
 
 @long
-def test_without_explicit_model_control_recovery_is_off_and_says_so(small_checkpoint: Path) -> None:
+def test_without_explicit_model_control_recovery_is_off_and_says_so(
+    small_checkpoint: Path, faulty_repository: Path
+) -> None:
     log: list[str] = []
     runtime = RuntimeDir()
-    options = RepositoryOptions(model=small_checkpoint, settings=SETTINGS)
-    prepared = prepare_repository(runtime.path / "repository", options)
+    options = RepositoryOptions(source=faulty_repository, model=small_checkpoint, settings=SETTINGS)
+    prepared = prepare_repository(runtime.path / REPOSITORY, options)
     server = WithoutModelControl(prepared.path, runtime=runtime, on_log=log.append)
     with server, contextlib.closing(Probe(server.http_url, "scheduler")) as probe:
-        wait_serving(server, probe, 60)
+        wait_serving(server, probe, 120)
         reason = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
         assert events(log, "recovery_off") == [{"reason": reason}]
         urls = {"grpc": server.grpc_url, "http": server.http_url}
@@ -394,15 +398,17 @@ def test_without_explicit_model_control_recovery_is_off_and_says_so(small_checkp
 
 
 class Served:
-    """`charonia serve` over the real models, and its addresses."""
+    """`charonia serve`, its addresses and its model repository."""
 
-    def __init__(self, small_checkpoint: Path) -> None:
+    def __init__(self, small_checkpoint: Path, source: Path) -> None:
         settings = [part for setting in SETTINGS for part in ("--set", setting)]
-        self.command = Serving("--model", small_checkpoint, *settings)
+        options = ("--model", small_checkpoint, "--model-repository", source)
+        self.command = Serving(*options, *settings)
         announcement = self.command.wait_announced()
         (grpc_url,) = re.findall(r"gRPC +(\S+)", announcement)
         (http_url,) = re.findall(r"HTTP +http://(\S+)", announcement)
         self.urls = {"grpc": grpc_url, "http": http_url}
+        self.repository = self.command.runtime_dir / REPOSITORY
 
     def model_pid(self, model: str) -> int:
         children = self.command.server().children()
@@ -414,15 +420,15 @@ class Served:
             reply = httpx.post(
                 f"http://{self.urls['http']}/v2/models/generate/generate",
                 json={"text_input": "a", "max_tokens": 1},
-                timeout=2,
+                timeout=10,
             )
             return reply.status_code == 200
         return False
 
 
 @pytest.fixture
-def served(small_checkpoint: Path) -> Iterator[Served]:
-    served = Served(small_checkpoint)
+def served(small_checkpoint: Path, faulty_repository: Path) -> Iterator[Served]:
+    served = Served(small_checkpoint, faulty_repository)
     with served.command.process:
         yield served
         served.command.process.kill()
@@ -434,14 +440,13 @@ def test_serve_leaves_a_recovering_engine_alone_and_restarts_a_dead_scheduler(
 ) -> None:
     tritonserver = served.command.server().pid
     engine, scheduler = map(served.model_pid, ("engine", "scheduler"))
-    streams = start_streams(served.urls, max_tokens=1100)
+    streams = start_streams(served.urls)
     os.kill(engine, signal.SIGKILL)
-    for stream in streams:
-        check_complete(stream, stream.token_ids)
-        assert stream.timing["restarts"] == 1
+    finish(served.repository, streams)
+    assert [stream.timing["restarts"] for stream in streams] == [1] * len(streams)
     assert served.command.server().pid == tritonserver
 
-    streams = start_streams(served.urls, max_tokens=1100)
+    streams = start_streams(served.urls)
     killed = time.monotonic()
     os.kill(scheduler, signal.SIGKILL)
     for stream in streams:
@@ -458,7 +463,7 @@ def test_serve_leaves_a_recovering_engine_alone_and_restarts_a_dead_scheduler(
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @long
 def test_serve_ends_in_time_in_mid_stream(served: Served, signum: signal.Signals) -> None:
-    streams = start_streams(served.urls, max_tokens=3000)
+    streams = start_streams(served.urls)
     runtime_dir = served.command.runtime_dir
     seconds, stderr = served.command.end(signum)
     print(f"{signum.name}: ended after {seconds:.1f} s")

@@ -3,35 +3,43 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import httpx
 import pytest
 
 from charonia.launch.cli import main
-from charonia.launch.discovery import default_repository
 from charonia.launch.model_control import ModelControl
 from charonia.launch.processes import ReservedPorts
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import ONE_THREAD, infer_grpc, one_torch_thread, request_inputs, scrape, wait_for
+from support.e2e import (
+    HTTP,
+    ONE_THREAD,
+    infer_grpc,
+    one_torch_thread,
+    request_inputs,
+    scrape,
+    wait_for,
+)
 from support.events import events
+from support.faults import held_loads, make_faulty_repository
 
-DEAF_ENGINE = """
+IMPATIENCE = """
 
-def _begin_or_hang(self, message, _begin=EngineHost._begin):
-    import os, time
-    while (Path(__file__).parent / f"deaf.{os.getpid()}").exists():
-        time.sleep(0.1)
-    return _begin(self, message)
+from pathlib import Path
+from charonia.serving import liveness
 
-EngineHost._begin = _begin_or_hang
+def _ask_few_times(self, _ask=liveness.EngineWatch._ask, _num_looks=liveness._NUM_LOOKS):
+    is_deaf = any(Path(__file__).parents[2].glob("deaf.*"))
+    liveness._NUM_LOOKS = 2 if is_deaf else _num_looks
+    _ask(self)
+
+liveness.EngineWatch._ask = _ask_few_times
 """
-"""Appended to the product's engine model: a file with its pid makes it hang in whatever comes."""
+"""Appended to the scheduler model: an engine that is deaf on order is soon given up."""
 PARTS = ["server", "scheduler", "engine", "inference", "llm", "generate", "metrics"]
 
 
@@ -55,7 +63,7 @@ class Target:
     def engine_ready(self) -> int:
         """The status of the engine's readiness."""
         url = f"http://{self.server.http_url}/v2/models/engine/ready"
-        return httpx.get(url, timeout=10).status_code
+        return HTTP.get(url).status_code
 
     def lose_engine(self) -> int:
         """Kill it; returns how many times it had come back before."""
@@ -73,11 +81,10 @@ class Target:
 def running(
     small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[TritonServer, list[str]]]:
-    """A server whose engine can be made deaf; each test leaves it healthy."""
-    source = tmp_path_factory.mktemp("deaf") / "model_repository"
-    shutil.copytree(default_repository(), source)
-    with (source / "engine" / "1" / "model.py").open("a", encoding="utf-8") as file:
-        file.write(DEAF_ENGINE)
+    """A server whose engine fails on order; each test leaves it healthy."""
+    source = make_faulty_repository(tmp_path_factory.mktemp("faulty") / "model_repository")
+    with (source / "scheduler" / "1" / "model.py").open("a", encoding="utf-8") as file:
+        file.write(IMPATIENCE)
     log: list[str] = []
     with (
         one_torch_thread(),
@@ -94,7 +101,7 @@ def target(running: tuple[TritonServer, list[str]], capsys: pytest.CaptureFixtur
 
 
 def test_a_healthy_server_has_a_line_for_each_part_and_exit_code_0(target: Target) -> None:
-    code, out, err = target.health()
+    code, out, err = target.health("--wait", "60")
     lines = [line.split() for line in out.splitlines()]
     assert [line[:2] for line in lines] == [[part, "ok"] for part in PARTS]
     assert "engine_up=1" in lines[-1]
@@ -102,7 +109,7 @@ def test_a_healthy_server_has_a_line_for_each_part_and_exit_code_0(target: Targe
 
 
 def test_health_is_one_json_object_when_asked_for(target: Target) -> None:
-    code, out, _ = target.health("--json")
+    code, out, _ = target.health("--json", "--wait", "60")
     found = json.loads(out)
     assert (code, found["healthy"]) == (0, True)
     assert [part["name"] for part in found["parts"]] == PARTS
@@ -118,24 +125,30 @@ def test_while_the_engine_recovers_triton_never_calls_it_ready(target: Target) -
         while not is_over.is_set():
             seen.append(target.engine_ready())
 
-    poller = threading.Thread(target=poll)
-    num_back = target.lose_engine()
-    poller.start()
+    def num_unready() -> int:
+        return sum(status != 200 for status in seen)
+
+    poller = threading.Thread(target=poll, daemon=True)
+    with held_loads(target.server.repository):
+        num_back = target.lose_engine()
+        poller.start()
+        assert wait_for(num_unready, lambda num: num >= 3) >= 3
     assert wait_for(lambda: target.num_back() > num_back, bool)
     is_over.set()
     poller.join()
     first = next(index for index, status in enumerate(seen) if status != 200)
     again = next((index for index in range(first, len(seen)) if seen[index] == 200), len(seen))
-    assert again - first >= 3, "it was polled too seldom to tell"
+    assert again - first >= 3, "it was ready while none was loaded"
     assert all(status == 200 for status in seen[again:]), "it was ready before it was back"
 
 
 def test_health_names_the_engine_while_it_recovers_and_waits_for_it_when_told_to(
     target: Target,
 ) -> None:
-    target.lose_engine()
-    assert wait_for(target.engine_ready, lambda status: status != 200) != 200
-    code, out, err = target.health()
+    with held_loads(target.server.repository):
+        target.lose_engine()
+        assert wait_for(target.engine_ready, lambda status: status != 200) != 200
+        code, out, err = target.health()
     assert code == 1
     assert "engine     FAILED  not ready (HTTP 400)" in out
     assert err.startswith("charonia: not healthy: ")
@@ -149,12 +162,14 @@ def test_an_engine_that_no_longer_answers_is_replaced_before_anybody_asks_for_it
 ) -> None:
     (pid,) = target.server.pids("engine")
     num_back, num_lines = target.num_back(), len(target.log)
-    (target.server.repository / "engine" / "1" / f"deaf.{pid}").touch()
-    assert wait_for(lambda: target.num_back() > num_back, bool, timeout=60)
+    deaf = target.server.repository / f"deaf.{pid}"
+    deaf.touch()
+    assert wait_for(lambda: target.num_back() > num_back, bool)
+    deaf.unlink()
     (died,) = events(target.log[num_lines:], "engine_died")
     assert died["kind"] == "hung"
     assert pid not in target.server.pids("engine")
-    assert target.health("--wait", "10")[0] == 0
+    assert target.health("--wait", "60")[0] == 0
 
 
 def rejections(samples: Mapping[str, float]) -> list[float]:
@@ -215,8 +230,8 @@ def test_a_dead_model_on_a_way_in_is_seen_although_triton_calls_it_ready(
     assert code == 1
     assert f"{door:<10} FAILED" in out
     assert err == f"charonia: not healthy: {door}\n"
-    ModelControl(server, threading.Event()).reload(model, timeout_s=30)
-    assert target.health("--wait", "10")[0] == 0
+    ModelControl(server, threading.Event()).reload(model, timeout_s=120)
+    assert target.health("--wait", "60")[0] == 0
 
 
 def test_a_server_that_is_not_there_is_not_healthy(capsys: pytest.CaptureFixture[str]) -> None:

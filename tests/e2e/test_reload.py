@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,10 +28,12 @@ from support.e2e import (
     wait_idle,
 )
 from support.events import events
+from support.faults import paced
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.long import long
-from support.many_streams import NUM_TOKENS, PROMPTS, check_complete, start_streams
+from support.many_streams import NUM_TOKENS, PROMPTS, finish, start_streams
+from support.serving import CHARONIA
 
 SETTINGS = (
     ONE_THREAD,
@@ -51,6 +54,7 @@ class Target:
     ) -> None:
         self.server = server
         self.log = log
+        self.repository = server.repository
         self.urls = {"grpc": server.grpc_url, "http": server.http_url}
         self.model_json = server.repository / "engine" / "1" / "model.json"
         self._capsys = capsys
@@ -59,6 +63,27 @@ class Target:
         """Run `charonia reload`; its exit code, stdout and stderr."""
         code = main(["reload", "--url", self.server.grpc_url, *map(str, arguments)])
         return code, *self._capsys.readouterr()
+
+    @contextlib.contextmanager
+    def draining(self, *arguments: object) -> Iterator[None]:
+        """Run `charonia reload --drain`, which holds new requests from now on.
+
+        Afterwards it is waited for, and must have succeeded.
+        """
+        command = [*CHARONIA, "reload", "--url", self.server.grpc_url, "--drain"]
+        with subprocess.Popen(
+            [*command, *map(str, arguments)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stderr is not None
+            draining = next((line for line in process.stderr if "draining" in line), "")
+            shown = r"charonia: draining: \d+ requests are running, \d+ wait\n"
+            assert re.fullmatch(shown, draining), process.communicate()
+            yield
+            err = process.stderr.read()
+        assert process.returncode == 0, err
 
     def load(self) -> None:
         """Triton's own model control, as the operator.
@@ -88,6 +113,10 @@ class Target:
         assert len(pids) == 1, "an engine beside the engine"
         return samples
 
+    def num_waiting(self) -> float:
+        """How many requests wait."""
+        return scrape(self.server)["charonia_requests_waiting"]
+
     def run(
         self, prompt: list[int], index: int = 0, max_tokens: int = NUM_TOKENS, **sampling: object
     ) -> LiveStream:
@@ -101,6 +130,11 @@ class Target:
             ignore_eos=True,
             **sampling,
         )
+
+    def answer(self, prompt: list[int], index: int = 0, **sampling: object) -> list[int]:
+        """The tokens of a short request, sampled in the same way."""
+        (token_ids,) = finish(self.repository, [self.run(prompt, index, SHORT, **sampling)])
+        return token_ids
 
 
 @pytest.fixture(scope="module")
@@ -147,25 +181,23 @@ def undisturbed(running: tuple[TritonServer, list[str]]) -> list[list[int]]:
     """The tokens of each stream on the first model when nothing happens."""
     server, _ = running
     streams = start_streams({"grpc": server.grpc_url, "http": server.http_url})
-    return [stream.wait_over().token_ids for stream in streams]
+    return finish(server.repository, streams)
 
 
 def check_changed_over(
     target: Target, streams: list[LiveStream], undisturbed: list[list[int]]
 ) -> None:
     """Assert that each stream is a run of the old model, and from some token on of the new one."""
-    rests = []
-    for index, (stream, old) in enumerate(zip(streams, undisturbed, strict=True)):
-        check_complete(stream, stream.token_ids)
-        tokens = stream.token_ids
+    found = finish(target.repository, streams)
+    expected, rests = [], []
+    for index, (tokens, old) in enumerate(zip(found, undisturbed, strict=True)):
         assert len(tokens) == NUM_TOKENS
         assert tokens != old, "it never ran on the new model"
         same = next(place for place in range(NUM_TOKENS) if tokens[place] != old[place])
         assert same >= 3, "it began anew"
-        rest = target.run(PROMPTS[index] + tokens[:same], index, NUM_TOKENS - same)
-        rests.append((tokens[same:], rest))
-    for tokens, rest in rests:
-        check_complete(rest, tokens)
+        expected.append(tokens[same:])
+        rests.append(target.run(PROMPTS[index] + tokens[:same], index, NUM_TOKENS - same))
+    assert finish(target.repository, rests) == expected
 
 
 def rise(before: dict[str, float], after: dict[str, float], name: str) -> float:
@@ -202,26 +234,13 @@ def test_with_drain_what_runs_ends_on_the_old_model_and_what_comes_waits_for_the
 ) -> None:
     before = target.settle()
     streams = start_streams(target.urls)
-    answers: list[tuple[int, str, str]] = []
-    command = threading.Thread(
-        target=lambda: answers.append(target.reload("--model", other_checkpoint, "--drain"))
-    )
-    command.start()
-    # What is held is shown as waiting: there are rows enough for all.
-    late = []
-    while scrape(target.server)["charonia_requests_waiting"] == 0:
-        assert not all(stream.is_over for stream in streams), "nothing was held"
-        late.append(target.run([5, 6, 7], max_tokens=SHORT))
-    late.append(target.run([5, 6, 7], 1, SHORT))
-    for stream, token_ids in zip(streams, undisturbed, strict=True):
-        check_complete(stream, token_ids)
-    command.join()
-    ((code, _, err),) = answers
-    assert code == 0, err
-    assert re.search(r"^charonia: draining: \d+ requests are running, \d+ wait$", err, re.MULTILINE)
-    for index, stream in ((0, late[-2]), (1, late[-1])):
-        new = target.run([5, 6, 7], index, SHORT).wait_over()
-        check_complete(stream, new.token_ids)
+    with target.draining("--model", other_checkpoint):
+        late = [target.run([5, 6, 7], index, SHORT) for index in (0, 1)]
+        # What is held is shown as waiting.
+        assert wait_for(target.num_waiting, lambda num: num == 2) == 2
+        assert finish(target.repository, streams) == undisturbed
+    new = [target.answer([5, 6, 7], index) for index in (0, 1)]
+    assert finish(target.repository, late) == new
     after = target.settle()
     assert rise(before, after, "engine_reloads_total") == 1
 
@@ -232,21 +251,14 @@ def test_a_held_request_can_be_cancelled_and_runs_out_of_time(
     target.settle()
     running = target.run([1, 2], max_tokens=3000)
     running.wait_tokens(3)
-    command = threading.Thread(
-        target=target.reload, args=("--set", "max_num_seqs=8", "--drain"), daemon=True
-    )
-    command.start()
-    assert wait_for(
-        lambda: target.run([3], max_tokens=3, deadline_ms=300).wait_over().error or "", bool
-    ).endswith("Request timeout expired [charonia:timeout]")
-    leaving = target.run([4], max_tokens=3)
-    assert wait_for(lambda: scrape(target.server)["charonia_requests_waiting"], bool) == 1
-    leaving.leave()
-    assert (
-        wait_for(lambda: scrape(target.server)["charonia_requests_waiting"], lambda n: not n) == 0
-    )
-    running.leave()
-    command.join()
+    with target.draining("--set", "max_num_seqs=8"):
+        late = target.run([3], max_tokens=3, deadline_ms=300).wait_over()
+        assert (late.error or "").endswith("Request timeout expired [charonia:timeout]")
+        leaving = target.run([4], max_tokens=3)
+        assert wait_for(target.num_waiting, bool) == 1
+        leaving.leave()
+        assert wait_for(target.num_waiting, lambda num: not num) == 0
+        running.leave()
     target.settle()
 
 
@@ -263,8 +275,7 @@ def test_a_reload_that_fails_leaves_the_old_model_serving(
     assert (code, out) == (1, "")
     assert KEPT in err
     assert "the old configuration stays" in err
-    for stream, token_ids in zip(streams, undisturbed, strict=True):
-        check_complete(stream, token_ids)
+    assert finish(target.repository, streams) == undisturbed
     assert target.model_json.read_bytes() == configured
     after = target.settle()
     assert rise(before, after, "engine_reloads_total") == 0
@@ -330,7 +341,7 @@ def test_streams_wait_while_an_operator_unloads_the_engine_and_loads_it_again(
     target.configure(model=str(other_checkpoint))
     target.load()
     check_changed_over(target, streams, undisturbed)
-    check_complete(late, target.run([5, 6, 7], max_tokens=SHORT).wait_over().token_ids)
+    assert finish(target.repository, [late]) == [target.answer([5, 6, 7])]
     after = target.settle()
     assert rise(before, after, "engine_reloads_total") == 1
     assert rise(before, after, "engine_restarts_total") == 0
@@ -345,8 +356,7 @@ def test_a_new_configuration_is_taken_over(target: Target, undisturbed: list[lis
     code, out, err = target.reload("--set", speculation, "--set", "block_size=32")
     assert code == 0, err
     assert "block_size: 16 -> 32" in out
-    for stream, token_ids in zip(streams, undisturbed, strict=True):
-        check_complete(stream, token_ids)
+    assert finish(target.repository, streams) == undisturbed
     assert sum(stream.timing["drafted_tokens"] for stream in streams) > 0
     tokens_per = 'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="tokens_per"}'
     assert target.settle()[tokens_per] == 32
@@ -375,8 +385,7 @@ def test_a_server_that_ends_in_the_middle_of_a_reload_comes_back_with_the_old_mo
         wait_serving(target.server, probe, START_TIMEOUT_S)
     assert target.log.count("[engine] engine_reload_undone") == 1
     assert not target.model_json.with_name("model.json.before").exists()
-    for stream, tokens in zip(start_streams(target.urls), undisturbed, strict=True):
-        check_complete(stream.wait_over(), tokens)
+    assert finish(target.repository, start_streams(target.urls)) == undisturbed
     target.settle()
 
 
@@ -389,9 +398,10 @@ def test_what_is_too_long_for_the_new_engine_ends_with_the_reason(target: Target
         stream.wait_tokens(3)
     code, _, err = target.reload("--set", "max_model_len=256")
     assert code == 0, err
-    long.wait_over()
+    with paced(target.repository, 0):
+        long.wait_over()
+        short.wait_over()
     assert "the engine was restarted with max_model_len 256" in (long.error or "")
-    short.wait_over()
     assert (short.error, short.finish_reason) == (None, "length")
     assert len(short.token_ids) == 254
     target.settle()
@@ -417,11 +427,10 @@ def test_no_cached_prefix_of_one_model_is_used_for_another(
 ) -> None:
     prompt = list(range(1, 101))
     for _ in range(2):
-        target.run(prompt, max_tokens=SHORT).wait_over()
+        target.answer(prompt)
     before = target.settle()
     assert target.reload("--model", other_checkpoint)[0] == 0
-    first = target.run(prompt, max_tokens=SHORT).wait_over()
+    first = target.answer(prompt)
     hits = rise(before, target.settle(), "prefix_cache_hit_tokens_total")
     assert hits == 0
-    again = target.run(prompt, max_tokens=SHORT, cache_salt="alone").wait_over()
-    check_complete(first, again.token_ids)
+    assert target.answer(prompt, cache_salt="alone") == first

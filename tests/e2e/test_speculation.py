@@ -11,6 +11,7 @@ import os
 import signal
 import tokenize
 from collections.abc import Iterator
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -32,6 +33,7 @@ from support.e2e import (
     tensors,
     wait_idle,
 )
+from support.faults import SLOW_STEP_S, paced
 from support.live_stream import LiveStream
 from support.long import one_in
 
@@ -50,7 +52,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=one_in(4, ((name,) for name in CONFIGS)))
-def drafting_server(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
+def drafting_server(
+    request: pytest.FixtureRequest, faulty_repository: Path
+) -> Iterator[TritonServer]:
+    """Its steps take no longer than they must, unless a test says so."""
     settings = (
         "dtype=float32",
         "max_num_seqs=16",
@@ -60,8 +65,12 @@ def drafting_server(request: pytest.FixtureRequest) -> Iterator[TritonServer]:
     with (
         one_torch_thread(),
         running_server(
-            model=DEMO_CHECKPOINT, settings=settings, facades=("tensorrt-llm",)
+            model=DEMO_CHECKPOINT,
+            settings=settings,
+            source=faulty_repository,
+            facades=("tensorrt-llm",),
         ) as server,
+        paced(server.repository, 0),
     ):
         yield server
 
@@ -196,10 +205,11 @@ def test_streams_with_drafts_survive_the_death_of_the_engine(
     reference = tokens_of(
         start_streams(drafting_server, prompts[:6], num_tokens, speculation=False)
     )
-    streams = start_streams(drafting_server, prompts[:6], num_tokens)
-    for stream in streams:
-        stream.wait_tokens(20)
-    os.kill(engine, signal.SIGKILL)
+    with paced(drafting_server.repository, SLOW_STEP_S):
+        streams = start_streams(drafting_server, prompts[:6], num_tokens)
+        for stream in streams:
+            stream.wait_tokens(20)
+        os.kill(engine, signal.SIGKILL)
     assert tokens_of(streams) == reference
     assert max(stream.timing["restarts"] for stream in streams) == 1
     assert min(stream.timing["drafted_tokens"] for stream in streams) > 0

@@ -24,20 +24,20 @@ from support.e2e import (
     wait_for,
 )
 from support.events import events
-from support.faults import make_faulty_repository, order_fault
+from support.faults import held_loads, paced
 from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.long import long
-from support.many_streams import check_complete
+from support.many_streams import finish
 from support.supervised import Supervised
 
 LIMITS = SupervisionLimits(stopped_s=0.5, stranded_s=60.0, drain_s=1.0, backoff_s=0.1)
 SETTINGS = (ONE_THREAD, "num_gpu_blocks_override=1025", "max_num_seqs=8")
-STARTS_S = 60.0
+STARTS_S = 240.0
+ENDS_S = 50.0  # calls of a lost server: less than `stranded_s`, which is another reason to end
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 1.5, "seed": 3, "ignore_eos": True}
 ENDLESS = 4000  # tokens: as good as endless, whatever a slow machine takes to mend a fault
-STEP_S = 0.008
 NUM_TOKENS = 1200
 """Of a stream whose end is waited for; nothing is compared beyond them."""
 PROCESSES = {
@@ -52,13 +52,9 @@ KINDS = {"killed": "died", "stopped": "stopped"}
 
 
 @pytest.fixture(scope="module")
-def supervised(
-    small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Supervised]:
+def supervised(small_checkpoint: Path, faulty_repository: Path) -> Iterator[Supervised]:
     """A supervised server; each test leaves it serving."""
-    source = tmp_path_factory.mktemp("slow") / "model_repository"
-    make_faulty_repository(source, step_s=STEP_S)
-    options = RepositoryOptions(source=source, model=small_checkpoint, settings=SETTINGS)
+    options = RepositoryOptions(source=faulty_repository, model=small_checkpoint, settings=SETTINGS)
     with one_torch_thread(), prepared_server(options) as (server, _):
         with Supervised(server, LIMITS) as supervised:
             supervised.wait_serving(STARTS_S)
@@ -71,7 +67,9 @@ def supervised(
 @pytest.fixture(scope="module")
 def undisturbed(supervised: Supervised) -> list[int]:
     """The tokens of a stream that nothing happens to."""
-    return start_stream(supervised, "scheduler", NUM_TOKENS).wait_over().token_ids
+    stream = start_stream(supervised, "scheduler", NUM_TOKENS)
+    (token_ids,) = finish(supervised.server.repository, [stream])
+    return token_ids
 
 
 class UnaryCall:
@@ -103,25 +101,30 @@ def start_stream(supervised: Supervised, model: str, max_tokens: int = ENDLESS) 
     return stream
 
 
-def start_call(supervised: Supervised) -> UnaryCall:
-    """A long unary call that runs, beside a stream."""
+def start_call(supervised: Supervised, num_streams: int) -> UnaryCall:
+    """A long unary call that runs, beside so many streams."""
     call = UnaryCall(supervised)
     running = wait_for(
-        lambda: scrape(supervised.server)["charonia_requests_running"], lambda n: n >= 2
+        lambda: scrape(supervised.server)["charonia_requests_running"], lambda n: n > num_streams
     )
-    assert running >= 2
+    assert running > num_streams
     return call
 
 
-def leave_undisturbed(stream: LiveStream, undisturbed: list[int]) -> None:
-    """Assert that the stream still runs and has the right tokens, and end it."""
-    num_tokens = len(stream.token_ids)
-    stream.wait_tokens(num_tokens + 1)
-    assert not stream.is_over, stream.error or "it ended too early to tell"
-    stream.leave()
-    stream.wait_over()
-    num_tokens = min(len(stream.token_ids), len(undisturbed))
-    assert stream.token_ids[:num_tokens] == undisturbed[:num_tokens]
+def leave_undisturbed(
+    supervised: Supervised, streams: list[LiveStream], undisturbed: list[int]
+) -> None:
+    """Assert that the streams still run and have the right tokens, and end them."""
+    for stream in streams:
+        stream.wait_tokens(len(stream.token_ids) + 1)
+        assert not stream.is_over, stream.error or "it ended too early to tell"
+    with paced(supervised.server.repository, 0):
+        for stream in streams:
+            stream.wait_tokens(NUM_TOKENS)
+    for stream in streams:
+        stream.leave()
+        stream.wait_over()
+        assert stream.token_ids[:NUM_TOKENS] == undisturbed
 
 
 def strike(supervised: Supervised, model: str, fault: str) -> tuple[int, int]:
@@ -161,18 +164,16 @@ def test_a_lost_process_beside_the_scheduler_comes_back_alone(
     supervised: Supervised, undisturbed: list[int], model: str, fault: str
 ) -> None:
     num_restarts = supervised.supervisor.num_restarts
-    stream, through_llm = (start_stream(supervised, name) for name in ("scheduler", "llm"))
+    streams = [start_stream(supervised, name) for name in ("scheduler", "llm")]
     pid, num_lines = strike(supervised, model, fault)
     wait_for(lambda: events(supervised.lines[num_lines:], "model_back"), bool)
     (lost,) = events(supervised.lines[num_lines:], "process_lost")
     assert lost == {"model": model, "kind": KINDS[fault], "pid": str(pid)}
     check_every_door(supervised)
-    leave_undisturbed(stream, undisturbed)
     if model == "postprocessor":
-        lost = through_llm.wait_over().error
+        lost = streams.pop().wait_over().error
         assert lost == "in ensemble 'llm', Stub process 'postprocessor_0_0' is not healthy."
-    else:
-        leave_undisturbed(through_llm, undisturbed)
+    leave_undisturbed(supervised, streams, undisturbed)
     assert supervised.supervisor.num_restarts == num_restarts
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -182,10 +183,11 @@ def test_calls_in_a_lost_generate_end_once_no_other_request_is_disturbed(
     supervised: Supervised, undisturbed: list[int]
 ) -> None:
     stream = start_stream(supervised, "scheduler", NUM_TOKENS)
-    call = start_call(supervised)
+    call = start_call(supervised, 1)
     _, num_lines = strike(supervised, "generate", "killed")
-    check_complete(stream.wait_over(), undisturbed)
-    call.wait_over(timeout=30)
+    assert wait_for(lambda: events(supervised.lines[num_lines:], "calls_stranded"), bool)
+    assert finish(supervised.server.repository, [stream]) == [undisturbed]
+    call.wait_over(ENDS_S)
     assert call.error is not None
     supervised.wait_serving(STARTS_S)
     stranded = events(supervised.lines[num_lines:], "calls_stranded")
@@ -198,12 +200,12 @@ def test_a_lost_scheduler_ends_every_open_call_and_comes_back_with_the_server(
     supervised: Supervised, fault: str
 ) -> None:
     streams = [start_stream(supervised, name) for name in ("scheduler", "llm")]
-    call = start_call(supervised)
+    call = start_call(supervised, len(streams))
     pid, num_lines = strike(supervised, "scheduler", fault)
     struck = time.monotonic()
-    call.wait_over(timeout=15)
+    call.wait_over(ENDS_S)
     for stream in streams:
-        stream.wait_over(15)
+        stream.wait_over(ENDS_S)
         assert stream.error is not None
     assert call.error is not None
     print(f"{fault}: all calls ended within {time.monotonic() - struck:.1f} s")
@@ -218,7 +220,7 @@ def test_a_stopped_tritonserver_comes_back(supervised: Supervised) -> None:
     stream = start_stream(supervised, "scheduler")
     assert supervised.server.pid is not None
     os.kill(supervised.server.pid, signal.SIGSTOP)
-    stream.wait_over(15)
+    stream.wait_over(ENDS_S)
     assert stream.error is not None
     supervised.wait_serving(STARTS_S)
     check_every_door(supervised)
@@ -230,7 +232,7 @@ def test_a_lost_engine_is_left_to_the_scheduler(
 ) -> None:
     stream = start_stream(supervised, "scheduler", NUM_TOKENS)
     _, num_lines = strike(supervised, "engine", "killed")
-    check_complete(stream.wait_over(), undisturbed)
+    assert finish(supervised.server.repository, [stream]) == [undisturbed]
     assert supervised.lines[num_lines:] == []
     check_every_door(supervised)
 
@@ -240,14 +242,13 @@ def test_an_engine_that_is_lost_while_it_loads_comes_back_with_the_server(
     supervised: Supervised,
 ) -> None:
     stream = start_stream(supervised, "scheduler")
-    slow_load = order_fault(supervised.server.repository, "load-seconds", 600)
-    lost, num_lines = strike(supervised, "engine", "killed")
-    (loading,) = wait_for(
-        lambda: [pid for pid in supervised.server.pids("engine") if pid != lost], bool
-    )
-    os.kill(loading, signal.SIGSTOP)
-    slow_load.unlink()
-    stream.wait_over(60)
+    with held_loads(supervised.server.repository):
+        lost, num_lines = strike(supervised, "engine", "killed")
+        (loading,) = wait_for(
+            lambda: [pid for pid in supervised.server.pids("engine") if pid != lost], bool
+        )
+        os.kill(loading, signal.SIGSTOP)
+    stream.wait_over()
     assert stream.error is not None
     supervised.wait_serving(STARTS_S)
     reason = "tritonserver waits for a process of engine that does not run"

@@ -25,7 +25,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from charonia.launch.server import TritonServer
 
-ANSWER_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 240.0
 # Made once, because making one takes longer than most requests. It keeps no connections, which a
 # server would wait for when it stops.
 HTTP = httpx.Client(timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_keepalive_connections=0))
@@ -312,7 +312,7 @@ def scrape(server: TritonServer) -> dict[str, float]:
     return samples
 
 
-def wait_for(ask: Callable[[], T], is_good: Callable[[T], bool], timeout: float = 30.0) -> T:
+def wait_for(ask: Callable[[], T], is_good: Callable[[T], bool], timeout: float = 120.0) -> T:
     """Ask until the answer is good, at most `timeout` seconds; the last answer either way."""
     deadline = time.monotonic() + timeout
     while not is_good(answer := ask()) and time.monotonic() < deadline:

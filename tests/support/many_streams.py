@@ -1,11 +1,15 @@
 """Eight streams at once over every way in, as tests need them that break something meanwhile.
 
-Owns their prompts and sampling, and what a complete one is. Must not know what is broken.
+Owns their prompts and sampling, what a complete one is, and how they come to their ends. Must not
+know what is broken.
 """
 
 import random
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from support.faults import paced
 from support.live_stream import LiveStream
 
 NUM_TOKENS = 1500
@@ -51,3 +55,12 @@ def check_complete(stream: LiveStream, token_ids: list[int]) -> None:
     assert stream.finish_reason == "length"
     assert stream.token_ids == token_ids
     assert stream.num_empty == 0
+
+
+def finish(repository: Path, streams: Iterable[LiveStream]) -> list[list[int]]:
+    """Have streams go on as fast as a faulty engine can, and end as they should; their tokens."""
+    streams = list(streams)
+    with paced(repository, 0):
+        for stream in streams:
+            check_complete(stream, stream.token_ids)
+    return [stream.token_ids for stream in streams]

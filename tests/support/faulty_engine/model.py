@@ -4,6 +4,7 @@
 is kept as product_model.py. The other ranks get the faults too, each in its own process.
 """
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -12,12 +13,17 @@ import time
 from pathlib import Path
 
 from charonia.data.step_tensors import StepTensors
-from charonia.protocol import NewRow
+from charonia.protocol import EngineRequest, NewRow
+from charonia.serving.answering import Answer
+from charonia.serving.engine_host import EngineHost
 
 VERSION = Path(__file__).parent
 STARTUP = VERSION / "startup"
-POISON = VERSION.parents[1] / "poison"
-LOAD_SECONDS = VERSION.parents[1] / "load-seconds"
+ORDERS = VERSION.parents[1]
+POISON = ORDERS / "poison"
+LOAD_SECONDS = ORDERS / "load-seconds"
+DEAF = ORDERS / f"deaf.{os.getpid()}"
+LOOK_EVERY_S = 0.05
 
 # Python loads sitecustomize.py from there when a rank starts.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -27,8 +33,10 @@ sys.path.append(str(STARTUP))
 import faulty_steps  # noqa: E402
 
 faulty_steps.install()
-if LOAD_SECONDS.exists():
-    time.sleep(float(LOAD_SECONDS.read_text(encoding="utf-8")))
+with contextlib.suppress(FileNotFoundError):
+    deadline = time.monotonic() + float(LOAD_SECONDS.read_text(encoding="utf-8"))
+    while LOAD_SECONDS.exists() and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY_S)
 
 _spec = importlib.util.spec_from_file_location("product_model", VERSION / "product_model.py")
 assert _spec is not None
@@ -38,6 +46,7 @@ _spec.loader.exec_module(_product_model)
 TritonPythonModel = _product_model.TritonPythonModel
 
 _join = StepTensors.join
+_begin = EngineHost._begin
 
 
 def _join_or_die(self: StepTensors, new: NewRow) -> None:
@@ -48,4 +57,11 @@ def _join_or_die(self: StepTensors, new: NewRow) -> None:
     _join(self, new)
 
 
+def _begin_unless_deaf(self: EngineHost, message: EngineRequest) -> Answer:
+    while DEAF.exists():
+        time.sleep(LOOK_EVERY_S)
+    return _begin(self, message)
+
+
 StepTensors.join = _join_or_die  # type: ignore[method-assign]
+EngineHost._begin = _begin_unless_deaf  # type: ignore[method-assign]

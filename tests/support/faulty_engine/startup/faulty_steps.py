@@ -6,11 +6,12 @@ Files in the model repository's root order the faults:
     exhaust-memory   a number: so many of the next steps ask for more memory than there can be
     hang-in-step     a number: so many of the next steps never end
     poison           a token id: a row that joins with it in its prompt kills rank 0
-    step-seconds     how long a step takes at least, from the engine's start
-    load-seconds     by how much longer it takes to load rank 0, the next times
+    step-seconds     how long a step takes at least; it is always there
+    load-seconds     how much longer it takes to load rank 0: until the file is gone, at most
+    deaf.PID         rank 0, if that is its process, answers nothing while the file is there
 
 The first three may name a process behind the number, whose steps are meant; without one it is the
-next step of any. A step lasts a while, so that streams are still under way when a fault is ordered.
+next step of any.
 """
 
 import os
@@ -24,7 +25,6 @@ from charonia.data.model.decoder import Decoder
 
 ORDERS = Path(__file__).parents[3]
 STEP_SECONDS = ORDERS / "step-seconds"
-STEP_S = float(STEP_SECONDS.read_text(encoding="utf-8")) if STEP_SECONDS.exists() else 0.003
 TOO_MANY_BYTES = 2**50  # more than a process can address
 
 _hidden_states = Decoder.hidden_states
@@ -42,7 +42,7 @@ def _hidden_states_or_fail(self: Decoder, *args: Any) -> Any:
         torch.empty(TOO_MANY_BYTES, dtype=torch.uint8)
     if _is_ordered("hang-in-step"):
         time.sleep(3600)
-    time.sleep(STEP_S)
+    time.sleep(float(STEP_SECONDS.read_text(encoding="utf-8")))
     return _hidden_states(self, *args)
 
 
