@@ -1,7 +1,6 @@
 """The service under many threads: every request is answered once, whoever comes and goes."""
 
 import threading
-import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,6 +20,11 @@ from charonia.errors import (
 from charonia.protocol import SamplingParams
 from engine.bench import byte_tokenizer
 from support.echo import EchoExecutor, echo_run
+from support.waiting import WAIT_S, eventually
+
+NUM_BLOCKS = 2**13
+FOR_EVER = 10**5
+"""Tokens that have room in so many blocks, and take minutes."""
 
 
 class Client:
@@ -46,7 +50,7 @@ class Client:
             self.ends[chunk.key].set()
 
     def wait(self, key: str):
-        assert self.ends[key].wait(20), f"{key} hangs"
+        assert self.ends[key].wait(WAIT_S), f"{key} hangs"
         return self.chunks[key]
 
 
@@ -63,16 +67,12 @@ def make_service(executor: EchoExecutor, **args) -> EngineService:
 
 
 def wait_until_up(service: EngineService) -> None:
-    for _ in range(200):
-        if service.metrics.gauges["charonia_engine_up", ""]:
-            return
-        time.sleep(0.02)
-    raise AssertionError("the service does not come up")
+    eventually(lambda: service.metrics.gauges["charonia_engine_up", ""], "the service is up")
 
 
 @pytest.fixture
 def service():
-    service = make_service(EchoExecutor())
+    service = make_service(EchoExecutor(num_blocks=NUM_BLOCKS))
     wait_until_up(service)
     yield service
     service.close()
@@ -96,7 +96,7 @@ def test_many_threads_are_served_at_once(service):
 
 def test_a_cancelled_request_ends_once_and_with_an_error(service):
     client = Client(service)
-    client.submit("a", max_tokens=10**5)
+    client.submit("a", max_tokens=FOR_EVER)
     service.cancel("a")
     assert client.wait("a")[-1].error.code == "CANCELLED"
 
@@ -124,30 +124,41 @@ def test_a_service_that_never_started_lets_go_of_its_engine():
     assert not executor.is_alive
 
 
-def test_a_key_that_is_live_is_refused_and_its_request_goes_on(service):
+class Gated(EchoExecutor):
+    """Makes its steps when it may."""
+
+    def __init__(self, **size: int) -> None:
+        super().__init__(**size)
+        self.may_step = threading.Event()
+
+    def execute(self, plan):
+        assert self.may_step.wait(WAIT_S)
+        return super().execute(plan)
+
+
+def test_a_key_that_is_live_is_refused_and_its_request_goes_on():
+    executor = Gated()
+    service = make_service(executor)
+    wait_until_up(service)
     client = Client(service)
-    client.submit("a", max_tokens=500)
+    client.submit("a")
     with pytest.raises(InvalidRequestError, match="live request"):
         Client(service).submit("a")
+    executor.may_step.set()
     assert client.wait("a")[-1].finish_reason == "length"
+    service.close()
 
 
 def test_a_full_queue_is_refused_at_once():
-    is_refused = threading.Event()
-
-    class Slow(EchoExecutor):
-        def execute(self, plan):
-            assert is_refused.wait(20)
-            return super().execute(plan)
-
-    service = make_service(Slow(max_num_seqs=2), max_queue_size=3)
+    executor = Gated(max_num_seqs=2)
+    service = make_service(executor, max_queue_size=3)
     wait_until_up(service)
     client = Client(service)
     for index in range(5):
         client.submit(f"r{index}", max_tokens=50)
     with pytest.raises(QueueFullError):
         client.submit("one too many")
-    is_refused.set()
+    executor.may_step.set()
     assert service.metrics.counters["charonia_rejections_total", "queue_full"] == 1
     for index in range(5):
         assert client.wait(f"r{index}")[-1].finish_reason == "length"
@@ -165,17 +176,17 @@ def test_the_queue_takes_no_more_while_those_that_were_accepted_are_on_their_way
     def add_slowly(request, arrived_at):
         if request.key in is_taken:
             is_taken[request.key].set()
-            assert may_go_on[request.key].wait(20)
+            assert may_go_on[request.key].wait(WAIT_S)
         add(request, arrived_at)
 
     monkeypatch.setattr(service._core, "add", add_slowly)
     client.submit("first")
-    assert is_taken["first"].wait(20)
+    assert is_taken["first"].wait(WAIT_S)
     others = ("second", "third", "fourth", "fifth")
     for key in others:
         client.submit(key)
     may_go_on["first"].set()
-    assert is_taken["second"].wait(20)
+    assert is_taken["second"].wait(WAIT_S)
     with pytest.raises(QueueFullError):
         client.submit("sixth")
     may_go_on["second"].set()
@@ -184,11 +195,9 @@ def test_the_queue_takes_no_more_while_those_that_were_accepted_are_on_their_way
     service.close()
 
 
-def test_closing_answers_what_is_live():
-    service = make_service(EchoExecutor())
-    wait_until_up(service)
+def test_closing_answers_what_is_live(service):
     client = Client(service)
-    client.submit("a", max_tokens=10**5)
+    client.submit("a", max_tokens=FOR_EVER)
     service.close()
     assert "shutting down" in str(client.wait("a")[-1].error)
     with pytest.raises(UnavailableError, match="shutting down"):
@@ -223,14 +232,14 @@ def test_a_bug_on_the_way_in_loses_nobody(service, monkeypatch):
     def add_or_raise(request, arrived_at):
         if request.key == "first":
             has_all.set()
-            assert may_go_on.wait(20)
+            assert may_go_on.wait(WAIT_S)
         if request.key == "bad":
             raise KeyError("a bug")
         add(request, arrived_at)
 
     monkeypatch.setattr(service._core, "add", add_or_raise)
     client.submit("first")
-    assert has_all.wait(20)
+    assert has_all.wait(WAIT_S)
     for key in ("good", "bad", "after"):
         client.submit(key)
     may_go_on.set()
@@ -248,11 +257,7 @@ def order(*, drain: bool = False) -> Reload:
 
 
 def wait_over(reload: Reload) -> None:
-    for _ in range(400):
-        if reload.is_over:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"the reload is {reload.phase} for ever")
+    eventually(lambda: reload.is_over, "the reload is over")
 
 
 def test_an_order_that_a_bug_hinders_fails_and_the_next_is_carried_out(service, monkeypatch):
@@ -262,12 +267,12 @@ def test_an_order_that_a_bug_hinders_fails_and_the_next_is_carried_out(service, 
 
     def add_and_raise(request, arrived_at):
         is_in_bug.set()
-        assert may_go_on.wait(20)
+        assert may_go_on.wait(WAIT_S)
         raise KeyError("a bug")
 
     monkeypatch.setattr(service._core, "add", add_and_raise)
     client.submit("a")
-    assert is_in_bug.wait(20)
+    assert is_in_bug.wait(WAIT_S)
     lost, refused = order(), order()
     service.reload(lost)
     service.reload(refused)
@@ -302,7 +307,7 @@ def test_an_order_that_comes_while_a_bug_is_dealt_with_is_carried_out(service, m
 
 def test_an_order_that_waits_when_the_service_closes_fails(service):
     client = Client(service)
-    client.submit("a", max_tokens=10**5)
+    client.submit("a", max_tokens=FOR_EVER)
     waiting, late = order(drain=True), order()
     service.reload(waiting)
     service.close()
@@ -321,7 +326,7 @@ def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_on
 
         def _replace(self):
             is_restarting.set()
-            assert may_go_on.wait(20)
+            assert may_go_on.wait(WAIT_S)
             self.restart()
             return self.info()
 
@@ -331,7 +336,7 @@ def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_on
     client = Client(service)
     executor.die_next = 1
     client.submit("a")
-    assert is_restarting.wait(20)
+    assert is_restarting.wait(WAIT_S)
     assert service.metrics.gauges["charonia_engine_up", ""] == 0
     client.submit("b")
     client.submit("late", deadline_ms=50)
@@ -348,9 +353,6 @@ def test_a_request_that_comes_while_the_engine_is_restarted_waits_for_the_new_on
 def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_before_a_request_comes(service):
     executor = service._core._replica._executor
     executor.is_alive = False
-    for _ in range(200):
-        if executor.num_restarts:
-            break
-        time.sleep(0.02)
+    eventually(lambda: executor.num_restarts, "it is replaced")
     assert executor.num_restarts == 1
     wait_until_up(service)

@@ -1,7 +1,6 @@
 """Answers through a connection: in the order of the messages, and all of them."""
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from charonia.serving.answering import Answer, Begin, answer_each, answer_overlapping
 from charonia.sockets.local import connect, is_same_user, listen
 from charonia.sockets.server import Server
+from support.waiting import WAIT_S, eventually
 
 NAME = "steps.socket"
 WAYS = [answer_each, answer_overlapping]
@@ -32,20 +32,19 @@ def test_a_server_that_closes_says_farewell_at_once_and_answers_what_has_come(
 
     def answer(message: bytes) -> bytes:
         is_asked.set()
-        assert may_answer.wait(10)
+        assert may_answer.wait(WAIT_S)
         return message.upper()
 
     server = serve(tmp_path, lambda message: lambda: answer(message), way)
     channel, idle = connect(tmp_path / NAME), connect(tmp_path / NAME)
     channel.send(b"step")
-    assert is_asked.wait(10)
-    while len(server._served) < 2:
-        time.sleep(0.001)
+    assert is_asked.wait(WAIT_S)
+    eventually(lambda: len(server._served) == 2)
     closing = threading.Thread(target=server.close, args=[b"bye"])
     closing.start()
-    assert [idle.receive(10), channel.receive(10)] == [b"bye", b"bye"]
+    assert [idle.receive(WAIT_S), channel.receive(WAIT_S)] == [b"bye", b"bye"]
     may_answer.set()
-    assert [channel.receive(10), channel.receive(10)] == [b"STEP", None]
+    assert [channel.receive(WAIT_S), channel.receive(WAIT_S)] == [b"STEP", None]
     closing.join()
     for one in (channel, idle):
         one.close()
@@ -68,7 +67,7 @@ def test_an_exception_ends_the_connection_and_nobody_waits_for_an_answer(
     server = serve(tmp_path, begin, way)
     channel = connect(tmp_path / NAME)
     channel.send(b"step")
-    assert channel.receive(10) is None
+    assert channel.receive(WAIT_S) is None
     channel.close()
     server.close()
     assert not server._served
@@ -84,7 +83,7 @@ def test_messages_begin_before_earlier_ones_are_answered_in_their_order(tmp_path
             both_begun.set()
 
         def end() -> bytes:
-            assert both_begun.wait(10), "the second message does not begin"
+            assert both_begun.wait(WAIT_S), "the second message does not begin"
             return message.upper()
 
         return end
@@ -93,7 +92,7 @@ def test_messages_begin_before_earlier_ones_are_answered_in_their_order(tmp_path
     channel = connect(tmp_path / NAME)
     channel.send(b"one")
     channel.send(b"two")
-    assert [channel.receive(10), channel.receive(10)] == [b"ONE", b"TWO"]
+    assert [channel.receive(WAIT_S), channel.receive(WAIT_S)] == [b"ONE", b"TWO"]
     assert begun == [b"one", b"two"]
     channel.close()
     server.close()
@@ -108,10 +107,10 @@ def test_what_is_not_answered_ends_the_connection_and_nothing_else(
     )
     stranger = connect(tmp_path / NAME)
     stranger.send(b"guess")
-    assert stranger.receive(10) is None
+    assert stranger.receive(WAIT_S) is None
     stranger.close()
     channel = connect(tmp_path / NAME)
     channel.send(b"known")
-    assert channel.receive(10) == b"known"
+    assert channel.receive(WAIT_S) == b"known"
     channel.close()
     server.close()

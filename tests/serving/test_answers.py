@@ -15,7 +15,7 @@ from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import Outputs, RawRequest, refuse_all
 from support.calls import parse
 from support.fronts import PbUtils
-from support.sockets import WAIT_S
+from support.waiting import WAIT_S
 
 # ---------------------------------------------------------------------- sessions
 

@@ -34,6 +34,7 @@ from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
 from support.model_control import FakeControl
 from support.sockets import INFO
+from support.waiting import WAIT_S
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -109,9 +110,10 @@ class SlowEngine:
         for message in connection.messages():
             request = decode_request(message)
             if isinstance(request, Hello):
+                is_for_steps = len(self.server._served) == 1  # the first connection
                 connection.send(encode(INFO))
-                if len(self.server._served) == 1:  # the first connection is the one for steps
-                    self.reads.wait(60)
+                if is_for_steps:
+                    self.reads.wait(WAIT_S)
             else:
                 self.plans.append(request)
                 connection.send(encode(RESULT))
@@ -138,10 +140,12 @@ class RefusingTriton:
 
 @pytest.fixture
 def executor(tmp_path: Path, engine: SlowEngine) -> Iterator[BlsExecutor]:
+    """Which asks nothing of the server, however long a test takes."""
     executor = BlsExecutor(RefusingTriton, "engine", tmp_path, FakeControl(), log=lambda line: None)
+    executor._server._ask = lambda: None
     opened = threading.Event()
     opening = executor.open(replace=False, on_done=opened.set)
-    assert opened.wait(20)
+    assert opened.wait(WAIT_S)
     assert opening.result() == INFO
     yield executor
     engine.reads.set()
@@ -156,7 +160,7 @@ def test_a_plan_waits_for_no_engine_that_does_not_read_and_reaches_it_later(
         with pytest.raises(TimeoutError):
             pending.result(0.01)
     engine.reads.set()
-    assert pending.result(20) == RESULT
+    assert pending.result(WAIT_S) == RESULT
     assert engine.plans == [LONG_PLAN]
 
 
@@ -168,9 +172,9 @@ def test_an_engine_that_goes_amid_a_plan_is_lost_or_unloaded_as_it_says(
     connection.send(encode(Farewell()))
     connection.hang_up()
     with pytest.raises(EngineUnloadedError):
-        pending.result(20)
+        pending.result(WAIT_S)
     with pytest.raises(EngineDiedError, match="hung up") as raised:
-        executor.submit(LONG_PLAN).result(20)
+        executor.submit(LONG_PLAN).result(WAIT_S)
     assert type(raised.value) is EngineDiedError
 
 
@@ -180,7 +184,7 @@ def test_a_plan_that_is_too_long_fails_alone(
     assert executor._channel is not None
     monkeypatch.setattr(executor._channel, "max_bytes", 1000)
     with pytest.raises(StepFailedError, match="too long; the most is 1000"):
-        executor.submit(LONG_PLAN).result(20)
+        executor.submit(LONG_PLAN).result(WAIT_S)
 
 
 def test_a_server_that_refuses_calls_is_shutting_down_once_it_has_had_requests(
@@ -188,20 +192,21 @@ def test_a_server_that_refuses_calls_is_shutting_down_once_it_has_had_requests(
 ) -> None:
     """Also where it took no call before it was stopped: its first requests show that it served."""
     engine.reads.set()
-    asked = threading.Event()
-    ask = executor._server._ask
+    asked, may_ask_again = threading.Event(), threading.Event()
 
-    def note_and_ask() -> None:
+    def ask_and_wait() -> None:
         try:
-            ask()
+            executor._model.check_server()
         finally:
             asked.set()
+            assert may_ask_again.wait(WAIT_S)
 
-    monkeypatch.setattr(executor._server, "_ask", note_and_ask)
-    assert asked.wait(20)
+    monkeypatch.setattr(executor._server, "_ask", ask_and_wait)
+    assert asked.wait(WAIT_S)
     executor.check()
-    assert executor.submit(StepPlan(epoch=1, step_id=0, reset=True)).result(20) == RESULT
+    assert executor.submit(StepPlan(epoch=1, step_id=0, reset=True)).result(WAIT_S) == RESULT
+    may_ask_again.set()
     assert executor._server._thread is not None
-    executor._server._thread.join(20)
+    executor._server._thread.join(WAIT_S)
     with pytest.raises(ServerStoppingError):
         executor.check()

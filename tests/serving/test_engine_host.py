@@ -27,6 +27,7 @@ from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.liveness import start_time
 from charonia.sockets.local import connect
 from support.sockets import INFO, StepsClient
+from support.waiting import WAIT_S
 
 
 class Runner:
@@ -106,7 +107,7 @@ def test_what_cannot_be_read_ends_its_connection_and_leaves_one_short_line(
     host.serve_steps()
     broken = connect(tmp_path / STEPS_SOCKET)
     broken.send(data)
-    assert broken.receive(10) is None
+    assert broken.receive(WAIT_S) is None
     broken.close()
     (line,) = log
     assert line.startswith("a message could not be read: ")
@@ -157,7 +158,7 @@ class Pipeline(Runner):
         self.begun.release()
 
         def wait_and_end() -> StepResult:
-            assert plan.epoch > 1 or self.may_end.wait(20)
+            assert plan.epoch > 1 or self.may_end.wait(WAIT_S)
             self.done.append(f"end {plan.epoch}")
             return end()
 
@@ -174,7 +175,7 @@ def pipeline(
     host.serve_steps()
     first = StepsClient(tmp_path)
     first.send(StepPlan(epoch=1, step_id=0, reset=True))
-    assert runner.begun.acquire(timeout=20)
+    assert runner.begun.acquire(timeout=WAIT_S)
     first.close()
     second = StepsClient(tmp_path)
     yield runner, second

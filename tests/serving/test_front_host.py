@@ -1,6 +1,5 @@
 """Each request of a front is answered to its end once, however connections interleave."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,11 +25,11 @@ from support.fronts import (
     Request,
     Response,
     answer_to,
-    eventually,
     new_front,
     text_request,
 )
-from support.sockets import WAIT_S, SchedulerEnd, refuse_threads
+from support.sockets import SchedulerEnd, refuse_threads
+from support.waiting import WAIT_S, eventually
 
 MAX_WAITING = 3
 
@@ -247,10 +246,7 @@ def test_the_end_of_generate_answers_what_waits_and_hangs_up(
         "the server is shutting down [charonia:shutting_down]",
         "UNAVAILABLE",
     )
-    deadline = time.monotonic() + WAIT_S
-    while not outlet.is_cancelled():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(outlet.is_cancelled)
     outlet.send({"text_output": ["late"]}, is_final=True)
 
 
@@ -264,7 +260,7 @@ def test_a_decoupled_front_passes_streams_on_and_says_so(
     key, _, outlet = scheduler.next()
     for number in (1, 2):
         outlet.send({"text_output": [f"text {number}"]}, is_final=False)
-        assert scheduler.taken.get(timeout=WAIT_S) == (key, number)
+        assert scheduler.acknowledged.get(timeout=WAIT_S) == (key, number)
         response = request.sender.sent.get(timeout=WAIT_S)
         assert response.output_tensors()[0].as_numpy().item().decode() == f"text {number}"
     outlet.fail(QueueFullError("full"))
@@ -340,14 +336,14 @@ def test_the_parts_of_a_request_are_answered_to_one_client_which_ends_with_the_l
     order = ((second_key, second, 1), (first_key, first, 1), (first_key, first, 2))
     for key, outlet, number in order:
         outlet.send({"text_output": ["a"]}, is_final=False)
-        assert scheduler.taken.get(timeout=WAIT_S) == (key, number)
+        assert scheduler.acknowledged.get(timeout=WAIT_S) == (key, number)
     first.send({"text_output": ["b"]}, is_final=True)
     assert sent_to(request, 4) == ["1: a", "0: a", "0: a", "0: b"]
     assert not request.sender.ended.is_set()
     assert ledger.held[0] == 1
     second.send({"text_output": ["c"]}, is_final=True)
     assert sent_to(request, 1) == ["1: c"]
-    assert request.sender.ended.is_set()
+    assert request.sender.ended.wait(WAIT_S)
     eventually(lambda: ledger.held == (0, 0))
 
 
@@ -362,7 +358,7 @@ def test_an_error_of_one_part_leaves_the_others(
     assert not request.sender.ended.is_set()
     second.send({"text_output": ["b"]}, is_final=True)
     assert sent_to(request, 1) == ["1: b"]
-    assert request.sender.ended.is_set()
+    assert request.sender.ended.wait(WAIT_S)
 
 
 def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
@@ -421,7 +417,7 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
         "the scheduler takes nothing [charonia:unavailable]",
         "UNAVAILABLE",
     )
-    assert request.sender.ended.is_set()
+    assert request.sender.ended.wait(WAIT_S)
     key, _, outlet = scheduler.next()
     assert scheduler.cancelled.get(timeout=WAIT_S) == key
     assert ledger.held == (0, 0)
@@ -441,5 +437,5 @@ def test_the_end_of_a_front_answers_a_request_of_many_parts_once(
     scheduler.next()
     pair_host.finalize()
     assert sent_to(request, 1) == ["the server is shutting down [charonia:shutting_down]"]
-    assert request.sender.ended.is_set()
+    assert request.sender.ended.wait(WAIT_S)
     assert ledger.held == (0, 0)

@@ -32,8 +32,8 @@ from charonia.text.tokenizer import Tokenizer
 from support.calls import SEALER
 from support.checkpoints import make_tokenizer
 from support.echo import EchoExecutor
+from support.waiting import WAIT_S, eventually
 
-WAIT_S = 20.0
 LONG = "x" * (INLINE_CHARACTERS + 1)
 
 
@@ -143,13 +143,6 @@ def text_of(outlet: Any) -> str:
     ((outputs, is_final),) = outlet.sent
     assert is_final
     return outputs["text_output"][0]  # type: ignore[no-any-return]
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 def test_a_short_prompt_passes_while_long_ones_wait(bench: Bench) -> None:
@@ -300,7 +293,7 @@ def test_without_an_engine_nothing_is_tokenized(new_outlet: Callable[[], Any]) -
 def test_the_end_of_the_server_answers_what_is_tokenized(new_outlet: Callable[[], Any]) -> None:
     bench = Bench(new_outlet)
     outlets = [bench.take() for _ in range(2)]
-    threading.Timer(0.1, bench.tokenizer.may_go_on.set).start()
+    eventually(lambda: bench.tokenizer.num_long)
     bench.tokenizing.close()
     assert all(isinstance(error_of(outlet), ShuttingDownError) for outlet in outlets)
     assert isinstance(error_of(bench.take()), ShuttingDownError)

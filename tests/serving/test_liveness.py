@@ -14,6 +14,7 @@ from charonia.protocol import Farewell, StepFailure, encode
 from charonia.serving import liveness
 from charonia.serving.liveness import EngineWatch, process_state, start_time
 from charonia.sockets.channel import Channel
+from support.waiting import WAIT_S, eventually
 
 ANSWER = encode(StepFailure("any"))
 
@@ -22,6 +23,12 @@ ANSWER = encode(StepFailure("any"))
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "_ASK_EVERY_S", 0.01)
     monkeypatch.setattr(liveness, "_LOOK_AFTER_S", 0.05)
+    monkeypatch.setattr(liveness, "_NUM_LOOKS", 1000)
+
+
+@pytest.fixture
+def impatiently(monkeypatch: pytest.MonkeyPatch, quickly: None) -> None:
+    monkeypatch.setattr(liveness, "_NUM_LOOKS", 10)
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ def pair(process: subprocess.Popen[bytes]) -> Iterator[tuple[EngineWatch, Channe
 
 
 def failure(watch: EngineWatch) -> EngineDiedError:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         try:
             watch.check()
@@ -57,7 +64,7 @@ def failure(watch: EngineWatch) -> EngineDiedError:
 def test_an_engine_that_answers_lives(pair: tuple[EngineWatch, Channel]) -> None:
     watch, engine = pair
     for _ in range(20):
-        assert engine.receive(20) is not None
+        assert engine.receive(WAIT_S) is not None
         watch.check()
         engine.send(ANSWER)
 
@@ -67,7 +74,6 @@ def kinds() -> list[tuple[Callable[[Channel], None], type[EngineDiedError], str]
         (Channel.close, EngineDiedError, "hung up"),
         (lambda engine: engine.send(encode(Farewell())), EngineUnloadedError, "unloaded"),
         (lambda engine: engine.send(b"\xc1"), EngineDiedError, "cannot be read"),
-        (lambda engine: None, EngineHungError, r"no answer of the engine within 0\.5 s"),
     ]
 
 
@@ -85,6 +91,13 @@ def test_what_became_of_an_engine_is_told_apart(
     assert type(raised.value) is kind
 
 
+@pytest.mark.usefixtures("impatiently")
+def test_an_engine_that_does_not_answer_hangs(pair: tuple[EngineWatch, Channel]) -> None:
+    watch, _ = pair
+    with pytest.raises(EngineHungError, match=r"no answer of the engine within 0\.5 s"):
+        raise failure(watch)
+
+
 def test_a_stopped_process_is_told_from_a_slow_one(
     pair: tuple[EngineWatch, Channel], process: subprocess.Popen[bytes]
 ) -> None:
@@ -96,9 +109,9 @@ def test_a_stopped_process_is_told_from_a_slow_one(
 
 def test_an_end_of_the_watch_waits_for_no_engine(pair: tuple[EngineWatch, Channel]) -> None:
     watch, engine = pair
-    assert engine.receive(20) is not None
+    assert engine.receive(WAIT_S) is not None
     watch.close()
-    assert engine.receive(20) is None
+    assert engine.receive(WAIT_S) is None
 
 
 def test_a_process_that_has_ended_has_no_state_be_it_a_zombie(
@@ -107,9 +120,6 @@ def test_a_process_that_has_ended_has_no_state_be_it_a_zombie(
     assert process_state(process.pid) in ("R", "S", "D")
     assert start_time(process.pid) is not None
     process.kill()
-    deadline = time.monotonic() + 20
-    while process_state(process.pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    eventually(lambda: process_state(process.pid) is None)
     assert process.returncode is None
     assert start_time(process.pid) is None

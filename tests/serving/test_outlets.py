@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from charonia.errors import RequestCancelledError, UnavailableError
 from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
+from support.waiting import WAIT_S, eventually
 
 
 class Sender:
@@ -57,13 +57,6 @@ def test_nothing_follows_the_last_response(outlet: TritonOutlet, sender: Sender)
     assert [message.error().message() for message, _ in sender.sent] == [
         "no [charonia:unavailable]"
     ]
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 def test_an_idle_poller_wakes_up_for_a_client_and_for_a_farewell(
@@ -126,17 +119,17 @@ def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:
 
     def late() -> None:
         in_clear.set()
-        may_go_on.wait(10)
+        may_go_on.wait(WAIT_S)
         clear()
 
     poller._has_work.clear = late  # type: ignore[method-assign]
     poller._has_work.set()
-    assert in_clear.wait(10)
+    assert in_clear.wait(WAIT_S)
     closing = threading.Thread(target=poller.close)
     closing.start()
     time.sleep(0.05)
     may_go_on.set()
-    closing.join(10)
+    closing.join(WAIT_S)
     assert not closing.is_alive()
 
 

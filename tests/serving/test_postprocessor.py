@@ -10,7 +10,8 @@ import pytest
 
 from charonia.serving import postprocessor_host
 from charonia.serving.postprocessor_host import PostprocessorHost
-from support.sockets import WAIT_S, SchedulerEnd
+from support.sockets import SchedulerEnd
+from support.waiting import WAIT_S, Clock
 
 KEY, OTHER = "0" * 32, "f" * 32
 
@@ -134,14 +135,15 @@ def test_without_a_scheduler_chunks_are_handed_on_and_not_each_asks_for_it(
     log: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    clock = Clock()
+    monkeypatch.setattr(postprocessor_host, "time", clock)
     triton.refusal = "it is not ready"
     for _ in range(3):
         assert hand_on(KEY, has_gone=True) == {"text_output": [b"a"]}
     assert triton.num_calls == 1
     assert log == ["the scheduler could not be told of a chunk: it is not ready"]
     triton.refusal = ""
-    now = postprocessor_host.time.monotonic()
-    monkeypatch.setattr(postprocessor_host.time, "monotonic", lambda: now + 6)
+    clock.now += postprocessor_host._TRY_AGAIN_S + 1
     scheduler = SchedulerEnd(tmp_path)
     hand_on(KEY, has_gone=True)
     assert scheduler.cancelled.get(timeout=WAIT_S) == KEY

@@ -16,8 +16,7 @@ from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult
 from charonia.serving.probing import TOKEN_INTERVAL_S, Prober
 from engine.bench import byte_tokenizer
 from support.echo import EchoExecutor
-
-WAIT_S = 20.0
+from support.waiting import WAIT_S, eventually
 
 
 class Gated(EchoExecutor):
@@ -48,11 +47,11 @@ def service(engine: Gated) -> Iterator[EngineService]:
     service.close()
 
 
-def serving(engine: EchoExecutor) -> EngineService:
+def serving(engine: EchoExecutor, wait_s: float = WAIT_S) -> EngineService:
     args = EngineArgs(model="echo")
     queue = SchedulerArgs(max_queue_size=1)
     service = EngineService(engine, args, queue, byte_tokenizer(), log=lambda line: None)
-    service.start(wait_s=0.5)
+    service.start(wait_s=wait_s)
     return service
 
 
@@ -73,10 +72,7 @@ def wait_fresh(prober: Prober) -> dict[str, Any]:
 
 
 def wait_idle(service: EngineService) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while service.state.num_live:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: not service.state.num_live)
 
 
 def counted(service: EngineService) -> dict[Any, float]:
@@ -142,7 +138,7 @@ def test_a_probe_says_why_there_is_no_engine() -> None:
         def info(self) -> EngineInfo:
             raise EngineDiedError("no weights")
 
-    service = serving(Lost())
+    service = serving(Lost(), wait_s=0.5)
     answer = ask(Prober(service, byte_tokenizer()))
     assert not answer["engine_up"]
     assert "engine" in answer["reason"]

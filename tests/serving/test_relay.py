@@ -28,7 +28,8 @@ from charonia.sockets import connection
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import connect
-from support.sockets import WAIT_S, SchedulerEnd
+from support.sockets import SchedulerEnd
+from support.waiting import WAIT_S, eventually
 
 PLAIN = RelayedRequest("k", RawRequest({"input_ids": np.array([1], dtype=np.int32)}, {}))
 
@@ -45,13 +46,6 @@ def channel(server: SchedulerEnd) -> Iterator[Channel]:
     made = connect(server.path)
     yield made
     made.close()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 def received(channel: Channel) -> RelayedAnswer:
@@ -130,8 +124,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize("word", ["dies", "parts"])
 def test_what_a_process_had_in_hand_is_lost_when_it_dies_without_a_word(
-    server: SchedulerEnd, word: str
+    server: SchedulerEnd, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(relay, "_DEATH_S", WAIT_S)
     command = [sys.executable, "-c", REPORTER, str(server.path), word]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -246,12 +241,13 @@ def test_an_end_that_takes_nothing_holds_up_neither_answers_nor_the_end_of_the_s
     for _ in range(3):
         outlet.send({"text_output": ["x" * 5_000_000]}, is_final=True)
     server.relay.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < WAIT_S
 
 
 def test_closing_sends_the_answers_that_there_are_and_hangs_up(
-    server: SchedulerEnd, channel: Channel
+    server: SchedulerEnd, channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(connection, "_CLOSE_TIMEOUT_S", WAIT_S)
     channel.send(encode(PLAIN))
     _, _, outlet = server.next()
     outlet.send({"text_output": ["x" * 5_000_000]}, is_final=True)

@@ -20,6 +20,7 @@ from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.liveness import start_time
 from charonia.serving.reload import ReloadOrder, ReloadQuestion, ReloadServer, ReloadState
 from charonia.sockets.local import connect
+from support.waiting import WAIT_S
 
 OLD, NEW = b'{"model": "old"}', b'{"model": "new"}'
 
@@ -112,7 +113,7 @@ class Operator:
     def ask(self, message: ReloadOrder | ReloadQuestion) -> ReloadState:
         with contextlib.closing(connect(self.path)) as channel:
             channel.send(msgspec.msgpack.encode(message))
-            return msgspec.msgpack.decode(channel.receive(20) or b"", type=ReloadState)
+            return msgspec.msgpack.decode(channel.receive(WAIT_S) or b"", type=ReloadState)
 
     def order(self) -> ReloadState:
         return self.ask(ReloadOrder(self.values | {"seed": 1}))

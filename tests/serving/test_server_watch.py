@@ -14,6 +14,7 @@ from charonia.serving.engine_model import EngineModel, is_reload
 from charonia.serving.grpc_control import ControlError
 from charonia.serving.server_watch import ServerWatch
 from support.model_control import FakeControl
+from support.waiting import WAIT_S
 
 MISSING_INPUT = "expected 1 inputs but got 0 inputs, but missing required input(s) ['question']"
 
@@ -155,7 +156,7 @@ def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down(
     watch = ServerWatch(ask, log=log.append)
     watch.start()
     assert watch._thread is not None
-    watch._thread.join(20)
+    watch._thread.join(WAIT_S)
     with pytest.raises(ServerStoppingError):
         watch.check()
     watch.close()
@@ -174,10 +175,10 @@ def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself():
     watch.check()
     watch.start()
     watch.start()
-    assert is_asked.wait(20)
+    assert is_asked.wait(WAIT_S)
     watch.check()
     is_stopping.set()
-    watch._thread.join(20)
+    watch._thread.join(WAIT_S)
     with pytest.raises(ServerStoppingError):
         watch.check()
     watch.close()

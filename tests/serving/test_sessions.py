@@ -5,7 +5,7 @@ Outlets record here; Triton's own senders are tested on the real server.
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +21,15 @@ from charonia.errors import (
 from charonia.serving import sessions
 from charonia.serving.ledger import Ledger
 from charonia.serving.schema import OutputOptions
-from charonia.serving.sessions import MAX_UNDER_WAY, SHARED_UNDER_WAY, Sessions
+from charonia.serving.sessions import (
+    LOST_RESPONSE_S,
+    MAX_UNDER_WAY,
+    SHARED_UNDER_WAY,
+    Sessions,
+)
 from charonia.serving.tensors import Outputs
 from charonia.text.tokenizer import Tokenizer
+from support.waiting import WAIT_S, Clock, eventually
 
 STREAMING = OutputOptions(
     is_streaming=True, has_echo=False, names=frozenset({"text_output", "output_ids"})
@@ -56,17 +62,20 @@ class Harness:
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which sessions wait."""
+    clock = Clock()
+    monkeypatch.setattr(sessions, "time", clock)
+    return clock
+
+
+@pytest.fixture
 def harness() -> Iterator[Harness]:
     made = Harness()
     yield made
-    made.sessions.close()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "CLOSE_WAIT_S", 0.05)  # some leave requests that wait for ever
+        made.sessions.close()
 
 
 def chunk(index: int, *, is_last: bool = False) -> Chunk:
@@ -141,7 +150,6 @@ class Loss:
             self.send(name, 0)
             self.sessions.report(name, 1)
         self.send("lost", 1)
-        self.at = time.monotonic()
         self.sessions.stop_reports(is_lost=True)
 
     def send(self, name: str, step: int) -> None:
@@ -151,16 +159,18 @@ class Loss:
 
 
 def test_what_follows_a_lost_response_waits_until_triton_has_missed_it(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_outlet: Any, clock: Clock
 ) -> None:
-    monkeypatch.setattr(sessions, "LOST_RESPONSE_S", 0.5)
     loss = Loss(harness, new_outlet)
     sent = loss.outlets["lost"].sent
     for step in range(2, 20):
         loss.sinks["lost"](chunk(step))
     loss.sinks["lost"](chunk(20, is_last=True))
+    clock.now += LOST_RESPONSE_S - 0.1
+    time.sleep(1.2 * sessions._LOOK_S)
+    assert len(sent) == 2
+    clock.now += 0.2
     eventually(lambda: len(sent) == 3)
-    assert time.monotonic() - loss.at >= 0.5
     assert texts(sent) == "".join(f"{step} " for step in range(21))
 
 
@@ -194,19 +204,19 @@ def test_a_report_shows_that_nothing_was_lost(
     eventually(lambda: loss.outlets["lost"].failures)  # which waits no longer than any other
 
 
-def test_a_second_loss_adds_to_the_first(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sessions, "LOST_RESPONSE_S", 0.3)
+def test_a_second_loss_adds_to_the_first(harness: Harness, new_outlet: Any, clock: Clock) -> None:
     loss = Loss(harness, new_outlet)
     loss.send("arrived", 1)
     loss.sessions.stop_reports(is_lost=True)
     for sink in loss.sinks.values():
         sink(chunk(2, is_last=True))
-    eventually(lambda: loss.outlets["lost"].sent[-1][1])
-    assert time.monotonic() - loss.at >= 0.3
-    eventually(lambda: loss.outlets["arrived"].sent[-1][1])
-    assert time.monotonic() - loss.at >= 0.6
+    lost, arrived = (loss.outlets[name].sent for name in ("lost", "arrived"))
+    assert not lost[-1][1]
+    clock.now += LOST_RESPONSE_S + 0.1
+    eventually(lambda: lost[-1][1])
+    assert not arrived[-1][1]
+    clock.now += LOST_RESPONSE_S
+    eventually(lambda: arrived[-1][1])
 
 
 def test_a_stream_that_outlives_its_loss_goes_on(
@@ -380,13 +390,13 @@ def test_what_piles_up_during_a_send_leaves_as_one_response(
 
     def slow_send(outputs: Outputs, *, is_final: bool) -> None:
         has_begun.set()
-        assert may_go_on.wait(10)
+        assert may_go_on.wait(WAIT_S)
         record(outputs, is_final=is_final)
 
     outlet.send = slow_send
     sink = harness.sessions.open("k", STREAMING, str, outlet)
     sink(chunk(0))
-    assert has_begun.wait(10)
+    assert has_begun.wait(WAIT_S)
     for index in (1, 2, 3):
         sink(chunk(index, is_last=index == 3))
     may_go_on.set()
@@ -513,8 +523,9 @@ def test_closing_answers_whatever_is_live(new_outlet: Any) -> None:
 
 
 def test_an_error_follows_when_what_was_sent_before_it_has_been_handed_on(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sessions, "MAX_ERROR_WAIT_S", FOR_EVER_S)
     outlet = new_outlet()
     sink = harness.sessions.open("k", STREAMING, "", outlet)
     for step in range(2):

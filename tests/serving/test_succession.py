@@ -9,8 +9,7 @@ import pytest
 
 from charonia.serving.succession import Succession
 from charonia.sockets.local import connect
-
-WAIT_S = 5.0
+from support.waiting import WAIT_S
 
 
 class Scheduler:

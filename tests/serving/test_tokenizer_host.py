@@ -14,8 +14,8 @@ from charonia.serving.ledger import Ledger
 from charonia.serving.tokenizer_host import TokenizerHost
 from charonia.serving.tokenizing import INLINE_CHARACTERS
 from support.checkpoints import make_tokenizer
+from support.waiting import WAIT_S
 
-WAIT_S = 20.0
 MANY = 2 * INLINE_CHARACTERS
 
 

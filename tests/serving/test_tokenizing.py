@@ -16,8 +16,8 @@ from charonia.errors import (
 )
 from charonia.serving.ledger import Ledger
 from charonia.serving.tokenizing import Prompt, Tokenizing
+from support.waiting import WAIT_S, eventually
 
-WAIT_S = 10.0
 MAX_COUNT, MAX_BYTES = 4, 100
 Outcome = list[int] | CharoniaError
 
@@ -63,13 +63,6 @@ class Bench:
         eventually(lambda: any(name == key for name, _ in self.outcomes))
         (found,) = [outcome for name, outcome in self.outcomes if name == key]
         return found
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
 
 
 @pytest.fixture

@@ -7,19 +7,27 @@ from typing import Any
 import pytest
 
 from charonia.sockets.channel import Channel
+from support.waiting import WAIT_S, Clock
 
 
 class Watched:
-    """A socket that counts how it is read."""
+    """A socket that counts how it is read.
+
+    Attributes:
+        is_late: what comes is there for who waits, and not for who only looks.
+    """
 
     def __init__(self, inner: socket.socket) -> None:
         self._inner = inner
+        self.is_late = False
         self.num_looks = 0
         self.num_waits = 0
 
     def recv(self, size: int, flags: int = 0) -> bytes:
         if flags & socket.MSG_DONTWAIT:
             self.num_looks += 1
+            if self.is_late:
+                raise BlockingIOError
         else:
             self.num_waits += 1
         return self._inner.recv(size, flags)
@@ -28,21 +36,22 @@ class Watched:
         return getattr(self._inner, name)
 
 
-def test_an_end_looks_before_it_sleeps_and_misses_nothing() -> None:
+def test_an_end_looks_before_it_sleeps_and_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("charonia.sockets.channel.time", Clock(step=0.005))
     near, far = socket.socketpair()
     watched = Watched(near)
     channel = Channel(watched)  # type: ignore[arg-type]
     far.sendall(b"\x02\x00\x00\x00ab\x01\x00")
-    assert channel.receive(10, spin=0.02) == b"ab"
+    assert channel.receive(WAIT_S, spin=0.02) == b"ab"
     assert (watched.num_looks, watched.num_waits) == (1, 0)
-    later = threading.Timer(0.1, far.sendall, [b"\x00\x00c"])  # longer than it looks
-    later.start()
-    assert channel.receive(10, spin=0.02) == b"c"
+    far.sendall(b"\x00\x00c")
+    watched.is_late = True
+    assert channel.receive(WAIT_S, spin=0.02) == b"c"
     assert watched.num_looks > 2
     assert watched.num_waits == 1
-    later.join()
+    watched.is_late = False
     far.close()
-    assert channel.receive(10, spin=0.02) is None
+    assert channel.receive(WAIT_S, spin=0.02) is None
     channel.close()
 
 
@@ -53,7 +62,7 @@ def test_a_message_that_is_too_long_is_neither_sent_nor_taken() -> None:
     with pytest.raises(OSError, match="6 bytes is too long"):
         channel.send(b"123456")
     far.sendall(b"\x06\x00\x00\x00")
-    assert channel.receive(10) is None
+    assert channel.receive(WAIT_S) is None
     channel.close()
     far.close()
 
@@ -65,11 +74,11 @@ def test_a_message_that_comes_in_pieces_is_whole_in_the_end() -> None:
     with pytest.raises(TimeoutError):
         channel.receive(0.01)
     far.sendall(b"llo\x02\x00\x00\x00ho")
-    assert channel.receive(10) == b"hello"
-    assert channel.receive(10) == b"ho"
+    assert channel.receive(WAIT_S) == b"hello"
+    assert channel.receive(WAIT_S) == b"ho"
     far.sendall(b"\x05\x00\x00\x00cut")
     far.close()
-    assert channel.receive(10) is None
+    assert channel.receive(WAIT_S) is None
     channel.close()
 
 
@@ -93,12 +102,12 @@ def test_what_is_posted_waits_for_nobody_and_goes_on_while_something_is_received
     received: list[bytes | None] = []
 
     def take_all() -> None:
-        received.extend(other.receive(10) for _ in messages)
+        received.extend(other.receive(WAIT_S) for _ in messages)
         other.send(b"done")
 
     taking = threading.Thread(target=take_all)
     taking.start()
-    assert channel.receive(10) == b"done"
+    assert channel.receive(WAIT_S) == b"done"
     taking.join()
     assert received == messages
     channel.close()
@@ -112,9 +121,9 @@ def test_what_is_posted_to_one_that_has_gone_hides_none_of_its_last_words() -> N
     other.send(b"farewell")
     other.close()
     channel.post(b"late")
-    assert channel.receive(10) == b"farewell"
-    assert channel.receive(10) is None
+    assert channel.receive(WAIT_S) == b"farewell"
+    assert channel.receive(WAIT_S) is None
     with pytest.raises(OSError, match="is too long"):
         channel.post(b"x" * (10**7 + 1))
     channel.close()
-    assert channel.receive(10) is None
+    assert channel.receive(WAIT_S) is None

@@ -13,6 +13,7 @@ from charonia.sockets import connection
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from support.sockets import refuse_threads
+from support.waiting import WAIT_S
 
 Pair = tuple[Connection, Channel]
 
@@ -33,7 +34,7 @@ def test_what_is_posted_comes_in_order_and_waits_for_nobody(pair: Pair) -> None:
     messages = [bytes([n]) * 100_000 for n in range(50)]
     for message in messages:
         one.post(message)
-    assert [other.receive(10) for _ in messages] == messages
+    assert [other.receive(WAIT_S) for _ in messages] == messages
 
 
 def test_a_message_that_is_too_long_fails_where_it_is_sent_and_nothing_else_does(
@@ -45,7 +46,7 @@ def test_a_message_that_is_too_long_fails_where_it_is_sent_and_nothing_else_does
             send(b"x" * (10**6 + 1))
         assert raised.value.errno == errno.EMSGSIZE
     one.post(b"a")
-    assert other.receive(10) == b"a"
+    assert other.receive(WAIT_S) == b"a"
 
 
 @pytest.mark.parametrize(
@@ -62,9 +63,9 @@ def test_what_waits_for_an_end_that_takes_nothing_is_bounded(
         one.post(b"x" * size)
     assert raised.value.errno == errno.ENOBUFS
     for _ in range(5):
-        assert len(other.receive(10) or b"") == size
+        assert len(other.receive(WAIT_S) or b"") == size
     one.post(b"room again")
-    assert other.receive(10) == b"room again"
+    assert other.receive(WAIT_S) == b"room again"
 
 
 def test_a_message_as_long_as_any_may_be_fits_into_an_empty_outbox(
@@ -73,18 +74,19 @@ def test_a_message_as_long_as_any_may_be_fits_into_an_empty_outbox(
     monkeypatch.setattr(connection, "MAX_WAITING_BYTES", 10)
     one, other = pair
     one.post(b"x" * 10**6)
-    assert len(other.receive(10) or b"") == 10**6
+    assert len(other.receive(WAIT_S) or b"") == 10**6
 
 
-def test_closing_sends_what_waits(pair: Pair) -> None:
+def test_closing_sends_what_waits(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_CLOSE_TIMEOUT_S", WAIT_S)
     one, other = pair
     for _ in range(20):
         one.post(b"x" * 10**6)
     closing = threading.Thread(target=one.close)
     closing.start()
-    assert [len(other.receive(10) or b"") for _ in range(20)] == [10**6] * 20
-    assert other.receive(10) is None
-    closing.join(10)
+    assert [len(other.receive(WAIT_S) or b"") for _ in range(20)] == [10**6] * 20
+    assert other.receive(WAIT_S) is None
+    closing.join(WAIT_S)
     assert not closing.is_alive()
 
 
@@ -97,7 +99,7 @@ def test_closing_waits_for_no_end_that_takes_nothing(
         one.post(b"x" * 10**6)
     started = time.monotonic()
     one.close()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < WAIT_S
     one.post(b"after the end")
     assert not one._outbox
 
@@ -109,7 +111,7 @@ def test_an_end_that_is_followed_hands_on_everything_and_then_its_end(pair: Pair
     other.send(b"a")
     other.send(b"b")
     other.close()
-    assert [taken.get(timeout=10) for _ in range(3)] == [b"a", b"b", None]
+    assert [taken.get(timeout=WAIT_S) for _ in range(3)] == [b"a", b"b", None]
     assert one.has_ended
 
 
@@ -123,8 +125,8 @@ def test_what_cannot_be_taken_ends_the_connection(pair: Pair) -> None:
 
     one.follow(take, ended.set, log=log.append)
     other.send(b"a")
-    assert ended.wait(10)
-    assert other.receive(10) is None
+    assert ended.wait(WAIT_S)
+    assert other.receive(WAIT_S) is None
     assert "KeyError" in log[0]
 
 
@@ -142,5 +144,5 @@ def test_what_needs_a_thread_that_cannot_be_started_fails_and_nothing_waits_for_
                 call()
             assert raised.value.errno == errno.EAGAIN
     one.post(b"a")
-    assert other.receive(10) == b"a"
+    assert other.receive(WAIT_S) == b"a"
     one.close()

@@ -19,6 +19,7 @@ from charonia.sockets.connection import Connection
 from charonia.sockets.local import connect, is_same_user, listen, peer_pid
 from charonia.sockets.server import Server
 from support.sockets import refuse_threads
+from support.waiting import WAIT_S
 
 START = Callable[..., Server]
 NAME = "steps.socket"
@@ -60,7 +61,7 @@ def test_a_message_is_answered_whole(tmp_path: Path, start: START, message: byte
     channel = connect(tmp_path / NAME)
     for _ in range(3):
         channel.send(message)
-        assert channel.receive(10) == message.upper()
+        assert channel.receive(WAIT_S) == message.upper()
     channel.close()
 
 
@@ -71,13 +72,13 @@ def test_an_idle_end_sees_that_the_other_has_gone_and_loses_no_message(
     channel = connect(tmp_path / NAME)
     assert channel.is_quiet()
     channel.send(b"step")
-    assert select.select([channel], [], [], 10)[0]
+    assert select.select([channel], [], [], WAIT_S)[0]
     assert not channel.is_quiet()
-    assert channel.receive(10) == b"STEP"
+    assert channel.receive(WAIT_S) == b"STEP"
     assert channel.is_quiet()
     server.close()
     assert not channel.is_quiet()
-    assert channel.receive(10) is None
+    assert channel.receive(WAIT_S) is None
     channel.close()
 
 
@@ -94,7 +95,7 @@ def test_a_listener_goes_on_after_an_error(tmp_path: Path, start: START) -> None
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     channel = Channel(near)
     channel.send(b"a")
-    assert channel.receive(10) == b"A"
+    assert channel.receive(WAIT_S) == b"A"
     channel.close()
 
 
@@ -102,7 +103,7 @@ def test_a_reply_that_comes_late_is_received_by_a_later_call(tmp_path: Path, sta
     may_go_on = threading.Event()
 
     def answer(message: bytes) -> bytes:
-        may_go_on.wait(10)
+        may_go_on.wait(WAIT_S)
         return message
 
     start(answer)
@@ -111,7 +112,7 @@ def test_a_reply_that_comes_late_is_received_by_a_later_call(tmp_path: Path, sta
     with pytest.raises(TimeoutError):
         channel.receive(0.01)
     may_go_on.set()
-    assert channel.receive(10) == b"step"
+    assert channel.receive(WAIT_S) == b"step"
     channel.close()
 
 
@@ -120,16 +121,16 @@ def test_connections_do_not_wait_for_each_other(tmp_path: Path, start: START) ->
 
     def answer(message: bytes) -> bytes:
         if message == b"slow":
-            may_go_on.wait(10)
+            may_go_on.wait(WAIT_S)
         return message
 
     start(answer)
     first, second = connect(tmp_path / NAME), connect(tmp_path / NAME)
     first.send(b"slow")
     second.send(b"quick")
-    assert second.receive(10) == b"quick"
+    assert second.receive(WAIT_S) == b"quick"
     may_go_on.set()
-    assert first.receive(10) == b"slow"
+    assert first.receive(WAIT_S) == b"slow"
     first.close()
     second.close()
 
@@ -138,11 +139,11 @@ def test_closing_ends_the_wait_of_the_other_end(tmp_path: Path, start: START) ->
     server = start()
     channel = connect(tmp_path / NAME)
     channel.send(b"a")
-    assert channel.receive(10) == b"A"
+    assert channel.receive(WAIT_S) == b"A"
     started = time.monotonic()
-    server.close()
-    assert channel.receive(10) is None
-    assert time.monotonic() - started < 5
+    server.close(timeout=2 * WAIT_S)
+    assert channel.receive(WAIT_S) is None
+    assert time.monotonic() - started < WAIT_S
     channel.close()
     with pytest.raises(OSError, match="refused"):
         connect(tmp_path / NAME)
@@ -167,13 +168,13 @@ def test_a_process_of_another_user_is_not_served(
     monkeypatch.setattr("charonia.sockets.local._ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
     stranger = connect(tmp_path / NAME)
-    assert stranger.receive(10) is None
+    assert stranger.receive(WAIT_S) is None
     stranger.close()
     monkeypatch.undo()
     channel = connect(tmp_path / NAME)
     assert peer_pid(channel) == os.getpid()
     channel.send(b"a")
-    assert channel.receive(10) == b"A"
+    assert channel.receive(WAIT_S) == b"A"
     channel.close()
 
 
@@ -183,7 +184,7 @@ def test_the_path_may_be_longer_than_a_sockets_own(tmp_path: Path, start: START)
     start(directory=deep)
     channel = connect(deep / NAME)
     channel.send(b"a")
-    assert channel.receive(10) == b"A"
+    assert channel.receive(WAIT_S) == b"A"
     channel.close()
 
 
@@ -195,19 +196,26 @@ def test_there_is_no_engine_to_connect_to(tmp_path: Path) -> None:
 def test_who_says_nothing_is_hung_up_on(
     tmp_path: Path, start: START, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    have_spoken = threading.Event()
+
+    def admit(channel: Channel) -> bool:
+        """The time that they have counts from here on."""
+        return have_spoken.wait(WAIT_S)
+
     monkeypatch.setattr(connection, "FIRST_MESSAGE_S", 0.1)
-    start()
+    start(admit=admit)
     silent, halting = connect(tmp_path / NAME), connect(tmp_path / NAME)
-    halting.socket.sendall(b"\x05\x00\x00\x00he")
-    for one in (silent, halting):
-        assert one.receive(10) is None
-        one.close()
     talking = connect(tmp_path / NAME)
+    halting.socket.sendall(b"\x05\x00\x00\x00he")
     talking.send(b"a")
-    assert talking.receive(10) == b"A"
+    have_spoken.set()
+    for one in (silent, halting):
+        assert one.receive(WAIT_S) is None
+        one.close()
+    assert talking.receive(WAIT_S) == b"A"
     time.sleep(0.3)  # who has said something may be silent
     talking.send(b"b")
-    assert talking.receive(10) == b"B"
+    assert talking.receive(WAIT_S) == b"B"
     talking.close()
 
 
@@ -217,7 +225,7 @@ def test_a_message_that_is_announced_too_long_ends_its_connection_before_it_is_k
     start()
     channel = connect(tmp_path / NAME)
     channel.socket.sendall((MAX_BYTES + 1).to_bytes(4, "little"))
-    assert channel.receive(10) is None
+    assert channel.receive(WAIT_S) is None
     channel.close()
 
 
@@ -226,14 +234,14 @@ def test_who_has_not_shown_who_it_is_makes_room_for_others(
 ) -> None:
     """As the ranks' meeting does it; silent strangers keep nobody out."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
-    start(admit=lambda channel: channel.receive(10) == b"sesame")
+    start(admit=lambda channel: channel.receive(WAIT_S) == b"sesame")
     strangers = [connect(tmp_path / NAME) for _ in range(5)]
     for one in strangers[:2]:
-        assert one.receive(10) is None
+        assert one.receive(WAIT_S) is None
     friend = connect(tmp_path / NAME)
     friend.send(b"sesame")
     friend.send(b"a")
-    assert friend.receive(10) == b"A"
+    assert friend.receive(WAIT_S) == b"A"
     for one in (*strangers, friend):
         one.close()
     assert len(log) == 1, "as many lines as strangers"
@@ -248,13 +256,13 @@ def test_too_many_that_are_served_keep_further_ones_out(
     served = [connect(tmp_path / NAME) for _ in range(2)]
     for one in served:
         one.send(b"a")
-        assert one.receive(10) == b"A"
+        assert one.receive(WAIT_S) == b"A"
     late = connect(tmp_path / NAME)
-    assert late.receive(10) is None
+    assert late.receive(WAIT_S) is None
     late.close()
     for one in served:
         one.send(b"b")
-        assert one.receive(10) == b"B"
+        assert one.receive(WAIT_S) == b"B"
         one.close()
 
 
@@ -269,9 +277,9 @@ def test_an_end_that_raises_is_logged_and_ends_alone(
     start(answer)
     bad, good = connect(tmp_path / NAME), connect(tmp_path / NAME)
     bad.send(b"bad")
-    assert bad.receive(10) is None
+    assert bad.receive(WAIT_S) is None
     good.send(b"good")
-    assert good.receive(10) == b"good"
+    assert good.receive(WAIT_S) == b"good"
     assert "KeyError" in log[0]
     bad.close()
     good.close()
@@ -296,11 +304,11 @@ def test_a_connection_for_which_there_is_no_thread_ends_at_once_and_keeps_no_roo
     with monkeypatch.context() as patch:
         refuse_threads(patch, "charonia-connection")
         refused = connect(tmp_path / NAME)
-        assert refused.receive(10) is None
+        assert refused.receive(WAIT_S) is None
     refused.close()
     channel = connect(tmp_path / NAME)
     channel.send(b"a")
-    assert channel.receive(10) == b"A"
+    assert channel.receive(WAIT_S) == b"A"
     assert len(server._served) == 1
     assert not server._strangers
     assert log == ["refused: no thread can be started for a connection"]

@@ -1,8 +1,7 @@
 """A double of Triton's `pb_utils` around a front, whose scheduler is the test's own."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from charonia.serving.convention import Convention, PlainConvention
 from charonia.serving.front_host import FrontHost
 from charonia.serving.ledger import Ledger
-from support.sockets import WAIT_S
+from support.waiting import WAIT_S
 
 
 class Tensor:
@@ -162,13 +161,6 @@ def new_front(
     )
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)
-
-
 def text_request() -> Request:
     return Request(text_input=np.array([b"x"], dtype=object))
 
@@ -176,7 +168,7 @@ def text_request() -> Request:
 def answer_to(request: Request) -> Any:
     """The text or the error that it got, and that it got nothing else."""
     response = request.sender.sent.get(timeout=WAIT_S)
-    time.sleep(0.05)
+    assert request.sender.ended.wait(WAIT_S)
     assert request.sender.sent.empty()
     if (error := response.error()) is not None:
         return error.message(), error.code()

@@ -16,8 +16,8 @@ from charonia.serving.outlets import Outlet
 from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.tensors import RawRequest
 from charonia.sockets.local import connect
+from support.waiting import WAIT_S
 
-WAIT_S = 10.0
 INFO = EngineInfo(
     epoch=0,
     pids=[2**22 + 1],
@@ -54,7 +54,8 @@ class SchedulerEnd:
     """What the scheduler listens with, and what it was told.
 
     Attributes:
-        taken, cancelled, delivered: requests and keys, as they came. log: its lines.
+        taken, cancelled, acknowledged, delivered: requests, keys, and answers of which it was told,
+            as they came. log: its lines.
         lost: of each connection through which deliveries came, at its end, whether some were lost.
         take: what is done with a request; keeps it in `taken`.
     """
@@ -64,8 +65,8 @@ class SchedulerEnd:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.taken: SimpleQueue[tuple[str, RawRequest, Outlet]] = SimpleQueue()
         self.cancelled: SimpleQueue[str] = SimpleQueue()
+        self.acknowledged: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.delivered: SimpleQueue[tuple[str, int]] = SimpleQueue()
-        self.taken: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.lost: SimpleQueue[bool] = SimpleQueue()
         self.log: list[str] = []
         self.take = lambda *request: self.taken.put(request)
@@ -73,7 +74,7 @@ class SchedulerEnd:
             self.path,
             lambda *request: self.take(*request),
             cancel=self.cancelled.put,
-            acknowledge=lambda *taken: self.taken.put(taken),
+            acknowledge=lambda *answer: self.acknowledged.put(answer),
             delivered=lambda *delivery: self.delivered.put(delivery),
             end_deliveries=self.lost.put,
             log=self.log.append,
@@ -111,7 +112,7 @@ class StepsClient:
 
     def receive(self) -> Any:
         """Wait for a reply."""
-        return decode_reply(self._channel.receive(3 * WAIT_S) or b"")
+        return decode_reply(self._channel.receive(WAIT_S) or b"")
 
     def close(self) -> None:
         """Hang up."""
