@@ -19,7 +19,7 @@ from charonia.parallel.topology import Topology
 from charonia.protocol import Collectives
 from support.long import long
 from support.rank_end import remote_table, served_table
-from support.ranked_engine import WAIT_S
+from support.waiting import WAIT_S
 
 SHAPES = [(6,), (6, 5), (12, 1000), (6, 40_000)]
 SECRET = "open sesame"

@@ -9,6 +9,7 @@ import pytest
 from charonia.parallel import handshake
 from charonia.parallel.handshake import MAX_BYTES, admit_rank, find_engine
 from charonia.sockets.channel import Channel
+from support.waiting import WAIT_S
 
 SECRET = "open sesame"
 
@@ -32,7 +33,7 @@ def test_ends_with_the_same_secret_find_each_other(
     with ThreadPoolExecutor(1) as threads:
         admitted = threads.submit(admit_rank, ends[1], of_engine)
         assert find_engine(ends[0], of_rank)
-        assert admitted.result(20)
+        assert admitted.result(WAIT_S)
 
 
 def test_a_rank_with_another_secret_knows_it_first_and_says_nothing_more(
@@ -43,7 +44,7 @@ def test_a_rank_with_another_secret_knows_it_first_and_says_nothing_more(
         admitted = threads.submit(admit_rank, engine, SECRET)
         assert not find_engine(rank, "open barley")
         rank.close()
-        assert not admitted.result(20)
+        assert not admitted.result(WAIT_S)
 
 
 @pytest.mark.parametrize("proof", [b"", b"x" * 32, b"x" * 64])
@@ -54,9 +55,9 @@ def test_who_only_guesses_the_proof_is_not_let_in(
     with ThreadPoolExecutor(1) as threads:
         admitted = threads.submit(admit_rank, engine, SECRET)
         rank.send(b"n" * 32)
-        assert len(rank.receive(20) or b"") == 64
+        assert len(rank.receive(WAIT_S) or b"") == 64
         rank.send(proof)
-        assert not admitted.result(20)
+        assert not admitted.result(WAIT_S)
 
 
 def test_the_engines_own_proof_sent_back_lets_nobody_in(ends: tuple[Channel, Channel]) -> None:
@@ -64,8 +65,8 @@ def test_the_engines_own_proof_sent_back_lets_nobody_in(ends: tuple[Channel, Cha
     with ThreadPoolExecutor(1) as threads:
         admitted = threads.submit(admit_rank, engine, SECRET)
         rank.send(b"n" * 32)
-        rank.send((rank.receive(20) or b"")[32:])
-        assert not admitted.result(20)
+        rank.send((rank.receive(WAIT_S) or b"")[32:])
+        assert not admitted.result(WAIT_S)
 
 
 def test_what_was_said_once_is_worth_nothing_a_second_time(
@@ -77,11 +78,11 @@ def test_what_was_said_once_is_worth_nothing_a_second_time(
         for attempt in range(2):
             admitted = threads.submit(admit_rank, engine, SECRET)
             rank.send(nonce)
-            other_nonce = (rank.receive(20) or b"")[:32]
+            other_nonce = (rank.receive(WAIT_S) or b"")[:32]
             if attempt == 0:
                 proof = handshake._proof(SECRET, b"rank", nonce + other_nonce)
             rank.send(proof)
-            assert admitted.result(20) == (attempt == 0)
+            assert admitted.result(WAIT_S) == (attempt == 0)
 
 
 @pytest.mark.parametrize("words", [b"", b"x", b"GET / HTTP/1.1\r\n\r\n", b"n" * 64])

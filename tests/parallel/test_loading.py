@@ -28,14 +28,8 @@ from charonia.parallel.topology import Topology
 from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.version import VERSION
 from support.rank_end import introduced
-from support.ranked_engine import (
-    WAIT_S,
-    descriptors,
-    free_address,
-    rank_args,
-    ranked_engine,
-    wait_until,
-)
+from support.ranked_engine import descriptors, free_address, rank_args, ranked_engine
+from support.waiting import WAIT_S, eventually
 
 Checkpoint = Callable[..., Path]
 SECRET = "open sesame"
@@ -197,7 +191,7 @@ def test_groups_that_cannot_be_formed_leave_nothing(monkeypatch: pytest.MonkeyPa
     before = descriptors()
     form_alone()
     assert not dist.is_initialized()
-    wait_until(lambda: set(descriptors()) <= set(before), "everything is closed")
+    eventually(lambda: set(descriptors()) <= set(before), "everything is closed")
 
 
 def test_groups_that_cannot_be_formed_do_not_keep_the_next_ones_from_it(

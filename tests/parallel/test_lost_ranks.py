@@ -1,6 +1,7 @@
 """No rank is waited for in vain: whoever ends, stands still or errs, the others are told."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import msgspec
@@ -18,18 +20,13 @@ import pytest
 from charonia.config import EngineArgs
 from charonia.data.model.paged import PagedModel
 from charonia.errors import RankLostError
+from charonia.parallel import peer, team
 from charonia.parallel.messages import Refusal
 from charonia.parallel.team import RankTeam
 from parity.reference import random_prompt
 from support.long import long
-from support.ranked_engine import (
-    WAIT_S,
-    RankedEngine,
-    is_alive,
-    rank_args,
-    ranked_engine,
-    wait_until,
-)
+from support.ranked_engine import RankedEngine, is_alive, rank_args, ranked_engine
+from support.waiting import WAIT_S, Clock, eventually
 
 Checkpoint = Callable[..., Path]
 KERNELS = ["auto", "torch"]
@@ -37,13 +34,38 @@ PROMPT = random_prompt(20)
 WHERE_IT_STANDS_S = 0.5
 """After so long a step waits for a rank that does not answer, most likely."""
 
-STAND_STILL = {"rank_timeout_s": 2}
-
 both_kernels = pytest.mark.parametrize("cpu_kernels", KERNELS)
 torch_at_length = pytest.mark.parametrize(
     "cpu_kernels", ["auto", pytest.param("torch", marks=long)]
 )
 """What they do is alike; some tests show for both that it is done."""
+
+
+@pytest.fixture
+def quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that stands still is waited for in vain when its engine ends."""
+    monkeypatch.setattr(team, "_END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(team, "_LAST_WORDS_S", 0.1)
+
+
+def stand_still(engine: RankedEngine) -> None:
+    """Stop the other rank."""
+    os.kill(engine.pids[1], signal.SIGSTOP)
+
+
+def notice_silence(engine: RankedEngine) -> None:
+    """Have the time that a rank may say nothing be over soon. The one that it has otherwise is for
+    ranks that load, or compute, on a machine that may be slow.
+    """
+    rank = team_of(engine)._ranks[1]
+    assert rank._timeout == WAIT_S
+    rank._timeout = 0.1
+
+
+def team_of(engine: RankedEngine) -> RankTeam:
+    found = engine.runner._team
+    assert isinstance(found, RankTeam)
+    return found
 
 
 @torch_at_length
@@ -64,11 +86,9 @@ def test_a_rank_that_is_killed_between_steps_is_noticed(
 def test_a_rank_that_is_killed_in_mid_step_ends_the_step(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
-    # Nothing is found out by silence here.
-    args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, rank_timeout_s=WAIT_S)
-    with ranked_engine(args) as engine:
+    with ranked_engine(rank_args(checkpoint(), cpu_kernels=cpu_kernels)) as engine:
         engine.step(PROMPT)
-        os.kill(engine.pids[1], signal.SIGSTOP)
+        stand_still(engine)
         step = Step(engine)
         time.sleep(WHERE_IT_STANDS_S)
         assert step.is_waiting
@@ -78,44 +98,53 @@ def test_a_rank_that_is_killed_in_mid_step_ends_the_step(
 
 
 @both_kernels
+@pytest.mark.usefixtures("quick_ends")
 def test_a_rank_that_stands_still_is_noticed_between_steps(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
-    args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, **STAND_STILL)
-    with ranked_engine(args) as engine:
-        os.kill(engine.pids[1], signal.SIGSTOP)
+    with ranked_engine(rank_args(checkpoint(), cpu_kernels=cpu_kernels)) as engine:
+        stand_still(engine)
+        notice_silence(engine)
         assert "rank 1: nothing was heard of it" in engine.lost.get(timeout=WAIT_S)
         with pytest.raises(RankLostError, match="nothing was heard"):
             engine.step(PROMPT)
-    wait_until(lambda: not is_alive(engine.pids[1]), "the rank that stood still has ended")
+    eventually(lambda: not is_alive(engine.pids[1]), "the rank that stood still has ended")
 
 
 @torch_at_length
+@pytest.mark.usefixtures("quick_ends")
 def test_a_rank_that_stands_still_ends_the_step_that_waits_for_it(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
-    args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, **STAND_STILL)
-    with ranked_engine(args) as engine:
+    with ranked_engine(rank_args(checkpoint(), cpu_kernels=cpu_kernels)) as engine:
         engine.step(PROMPT)
-        os.kill(engine.pids[1], signal.SIGSTOP)
+        stand_still(engine)
         step = Step(engine)
+        time.sleep(WHERE_IT_STANDS_S)
+        assert step.is_waiting
+        notice_silence(engine)
         assert "rank 1: nothing was heard of it" in engine.lost.get(timeout=WAIT_S)
         assert isinstance(step.error(), RankLostError)
 
 
 @torch_at_length
+@pytest.mark.usefixtures("quick_ends")
 def test_a_rank_that_stands_still_ends_the_sending_to_it(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
-    args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, **STAND_STILL)
-    with ranked_engine(args) as engine:
+    more_than_waits_in_sockets = Refusal("", "x" * 2**26)
+    with (
+        ThreadPoolExecutor(1) as threads,
+        ranked_engine(rank_args(checkpoint(), cpu_kernels=cpu_kernels)) as engine,
+    ):
         engine.step(PROMPT)
-        os.kill(engine.pids[1], signal.SIGSTOP)
-        team = engine.runner._team
-        assert isinstance(team, RankTeam)
-        more_than_waits_in_sockets = Refusal("", "x" * 2**26)
+        stand_still(engine)
+        told = threads.submit(team_of(engine).tell, more_than_waits_in_sockets, [1])
+        time.sleep(WHERE_IT_STANDS_S)
+        assert not told.done()
+        notice_silence(engine)
         with pytest.raises(RankLostError, match="nothing was heard"):
-            team.tell(more_than_waits_in_sockets, [1])
+            told.result(WAIT_S)
 
 
 @torch_at_length
@@ -128,10 +157,11 @@ def test_any_rank_of_a_pipeline_is_missed(checkpoint: Checkpoint, cpu_kernels: s
         with pytest.raises(RankLostError, match="rank 3"):
             engine.step(PROMPT)
     for pid in engine.pids[1:]:
-        wait_until(lambda pid=pid: not is_alive(pid), "all ranks have ended")  # type: ignore[misc]
+        eventually(lambda pid=pid: not is_alive(pid), "all ranks have ended")  # type: ignore[misc]
 
 
 @torch_at_length
+@pytest.mark.usefixtures("quick_ends")
 def test_an_engine_is_unloaded_also_while_a_step_waits_for_a_rank_that_stands_still(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
@@ -140,11 +170,10 @@ def test_an_engine_is_unloaded_also_while_a_step_waits_for_a_rank_that_stands_st
         cpu_kernels=cpu_kernels,
         tensor_parallel_size=1,
         pipeline_parallel_size=2,
-        rank_timeout_s=WAIT_S,  # nothing is found out by silence here
     )
     engine = RankedEngine(args)
     engine.step(PROMPT)
-    os.kill(engine.pids[1], signal.SIGSTOP)
+    stand_still(engine)
     step = Step(engine)
     time.sleep(WHERE_IT_STANDS_S)
     assert step.is_waiting
@@ -172,7 +201,7 @@ def test_an_error_of_rank_0_alone_is_the_end_of_all_and_no_hang(
         engine.start_over()
         with pytest.raises(RankLostError, match="MemoryError"):
             engine.step(PROMPT)
-    wait_until(lambda: not is_alive(engine.pids[1]), "the other rank has ended")
+    eventually(lambda: not is_alive(engine.pids[1]), "the other rank has ended")
 
 
 @pytest.mark.parametrize("num_further_steps", [0, 10**6])
@@ -186,20 +215,54 @@ def test_all_ranks_end_when_the_engines_process_is_killed(
         engine.process.kill()
         engine.process.wait()
         for pid in engine.pids:
-            wait_until(lambda pid=pid: not is_alive(pid), "all ranks have ended")  # type: ignore[misc]
+            eventually(lambda pid=pid: not is_alive(pid), "all ranks have ended")  # type: ignore[misc]
 
 
-@torch_at_length
+def test_a_process_that_stood_still_takes_no_other_for_silent_that_did_as_well(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that is frozen; which of its processes goes on first is chance."""
+    clock = Clock()
+    for module in (team, peer):
+        monkeypatch.setattr(module, "time", clock)
+    later_polls: list[int] = []
+    is_frozen = threading.Event()
+
+    def new_poll() -> SimpleNamespace:
+        poll = select.poll()
+
+        def wait(milliseconds: float) -> list[tuple[int, int]]:
+            ready = poll.poll(milliseconds)
+            if is_frozen.is_set():
+                later_polls.append(len(ready))
+            elif not ready:
+                clock.now += 3600
+                is_frozen.set()
+            return ready
+
+        return SimpleNamespace(register=poll.register, poll=wait)
+
+    with ranked_engine(rank_args(checkpoint())) as engine:
+        engine.step(PROMPT)
+        stand_still(engine)
+        monkeypatch.setattr(team, "select", SimpleNamespace(poll=new_poll, POLLIN=select.POLLIN))
+        eventually(lambda: later_polls, "the watcher has gone on")
+        os.kill(engine.pids[1], signal.SIGCONT)
+        engine.step(PROMPT)
+        assert engine.lost.empty()
+
+
+@long
+@both_kernels
 def test_processes_that_stood_still_together_have_lost_nobody(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
-    """As in a container that is frozen; which of them goes on first is chance."""
-    args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, **STAND_STILL)
+    args = rank_args(checkpoint(), cpu_kernels=cpu_kernels, rank_timeout_s=10.0)
     with other_engine(args) as engine:
         assert engine.steps(1)
         for pid in engine.pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(11.0)
         for pid in engine.pids:
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.3)

@@ -21,7 +21,8 @@ from charonia.parallel.peer import Peer
 from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.version import VERSION
 from support.rank_end import introduced
-from support.ranked_engine import WAIT_S, free_address, wait_until
+from support.ranked_engine import free_address
+from support.waiting import WAIT_S, eventually
 
 SECRET = "open sesame"
 Joined = list[tuple[Join, Peer]]
@@ -40,20 +41,25 @@ class Arrivals(SimpleQueue[tuple[Join, Peer] | None]):
 
 
 class OpenMeeting:
-    """A meeting that waits, in a thread of its own, for a rank of this machine and one of another.
+    """A meeting that takes ranks in, and waits for one of this machine and one of another.
 
     Attributes:
-        log: its lines. joined: who came in the end.
+        log: its lines. joined: who came in the end, once `wait` was called.
     """
 
-    def __init__(self, args: EngineArgs, threads: ThreadPoolExecutor) -> None:
+    joined: Future[Joined]
+
+    def __init__(self, args: EngineArgs) -> None:
         self.log: list[str] = []
         self._meeting = Meeting(args, self.log.append)
         self._meeting._arrived = self._arrivals = Arrivals()
-        self.joined: Future[Joined] = threads.submit(self._meeting.wait, lambda: None)
         self.address = (self._meeting.address, self._meeting.port)
         self._pids = itertools.count(1)
         self._peers: list[Peer] = []
+
+    def wait(self, threads: ThreadPoolExecutor) -> None:
+        """Begin to wait, in a thread of its own."""
+        self.joined = threads.submit(self._meeting.wait, lambda: None)
 
     def join(self, local_index: int | None = None, version: str = VERSION) -> Peer:
         """Connect and say so; the n-th has process id n."""
@@ -62,7 +68,7 @@ class OpenMeeting:
         host = "elsewhere" if local_index is None else "here"
         num = self._arrivals.num
         peer.send(Join(version, next(self._pids), host, local_index))
-        wait_until(lambda: self._arrivals.num > num, "it arrives")
+        eventually(lambda: self._arrivals.num > num, "it arrives")
         return peer
 
     def pids(self) -> list[int]:
@@ -83,9 +89,14 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineArgs]:
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
 
     def make(host: str = "127.0.0.1", **values: object) -> EngineArgs:
-        defaults = {"tensor_parallel_size": 3, "num_local_ranks": 2, "model": "m"}
-        rendezvous = {"rendezvous": free_address(host)}
-        return EngineArgs.from_dict(defaults | rendezvous | values)
+        defaults = {
+            "model": "m",
+            "tensor_parallel_size": 3,
+            "num_local_ranks": 2,
+            "rendezvous": free_address(host),
+            "rank_timeout_s": WAIT_S,
+        }
+        return EngineArgs.from_dict(defaults | values)
 
     return make
 
@@ -93,7 +104,8 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineArgs]:
 @pytest.fixture
 def meeting(args: Callable[..., EngineArgs]) -> Iterator[OpenMeeting]:
     with ThreadPoolExecutor(1) as threads:
-        one = OpenMeeting(args(rendezvous_timeout_s=WAIT_S), threads)
+        one = OpenMeeting(args(rendezvous_timeout_s=WAIT_S))
+        one.wait(threads)
         yield one
         one.close()
 
@@ -130,7 +142,7 @@ def test_a_local_rank_counts_once(meeting: OpenMeeting) -> None:
 def test_a_rank_that_was_started_again_meanwhile_counts_once(meeting: OpenMeeting) -> None:
     meeting.join().close()
     meeting.join()
-    wait_until(lambda: any("has gone again" in line for line in meeting.log), "it is missed")
+    eventually(lambda: any("has gone again" in line for line in meeting.log), "it is missed")
     meeting.join(local_index=1)
     assert meeting.pids() == [3, 2]
 
@@ -159,8 +171,10 @@ def test_a_rank_of_another_version_is_sent_away_and_both_are_named(meeting: Open
 
 def test_who_waits_in_vain_is_told_whom_it_refused(args: Callable[..., EngineArgs]) -> None:
     with ThreadPoolExecutor(1) as threads:
-        meeting = OpenMeeting(args(rendezvous_timeout_s=1.0), threads)
-        answer(meeting.join(version="0.0.7"))
+        meeting = OpenMeeting(args(rendezvous_timeout_s=1.0))
+        rank = meeting.join(version="0.0.7")  # whose way here is no part of that time
+        meeting.wait(threads)
+        assert isinstance(answer(rank), Refusal)
         with pytest.raises(RankLostError, match=r"only 0 of 2 other ranks .* version 0\.0\.7"):
             meeting.pids()
         meeting.close()

@@ -14,8 +14,9 @@ from charonia.parallel.messages import Allocate, Lines, Message, Ready, Refusal,
 from charonia.parallel.peer import Peer
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
+from support.waiting import WAIT_S, Clock
 
-LONG = 60.0
+LONG = WAIT_S
 SHORT = 0.3
 
 
@@ -24,6 +25,14 @@ Pair = tuple[Peer, Peer]
 
 def peer_of(connection: socket.socket, timeout: float) -> Peer:
     return Peer(Connection(Channel(connection)), timeout)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """By which peers notice a silence."""
+    clock = Clock()
+    monkeypatch.setattr("charonia.parallel.peer.time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -72,11 +81,12 @@ def test_a_connection_that_ends_is_a_lost_rank(pair: Pair) -> None:
 
 
 def test_a_rank_is_silent_when_nothing_came_for_its_time_and_any_sign_ends_that(
-    connect: Callable[[float], Pair],
+    clock: Clock, pair: Pair
 ) -> None:
-    here, there = connect(SHORT)
+    here, there = pair
+    clock.now += LONG - 1
     assert not here.is_silent
-    time.sleep(2 * SHORT)
+    clock.now += 2
     assert here.is_silent
     there.beat()
     assert here.receive() is None
@@ -89,7 +99,7 @@ def test_who_does_not_read_for_long_is_not_lost(connect: Callable[[float], Pair]
     messages = [Refusal("", text * 2**22) for text in "abcd"]
     with ThreadPoolExecutor(1) as threads:
         sent = threads.submit(lambda: [here.send(message) for message in messages])
-        for _ in range(10):
+        for _ in range(4):
             there.beat()
             time.sleep(SHORT)
         assert not sent.done()
@@ -127,12 +137,14 @@ def test_what_has_come_is_taken_without_a_wait_for_more(pair: Pair) -> None:
 
 
 def test_a_rank_that_stops_amid_a_message_is_not_waited_for_and_falls_silent(
-    connect: Callable[[float], Pair],
+    clock: Clock, pair: Pair
 ) -> None:
-    here, there = connect(SHORT)
+    here, there = pair
+    clock.now += LONG - 1
     message = encode(Refusal("", "x" * 2**20))
     here._socket.sendall(len(message).to_bytes(4, "little") + message[:1000])
     assert taken(there) == []
+    clock.now += 2
     assert taken(there) == []
     assert there.is_silent
     here._socket.sendall(message[1000:])

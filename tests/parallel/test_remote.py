@@ -16,7 +16,8 @@ from charonia import LLM, SamplingParams
 from charonia.parallel.worker import SECRET_VARIABLE
 from parity.reference import greedy, random_prompt
 from support.checkpoints import assert_varied
-from support.ranked_engine import WAIT_S, free_address, is_alive, wait_until
+from support.ranked_engine import free_address, is_alive
+from support.waiting import WAIT_S, eventually
 
 NUM_NEW = 24
 
@@ -49,6 +50,7 @@ def test_a_rank_under_torchrun_joins_one_engine_after_the_other_and_leaves_nothi
                 num_local_ranks=1,
                 rendezvous=address,
                 rendezvous_timeout_s=WAIT_S,
+                rank_timeout_s=WAIT_S,
             ) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
             for output, token_ids in zip(outputs, expected, strict=True):
@@ -60,4 +62,4 @@ def test_a_rank_under_torchrun_joins_one_engine_after_the_other_and_leaves_nothi
         torchrun.terminate()
         torchrun.wait(WAIT_S)
     for pid in others:
-        wait_until(lambda pid=pid: not is_alive(pid), "nothing is left")  # type: ignore[misc]
+        eventually(lambda pid=pid: not is_alive(pid), "nothing is left")  # type: ignore[misc]

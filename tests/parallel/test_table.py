@@ -19,9 +19,9 @@ from charonia.parallel.groups import open_memory
 from charonia.parallel.table import RemoteTable, Table, TableStore
 from charonia.sockets.channel import Channel
 from support.rank_end import remote_table, served_table
+from support.waiting import WAIT_S
 
 SECRET = "open sesame"
-LONG_S = 30.0
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_what_one_says_all_can_read(tables: tuple[Table, RemoteTable]) -> None:
     table.put("a", b"1")
     remote.put("b", b"\x00\xff")
     for one in tables:
-        assert (one.get("a", LONG_S), one.get("b", LONG_S)) == (b"1", b"\x00\xff")
+        assert (one.get("a", WAIT_S), one.get("b", WAIT_S)) == (b"1", b"\x00\xff")
     assert (table.add("n", 2), remote.add("n", 3)) == (b"2", b"5")
 
 
@@ -46,19 +46,19 @@ def test_a_value_is_waited_for_and_not_for_ever(tables: tuple[Table, RemoteTable
     table, remote = tables
     assert remote.get("a", 0.01) is None
     with ThreadPoolExecutor(1) as threads:
-        value = threads.submit(remote.get, "a", LONG_S)
+        value = threads.submit(remote.get, "a", WAIT_S)
         table.put("a", b"late")
-        assert value.result(LONG_S) == b"late"
+        assert value.result(WAIT_S) == b"late"
 
 
 def test_the_end_of_the_table_ends_all_waits(tables: tuple[Table, RemoteTable]) -> None:
     table, remote = tables
     with ThreadPoolExecutor(2) as threads:
-        waits = [threads.submit(one.get, "a", LONG_S) for one in tables]
+        waits = [threads.submit(one.get, "a", WAIT_S) for one in tables]
         table.close()
         for wait in waits:
             with pytest.raises(RankLostError):
-                wait.result(LONG_S)
+                wait.result(WAIT_S)
     with pytest.raises(RankLostError):
         remote.put("a", b"1")
 

@@ -28,8 +28,8 @@ from support.ranked_engine import (
     listening_ports,
     rank_args,
     ranked_engine,
-    wait_until,
 )
+from support.waiting import eventually
 
 Checkpoint = Callable[..., Path]
 PROMPT = random_prompt(20)
@@ -160,8 +160,8 @@ def test_nothing_is_left_when_an_engine_is_closed(checkpoint: Checkpoint, cpu_ke
     assert engine.lost.empty()
     del engine
     gc.collect()  # a group's connections end with the last one who could use them
-    wait_until(lambda: listening_ports() <= listening_before, "nobody listens any more")
-    wait_until(lambda: set(descriptors()) <= set(open_before), "everything is closed")
+    eventually(lambda: listening_ports() <= listening_before, "nobody listens any more")
+    eventually(lambda: set(descriptors()) <= set(open_before), "everything is closed")
 
 
 def test_an_engine_that_cannot_be_split_leaves_no_rank(checkpoint: Checkpoint) -> None:
@@ -172,7 +172,7 @@ def test_an_engine_that_cannot_be_split_leaves_no_rank(checkpoint: Checkpoint) -
         ranked_engine(args),
     ):
         pass
-    wait_until(lambda: set(psutil.Process().children()) <= before, "all ranks have ended")
+    eventually(lambda: set(psutil.Process().children()) <= before, "all ranks have ended")
 
 
 @pytest.mark.parametrize("cpu_kernels", KERNELS)

@@ -19,6 +19,7 @@ from parity.reference import Reference, greedy, prompt_logprobs, random_prompt
 from support.checkpoints import assert_varied
 from support.long import one_in
 from support.parity import LOGPROB_TOLERANCE, assert_equal_to, counter
+from support.waiting import WAIT_S
 
 Checkpoint = Callable[..., Path]
 
@@ -126,6 +127,7 @@ def engine(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Iterator[E
         pipeline_parallel_size=case.num_stages,
         cpu_kernels=case.cpu_kernels,
         cpu_threads=1,
+        rank_timeout_s=WAIT_S,
         num_gpu_blocks_override=16,
         max_num_seqs=6,
         max_num_batched_tokens=CHUNK,

@@ -22,6 +22,7 @@ from charonia.text.tokenizer import Tokenizer
 from parity.reference import greedy
 from support.long import long
 from support.parity import counter
+from support.waiting import WAIT_S
 
 NUM_NEW = 24
 TEXT_LENGTH = 600
@@ -124,6 +125,7 @@ def open_demo(num_ranks: int, cpu_kernels: str, **engine_args: Any) -> LLM:
         tensor_parallel_size=num_ranks,
         cpu_kernels=cpu_kernels,
         cpu_threads=1,
+        rank_timeout_s=WAIT_S,
         num_gpu_blocks_override=400,
         **engine_args,
     )

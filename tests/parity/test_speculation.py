@@ -28,6 +28,7 @@ from support.checkpoints import ARCHITECTURES
 from support.devices import DEVICES
 from support.long import one_in
 from support.parity import ONE_THREAD, assert_equal_to, counter
+from support.waiting import WAIT_S
 
 NUM_PROMPTS, NUM_NEW = 200, 20
 FIXED = {"adaptive": False, "num_speculative_tokens": 4}
@@ -269,7 +270,7 @@ def test_a_draft_model_may_have_another_padding_of_the_vocabulary(
     many = [random_prompt(length) for length in (1, 16, 33, 64)]
     many[1][3:9] = range(target_ids - 6, target_ids)
     values: dict[str, Any] = {"dtype": "float32", "device": "cpu", **ONE_THREAD}
-    values |= {"num_gpu_blocks_override": 200, **engine_args}
+    values |= {"num_gpu_blocks_override": 200, "rank_timeout_s": WAIT_S, **engine_args}
     sampled = SamplingParams(max_tokens=NUM_NEW, seed=4, top_p=0.95, ignore_eos=True)
     with LLM(str(target), **values) as llm:
         plain = [outcome(output) for output in llm.generate(many, sampled, use_tqdm=False)]

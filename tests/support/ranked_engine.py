@@ -1,11 +1,10 @@
 """An engine of several ranks, as tests see it: started, driven by hand-written steps, and ended.
 
-Owns finding its processes, and waiting. Must not know what is tested of it.
+Owns finding its processes. Must not know what is tested of it.
 """
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,20 +18,20 @@ from charonia.launch.processes import ReservedPorts
 from charonia.parallel.engine import load_engine
 from charonia.protocol import RowStep, StepResult
 from parity.driver import Driver, blocks_for, new_row
+from support.waiting import WAIT_S
 
-WAIT_S = 60.0
-"""Longer than anything takes that is right."""
 _reserved: list[ReservedPorts] = []
 
 
 def rank_args(model_dir: Path, **values: Any) -> EngineArgs:
-    """A small engine of two ranks on CPUs."""
+    """A small engine of two ranks on CPUs, of which none is lost for being slow."""
     defaults = {
         "dtype": "float32",
         "device": "cpu",
         "cpu_threads": 1,
         "cpu_binding": "none",
         "tensor_parallel_size": 2,
+        "rank_timeout_s": WAIT_S,
         "num_gpu_blocks_override": 32,
         "max_num_seqs": 4,
     }
@@ -75,14 +74,6 @@ def ranked_engine(args: EngineArgs) -> Iterator[RankedEngine]:
         yield engine
     finally:
         engine.runner.close()
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    """Wait for something that happens soon, or else never."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
