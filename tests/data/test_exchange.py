@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -128,9 +129,15 @@ def test_many_operations_in_a_row_stay_right_whoever_is_late(
     ranks.run(size, ISAS[0], many_operations, count)
 
 
+def exchange_at(path: str, rank: int, size: int, timeout: float) -> Any:
+    fd = os.open(path, os.O_RDWR)
+    exchange = kernels_for(ISAS[0]).Exchange(fd, rank, size, timeout)
+    os.close(fd)
+    return exchange
+
+
 def reduce_until_lost(exchange: Any) -> str:
     """Say how it ended."""
-    exchange.all_reduce(torch.ones(10))
     try:
         while True:
             exchange.all_reduce(torch.ones(1000))
@@ -139,15 +146,21 @@ def reduce_until_lost(exchange: Any) -> str:
 
 
 def endure(path: str, rank: int, size: int, timeout: float) -> list[str]:
-    fd = os.open(path, os.O_RDWR)
-    exchange = kernels_for(ISAS[0]).Exchange(fd, rank, size, timeout)
-    os.close(fd)
+    exchange = exchange_at(path, rank, size, timeout)
     reasons = [reduce_until_lost(exchange)]
     for again in (exchange.all_reduce, lambda x: exchange.broadcast(x, rank)):
         with pytest.raises(RankLostError) as caught:
             again(torch.ones(3))
         reasons.append(str(caught.value))
     return reasons
+
+
+def vanish(path: str, rank: int, size: int, sign: signal.Signals) -> None:
+    """Exchange with the others for a while, and then no more."""
+    exchange = exchange_at(path, rank, size, LONG)
+    exchange.all_reduce(torch.ones(1000))
+    threading.Timer(0.1, os.kill, [os.getpid(), sign]).start()
+    reduce_until_lost(exchange)
 
 
 @pytest.mark.parametrize(
@@ -159,15 +172,12 @@ def endure(path: str, rank: int, size: int, timeout: float) -> list[str]:
 )
 def test_a_rank_that_is_no_more_ends_the_others_waiting(sign: signal.Signals) -> None:
     ranks = Ranks(3)
+    ranks.run(3, ISAS[0], add_up, 0, 10, torch.float32)  # now they have all that takes time to load
     with shared_memory(3) as fd:
-        for rank in range(3):
-            ranks.start(rank, endure, f"/proc/{os.getpid()}/fd/{fd}", rank, 3, 3.0)
-        # Once they are at it: the first all_reduce needs all three.
-        exchanged = Path(f"/proc/{ranks.processes[2].pid}/maps")
-        while "charonia-test" not in exchanged.read_text():
-            time.sleep(0.01)
-        time.sleep(0.5)
-        os.kill(ranks.processes[2].pid or 0, sign)
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        ranks.start(2, vanish, path, 2, 3, sign)
+        for rank in range(2):
+            ranks.start(rank, endure, path, rank, 3, 3.0)
         for rank in range(2):
             assert ranks.result(rank) == ["rank 2 of the group did not answer within 3 s"] * 3
     ranks.processes[2].kill()
