@@ -7,18 +7,17 @@ import pytest
 
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import ONE_THREAD, one_torch_thread
+from support.e2e import ENDLESS_BLOCKS, MAX_MODEL_LEN, ONE_THREAD, one_torch_thread
 from support.faults import make_faulty_repository
 
-MAX_MODEL_LEN = 4096
 FORWARDING = (
     "--http-header-forward-pattern=(X-.*|Host)",
     "--grpc-header-forward-pattern=x-.*",
 )
-ROOMY = (ONE_THREAD, "num_gpu_blocks_override=2049", "max_num_seqs=64")
+ROOMY = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=64")
 NARROW = (
     ONE_THREAD,
-    "num_gpu_blocks_override=257",
+    ENDLESS_BLOCKS,
     "max_num_seqs=1",
     "scheduler.max_queue_size=2",
     "scheduler.REPORT_CUSTOM_METRICS=yes",
@@ -28,6 +27,12 @@ NARROW = (
 @pytest.fixture(scope="session")
 def small_checkpoint(checkpoint: Callable[..., Path]) -> Path:
     """A random float32 Llama with a byte-level tokenizer; long contexts, for long streams."""
+    return checkpoint("LlamaForCausalLM", max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def endless_checkpoint(checkpoint: Callable[..., Path]) -> Path:
+    """The same with contexts for requests of `ENDLESS` tokens."""
     return checkpoint("LlamaForCausalLM", max_position_embeddings=MAX_MODEL_LEN)
 
 
@@ -44,15 +49,15 @@ def server_log() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def server(small_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServer]:
-    """The server that tests share which do it no harm: 64 rows, 2,048 KV blocks of 16 tokens.
+def server(endless_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServer]:
+    """The server that tests share which do it no harm: 64 rows, requests of `ENDLESS` tokens.
 
     Its scheduler has a second name, "second", and TensorRT-LLM's models beside it.
     """
     with (
         one_torch_thread(),
         running_server(
-            model=small_checkpoint,
+            model=endless_checkpoint,
             settings=ROOMY,
             served_model_names=("second",),
             facades=("tensorrt-llm",),
@@ -64,7 +69,7 @@ def server(small_checkpoint: Path, server_log: list[str]) -> Iterator[TritonServ
 
 
 @pytest.fixture(scope="session")
-def narrow_server(small_checkpoint: Path) -> Iterator[TritonServer]:
+def narrow_server(endless_checkpoint: Path) -> Iterator[TritonServer]:
     """A server that runs one request at a time and queues two; it has vLLM's metrics too.
 
     TensorRT-LLM's models are there, and cannot stream.
@@ -72,7 +77,7 @@ def narrow_server(small_checkpoint: Path) -> Iterator[TritonServer]:
     with (
         one_torch_thread(),
         running_server(
-            model=small_checkpoint,
+            model=endless_checkpoint,
             settings=NARROW,
             facades=("tensorrt-llm",),
             is_facade_decoupled=False,

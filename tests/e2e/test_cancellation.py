@@ -11,6 +11,8 @@ import pytest
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import (
+    ENDLESS,
+    ENDLESS_BLOCKS,
     ONE_THREAD,
     Response,
     generate,
@@ -30,8 +32,7 @@ NUM_RUNNING = 40
 """Of these it is certain that the server has them when their clients go away."""
 NUM_AT_ONCE = 16
 ROWS = "max_num_seqs=6"  # fewer than streams at once, so that some are cancelled while they wait
-ENDLESS = 3000  # tokens: without cancellation the hundred would take minutes
-FREE_WITHIN_S = 10.0
+FREE_WITHIN_S = 60.0
 REFERENCE = {"max_tokens": 120, "ignore_eos": True, "temperature": 0.0}
 REFERENCE_PROMPT = list(range(40, 90))
 
@@ -40,9 +41,9 @@ Moment = Callable[[LiveStream], None]
 
 
 @pytest.fixture(scope="module")
-def server(small_checkpoint: Path) -> Iterator[TritonServer]:
-    settings = (ONE_THREAD, ROWS, "num_gpu_blocks_override=1000")
-    with running_server(model=small_checkpoint, settings=settings) as server:
+def server(endless_checkpoint: Path) -> Iterator[TritonServer]:
+    settings = (ONE_THREAD, ROWS, ENDLESS_BLOCKS)
+    with running_server(model=endless_checkpoint, settings=settings) as server:
         yield server
 
 

@@ -9,7 +9,6 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tritonclient.grpc as grpc
 from tokenizers import Tokenizer
@@ -19,6 +18,7 @@ from charonia.launch.server import TritonServer
 from charonia.protocol import SamplingParams
 from charonia.serving.interface import FLAGS
 from support.e2e import (
+    HTTP,
     GrpcStream,
     Response,
     at_once,
@@ -354,7 +354,7 @@ def test_headers_that_triton_forwards_are_no_parameters(
 ) -> None:
     body = {"text_input": PROMPT, **SAMPLING}
     url = f"http://{server.http_url}/v2/models/{model}/generate"
-    reply = httpx.post(url, json=body, headers={"X-Request-Id": "7", "X-Trace": "a"})
+    reply = HTTP.post(url, json=body, headers={"X-Request-Id": "7", "X-Trace": "a"})
     assert reply.json()["text_output"] == PROMPT + text
     inputs = request_inputs(PROMPT)
     headers = {"x-request-id": "7"}
@@ -364,7 +364,7 @@ def test_headers_that_triton_forwards_are_no_parameters(
         with GrpcStream(server, model, headers) as stream:
             answer = one_response(list(stream.send(inputs, parameters=SAMPLING))).text
     assert answer == PROMPT + text
-    refused = httpx.post(url, json=body | {"Y-Request-Id": "7"})
+    refused = HTTP.post(url, json=body | {"Y-Request-Id": "7"})
     assert "unknown sampling parameter 'Y-Request-Id'" in refused.json()["error"]
 
 

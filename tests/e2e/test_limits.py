@@ -3,7 +3,6 @@
 import contextlib
 import json
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,14 +16,17 @@ import tritonclient.grpc as grpc
 from charonia.errors import ConfigError
 from charonia.launch.errors import LaunchError
 from charonia.launch.repository import RepositoryOptions
-from charonia.launch.run import prepared_server
+from charonia.launch.run import prepared_server, running_server
 from charonia.launch.server import TritonServer
 from charonia.serving.engine_host import check_instance_kind
 from charonia.serving.tokenizing import INLINE_CHARACTERS
 from support.bystander import Bystander
 from support.e2e import (
     ANSWER_TIMEOUT_S,
+    ENDLESS,
+    ONE_THREAD,
     GrpcStream,
+    endless_request,
     error_of,
     generate,
     infer_grpc,
@@ -42,11 +44,13 @@ PROMPT = "def größer(queue: list[str]) -> int:"
 IN_ENSEMBLE = "in ensemble 'llm', "
 
 
-def test_output_that_reaches_the_longest_length_ends(narrow_server: TritonServer) -> None:
-    inputs = request_inputs([5] * 4060, {"max_tokens": 999, "ignore_eos": True})
+def test_output_that_reaches_the_longest_length_ends(small_checkpoint: Path) -> None:
+    inputs = request_inputs([5] * 460, {"max_tokens": 999, "ignore_eos": True})
     inputs |= {"return_finish_reason": True, "return_num_output_tokens": True}
-    response = infer_grpc(narrow_server, inputs)
-    assert response.one("num_output_tokens") == 4096 - 4060
+    settings = (ONE_THREAD, "max_model_len=496")
+    with running_server(model=small_checkpoint, settings=settings) as server:
+        response = infer_grpc(server, inputs)
+    assert response.one("num_output_tokens") == 496 - 460
     assert response.one("finish_reason") == "length"
 
 
@@ -127,26 +131,9 @@ def idle_server(narrow_server: TritonServer) -> TritonServer:
     return narrow_server
 
 
-LONG = {"max_tokens": 4000, "ignore_eos": True, "seed": 1}
-
-
-@contextlib.contextmanager
-def one_running(server: TritonServer) -> Any:
-    """A request that takes the only row for as long as this lasts."""
-    stream = GrpcStream(server)
-    stream.send(request_inputs(PROMPT, LONG, stream=True), request_id="long")
-    stream.next()
-    try:
-        yield
-    finally:
-        infer_grpc(server, {"cancel": True}, request_id="long")
-        error_of(lambda: list(stream))
-        stream.close()
-
-
 def test_a_full_queue_refuses_at_once_with_the_exact_text(idle_server: TritonServer) -> None:
     server = idle_server
-    with one_running(server):
+    with endless_request(server):
         waiting = [GrpcStream(server) for _ in range(2)]
         for stream in waiting:
             stream.send(request_inputs(PROMPT, {"max_tokens": 1}))
@@ -155,7 +142,6 @@ def test_a_full_queue_refuses_at_once_with_the_exact_text(idle_server: TritonSer
         )
         assert samples["charonia_requests_waiting"] == 2
         inputs = request_inputs(PROMPT, {"max_tokens": 1})
-        started = time.monotonic()
         for error in (
             error_of(lambda: stream_grpc(server, inputs)),
             error_of(lambda: stream_grpc(server, inputs, "llm")),
@@ -168,7 +154,6 @@ def test_a_full_queue_refuses_at_once_with_the_exact_text(idle_server: TritonSer
         reply = generate(server, {"text_input": PROMPT, "max_tokens": 1})
         assert reply.status_code >= 400
         assert "Exceeds maximum queue size" in reply.json()["error"]
-        assert time.monotonic() - started < 5
     for stream in waiting:  # who waited is served
         assert one_response(list(stream)).text.startswith(PROMPT)
         stream.close()
@@ -177,7 +162,7 @@ def test_a_full_queue_refuses_at_once_with_the_exact_text(idle_server: TritonSer
 def test_a_timeout_in_the_queue_has_the_exact_text(idle_server: TritonServer) -> None:
     server = idle_server
     inputs = request_inputs(PROMPT, {"max_tokens": 1})
-    with one_running(server):
+    with endless_request(server):
         unary = error_of(lambda: infer_grpc(server, inputs, timeout=100_000))
         assert unary.message() == TIMEOUT
         assert unary.status() == "StatusCode.UNAVAILABLE"
@@ -190,12 +175,22 @@ def test_a_timeout_in_the_queue_has_the_exact_text(idle_server: TritonServer) ->
 
 
 def test_a_deadline_ends_a_request_that_runs(server: TritonServer) -> None:
-    inputs = request_inputs(PROMPT, LONG | {"deadline_ms": 200}, stream=True)
-    with GrpcStream(server) as stream:
-        stream.send(inputs)
-        stream.next()
-        error = error_of(lambda: list(stream))
-    assert "deadline" in error.message() or "timeout" in error.message()
+    num_received = 0
+
+    def receive(stream: GrpcStream) -> None:
+        nonlocal num_received
+        for _ in stream:
+            num_received += 1
+
+    for deadline_ms in (200, 800, 3200, 12800):  # on a busy machine it may not run by the first
+        sampling = {"max_tokens": ENDLESS, "ignore_eos": True, "deadline_ms": deadline_ms}
+        with GrpcStream(server) as stream:
+            stream.send(request_inputs(PROMPT, sampling, stream=True))
+            error = error_of(partial(receive, stream))
+        assert "deadline" in error.message() or "timeout" in error.message()
+        if num_received:
+            break
+    assert num_received
 
 
 # ---------------------------------------------------------------------- configuration

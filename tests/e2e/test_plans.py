@@ -23,12 +23,22 @@ from charonia.protocol import (
 )
 from charonia.serving.bls import STEPS_SOCKET
 from support.bystander import Bystander
-from support.e2e import error_of, ids_of, request_inputs, stream_grpc, tensors, wait_idle
+from support.e2e import (
+    MAX_MODEL_LEN,
+    NUM_BLOCKS,
+    error_of,
+    ids_of,
+    request_inputs,
+    stream_grpc,
+    tensors,
+    wait_idle,
+)
 from support.sockets import StepsClient
 
 NAN = float("nan")
 INF = float("inf")
 VOCAB_SIZE = 384
+MAX_ROW_BLOCKS = MAX_MODEL_LEN // 16
 
 
 Ask = Callable[[Hello | StepPlan], Any]
@@ -74,19 +84,25 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"joins": [row(token_ids=[-1, 2, 3])]}, "-1"),
     ({"joins": [row(token_ids=[2**62, 2, 3])]}, str(2**62)),
     ({"joins": [row(token_ids=[])]}, "number of token_ids is 0"),
-    ({"joins": [row(token_ids=[1] * 4096, num_prompt=4096)]}, "4096"),
+    (
+        {"joins": [row(token_ids=[1] * MAX_MODEL_LEN, num_prompt=MAX_MODEL_LEN)]},
+        f"number of token_ids is {MAX_MODEL_LEN}",
+    ),
     ({"joins": [row(num_prompt=4)]}, "num_prompt is 4"),
     ({"joins": [row(num_computed=3)]}, "num_computed is 3"),
     ({"joins": [row(num_computed=-1)]}, "num_computed is -1"),
     ({"joins": [row(block_ids=[0])]}, "block id is 0"),
-    ({"joins": [row(block_ids=[2049])]}, "block id is 2049"),
+    ({"joins": [row(block_ids=[NUM_BLOCKS + 1])]}, f"block id is {NUM_BLOCKS + 1}"),
     ({"joins": [row(block_ids=[-1])]}, "block id is -1"),
     ({"joins": [row(block_ids=[7, 7])]}, "more than once"),
-    ({"joins": [row(block_ids=list(range(1, 300)))]}, "number of blocks is 299"),
+    (
+        {"joins": [row(block_ids=list(range(1, MAX_ROW_BLOCKS + 2)))]},
+        f"number of blocks is {MAX_ROW_BLOCKS + 1}",
+    ),
     ({"joins": [row()], "rows": [RowStep(3, 4)]}, "num_tokens is 4"),
     ({"joins": [row()], "rows": [RowStep(3, 0)]}, "num_tokens is 0"),
     ({"joins": [row()], "rows": [RowStep(3, -5)]}, "num_tokens is -5"),
-    ({"joins": [row()], "rows": [RowStep(3, 3, [9999])]}, "block id is 9999"),
+    ({"joins": [row()], "rows": [RowStep(3, 3, [99999])]}, "block id is 99999"),
     ({"joins": [row()], "rows": [STEP, STEP]}, "more than once"),
     ({"joins": [row(block_ids=[])], "rows": [STEP]}, "0 blocks do not hold 3 tokens"),
     ({"rows": [STEP]}, "row 3 cannot compute"),

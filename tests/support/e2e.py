@@ -36,6 +36,15 @@ ONE_THREAD = "cpu_threads=1"
 they wait for each other: on a busy machine with two cores that made 64 streams seven times slower.
 """
 
+ENDLESS = 60_000
+"""Tokens of a request that must still run when its test ends it. They take half a minute on an
+idle machine, and the longer the busier it is. Who asks for so many never waits for them."""
+MAX_MODEL_LEN = 65_536
+"""Of the servers that run such requests."""
+NUM_BLOCKS = 16_384
+"""Of 16 tokens, which those servers have: for four such requests, or many that end before."""
+ENDLESS_BLOCKS = f"num_gpu_blocks_override={NUM_BLOCKS + 1}"  # one is the null block
+
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
@@ -224,6 +233,24 @@ def stream_grpc(
     return responses
 
 
+@contextlib.contextmanager
+def endless_request(server: TritonServer, prompt: str | list[int] = "A request") -> Iterator[None]:
+    """A request that runs for as long as this lasts: it has a token, and at the end is cancelled.
+
+    It must be the only one on this server at the time.
+    """
+    request_id = "endless"
+    with GrpcStream(server) as stream:
+        inputs = request_inputs(prompt, {"max_tokens": ENDLESS, "ignore_eos": True}, stream=True)
+        stream.send(inputs, request_id=request_id).next()
+        try:
+            yield
+        finally:
+            infer_grpc(server, {"cancel": True}, request_id=request_id)
+            error = error_of(lambda: list(stream))
+        assert "cancelled" in error.message(), error
+
+
 def infer_grpc(
     server: TritonServer, inputs: Mapping[str, Any], model: str = "generate", **options: Any
 ) -> Response:
@@ -289,7 +316,7 @@ def generate_stream(
 # ---------------------------------------------------------------------- metrics
 
 
-def scrape(server: TritonServer) -> dict[str, float]:
+def read_page(server: TritonServer) -> dict[str, float]:
     """charonia's samples on the metrics page; keys as `charonia_kv_blocks{state="used"}`.
 
     The labels `model` and `version`, which all have, are left out.
@@ -312,6 +339,25 @@ def scrape(server: TritonServer) -> dict[str, float]:
     return samples
 
 
+def scrape(server: TritonServer) -> dict[str, float]:
+    """`read_page`, asked until the page is whole: the numbers are the scheduler's at this moment.
+
+    On a busy machine tritonserver or the scheduler may be silent for longer than a page waits.
+    """
+
+    def ask() -> dict[str, float]:
+        try:
+            return read_page(server)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                raise
+            return {}
+
+    samples = wait_for(ask, lambda samples: samples.get("charonia_scheduler_up") == 1)
+    assert samples.get("charonia_scheduler_up") == 1, f"no whole page of metrics: {samples}"
+    return samples
+
+
 def wait_for(ask: Callable[[], T], is_good: Callable[[T], bool], timeout: float = 120.0) -> T:
     """Ask until the answer is good, at most `timeout` seconds; the last answer either way."""
     deadline = time.monotonic() + timeout
@@ -320,7 +366,7 @@ def wait_for(ask: Callable[[], T], is_good: Callable[[T], bool], timeout: float 
     return answer
 
 
-def wait_idle(server: TritonServer, timeout: float = 30.0) -> dict[str, float]:
+def wait_idle(server: TritonServer, timeout: float = ANSWER_TIMEOUT_S) -> dict[str, float]:
     """Wait until nothing runs, nothing waits and no block is used; the metrics then.
 
     All that was counted before the call is on the page that is returned.

@@ -16,6 +16,7 @@ import tritonclient.grpc as grpc
 from charonia.launch.server import TritonServer
 from support.e2e import (
     HTTP,
+    MAX_MODEL_LEN,
     error_of,
     generate,
     generate_stream,
@@ -26,7 +27,7 @@ from support.e2e import (
 )
 
 PROMPT = "A request waits"
-MAX_MODEL_LEN = 4096
+LONGEST = f"at most {MAX_MODEL_LEN - 1}"
 VOCAB_SIZE = 384
 KIND = r" \[charonia:(invalid_request|prompt_too_long|not_supported)\]$"
 Send = Callable[[TritonServer], str]
@@ -213,12 +214,12 @@ WRONG_PROMPTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (
         "ids longer than the limit",
         {"input_ids": ids(*[5] * MAX_MODEL_LEN)},
-        ("prompt has 4096 tokens", "at most 4095", "max_model_len 4096"),
+        (f"prompt has {MAX_MODEL_LEN} tokens", LONGEST, f"max_model_len {MAX_MODEL_LEN}"),
     ),
     (
         "a text longer than the limit",
-        {"text_input": "xq" * 9000},
-        ("the prompt has", "at most 4095"),
+        {"text_input": "xq" * MAX_MODEL_LEN},
+        ("the prompt has", LONGEST),
     ),
     (
         "a text that no tokens of that number could be",
@@ -289,7 +290,7 @@ WRONG_INNER: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("scheduler", {"probe": ids(1)}, ("probe", "INT32", "BOOL")),
     ("tokenizer", {"text_input": NO_UTF8}, ("text_input is not valid UTF-8",)),
     ("tokenizer", {"text_input": "x" * 2**20}, ("text_input must have at most",)),
-    ("tokenizer", {"input_ids": ids(*[5] * MAX_MODEL_LEN)}, ("at most 4095",)),
+    ("tokenizer", {"input_ids": ids(*[5] * MAX_MODEL_LEN)}, (LONGEST,)),
     ("tokenizer", {"text_input": "a", "input_ids": ids(5)}, ("both are given",)),
     ("tokenizer", {"cancel": ids(1)}, ("cancel", "INT32", "BOOL")),
     ("postprocessor", {"request_key": NO_UTF8}, ("request_key must be one string",)),
