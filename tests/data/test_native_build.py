@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from charonia.data.ops.native.build import (
     load_kernels,
     supported_isas,
 )
+from support.waiting import WAIT_S, eventually
 
 SOURCE = """
 #include <Python.h>
@@ -77,7 +77,7 @@ def test_a_library_is_built_once_and_then_found(
     monkeypatch.setenv("CXX", "/no/such/compiler")
     assert load_kernels("portable", lines.append).ANSWER == 42
     assert len(lines) == 2
-    out, error = start_load(cache.parents[1] / "source").communicate(timeout=60)
+    out, error = start_load(cache.parents[1] / "source").communicate(timeout=WAIT_S)
     assert out == "answer 42\n", error
 
 
@@ -161,19 +161,17 @@ def test_a_library_that_cannot_be_loaded_is_a_reason(cache: Path) -> None:
 def test_processes_that_build_at_once_do_not_disturb_each_other(cache: Path) -> None:
     builds = [start_load(build.SOURCE_DIR) for _ in range(2)]
     for process in builds:
-        out, error = process.communicate(timeout=120)
+        out, error = process.communicate(timeout=WAIT_S)
         assert out.endswith("answer 42\n"), error
     assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
 def test_a_build_that_was_killed_does_not_stop_the_next(cache: Path, tmp_path: Path) -> None:
-    slow = compiler_script(tmp_path / "slow", 'touch "$0.started"; exec sleep 60')
+    slow = compiler_script(tmp_path / "slow", 'touch "$0.started"; exec sleep 300')
     process = start_load(build.SOURCE_DIR, CXX=slow)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "slow.started").exists():
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    started = tmp_path / "slow.started"
+    eventually(lambda: started.exists() or process.poll() is not None, "it is compiled")
+    assert process.poll() is None, process.communicate()
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not build._library("portable").exists()

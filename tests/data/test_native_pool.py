@@ -20,6 +20,7 @@ from torch import Tensor
 from charonia import LLM, SamplingParams
 from support.kernels import ISAS, kernels_for
 from support.long import long
+from support.waiting import WAIT_S
 
 Checkpoint = Callable[..., Path]
 Job = tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]
@@ -149,7 +150,7 @@ def test_a_model_can_be_made_while_another_computes(seconds: float) -> None:
         [sys.executable, "-c", CONSTRUCT_WHILE_COMPUTING, ISAS[0], str(seconds)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=WAIT_S,
     )
     assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
@@ -173,7 +174,7 @@ thread.join()
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_second_model_of_a_process_gets_as_many_cores_as_the_first() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", CHOOSE_TWICE], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CHOOSE_TWICE], capture_output=True, text=True, timeout=WAIT_S
     )
     first, second, is_free = result.stdout.splitlines()
     assert first == second

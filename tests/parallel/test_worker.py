@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from charonia.parallel.worker import SECRET_VARIABLE, main
+from support.waiting import WAIT_S
 
 
 @pytest.fixture
@@ -59,4 +60,4 @@ def test_the_help_names_the_secret_and_not_what_is_ours_alone(
 def test_a_rank_whose_parent_has_gone_meanwhile_ends_at_once() -> None:
     command = [sys.executable, "-m", "charonia.parallel.worker", "--join", "127.0.0.1:1"]
     env = os.environ | {SECRET_VARIABLE: "pssst", "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([*command, "--parent", "1"], env=env, timeout=60).returncode == 1
+    assert subprocess.run([*command, "--parent", "1"], env=env, timeout=WAIT_S).returncode == 1

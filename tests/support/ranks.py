@@ -80,6 +80,6 @@ def _with_exchange(
     path: str, isa: str, rank: int, size: int, task: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     fd = os.open(path, os.O_RDWR)
-    exchange = kernels_for(isa).Exchange(fd, rank, size, 60.0)
+    exchange = kernels_for(isa).Exchange(fd, rank, size, LONG)
     os.close(fd)
     return task(exchange, *args)

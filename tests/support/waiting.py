@@ -6,7 +6,7 @@ Owns the patience, and the clock. Must not know what is waited for.
 import time
 from collections.abc import Callable
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 """Longer than anything takes that is right: reached only where something is wrong."""
 
 
