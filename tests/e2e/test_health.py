@@ -208,6 +208,7 @@ def test_a_dead_scheduler_is_seen_although_triton_calls_it_ready(
         (pid,) = server.pids("scheduler")
         os.kill(pid, signal.SIGKILL)
         code, out, err = target.health()
+        server.kill()  # it would wait for its scheduler for as long as it may
     assert code == 1
     assert "scheduler  ok" in out
     assert "inference  FAILED  the scheduler's process is gone or stopped" in out
