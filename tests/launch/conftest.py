@@ -14,7 +14,9 @@ import pytest
 
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.server import TritonServer
-from support.stand_ins import QUICK, STAND_INS, Target
+from support.stand_ins import STAND_INS, Target
+from support.supervised import ALLOWED_S
+from support.watching import Clock, Questions
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -28,6 +30,25 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "dtype": "float32",
 }
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever answers at all is not called silent because the machine is busy.
+
+    A test of somebody who does not answer sets these times anew.
+    """
+    launch = "charonia.launch"
+    for name in (
+        f"{launch}.metrics_http.REQUEST_S",
+        f"{launch}.metrics_http.PAGE_S",
+        f"{launch}.metrics_http.TAKE_S",
+        f"{launch}.metrics_merge.SCHEDULERS_S",
+        f"{launch}.metrics_merge.TRITON_S",
+        f"{launch}.model_control._ANSWER_S",
+        "charonia.serving.grpc_control.CONNECT_S",
+    ):
+        monkeypatch.setattr(name, ALLOWED_S)
 
 
 @pytest.fixture
@@ -67,9 +88,22 @@ def supervise(make_server: Callable[..., TritonServer]) -> Iterator[Callable[...
     """Starts a supervised server and waits until it serves."""
     with contextlib.ExitStack() as stack:
 
-        def start(limits: SupervisionLimits = QUICK) -> Target:
+        def start(limits: SupervisionLimits) -> Target:
             supervised = stack.enter_context(Target(make_server(), limits))
+            stack.callback(supervised.end_at_once)
             supervised.wait_serving()
             return supervised
 
         yield start
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of the watch over a supervised server."""
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> Questions:
+    """What the watch over a supervised server asks."""
+    return Questions(monkeypatch)

@@ -1,5 +1,6 @@
 """What gRPC says of a model, on the real tritonserver, and what the watch makes of it."""
 
+import dataclasses
 import os
 import signal
 import threading
@@ -11,15 +12,15 @@ import pytest
 
 from charonia.launch.background import in_background
 from charonia.launch.model_control import ModelControl
-from charonia.launch.patience import SupervisionLimits
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
-from support.stand_ins import control_over_http
-from support.supervised import Supervised
+from support.stand_ins import PROBED, Target, control_over_http
+from support.supervised import ALLOWED_S
+from support.watching import Clock, Questions
 
 
 def test_whether_a_model_is_loaded_is_unknown_only_when_tritonserver_does_not_answer(
-    make_server: Callable[..., TritonServer], repository: Path
+    make_server: Callable[..., TritonServer], repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make_server() as server:
         control = ModelControl(server, threading.Event())
@@ -31,15 +32,20 @@ def test_whether_a_model_is_loaded_is_unknown_only_when_tritonserver_does_not_an
         wait_for(lambda: server.pids("engine"), bool)
         assert control.is_loaded("engine") is False
         (repository / "load-slowly").unlink()
-        loading.result(timeout=60).raise_for_status()
+        loading.result(timeout=ALLOWED_S).raise_for_status()
         assert control.is_loaded("engine") is True
         assert server.pid is not None
         os.kill(server.pid, signal.SIGSTOP)
+        monkeypatch.setattr("charonia.launch.model_control._ANSWER_S", 0.3)
         assert control.is_loaded("engine") is None
+        server.kill()  # politely, it would not end
 
 
 def test_a_server_that_answers_nobody_over_http_is_restarted_though_grpc_answers(
-    make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
+    supervise: Callable[..., Target],
+    clock: Clock,
+    questions: Questions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_silent = threading.Event()
     send = httpx.Client.send
@@ -52,11 +58,12 @@ def test_a_server_that_answers_nobody_over_http_is_restarted_though_grpc_answers
         return send(client, request, **options)
 
     monkeypatch.setattr(httpx.Client, "send", send_unless_silent)
-    limits = SupervisionLimits(probe_interval_s=0.5, probe_timeout_s=1.0, hang_s=2.0)
-    with Supervised(make_server(), limits) as supervised:
-        supervised.wait_serving(60)
-        is_silent.set()
-        wait_for(lambda: supervised.lines, bool)
-        is_silent.clear()
-        supervised.wait_serving(60)
+    supervised = supervise(dataclasses.replace(PROBED, hang_s=600))
+    is_silent.set()
+    questions.wait_asked("scheduler")
+    assert supervised.lines == []
+    clock.set_forward(601)
+    supervised.wait_events("server_restarting")
+    is_silent.clear()
+    supervised.wait_serving()
     assert "the scheduler has not answered for" in supervised.lines[0]

@@ -1,6 +1,7 @@
 """Starts that go wrong, on the real tritonserver with stand-in models: what counts as failed."""
 
 import contextlib
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -11,16 +12,16 @@ import pytest
 from charonia.launch import processes
 from charonia.launch.background import in_background
 from charonia.launch.errors import LaunchError, LostError
-from charonia.launch.patience import SupervisionLimits
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
 from support.events import events
 from support.long import long
-from support.supervised import Supervised
+from support.stand_ins import UNPROBED
+from support.supervised import ALLOWED_S, Supervised
 
-ONE_FAILURE = SupervisionLimits(probe_interval_s=3600, backoff_s=0.1, max_failed_starts=1)
-START_S = 60.0
+ONE_FAILURE = dataclasses.replace(UNPROBED, max_failed_starts=1)
+TWO_FAILURES = dataclasses.replace(UNPROBED, max_failed_starts=2)
 
 
 @pytest.mark.parametrize("victim", ["tritonserver", pytest.param("scheduler", marks=long)])
@@ -41,7 +42,7 @@ def test_a_server_that_clients_end_before_it_serves_is_started_again_each_time(
 
     monkeypatch.setattr(TritonServer, "wait_ready", wait_ready_and_end)
     with Supervised(make_server(), ONE_FAILURE) as supervised:
-        supervised.wait_serving(START_S)
+        supervised.wait_serving()
         assert supervised.supervisor.num_restarts == num_ends == 2
 
 
@@ -64,13 +65,16 @@ def test_a_server_that_ends_as_soon_as_it_is_open_is_started_again(
         TritonServer, "_says_ready", lambda server: num_left == 0 and says_ready(server)
     )
     with Supervised(server, ONE_FAILURE) as supervised:
-        supervised.wait_serving(START_S)
+        supervised.wait_serving()
         assert supervised.supervisor.num_restarts == 1
 
 
 @pytest.mark.parametrize(("num_crashes", "num_restarts"), [(1, 1), (9, 2)])
 def test_a_server_that_crashes_on_its_way_is_started_again_but_not_for_ever(
-    make_server: Callable[..., TritonServer], num_crashes: int, num_restarts: int
+    make_server: Callable[..., TritonServer],
+    repository: Path,
+    num_crashes: int,
+    num_restarts: int,
 ) -> None:
     num_left = num_crashes
 
@@ -82,12 +86,13 @@ def test_a_server_that_crashes_on_its_way_is_started_again_but_not_for_ever(
             os.kill(server.pid, signal.SIGABRT)
 
     server = make_server(on_log=crash)
-    limits = SupervisionLimits(probe_interval_s=3600, backoff_s=0.1, max_failed_starts=2)
-    with Supervised(server, limits) as supervised:
+    if num_crashes > num_restarts:
+        (repository / "load-slowly").touch()  # it never opens, however late it crashes
+    with Supervised(server, TWO_FAILURES) as supervised:
         if num_crashes == 1:
-            supervised.wait_serving(START_S)
+            supervised.wait_serving()
         else:
-            wait_for(lambda: events(supervised.lines, "server_given_up"), bool, START_S)
+            supervised.wait_events("server_given_up")
         assert supervised.supervisor.num_restarts == num_restarts
     reasons = [one["reason"] for one in events(supervised.lines, "server_restarting")]
     assert all(reason.startswith("tritonserver was ended by SIGABRT") for reason in reasons)
@@ -106,13 +111,12 @@ def test_processes_that_do_not_end_at_once_are_killed_again_later(
             raise LaunchError("processes 1, 2 do not end")
         kill_session(leader)
 
-    limits = SupervisionLimits(probe_interval_s=3600, backoff_s=0.1, max_failed_starts=2)
-    with Supervised(make_server(), limits) as supervised:
-        supervised.wait_serving(START_S)
+    with Supervised(make_server(), TWO_FAILURES) as supervised:
+        supervised.wait_serving()
         monkeypatch.setattr(processes, "kill_session", kill_later)
         assert supervised.server.pid is not None
         os.kill(supervised.server.pid, signal.SIGKILL)
-        supervised.wait_serving(START_S)
+        supervised.wait_serving()
     reasons = [one["reason"] for one in events(supervised.lines, "server_restarting")]
     assert reasons == ["tritonserver was ended by SIGKILL", "processes 1, 2 do not end"]
 
@@ -140,7 +144,7 @@ def test_a_tritonserver_that_is_stopped_during_its_start_is_not_waited_for(
         contextlib.closing(Probe(server.http_url, "scheduler")) as probe,
         pytest.raises(LaunchError, match=r"^tritonserver was stopped$") as caught,
     ):
-        wait_serving(server, probe, 10.0, stopped_s=0.5)
+        wait_serving(server, probe, ALLOWED_S, stopped_s=0.5)
     assert caught.type is error
 
 
@@ -153,4 +157,4 @@ def test_a_probe_that_cannot_be_judged_is_an_error_and_waits_for_nobody(
     monkeypatch.setattr(Probe, "_ask", fail)
     answer = in_background(lambda: Probe("127.0.0.1:1", "scheduler").check(1.0))
     with pytest.raises(RecursionError):
-        answer.result(timeout=10)
+        answer.result(timeout=ALLOWED_S)

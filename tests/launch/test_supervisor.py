@@ -4,7 +4,6 @@ import dataclasses
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from charonia.launch.server import TritonServer
 from support.e2e import wait_for
 from support.leftovers import leftovers
 from support.long import long
-from support.stand_ins import KINDS, PATIENT, QUICK, UNPROBED, Target
+from support.stand_ins import KINDS, PROBED, UNPROBED, Target
 from support.supervised import ALLOWED_S
+from support.watching import Clock, Questions
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=long)])
@@ -38,8 +38,8 @@ def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_e
         with pytest.raises(httpx.HTTPError):
             for _ in lines:
                 pass
-    assert supervised.wait_serving() < ALLOWED_S
-    assert supervised.generate().status_code == 200
+    supervised.wait_serving()
+    assert supervised.ask("scheduler").status_code == 200
     (new,) = supervised.server.pids("scheduler")
     assert new != old
     assert not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE
@@ -49,12 +49,12 @@ def test_a_dead_or_stopped_scheduler_is_restarted_and_open_streams_end_with_an_e
 
 
 def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Target]) -> None:
-    supervised = supervise(PATIENT)
+    supervised = supervise(PROBED)
     assert supervised.server.pid is not None
     os.kill(supervised.server.pid, signal.SIGKILL)
     supervised.wait_serving()
-    assert supervised.generate().status_code == 200
-    wait_for(lambda: len(supervised.lines), lambda num_lines: num_lines == 2)
+    assert supervised.ask("scheduler").status_code == 200
+    supervised.wait_events("server_back")
     restarting, back = supervised.lines
     reason = '"tritonserver was ended by SIGKILL"'
     assert restarting == f"server_restarting restarts=0 reason={reason}"
@@ -67,63 +67,82 @@ def test_a_stopped_tritonserver_is_restarted(supervise: Callable[..., Target]) -
     assert supervised.server.pid is not None
     os.kill(supervised.server.pid, signal.SIGSTOP)
     supervised.wait_serving()
-    assert supervised.generate().status_code == 200
+    assert supervised.ask("scheduler").status_code == 200
     assert supervised.lines[0].endswith('reason="tritonserver was stopped"')
 
 
 @long
 def test_a_tritonserver_that_answers_nobody_is_restarted(
-    supervise: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+    supervise: Callable[..., Target],
+    clock: Clock,
+    questions: Questions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The process table cannot tell; the scheduler would be given longer.
     monkeypatch.setattr("charonia.launch.lookout.Lookout.look", lambda *_: [])
-    supervised = supervise(dataclasses.replace(QUICK, hang_s=3600))
+    monkeypatch.setattr("charonia.launch.model_control._ANSWER_S", 1.0)
+    supervised = supervise(dataclasses.replace(PROBED, server_hang_s=600))
     assert supervised.server.pid is not None
     os.kill(supervised.server.pid, signal.SIGSTOP)
-    supervised.wait_serving(timeout=3 * ALLOWED_S)
+    questions.wait_asked("scheduler")
+    assert supervised.lines == []
+    clock.set_forward(601)
+    supervised.wait_serving()
     assert "tritonserver has not answered for" in supervised.lines[0]
 
 
-def test_a_scheduler_that_hangs_is_restarted(supervise: Callable[..., Target]) -> None:
-    supervised = supervise()
-    supervised.hang()
+def test_a_scheduler_that_hangs_is_restarted(
+    supervise: Callable[..., Target], clock: Clock, questions: Questions
+) -> None:
+    supervised = supervise(dataclasses.replace(PROBED, hang_s=600))
+    supervised.hang("scheduler")
+    questions.wait_asked("scheduler")
+    assert supervised.lines == []
+    clock.set_forward(601)
     supervised.wait_serving()
-    assert supervised.generate().status_code == 200
+    assert supervised.ask("scheduler").status_code == 200
     assert "has not answered for" in supervised.lines[0]
 
 
-def test_a_scheduler_that_refuses_or_is_slow_is_left_alone(
-    supervise: Callable[..., Target], repository: Path
+def test_a_scheduler_that_refuses_is_left_alone(
+    supervise: Callable[..., Target], clock: Clock, questions: Questions, repository: Path
 ) -> None:
-    supervised = supervise(PATIENT)
+    supervised = supervise(dataclasses.replace(PROBED, hang_s=600, probe_timeout_s=ALLOWED_S))
     (pid,) = supervised.server.pids("scheduler")
     (repository / "refuse-to-serve").touch()
-    assert supervised.generate().json()["error"] == "the queue is full"
-    time.sleep(PATIENT.hang_s + 1)
+    assert supervised.ask("scheduler").json()["error"] == "the queue is full"
+    clock.set_forward(601)
+    questions.wait_asked("scheduler", times=2)
+    assert supervised.lines == []
     assert supervised.server.pids("scheduler") == [pid]
     assert supervised.supervisor.num_restarts == 0
 
 
 @long
 def test_a_scheduler_without_its_engine_is_given_time_to_reload_it(
-    supervise: Callable[..., Target],
+    supervise: Callable[..., Target], clock: Clock, questions: Questions
 ) -> None:
-    supervised = supervise(PATIENT)
+    supervised = supervise(dataclasses.replace(PROBED, hang_s=600))
     supervised.control("engine", "unload")
-    supervised.hang()
-    time.sleep(PATIENT.hang_s + 1)
-    assert supervised.supervisor.num_restarts == 0
+    supervised.hang("scheduler")
+    questions.wait_asked("scheduler")
+    clock.set_forward(601)
+    questions.wait_asked("scheduler", times=2)
+    assert supervised.lines == []
     supervised.control("engine", "load")
+    questions.wait_asked("scheduler")
+    clock.set_forward(601)
     supervised.wait_serving()
+    assert "the scheduler has not answered for" in supervised.lines[0]
 
 
 def test_a_server_that_keeps_failing_is_given_up(
     supervise: Callable[..., Target], repository: Path
 ) -> None:
-    supervised = supervise(dataclasses.replace(QUICK, max_failed_starts=2))
+    supervised = supervise(dataclasses.replace(UNPROBED, max_failed_starts=2))
     (repository / "refuse-to-load").touch()
     os.kill(supervised.server.pids("scheduler")[0], signal.SIGKILL)
-    supervised.thread.join(timeout=60)
+    supervised.thread.join(ALLOWED_S)
     assert str(supervised.error).startswith("gave up after 2 failed starts in a row; last: ")
     assert "the stand-in refuses to load" in str(supervised.error)
     assert supervised.lines[-1].startswith("server_given_up starts=2 reason=")
@@ -134,8 +153,7 @@ def test_a_server_that_keeps_failing_is_given_up(
 def test_a_server_that_is_ended_time_and_again_is_restarted_each_time(
     supervise: Callable[..., Target],
 ) -> None:
-    limits = dataclasses.replace(UNPROBED, backoff_s=0.1, max_failed_starts=1)
-    supervised = supervise(limits)
+    supervised = supervise(dataclasses.replace(UNPROBED, max_failed_starts=1))
     for num_restarts in range(1, 4):
         assert supervised.server.pid is not None
         os.kill(supervised.server.pid, signal.SIGKILL)
@@ -147,22 +165,29 @@ def test_a_first_start_that_fails_is_not_repeated(
     make_server: Callable[..., TritonServer], repository: Path
 ) -> None:
     (repository / "refuse-to-load").touch()
-    supervised = Target(make_server(), QUICK)
+    supervised = Target(make_server(), UNPROBED)
     with pytest.raises(LaunchError, match="the stand-in refuses to load"):
         supervised.supervisor.run()
     assert supervised.supervisor.num_restarts == 0
 
 
-def test_a_stop_while_a_probe_waits_for_an_answer_is_quick(
+def test_a_stop_waits_for_no_probes_answer(
     supervise: Callable[..., Target],
+    clock: Clock,
+    questions: Questions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    supervised = supervise(SupervisionLimits(probe_interval_s=0.1))
-    supervised.hang()
-    started = time.monotonic()
+    monkeypatch.setattr("charonia.launch.server.EXIT_TIMEOUT_S", 1)
+    limits = dataclasses.replace(PROBED, probe_interval_s=600, probe_timeout_s=3600)
+    supervised = supervise(limits)
+    supervised.hang("scheduler")
+    before = questions.num_asked["scheduler"]
+    clock.set_forward(601)
+    assert wait_for(lambda: questions.num_asked["scheduler"] > before, bool)
     supervised.stop.set()
-    supervised.thread.join()
+    supervised.thread.join(ALLOWED_S)
+    assert not supervised.thread.is_alive()
     supervised.server.close()
-    assert time.monotonic() - started < 10
     assert leftovers(supervised.server.runtime_dir) == []
 
 

@@ -3,15 +3,16 @@
 Owns how to use the stand-ins (tests/launch/repository). Must not know what a test expects.
 """
 
-import dataclasses
+import contextlib
+import math
 import os
 import shutil
 import signal
 from pathlib import Path
 
 import httpx
-import pytest
 
+from charonia.launch.background import in_background
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
@@ -19,17 +20,20 @@ from support.events import events
 from support.supervised import ALLOWED_S, Supervised
 
 STAND_INS = Path(__file__).parents[1] / "launch" / "repository"
-QUICK = SupervisionLimits(
-    probe_interval_s=0.5,
+UNPROBED = SupervisionLimits(
+    probe_interval_s=math.inf, model_hang_s=math.inf, stopped_s=0.5, backoff_s=0.1
+)
+"""Nobody is asked anything: what is noticed is in the process table."""
+PROBED = SupervisionLimits(
+    probe_interval_s=0.1,
     probe_timeout_s=1.0,
-    hang_s=2.0,
+    hang_s=math.inf,
+    model_hang_s=math.inf,
+    server_hang_s=math.inf,
     stopped_s=0.5,
-    server_hang_s=1.0,
     backoff_s=0.1,
 )
-PATIENT = dataclasses.replace(QUICK, hang_s=5.0, server_hang_s=5.0)
-"""For who must not be restarted, on a machine that may stand still for a second or two."""
-UNPROBED = SupervisionLimits(probe_interval_s=3600, stopped_s=0.5)
+"""All are asked, and may be silent for ever, as far as a test does not bound it."""
 SLOW_LINE = "the stand-in engine loads slowly"
 KINDS = {signal.SIGKILL: "died", signal.SIGSTOP: "stopped"}
 
@@ -51,35 +55,38 @@ def control_over_http(server: TritonServer, model: str, operation: str) -> httpx
 class Target(Supervised):
     """A supervised server with the stand-ins, and how to use them."""
 
-    def generate(self, **parameters: object) -> httpx.Response:
-        return httpx.post(
-            f"http://{self.server.http_url}/v2/models/scheduler/generate",
-            json={"text_input": "x", **parameters},
-            timeout=ALLOWED_S,
-        )
-
-    def ask_generate(
-        self, text: str, timeout: float = ALLOWED_S, model: str = "generate"
-    ) -> httpx.Response:
-        """One call of the model beside the scheduler, or of another like it."""
+    def ask(self, model: str, text: str = "x") -> httpx.Response:
+        """One call of a model."""
         url = f"http://{self.server.http_url}/v2/models/{model}/generate"
-        return httpx.post(url, json={"text_input": text}, timeout=timeout)
+        return httpx.post(url, json={"text_input": text}, timeout=ALLOWED_S)
+
+    def wait_taken(self, text: str, count: int = 1) -> None:
+        """Wait until so many processes have taken a call with a text that they treat specially."""
+        taken = wait_for(
+            lambda: list(self.server.repository.glob(f"{text}-*")),
+            lambda found: len(found) >= count,
+            ALLOWED_S,
+        )
+        assert len(taken) == count
+
+    def hang(self, model: str) -> None:
+        """Make a model deaf to whatever comes later."""
+        in_background(lambda: self.ask(model, "hang"))
+        self.wait_taken("hang")
 
     def lose_generate(self) -> None:
         """Kill it; it is back, and serves, when this returns."""
         num_back = len(events(self.lines, "model_back"))
         os.kill(self.server.pids("generate")[0], signal.SIGKILL)
-        wait_for(lambda: events(self.lines, "model_back"), lambda back: len(back) > num_back)
-        assert self.ask_generate("x").status_code == 200, "new calls wait for nobody"
+        self.wait_events("model_back", num_back + 1)
+        assert self.ask("generate").status_code == 200, "new calls wait for nobody"
 
-    def hang(self) -> None:
-        """Make the scheduler deaf to whatever comes later."""
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(
-                f"http://{self.server.http_url}/v2/models/scheduler/generate",
-                json={"text_input": "x", "hang": True},
-                timeout=0.5,
-            )
+    def end_at_once(self) -> None:
+        """Stop, but let nobody wait for calls that were lost with a process."""
+        self.stop.set()
+        if (pid := self.server.pid) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def control(self, model: str, operation: str) -> None:
         """Load or unload a model, as the operator."""

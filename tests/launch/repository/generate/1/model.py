@@ -1,8 +1,9 @@
 """Answers with what came, through the response sender.
 
-"slow" takes two seconds and leaves a file `slow-PID`; "hold" is never answered, and after "hang"
-nothing is. A file `refuse-to-load-again` in the repository makes `initialize` raise, and
-`load-slowly` makes it wait for as long as that is there.
+"slow" is answered once there is a file `answer-slow` in the repository; "hold" never is, and after
+"hang" nothing is. Whoever has taken one of these leaves a file there, as `slow-PID`. A file
+`refuse-to-load-again` makes `initialize` raise, and `load-slowly` makes it wait for as long as that
+is there.
 """
 
 import os
@@ -31,14 +32,16 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             tensor = pb_utils.get_input_tensor_by_name(request, "text_input")
             text = np.array([b""], dtype=object) if tensor is None else tensor.as_numpy()
-            if text[0] == b"hang":
-                time.sleep(3600)
-            if text[0] == b"slow":
-                (REPOSITORY / f"slow-{os.getpid()}").touch()
-                time.sleep(2)
             if text[0] == b"hold":
                 self.held.append(sender)
                 self.open_calls.note(len(self.held))
+            if text[0] in (b"slow", b"hold", b"hang"):
+                (REPOSITORY / f"{text[0].decode()}-{os.getpid()}").touch()
+            if text[0] == b"hang":
+                time.sleep(3600)
+            while text[0] == b"slow" and not (REPOSITORY / "answer-slow").exists():
+                time.sleep(0.05)
+            if text[0] == b"hold":
                 continue
             response = pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)])
             sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

@@ -1,11 +1,12 @@
-"""Answers `max_tokens` words, `delay` seconds apart. Which way it fails is asked for by parameters.
+"""Answers `max_tokens` words, `delay` seconds apart.
 
-hang: `execute` never returns, so no later request is answered. refuse: an UNAVAILABLE error.
-A file `refuse-to-load` in the repository makes `initialize` raise, and one named `refuse-to-serve`
-makes every request fail.
+The text "hang" leaves a file `hang-PID` in the repository, and `execute` never returns, so no later
+request is answered. A file `refuse-to-load` there makes `initialize` raise, `refuse-to-serve` makes
+every request fail, and `end-streams` makes every answer's next word its last.
 """
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -25,7 +26,9 @@ class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
             parameters = json.loads(request.parameters() or "{}")
-            if parameters.get("hang"):
+            text = pb_utils.get_input_tensor_by_name(request, "text_input")
+            if text is not None and text.as_numpy()[0] == b"hang":
+                (REPOSITORY / f"hang-{os.getpid()}").touch()
                 time.sleep(3600)
             sender = request.get_response_sender()
             is_probe = any(tensor.name() == "probe" for tensor in request.inputs())
@@ -44,13 +47,16 @@ def answer_probe(sender, parameters):
 
 def answer(sender, parameters):
     final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-    if parameters.get("refuse") or (REPOSITORY / "refuse-to-serve").exists():
+    if (REPOSITORY / "refuse-to-serve").exists():
         error = pb_utils.TritonError("the queue is full", pb_utils.TritonError.UNAVAILABLE)
         sender.send(pb_utils.InferenceResponse(error=error), flags=final)
         return
     num_words = int(parameters.get("max_tokens", 1))
     for index in range(num_words):
         time.sleep(float(parameters.get("delay", 0)))
+        is_last = index == num_words - 1 or (REPOSITORY / "end-streams").exists()
         word = np.array([f"word{index} ".encode()], dtype=object)
         response = pb_utils.InferenceResponse([pb_utils.Tensor("text_output", word)])
-        sender.send(response, flags=final if index == num_words - 1 else 0)
+        sender.send(response, flags=final if is_last else 0)
+        if is_last:
+            return
