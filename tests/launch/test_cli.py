@@ -16,6 +16,7 @@ from charonia.launch.cli import main
 from charonia.launch.processes import find_by_argument
 from support.leftovers import leftovers
 from support.serving import Serving
+from support.supervised import ALLOWED_S
 
 
 @pytest.fixture
@@ -37,37 +38,34 @@ def test_serve_announces_itself_and_ends_cleanly_on_a_signal(
     assert '"text_output":"word31 "' in answer.stdout
     for address in re.findall(r"gRPC +(\S+)|http://([^/\s]+)", announcement):
         host, port = "".join(address).split(":")
-        socket.create_connection((host, int(port)), timeout=5).close()
+        socket.create_connection((host, int(port)), timeout=ALLOWED_S).close()
 
     runtime_dir = serving.runtime_dir
-    seconds, stderr = serving.end(signum)
+    _, stderr = serving.end(signum)
     assert serving.process.returncode == 0
-    assert seconds < 10
     assert leftovers(runtime_dir) == []
     assert stderr.splitlines()[-1] == "charonia: stopped"
     assert "Traceback" not in stderr
 
 
-def test_serve_ends_in_time_with_a_stopped_process_and_an_open_stream(serving: Serving) -> None:
+def test_serve_ends_with_a_stopped_process_and_an_open_stream(serving: Serving) -> None:
     announcement = serving.wait_announced()
     url = re.search(r"http://\S+/generate_stream", announcement)
     assert url is not None
     body = {"text_input": "x", "max_tokens": 10_000, "delay": 0.05}
     runtime_dir = serving.runtime_dir
     [engine] = find_by_argument(serving.server().children(), "/engine/")
-    with httpx.stream("POST", url[0], json=body, timeout=20) as stream:
+    with httpx.stream("POST", url[0], json=body, timeout=ALLOWED_S) as stream:
         next(stream.iter_lines())
         os.kill(engine.pid, signal.SIGSTOP)
-        seconds, _ = serving.end(signal.SIGTERM)
-    assert seconds < 10
+        serving.end(signal.SIGTERM)
     assert leftovers(runtime_dir) == []
 
 
 def test_a_signal_while_the_server_starts_ends_it_too(serving: Serving) -> None:
     runtime_dir = serving.runtime_dir
-    seconds, stderr = serving.end(signal.SIGTERM)
+    _, stderr = serving.end(signal.SIGTERM)
     assert (serving.process.returncode, "Traceback" in stderr) == (0, False)
-    assert seconds < 10
     assert leftovers(runtime_dir) == []
 
 

@@ -22,12 +22,21 @@ from charonia.launch.background import in_background
 from charonia.launch.discovery import Installation
 from charonia.launch.errors import LaunchError
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
-from charonia.launch.server import TritonServer, check_further_option
-from support.e2e import wait_for
+from charonia.launch.server import (
+    END_REQUESTS_S,
+    EXIT_TIMEOUT_S,
+    INDEX_S,
+    STOP_S,
+    TritonServer,
+    check_further_option,
+)
+from support.e2e import HTTP, wait_for
 from support.leftovers import leftovers
 from support.stand_ins import SLOW_LINE, STAND_INS, control_over_http
+from support.supervised import ALLOWED_S
 
 MakeServer = Callable[..., TritonServer]
+EXIT_TIMEOUT = "Exit timeout expired"
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +49,12 @@ def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]
 
 def test_a_server_answers_and_leaves_nothing_behind(make_server: MakeServer) -> None:
     with make_server() as server:
-        reply = httpx.post(
+        reply = HTTP.post(
             f"http://{server.http_url}/v2/models/scheduler/generate", json={"text_input": "x"}
         )
         assert reply.json()["text_output"] == "word0 "
         assert len(server.pids("scheduler")) == len(server.pids("engine")) == 1
-        assert httpx.get(server.metrics_url).status_code == 200
+        assert HTTP.get(server.metrics_url).status_code == 200
         assert leftovers(server.runtime_dir)
     assert leftovers(server.runtime_dir) == []
 
@@ -57,40 +66,51 @@ def test_a_stopped_server_can_be_started_again_and_its_metrics_port_stays(
     for end in (server.stop, server.kill):
         server.start()
         server.wait_ready()
-        assert "nv_inference_count" in httpx.get(server.metrics_url).text
+        assert "nv_inference_count" in HTTP.get(server.metrics_url).text
         end()
         assert server.pids("scheduler") == []
-        page = httpx.get(server.metrics_url)
+        page = HTTP.get(server.metrics_url)
         assert (page.status_code, page.text) == (503, "tritonserver does not run\n")
     server.close()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(server.metrics_url)
+        HTTP.get(server.metrics_url)
 
 
 def test_the_address_is_the_metrics_too_but_not_that_of_tritons_own_page(
     make_server: MakeServer,
 ) -> None:
     with make_server(address="0.0.0.0") as server:
-        assert httpx.get(server.metrics_url).status_code == 200
-        assert httpx.get(f"http://127.0.0.2:{server.metrics_port}/metrics").status_code == 200
+        assert HTTP.get(server.metrics_url).status_code == 200
+        assert HTTP.get(f"http://127.0.0.2:{server.metrics_port}/metrics").status_code == 200
         own_url = server._triton_metrics_url()
         assert own_url is not None
-        assert httpx.get(own_url).status_code == 200
+        assert HTTP.get(own_url).status_code == 200
         with pytest.raises(httpx.ConnectError):
-            httpx.get(own_url.replace("127.0.0.1", "127.0.0.2"))
+            HTTP.get(own_url.replace("127.0.0.1", "127.0.0.2"))
 
 
-def test_a_stopped_process_does_not_survive_a_stop(make_server: MakeServer) -> None:
-    with make_server() as server:
+def test_a_stopped_process_does_not_survive_a_stop(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("charonia.launch.server.EXIT_TIMEOUT_S", 1)
+    monkeypatch.setattr("charonia.launch.server.STOP_S", ALLOWED_S)
+    log: list[str] = []
+    with make_server(on_log=log.append) as server:
         os.kill(server.pids("scheduler")[0], signal.SIGSTOP)
-        started = time.monotonic()
-    assert time.monotonic() - started < 10
+    assert [line for line in log if EXIT_TIMEOUT in line], "that is what bounds it"
     assert leftovers(server.runtime_dir) == []
 
 
+def test_all_that_a_stop_waits_for_is_over_in_time() -> None:
+    # Docker gives a container ten seconds.
+    assert END_REQUESTS_S + INDEX_S + EXIT_TIMEOUT_S + STOP_S <= 10
+
+
 def test_a_stop_waits_for_no_model_that_is_being_loaded(
-    make_server: MakeServer, repository: Path
+    make_server: MakeServer, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("INDEX_S", "EXIT_TIMEOUT_S", "STOP_S"):
+        monkeypatch.setattr(f"charonia.launch.server.{name}", int(ALLOWED_S))
     log: list[str] = []
     with make_server(on_log=log.append) as server:
         control_over_http(server, "engine", "unload").raise_for_status()
@@ -98,7 +118,7 @@ def test_a_stop_waits_for_no_model_that_is_being_loaded(
         in_background(lambda: control_over_http(server, "engine", "load"))
         wait_for(lambda: log, lambda lines: any(SLOW_LINE in line for line in lines))
     assert [line for line in log if "failed to load 'engine'" in line]
-    assert [line for line in log if "did not end" in line or "Exit timeout expired" in line] == []
+    assert [line for line in log if "did not end" in line or EXIT_TIMEOUT in line] == []
     assert leftovers(server.runtime_dir) == []
 
 
@@ -145,7 +165,7 @@ def test_restricted_endpoints_open_only_with_the_key_over_http(unharmed: TritonS
     )
     for headers, expected in (({}, 403), (unharmed.api_headers, 200)):
         for method, path in endpoints:
-            reply = httpx.request(method, f"http://{unharmed.http_url}{path}", headers=headers)
+            reply = HTTP.request(method, f"http://{unharmed.http_url}{path}", headers=headers)
             assert (path, reply.status_code) == (path, expected)
 
 
@@ -256,10 +276,7 @@ def test_a_killed_launcher_takes_its_server_along_and_the_next_one_sweeps(
         assert Path(path) not in sweep_stale_runs()
         os.kill(int(stub), signal.SIGSTOP)  # the one thing that does not die by itself
         launcher.kill()
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not psutil.pid_exists(int(pid))
+    assert not wait_for(lambda: psutil.pid_exists(int(pid)), lambda is_there: not is_there)
     assert Path(path) in sweep_stale_runs()
     # What was killed may take its time on a busy machine.
     assert wait_for(lambda: leftovers(Path(path)), lambda found: not found) == []

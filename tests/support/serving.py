@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from charonia.launch.processes import find_by_argument
+from support.supervised import ALLOWED_S
 
 CHARONIA = (sys.executable, "-m", "charonia.launch.cli")
 
@@ -41,7 +42,7 @@ class Serving:
 
     def server(self) -> psutil.Process:
         """Its tritonserver, as soon as there is one."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + ALLOWED_S
         while time.monotonic() < deadline:
             children = psutil.Process(self.process.pid).children()
             for server in find_by_argument(children, "--load-model=*"):
@@ -59,5 +60,5 @@ class Serving:
         """Send a signal; returns the seconds until the end, and stderr."""
         started = time.monotonic()
         self.process.send_signal(signum)
-        _, stderr = self.process.communicate(timeout=20)
+        _, stderr = self.process.communicate(timeout=ALLOWED_S)
         return time.monotonic() - started, stderr
