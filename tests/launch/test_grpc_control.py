@@ -17,6 +17,7 @@ from charonia.serving.server_options import ServerOptions
 from support.e2e import wait_for
 from support.long import long
 from support.stand_ins import SLOW_LINE
+from support.supervised import ALLOWED_S
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def control(server: TritonServer) -> Iterator[GrpcControl]:
 
 def is_ready(server: TritonServer, model: str) -> bool:
     with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
-        return bool(client.is_model_ready(model, client_timeout=20))
+        return bool(client.is_model_ready(model, client_timeout=ALLOWED_S))
 
 
 def test_a_model_is_unloaded_and_loaded(server: TritonServer, control: GrpcControl) -> None:
@@ -87,7 +88,7 @@ def test_a_load_that_fails_is_an_error_and_harms_nobody(
         assert is_ready(server, "scheduler")  # others are answered meanwhile
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ControlError, match=r"^Stub process 'engine_0_0' is not healthy\.$"):
-            loading.result(timeout=60)
+            loading.result(timeout=ALLOWED_S)
         (repository / "load-slowly").unlink()
     control.load("engine")
     assert is_ready(server, "engine")
@@ -103,7 +104,7 @@ def test_closing_ends_the_call_under_way_and_takes_no_more(
     wait_for(lambda: server.pids("engine"), bool)
     control.close()
     with pytest.raises(ControlError):
-        loading.result(timeout=20)
+        loading.result(timeout=ALLOWED_S)
     with pytest.raises(ControlError, match="closed"):
         control.load("engine")
     (repository / "load-slowly").unlink()
@@ -137,6 +138,6 @@ def test_a_call_waits_for_a_server_that_does_not_listen_yet(
     unloading = in_background(unload)
     assert is_calling.wait(20)
     with server:
-        unloading.result(timeout=60)
+        unloading.result(timeout=ALLOWED_S)
         assert not is_ready(server, "engine")
     control.close()

@@ -6,7 +6,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
-import httpx
 import psutil
 import pytest
 
@@ -14,7 +13,7 @@ from charonia.launch import metrics_http
 from charonia.launch.errors import LaunchError
 from charonia.launch.metrics_http import MAX_CONNECTIONS, PageServer
 from charonia.launch.processes import listen
-from support.e2e import wait_for
+from support.e2e import HTTP, wait_for
 
 Start = Callable[[Callable[[], bytes]], int]
 PAGE = b"# HELP a Something.\n# TYPE a gauge\na 1\n"
@@ -39,7 +38,7 @@ def url(port: int) -> str:
 
 
 def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 def answer_to(port: int, data: bytes) -> bytes:
@@ -56,11 +55,11 @@ def test_the_page_is_in_prometheus_text_format_and_head_is_the_same_without_it(
     start: Start,
 ) -> None:
     port = start(lambda: PAGE)
-    page, head = httpx.get(url(port)), httpx.head(url(port))
+    page, head = HTTP.get(url(port)), HTTP.head(url(port))
     assert (page.status_code, page.content) == (200, PAGE)
     assert page.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert (head.status_code, head.content, head.headers) == (200, b"", page.headers)
-    assert httpx.get(url(port) + "?name=a").content == PAGE
+    assert HTTP.get(url(port) + "?name=a").content == PAGE
 
 
 @pytest.mark.parametrize(
@@ -68,21 +67,21 @@ def test_the_page_is_in_prometheus_text_format_and_head_is_the_same_without_it(
 )
 def test_there_is_nothing_else(start: Start, method: str, path: str) -> None:
     port = start(lambda: PAGE)
-    assert httpx.request(method, f"http://127.0.0.1:{port}{path}").status_code == 404
+    assert HTTP.request(method, f"http://127.0.0.1:{port}{path}").status_code == 404
 
 
 def test_without_a_page_the_reason_is_the_answer(start: Start) -> None:
     def refuse() -> bytes:
         raise LaunchError("tritonserver does not run")
 
-    reply = httpx.get(url(start(refuse)))
+    reply = HTTP.get(url(start(refuse)))
     assert (reply.status_code, reply.text) == (503, "tritonserver does not run\n")
     assert reply.headers["content-type"].startswith("text/plain")
 
     def fail() -> bytes:
         raise AttributeError("a bug")
 
-    reply = httpx.get(url(start(fail)))
+    reply = HTTP.get(url(start(fail)))
     assert (reply.status_code, reply.text) == (503, "the page could not be made\n")
 
 
@@ -99,7 +98,7 @@ def test_without_a_page_the_reason_is_the_answer(start: Start) -> None:
 def test_nonsense_is_refused_and_harms_nobody(start: Start, data: bytes) -> None:
     port = start(lambda: PAGE)
     assert answer_to(port, data)[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431", b"")
-    assert httpx.get(url(port)).content == PAGE
+    assert HTTP.get(url(port)).content == PAGE
 
 
 def test_who_resets_or_goes_away_harms_nobody(start: Start) -> None:
@@ -110,7 +109,7 @@ def test_who_resets_or_goes_away_harms_nobody(start: Start) -> None:
             connection.sendall(data)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
-    assert httpx.get(url(port)).content == PAGE * 10**5
+    assert HTTP.get(url(port)).content == PAGE * 10**5
 
 
 def test_who_says_nothing_gives_way_and_is_hung_up_on(
@@ -120,7 +119,7 @@ def test_who_says_nothing_gives_way_and_is_hung_up_on(
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connect(port)) for _ in range(2 * MAX_CONNECTIONS)]
         silent[-1].sendall(b"GET /metrics HTTP/1.1\r\n")
-        assert httpx.get(url(port)).content == PAGE
+        assert HTTP.get(url(port)).content == PAGE
         assert silent[0].recv(1) == b"", "the first to come is the first to go"
     monkeypatch.setattr(metrics_http, "REQUEST_S", 0.2)
     with connect(port) as slow:
@@ -135,7 +134,7 @@ def test_who_does_not_take_the_answer_is_hung_up_on(
     process, may_go_on = psutil.Process(), threading.Event()
 
     def read() -> bytes:
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return b"x" * 2**25
 
     port = start(read)
@@ -161,7 +160,7 @@ class SlowPage:
     def read(self) -> bytes:
         self.num_begun += 1
         page = b"%d" % self.num_begun
-        assert self.may_go_on.wait(20)
+        assert self.may_go_on.wait(60)
         return page
 
 
@@ -185,7 +184,7 @@ def test_a_page_that_takes_too_long_is_none(start: Start, monkeypatch: pytest.Mo
     monkeypatch.setattr(metrics_http, "PAGE_S", 0.1)
     slow = SlowPage()
     port = start(slow.read)
-    assert httpx.get(url(port)).status_code == 503
+    assert HTTP.get(url(port)).status_code == 503
     slow.may_go_on.set()
 
 
@@ -194,7 +193,7 @@ def test_the_end_hangs_up_on_everybody_and_frees_the_port() -> None:
         port = listener.getsockname()[1]
         server = PageServer(listener, lambda: PAGE, print)
         with connect(port) as silent:
-            assert httpx.get(url(port)).content == PAGE
+            assert HTTP.get(url(port)).content == PAGE
             server.close()
             with contextlib.suppress(ConnectionError):
                 assert silent.recv(1) == b""

@@ -13,13 +13,16 @@ from charonia.engine.metric_table import BY_NAME
 from charonia.launch import metrics_merge
 from charonia.launch.errors import LaunchError
 from charonia.launch.metrics_merge import MergedPage
+from charonia.serving import metrics_socket
 from charonia.serving.metrics_socket import (
     METRICS_SOCKET,
     HistogramState,
     MetricsServer,
     SchedulerMetrics,
 )
+from charonia.sockets.channel import Channel
 from charonia.sockets.local import listen
+from support.e2e import wait_for
 
 TRITON = b"# HELP nv_a Triton's.\n# TYPE nv_a counter\nnv_a 1\n"
 STATE = HistogramState((0.5, 1.0), [1, 1, 3], 7.25)
@@ -140,7 +143,16 @@ def test_a_scheduler_that_does_not_answer_is_down_and_the_rest_is_there(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    ask = metrics_socket._ask
+
+    def ask_and_let_answer(path: Path, stack: contextlib.ExitStack) -> Channel | None:
+        channel = ask(path, stack)
+        if channel is not None and "well" in path.parts:
+            assert not wait_for(channel.is_quiet, lambda is_quiet: not is_quiet)
+        return channel
+
     monkeypatch.setattr(metrics_merge, "SCHEDULERS_S", 0.3)
+    monkeypatch.setattr(metrics_socket, "_ask", ask_and_let_answer)
     add_scheduler("well", lambda: SchedulerMetrics({"charonia_step_seconds": STATE}))
     (tmp_path / "hung" / "1").mkdir(parents=True)
     with listen(tmp_path / "hung" / "1" / METRICS_SOCKET):
