@@ -1,7 +1,6 @@
 """The questions to the models beside the scheduler: what their answers, and silence, say."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,27 +49,25 @@ def inquiry(door: Door) -> Inquiry:
     return inquiry
 
 
-def found(look: Callable[[], str | None]) -> str | None:
-    """What looking finds once an answer has come."""
-    return wait_for(look, lambda kind: kind is not None, timeout=2.0)
-
-
 def test_an_answer_that_names_a_dead_process_is_a_loss(door: Door, inquiry: Inquiry) -> None:
     door.answer(DEAD)
-    assert found(lambda: inquiry.look(101.0)) == "died"
+    assert wait_for(lambda: inquiry.look(101.0), bool) == "died"
 
 
 def test_an_answer_to_a_question_to_processes_before_is_none_of_these(
     door: Door, inquiry: Inquiry
 ) -> None:
+    asked = inquiry._asked
+    assert asked is not None
     inquiry.forget(101.0)  # others are in their place
     door.answer(DEAD)
-    assert found(lambda: inquiry.look(102.0)) is None
+    assert asked.result(timeout=30) is DEAD
+    assert inquiry.look(102.0) is None
     assert door.num_asked == 1
     assert inquiry.look(111.0) is None
     assert wait_for(lambda: door.num_asked, lambda num: num == 2) == 2, "it is asked again"
     door.answer(DEAD)
-    assert found(lambda: inquiry.look(112.0)) == "died"
+    assert wait_for(lambda: inquiry.look(112.0), bool) == "died"
 
 
 def test_no_answer_for_long_is_a_hang_counted_from_the_processes_beginning(

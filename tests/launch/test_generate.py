@@ -78,12 +78,19 @@ def test_a_refused_request_is_one_line(
 
 def test_a_reader_that_leaves_early_ends_it_without_a_traceback(server: TritonServer) -> None:
     charonia = (sys.executable, "-m", "charonia.launch.cli")
-    command = [*charonia, "generate", "--url", server.grpc_url, "hello", "--max-tokens", "400"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    arguments = ("hello", "--json", "--max-tokens", "400", "--temperature", "0")
+    # The pipe holds far less than is to be written: however late the reader leaves, it is early.
+    with subprocess.Popen(
+        [*charonia, "generate", "--url", server.grpc_url, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        pipesize=4096,
+    ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
         process.stdout.close()
-        _, error = process.communicate(timeout=30)
+        _, error = process.communicate(timeout=120)
     assert (process.returncode, error) == (EXIT_BROKEN_PIPE, b"")
 
 
