@@ -61,8 +61,9 @@ class Probe:
         self._base = f"http://{http_url}/v2/models"
         self._model = model
         self._stop = stop or threading.Event()
-        # No kept connections: tritonserver would wait for them when it stops.
-        self._client = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
+        # No kept connections: tritonserver would wait for them when it stops. A limit of the pool's
+        # would leave one open that is made while another thread closes the client.
+        self._client = httpx.Client(headers={"Connection": "close"})
 
     def check(self, timeout_s: float, meanwhile: Callable[[], None] = lambda: None) -> ProbeResult:
         """Ask until a step has run, at most `timeout_s` seconds; SILENT when `stop` is set.
