@@ -127,8 +127,11 @@ def test_anybody_may_read_the_index(make_server: MakeServer) -> None:
         assert ready_over_grpc(server) == ALL
         control_over_http(server, "engine", "unload").raise_for_status()
         assert ready_over_grpc(server) == ALL - {"engine"}
-        wait_for(lambda: server.pids("engine"), lambda pids: not pids)
-        states = {entry["name"]: entry["state"] for entry in index(server)}
+        states = wait_for(
+            lambda: {entry["name"]: entry["state"] for entry in index(server)},
+            lambda states: states["engine"] != "UNLOADING",
+        )
+        assert wait_for(lambda: server.pids("engine"), lambda pids: not pids) == []
         assert states == {"engine": "UNAVAILABLE", "generate": "READY", "scheduler": "READY"}
         listed = {entry["name"] for entry in index(server, json={"ready": True})}
         assert listed == ALL - {"engine"}
