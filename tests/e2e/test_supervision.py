@@ -38,7 +38,7 @@ ENDS_S = 50.0  # calls of a lost server: less than `stranded_s`, which is anothe
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 1.5, "seed": 3, "ignore_eos": True}
 ENDLESS = 4000  # tokens: as good as endless, whatever a slow machine takes to mend a fault
-NUM_TOKENS = 1200
+NUM_TOKENS = 600
 """Of a stream whose end is waited for; nothing is compared beyond them."""
 PROCESSES = {
     "engine": 1,
