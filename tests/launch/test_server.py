@@ -106,6 +106,20 @@ def test_all_that_a_stop_waits_for_is_over_in_time() -> None:
     assert END_REQUESTS_S + INDEX_S + EXIT_TIMEOUT_S + STOP_S <= 10
 
 
+def test_a_server_that_is_not_ready_in_time_is_given_up_with_what_it_said_last(
+    make_server: MakeServer, repository: Path
+) -> None:
+    (repository / "load-slowly").touch()
+    log: list[str] = []
+    server = make_server(on_log=log.append)
+    server.start()
+    wait_for(lambda: log, lambda lines: any(SLOW_LINE in line for line in lines))
+    with pytest.raises(LaunchError, match="not ready within 0 s") as caught:
+        server.wait_ready(0)
+    _, _, said = str(caught.value).partition("; it said last: ")
+    assert wait_for(lambda: said in log, bool)
+
+
 def test_a_stop_waits_for_no_model_that_is_being_loaded(
     make_server: MakeServer, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

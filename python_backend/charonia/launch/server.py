@@ -286,7 +286,7 @@ class TritonServer:
 
         Raises:
             LostError: tritonserver ended, or was stopped, after clients could reach it.
-            LaunchError: so it did earlier, or it was not ready in time; with the reason it logged.
+            LaunchError: so it did earlier, or it was not ready in time; with what it logged.
         """
         deadline = time.monotonic() + timeout
         while not self._says_ready():
@@ -294,7 +294,8 @@ class TritonServer:
             if stop is not None and stop.is_set():
                 return
             if time.monotonic() > deadline:
-                raise LaunchError(f"tritonserver was not ready within {timeout:g} s")
+                said = f"; it said last: {self._tail[-1]}" if self._tail else ""
+                raise LaunchError(f"tritonserver was not ready within {timeout:g} s{said}")
             time.sleep(0.05)
         self._is_open = True
 
