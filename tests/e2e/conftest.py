@@ -38,7 +38,7 @@ def endless_checkpoint(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def faulty_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model repository whose engine fails on order (see faulty_engine.py) and takes its time."""
+    """A model repository whose engine fails on order (see faulty_steps.py) and takes its time."""
     return make_faulty_repository(tmp_path_factory.mktemp("faulty") / "model_repository")
 
 

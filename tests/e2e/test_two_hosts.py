@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,30 +193,39 @@ def undisturbed(small_checkpoint: Path) -> list[list[int]]:
     return [list(answer.outputs[0].token_ids) for answer in answers]
 
 
+StartCluster = Callable[[tuple[str, ...]], contextlib.AbstractContextManager[Cluster]]
+
+
 @pytest.fixture(scope="module")
-def cluster(
+def start_cluster(
     small_checkpoint: Path,
     faulty_repository: Path,
     undisturbed: list[list[int]],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Cluster]:
+) -> StartCluster:
+    """Starts both hosts, with these timeouts."""
+
+    @contextlib.contextmanager
+    def start(timeouts: tuple[str, ...]) -> Iterator[Cluster]:
+        log = tmp_path_factory.mktemp("worker") / "log"
+        with running_cluster(small_checkpoint, faulty_repository, timeouts, log) as running:
+            yield Cluster(*running, undisturbed)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def cluster(start_cluster: StartCluster) -> Iterator[Cluster]:
     """Shared by the tests in which no host falls silent, each of which leaves it whole."""
-    log = tmp_path_factory.mktemp("worker") / "log"
-    with running_cluster(small_checkpoint, faulty_repository, PATIENT, log) as (hosts, server):
-        yield Cluster(hosts, server, undisturbed)
+    with start_cluster(PATIENT) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
-def impatient_cluster(
-    small_checkpoint: Path,
-    faulty_repository: Path,
-    undisturbed: list[list[int]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Cluster]:
+def impatient_cluster(start_cluster: StartCluster) -> Iterator[Cluster]:
     """Shared by the tests in which one does, each of which leaves it whole."""
-    log = tmp_path_factory.mktemp("worker") / "log"
-    with running_cluster(small_checkpoint, faulty_repository, IMPATIENT, log) as (hosts, server):
-        yield Cluster(hosts, server, undisturbed)
+    with start_cluster(IMPATIENT) as cluster:
+        yield cluster
 
 
 @contextlib.contextmanager
