@@ -22,6 +22,7 @@ from support.e2e import (
     request_inputs,
     scrape,
     wait_for,
+    wait_idle,
 )
 from support.events import events
 from support.faults import held_loads, paced
@@ -174,6 +175,8 @@ def test_a_lost_process_beside_the_scheduler_comes_back_alone(
         lost = streams.pop().wait_over().error
         assert lost == "in ensemble 'llm', Stub process 'postprocessor_0_0' is not healthy."
     leave_undisturbed(supervised, streams, undisturbed)
+    with paced(supervised.server.repository, 0):
+        wait_idle(supervised.server)  # the request of the stream that was lost runs to its end
     assert supervised.supervisor.num_restarts == num_restarts
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
