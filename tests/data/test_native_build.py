@@ -19,6 +19,7 @@ from charonia.data.ops.native.build import (
     load_kernels,
     supported_isas,
 )
+from support.long import long
 from support.waiting import WAIT_S, eventually
 
 SOURCE = """
@@ -158,6 +159,7 @@ def test_a_library_that_cannot_be_loaded_is_a_reason(cache: Path) -> None:
     assert unavailable()
 
 
+@long
 def test_processes_that_build_at_once_do_not_disturb_each_other(cache: Path) -> None:
     builds = [start_load(build.SOURCE_DIR) for _ in range(2)]
     for process in builds:

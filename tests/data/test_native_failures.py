@@ -189,6 +189,7 @@ def test_an_interpreter_ends_while_threads_of_its_compute() -> None:
     assert run_script(COMPUTE) == (0, "", "")
 
 
+@long
 def test_what_is_registered_to_run_at_the_end_may_compute() -> None:
     at_exit = "import atexit; atexit.register(lambda: print(head(x, x).equal(expected)))\n"
     first, rest = COMPUTE.split("def compute", 1)

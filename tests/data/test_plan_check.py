@@ -22,6 +22,7 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
+from support.long import long
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, NUM_ROWS, BUDGET, VOCAB = 4, 10, 18, 3, 12, 50
 INFO = EngineInfo(
@@ -344,9 +345,20 @@ def with_one_number_changed(draw: st.DrawFn, good: StepPlan) -> StepPlan:
     return msgspec.convert(values, StepPlan)
 
 
-@settings(max_examples=600)
+@settings(max_examples=100)
 @given(plan=plans())
 def test_an_accepted_plan_touches_nothing_out_of_range(plan: StepPlan) -> None:
+    carry_out_if_accepted(plan)
+
+
+@long
+@settings(max_examples=600)
+@given(plan=plans())
+def test_nor_does_any_of_many_more(plan: StepPlan) -> None:
+    carry_out_if_accepted(plan)
+
+
+def carry_out_if_accepted(plan: StepPlan) -> None:
     """What is accepted is carried out on plain lists, and every index is looked at."""
     plan = decode_request(encode(plan))
     rows = occupied()

@@ -14,6 +14,7 @@ from charonia.demo.measure import (
 )
 from charonia.demo.shapes import DRAFT, TARGET
 from charonia.demo.train import CHECKPOINTS
+from support.long import long
 
 FOLDERS = [CHECKPOINTS / shape.name for shape in (TARGET, DRAFT)]
 TOKENIZER = Tokenizer.from_file(str(FOLDERS[0] / "tokenizer.json"))
@@ -54,6 +55,7 @@ def test_a_model_agrees_with_itself_and_less_with_another(temperature: float) ->
     assert agreement(FOLDERS[0], FOLDERS[1], prompts, **settings) < 1
 
 
+@long  # as many edits as the card is made of
 def test_an_edit_counts_up_to_its_first_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     edits = held_out_edits(TOKENIZER, TEXTS, seed=0)
     right = [[*TOKENIZER.encode(measure.edited(edit)).ids, 0] for edit in edits]

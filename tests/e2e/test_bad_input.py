@@ -15,6 +15,7 @@ import tritonclient.grpc as grpc
 from charonia.launch.server import TritonServer
 from support.bystander import Bystander
 from support.e2e import GrpcStream, at_once, error_of, infer_grpc, request_inputs, wait_idle
+from support.long import long
 from support.malformed import CASES, PROMPT, Case
 
 NEVER_SAID = re.compile(r"Traceback|\.py\b|File \"|/(?:tmp|root|home|usr|opt|proc|dev|var|work)/")
@@ -41,6 +42,7 @@ def test_a_malformed_request_gets_a_clear_error(server: TritonServer, case: Case
     check(case, server)
 
 
+@long  # hundreds of malformed requests at once
 def test_a_stream_beside_all_of_them_is_not_disturbed(
     server: TritonServer, server_log: list[str]
 ) -> None:

@@ -38,6 +38,7 @@ from support.e2e import (
     wait_for,
     wait_idle,
 )
+from support.long import long
 
 TIMEOUT = "Request timeout expired [charonia:timeout]"
 PROMPT = "def größer(queue: list[str]) -> int:"
@@ -99,6 +100,7 @@ def test_a_dozen_huge_prompts_disturb_neither_a_stream_nor_a_probe(server: Trito
     assert bystander.token_ids == bystander.undisturbed()
 
 
+@long
 def test_a_thousand_unary_requests_are_each_answered_or_refused(
     narrow_server: TritonServer,
 ) -> None:

@@ -123,7 +123,7 @@ def unloaded(target: Target) -> None:
 
 @pytest.mark.parametrize(
     "prepare",
-    [streams, reload, *(pytest.param(one, marks=long) for one in (nothing, recovery, unloaded))],
+    [streams, *(pytest.param(one, marks=long) for one in (nothing, reload, recovery, unloaded))],
 )
 def test_a_server_that_is_stopped_tells_everybody_and_ends_in_order(target, prepare) -> None:
     prepare(target)

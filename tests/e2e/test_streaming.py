@@ -33,6 +33,7 @@ from support.e2e import (
     text_of,
     wait_idle,
 )
+from support.long import long
 
 NUM_REQUESTS = 50
 NUM_STREAMS = 64
@@ -308,7 +309,7 @@ def test_64_streams_run_at_once_and_each_gets_its_own_text(
     assert len(set(texts)) == NUM_STREAMS
 
 
-@pytest.mark.parametrize("infer", [infer_grpc, infer_http])
+@pytest.mark.parametrize("infer", [infer_grpc, pytest.param(infer_http, marks=long)])
 def test_32_unary_requests_run_at_once(
     server: TritonServer, infer: Callable[..., Response]
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_server_that_ends_as_soon_as_it_is_open_is_started_again(
         assert supervised.supervisor.num_restarts == 1
 
 
-@pytest.mark.parametrize(("num_crashes", "num_restarts"), [(1, 1), (9, 2)])
+@pytest.mark.parametrize(("num_crashes", "num_restarts"), [(1, 1), pytest.param(9, 2, marks=long)])
 def test_a_server_that_crashes_on_its_way_is_started_again_but_not_for_ever(
     make_server: Callable[..., TritonServer],
     repository: Path,

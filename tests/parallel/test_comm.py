@@ -161,7 +161,10 @@ def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["gloo", "shared memory"])
+@pytest.mark.parametrize(
+    "is_shared",
+    [pytest.param(False, marks=long, id="gloo"), pytest.param(True, id="shared memory")],
+)
 def test_a_seat_is_linked_to_its_neighbours(is_shared: bool) -> None:
     """Two parts, two stages, and a draft model on the first two ranks."""
     seats = run(links_of, Topology(2, 2, 2), is_shared=is_shared)

@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_between_steps_is_noticed(
         assert engine.lost.empty()
 
 
-@both_kernels
+@torch_at_length
 def test_a_rank_that_is_killed_in_mid_step_ends_the_step(
     checkpoint: Checkpoint, cpu_kernels: str
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_in_mid_step_ends_the_step(
         assert engine.lost.get(timeout=WAIT_S)
 
 
-@both_kernels
+@torch_at_length
 @pytest.mark.usefixtures("quick_ends")
 def test_a_rank_that_stands_still_is_noticed_between_steps(
     checkpoint: Checkpoint, cpu_kernels: str
@@ -204,7 +204,7 @@ def test_an_error_of_rank_0_alone_is_the_end_of_all_and_no_hang(
     eventually(lambda: not is_alive(engine.pids[1]), "the other rank has ended")
 
 
-@pytest.mark.parametrize("num_further_steps", [0, 10**6])
+@pytest.mark.parametrize("num_further_steps", [pytest.param(0, marks=long), 10**6])
 @torch_at_length
 def test_all_ranks_end_when_the_engines_process_is_killed(
     checkpoint: Checkpoint, cpu_kernels: str, num_further_steps: int
@@ -218,6 +218,7 @@ def test_all_ranks_end_when_the_engines_process_is_killed(
             eventually(lambda pid=pid: not is_alive(pid), "all ranks have ended")  # type: ignore[misc]
 
 
+@long
 def test_a_process_that_stood_still_takes_no_other_for_silent_that_did_as_well(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,16 +30,17 @@ from charonia.parallel.messages import (
 )
 
 COUNT = st.integers(0, 2**62)
+PATHS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
 DIGESTS = st.dictionaries(st.text(), st.text())
 CONFIGS = st.builds(
     SpeculativeConfig,
-    model=st.text(min_size=1),
+    model=PATHS,
     quantization=st.sampled_from(["auto", "int8", None]),
     draft_tensor_parallel_size=st.integers(1, 2),
 )
 ARGS = st.builds(
     EngineArgs,
-    model=st.text(),
+    model=PATHS,
     dtype=st.sampled_from(["auto", "bfloat16"]),
     tensor_parallel_size=st.integers(2, 8),
     rank_timeout_s=st.floats(2, 100),

@@ -33,7 +33,7 @@ from support.waiting import eventually
 
 Checkpoint = Callable[..., Path]
 PROMPT = random_prompt(20)
-KERNELS = ["auto", "torch"]
+KERNELS = ["auto", pytest.param("torch", marks=long)]
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def test_the_demo_pair_says_the_same_on_two_ranks_greedy_and_sampled() -> None:
     "precision",
     [
         {"dtype": "bfloat16"},
-        {"dtype": "float32", "quantization": "int8"},
+        pytest.param({"dtype": "float32", "quantization": "int8"}, marks=long),
         {"dtype": "bfloat16", "quantization": "int8"},
     ],
     ids=lambda precision: ", ".join(precision.values()),

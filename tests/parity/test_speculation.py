@@ -26,7 +26,7 @@ from charonia.text.tokenizer import Tokenizer
 from parity.reference import greedy, random_prompt
 from support.checkpoints import ARCHITECTURES
 from support.devices import DEVICES
-from support.long import one_in
+from support.long import long, one_in
 from support.parity import ONE_THREAD, assert_equal_to, counter
 from support.waiting import WAIT_S
 
@@ -117,8 +117,11 @@ def outcome(output: RequestOutput) -> Outcome:
     ("drafter", "engine_args"),
     [
         *one_in(4, ((drafter, size) for size in SIZES for drafter in reversed(FIXED_DRAFTERS))),
-        *itertools.product(
-            ("adaptive draft_model", "adaptive suffix"), ({"cpu_threads": 2}, FEW_BLOCKS)
+        *one_in(
+            3,
+            itertools.product(
+                ("adaptive draft_model", "adaptive suffix"), ({"cpu_threads": 2}, FEW_BLOCKS)
+            ),
         ),
     ],
     ids=str,
@@ -156,7 +159,7 @@ def test_log_probabilities_of_accepted_tokens_are_those_without_drafts() -> None
 
 
 @pytest.mark.parametrize("precision", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
-@pytest.mark.parametrize("drafter", ["draft_model", "suffix"])
+@pytest.mark.parametrize("drafter", ["draft_model", pytest.param("suffix", marks=long)])
 def test_drafts_change_no_token_of_a_rounded_model(precision: dict[str, str], drafter: str) -> None:
     """What the kernels compute for a token does not hang on what else is in the pass."""
     assert run(open_llm(DRAFTERS[drafter], **precision)) == run(open_llm(None, **precision))
