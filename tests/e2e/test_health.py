@@ -236,3 +236,15 @@ def test_a_server_that_is_not_there_is_not_healthy(capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert "server     FAILED  cannot be reached" in out
     assert err.startswith("charonia: not healthy: server, scheduler, engine, inference")
+
+
+@pytest.mark.parametrize("model", ["scheduler", "tokenizer", "engine", "postprocessor", "generate"])
+def test_a_process_says_what_its_threads_are_doing_when_it_is_asked(
+    server: TritonServer, server_log: list[str], model: str
+) -> None:
+    num_logged = len(server_log)
+    server.stubs()[model][0].send_signal(signal.SIGUSR1)
+    assert wait_for(
+        lambda: any("most recent call first" in line for line in server_log[num_logged:]), bool
+    )
+    assert infer_grpc(server, request_inputs("A request", {"max_tokens": 2}))

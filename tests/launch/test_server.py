@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 import charonia
 from charonia.launch.background import in_background
 from charonia.launch.discovery import Installation
-from charonia.launch.errors import LaunchError
+from charonia.launch.errors import LaunchError, NotReadyError
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import (
     END_REQUESTS_S,
@@ -114,7 +114,7 @@ def test_a_server_that_is_not_ready_in_time_is_given_up_with_what_it_said_last(
     server = make_server(on_log=log.append)
     server.start()
     wait_for(lambda: log, lambda lines: any(SLOW_LINE in line for line in lines))
-    with pytest.raises(LaunchError, match="not ready within 0 s") as caught:
+    with pytest.raises(NotReadyError, match="not ready within 0 s") as caught:
         server.wait_ready(0)
     _, _, said = str(caught.value).partition("; it said last: ")
     assert wait_for(lambda: said in log, bool)

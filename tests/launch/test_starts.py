@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,21 @@ def test_a_server_that_ends_as_soon_as_it_is_open_is_started_again(
     with Supervised(server, ONE_FAILURE) as supervised:
         supervised.wait_serving()
         assert supervised.supervisor.num_restarts == 1
+
+
+def test_a_server_that_stands_still_on_its_way_is_started_again(
+    make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience, wait_ready = [0.0], TritonServer.wait_ready
+
+    def wait_less_at_first(server: TritonServer, timeout: float, *rest: Any) -> None:
+        wait_ready(server, patience.pop() if patience else timeout, *rest)
+
+    monkeypatch.setattr(TritonServer, "wait_ready", wait_less_at_first)
+    with Supervised(make_server(), ONE_FAILURE) as supervised:
+        supervised.wait_serving()
+        (restart,) = events(supervised.lines, "server_restarting")
+        assert restart["reason"].startswith("tritonserver was not ready within 0 s")
 
 
 @pytest.mark.parametrize(("num_crashes", "num_restarts"), [(1, 1), pytest.param(9, 2, marks=long)])

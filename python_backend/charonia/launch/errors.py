@@ -21,3 +21,9 @@ class CrashError(LaunchError):
     """The server crashed on its way up. tritonserver 2.51.0 was seen to do so on an overloaded
     machine while models were loaded (boost::interprocess::lock_exception; others see it under load:
     https://github.com/triton-inference-server/server/issues/8882). So once is worth another try."""
+
+
+class NotReadyError(LaunchError):
+    """The server was not ready in time. tritonserver 2.51.0 was seen to stand still on its way up,
+    when the engine had loaded its weights, once in some hundreds of starts. So once is worth
+    another try."""

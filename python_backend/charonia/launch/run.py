@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from charonia.launch.cores import cores_beside_engine
-from charonia.launch.errors import CrashError
+from charonia.launch.errors import CrashError, NotReadyError
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.repository import (
     PreparedRepository,
@@ -86,11 +86,11 @@ def running_server(
 
 
 def _start(server: TritonServer, probe: Probe, timeout: float) -> None:
-    """Start a server; where it crashes on its way, once more."""
+    """Start a server; where it crashes or stands still on its way, once more."""
     server.start()
     try:
         wait_serving(server, probe, timeout)
-    except CrashError:
+    except (CrashError, NotReadyError):
         server.kill()
         server.start()
         wait_serving(server, probe, timeout)

@@ -24,7 +24,7 @@ from tritonclient.utils import InferenceServerException
 
 from charonia.launch import processes
 from charonia.launch.discovery import PACKAGE_PARENT, default_repository, find_tritonserver
-from charonia.launch.errors import CrashError, LaunchError, LostError
+from charonia.launch.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.launch.guard import make_guard
 from charonia.launch.logs import crash_reason, failure_reason, is_interesting
 from charonia.launch.metrics_http import PageServer
@@ -33,6 +33,7 @@ from charonia.launch.patience import STOPPED_S
 from charonia.launch.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.stacks import stack_limit
 from charonia.serving.cores import VARIABLE
+from charonia.serving.model_process import STACKS_SIGNAL
 from charonia.serving.server_options import keyed_name
 from charonia.serving.succession import SUCCESSION_SOCKET, step_down
 
@@ -46,6 +47,7 @@ INDEX_S = 0.5  # that tritonserver takes at most to say what it is loading, befo
 EXIT_TIMEOUT_S = 6  # in which tritonserver unloads the project's own models, or gives up
 EXIT_PER_MODEL_S = 0.5  # for each further one: it unloads them one after the other
 STOP_S = 1.0  # later the server is killed
+STACKS_S = 1.0  # in which a process says what its threads are doing
 LOG_TAIL_LINES = 200
 _CRASHES = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV)
 OPEN_LINE = "Started GRPCInferenceService"
@@ -286,7 +288,9 @@ class TritonServer:
 
         Raises:
             LostError: tritonserver ended, or was stopped, after clients could reach it.
-            LaunchError: so it did earlier, or it was not ready in time; with what it logged.
+            LaunchError: so it did earlier; with what it logged.
+            NotReadyError: it was not ready in time; with what it logged, and as a note with what
+                the threads of its models were doing.
         """
         deadline = time.monotonic() + timeout
         while not self._says_ready():
@@ -294,10 +298,19 @@ class TritonServer:
             if stop is not None and stop.is_set():
                 return
             if time.monotonic() > deadline:
-                said = f"; it said last: {self._tail[-1]}" if self._tail else ""
-                raise LaunchError(f"tritonserver was not ready within {timeout:g} s{said}")
+                raise self._not_ready(timeout)
             time.sleep(0.05)
         self._is_open = True
+
+    def _not_ready(self, timeout: float) -> NotReadyError:
+        said = f"; it said last: {self._tail[-1]}" if self._tail else ""
+        error = NotReadyError(f"tritonserver was not ready within {timeout:g} s{said}")
+        for process in [each for stubs in self.stubs().values() for each in stubs]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(STACKS_SIGNAL)
+        time.sleep(STACKS_S)
+        error.add_note("\n".join(self._tail))
+        return error
 
     def raise_if_lost(self, stopped_s: float = STOPPED_S) -> None:
         """Raise as `wait_ready` does if tritonserver has ended, or is stopped for so long."""

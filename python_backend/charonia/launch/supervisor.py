@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from charonia.events import event
-from charonia.launch.errors import CrashError, LaunchError, LostError
+from charonia.launch.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.probe import Probe, wait_serving
 from charonia.launch.server import TritonServer
@@ -63,13 +63,14 @@ class Supervisor:
         """Serve until `stop` is set; the server is stopped then.
 
         Raises:
-            LaunchError: the first start failed, but by no crash, or too many in a row.
+            LaunchError: the first start failed, and another try would as well; or too many in a
+                row did.
         """
         probe = Probe(self._server.http_url, self._scheduler, self._stop)
         try:
             try:
                 self._start(probe)
-            except (CrashError, LostError) as error:
+            except (CrashError, LostError, NotReadyError) as error:
                 self._restart(probe, str(error), served_s=0.0)
             while not self._stop.is_set():
                 started = time.monotonic()

@@ -4,12 +4,17 @@ Owns what such a process gets from tritonserver and must not keep, and where it 
 not know models.
 """
 
+import faulthandler
 import locale
 import os
+import signal
 import socket
 import stat
 import sys
 from collections.abc import Callable
+
+STACKS_SIGNAL = signal.SIGUSR1
+"""Has a process write to the log what each of its threads is doing."""
 
 
 def start(model_name: str) -> Callable[[str], None]:
@@ -21,6 +26,7 @@ def start(model_name: str) -> Callable[[str], None]:
     # The stub's interpreter decodes files as ASCII otherwise, also inside libraries.
     locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
     close_inherited_connections()
+    faulthandler.register(STACKS_SIGNAL)
 
     def log(line: str) -> None:
         # In one piece: all models and tritonserver write to the same pipe.
