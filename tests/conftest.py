@@ -17,6 +17,10 @@ settings.load_profile("patient")
 WAITING = ("client", "e2e", "launch", "parallel")
 """Folders of tests that wait for servers and processes more than they compute."""
 
+COVERING = ("control", "engine", "text")
+"""Folders of tests that cover what the coverage gate asks for. Others are not traced: it costs them
+a third of their time."""
+
 # Torch's threads would spin while they wait for each other, and keep the cores from the tests
 # beside these: on two busy cores that took twice the time. Before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -30,8 +34,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     waiting, computing = [], []
     for path, own in files.items():
-        is_waiting = path.relative_to(tests).parts[0] in WAITING
-        (waiting if is_waiting else computing).append(own)
+        folder = path.relative_to(tests).parts[0]
+        (waiting if folder in WAITING else computing).append(own)
+        for item in own if folder not in COVERING else ():
+            item.add_marker("no_cover")
     turns = zip_longest(waiting, computing, fillvalue=[])
     items[:] = chain.from_iterable(chain.from_iterable(turns))
 

@@ -370,6 +370,14 @@ def test_ranks_of_requests_that_left_the_queue_do_not_pile_up():
     assert queue.first() is None
 
 
+def test_a_probe_is_in_no_count_of_tokens():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", is_probe=True))
+    run_to_end(scheduler, EchoExecutor(block_size=LIMITS.block_size))
+    assert scheduler.stats.prompt_tokens_computed == 0
+    assert scheduler.stats.prefix_queried_tokens == 0
+
+
 # ---------------------------------------------------------------------- several steps in flight
 
 

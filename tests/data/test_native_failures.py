@@ -197,6 +197,7 @@ def test_what_is_registered_to_run_at_the_end_may_compute() -> None:
     assert run_script(f"{before_the_kernels}def compute{rest}") == (0, "True\n", "")
 
 
+@long
 def test_a_child_that_is_forked_while_threads_compute_can_compute() -> None:
     assert run_script(COMPUTE + FORK) == (0, "computed\n", "")
 

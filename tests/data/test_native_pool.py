@@ -171,6 +171,7 @@ thread.join()
 """
 
 
+@long
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_second_model_of_a_process_gets_as_many_cores_as_the_first() -> None:
     result = subprocess.run(

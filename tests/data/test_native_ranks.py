@@ -28,7 +28,7 @@ from charonia.errors import RankLostError
 from charonia.parallel.comm import SharedMemoryComm
 from charonia.protocol import KVLayout
 from support.kernels import ISAS, kernels_for, native_ops
-from support.long import one_in
+from support.long import long, one_in
 from support.memory import limited_memory
 from support.ranks import LONG, Ranks, shared_memory
 
@@ -296,6 +296,7 @@ def test_a_rank_that_fails_in_the_middle_of_layers_ends_the_others_waiting() -> 
     assert "memory" in second or "bad_alloc" in second
 
 
+@long
 def test_layers_that_wait_for_ranks_let_other_threads_run() -> None:
     """Else no thread could tell them that the wait is in vain."""
     with shared_memory(2) as fd, ThreadPoolExecutor(1) as threads:

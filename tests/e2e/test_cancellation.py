@@ -208,7 +208,9 @@ def test_a_waiting_request_is_cancelled_before_it_ever_ran(server: TritonServer)
     wait_idle(server)
 
 
-@pytest.mark.parametrize("model", ["generate", "llm", "scheduler"])
+@pytest.mark.parametrize(
+    "model", ["scheduler", *(pytest.param(model, marks=long) for model in ("generate", "llm"))]
+)
 def test_a_whole_answer_that_is_cancelled_has_what_there_is_of_it(
     server: TritonServer, model: str
 ) -> None:

@@ -22,6 +22,7 @@ from support.e2e import (
     wait_idle,
 )
 from support.live_stream import LiveStream
+from support.long import long
 
 PROMPT = [1, 2, 3]
 SAMPLING = {"seed": 1, "ignore_eos": True}
@@ -106,6 +107,7 @@ def test_a_scheduler_loaded_over_another_takes_over_and_ends_its_requests(
     assert server.is_running
 
 
+@long
 def test_loading_the_ensemble_again_and_again_leaves_the_server_whole(server: TritonServer) -> None:
     expected = short_answers(server)
     for _ in range(3):

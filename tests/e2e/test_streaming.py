@@ -288,6 +288,7 @@ def most_running(server: TritonServer) -> Iterator[Callable[[], float]]:
     thread.join()
 
 
+@long
 def test_64_streams_run_at_once_and_each_gets_its_own_text(
     server: TritonServer, most_running: Callable[[], float]
 ) -> None:

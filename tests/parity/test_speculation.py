@@ -137,7 +137,7 @@ def test_drafts_change_no_token(
         assert 0 < counter(llm, "accepted_tokens") < counter(llm, "draft_tokens")
 
 
-@pytest.mark.parametrize("drafter", ["draft_model", "suffix"])
+@pytest.mark.parametrize("drafter", ["draft_model", pytest.param("suffix", marks=long)])
 def test_drafts_behind_a_prefix_hit_change_no_token(expected: list[Outcome], drafter: str) -> None:
     llm = open_llm(DRAFTERS[drafter])
     assert run(llm, times=2) == expected
@@ -240,7 +240,7 @@ def test_any_model_may_draft_for_any_other(
 @pytest.mark.parametrize(
     ("engine_args", "quantization", "target_ids", "draft_ids"),
     one_in(
-        3,
+        5,
         (
             (*engine, *sizes)
             for engine, sizes in itertools.product(
