@@ -242,9 +242,8 @@ def test_a_server_that_is_not_there_is_not_healthy(capsys: pytest.CaptureFixture
 def test_a_process_says_what_its_threads_are_doing_when_it_is_asked(
     server: TritonServer, server_log: list[str], model: str
 ) -> None:
-    num_logged = len(server_log)
-    server.stubs()[model][0].send_signal(signal.SIGUSR1)
-    assert wait_for(
-        lambda: any("most recent call first" in line for line in server_log[num_logged:]), bool
-    )
+    num_logged, pids = len(server_log), server.pids(model)
+    os.kill(pids[0], signal.SIGUSR1)
+    assert wait_for(lambda: "most recent call first" in "\n".join(server_log[num_logged:]), bool)
     assert infer_grpc(server, request_inputs("A request", {"max_tokens": 2}))
+    assert server.pids(model) == pids

@@ -131,3 +131,14 @@ def test_a_process_counts_as_stopped_from_when_that_was_first_seen() -> None:
         finally:
             sleeper.kill()
     assert stops.seconds(sleeper.pid, 5.0) == 0
+
+
+def test_a_process_says_which_signals_it_catches() -> None:
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        assert processes.catches(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert not processes.catches(os.getpid(), signal.SIGUSR2)
+    with pytest.raises(OSError, match="No such file"):
+        processes.catches(2**22 + 1, signal.SIGUSR2)

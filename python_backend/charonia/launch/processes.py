@@ -103,6 +103,18 @@ class Stops:
         return now - self._since.setdefault(pid, now)
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def kill_session(leader: int, timeout: float = 5.0) -> None:
     """SIGKILL the session until nobody is left; SIGKILL also ends stopped processes.
 

@@ -298,17 +298,18 @@ class TritonServer:
             if stop is not None and stop.is_set():
                 return
             if time.monotonic() > deadline:
-                raise self._not_ready(timeout)
+                raise self._not_ready(timeout, stop or threading.Event())
             time.sleep(0.05)
         self._is_open = True
 
-    def _not_ready(self, timeout: float) -> NotReadyError:
+    def _not_ready(self, timeout: float, stop: threading.Event) -> NotReadyError:
         said = f"; it said last: {self._tail[-1]}" if self._tail else ""
         error = NotReadyError(f"tritonserver was not ready within {timeout:g} s{said}")
         for process in [each for stubs in self.stubs().values() for each in stubs]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(STACKS_SIGNAL)
-        time.sleep(STACKS_S)
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
+                if processes.catches(process.pid, STACKS_SIGNAL):  # it would end others
+                    process.send_signal(STACKS_SIGNAL)
+        stop.wait(STACKS_S)
         error.add_note("\n".join(self._tail))
         return error
 

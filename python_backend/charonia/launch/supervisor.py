@@ -70,8 +70,11 @@ class Supervisor:
         try:
             try:
                 self._start(probe)
-            except (CrashError, LostError, NotReadyError) as error:
+            except (CrashError, LostError) as error:
                 self._restart(probe, str(error), served_s=0.0)
+            except NotReadyError as error:  # what is only slow would be so each time
+                self._log(event("server_restarting", restarts=self.num_restarts, reason=str(error)))
+                self._renew(probe)
             while not self._stop.is_set():
                 started = time.monotonic()
                 reason = self._watch(probe)
