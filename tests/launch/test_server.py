@@ -118,6 +118,7 @@ def test_a_server_that_is_not_ready_in_time_is_given_up_with_what_it_said_last(
         server.wait_ready(0)
     _, _, said = str(caught.value).partition("; it said last: ")
     assert wait_for(lambda: said in log, bool)
+    assert said in caught.value.__notes__[0]
 
 
 def test_a_stop_waits_for_no_model_that_is_being_loaded(

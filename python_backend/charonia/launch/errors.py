@@ -24,6 +24,6 @@ class CrashError(LaunchError):
 
 
 class NotReadyError(LaunchError):
-    """The server was not ready in time. tritonserver 2.51.0 was seen to stand still on its way up,
-    when the engine had loaded its weights, once in some hundreds of starts. So once is worth
-    another try."""
+    """The server was not ready in time. Three starts were seen to stand still after the engine had
+    loaded its weights, in tritonserver or in the engine's process, it is not known which. So once
+    is worth another try, and what stood still is to be kept: see its notes."""

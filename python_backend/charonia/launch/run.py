@@ -5,6 +5,7 @@ the demo, the benchmark, the tests. `charonia serve` does the same under a super
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,9 @@ def _start(server: TritonServer, probe: Probe, timeout: float) -> None:
     server.start()
     try:
         wait_serving(server, probe, timeout)
-    except (CrashError, NotReadyError):
+    except (CrashError, NotReadyError) as error:
+        said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        print(f"charonia: {said}\ncharonia: starting it once more", file=sys.stderr, flush=True)
         server.kill()
         server.start()
         wait_serving(server, probe, timeout)
