@@ -24,6 +24,6 @@ class CrashError(LaunchError):
 
 
 class NotReadyError(LaunchError):
-    """The server was not ready in time. Three starts were seen to stand still after the engine had
-    loaded its weights, in tritonserver or in the engine's process, it is not known which. So once
-    is worth another try, and what stood still is to be kept: see its notes."""
+    """The server was not ready in time. Three starts were seen to stand still. Of one it is known
+    that the engine had loaded its weights, of none whether tritonserver or the engine stood still.
+    So once is worth another try, and the error's notes say what was going on."""
