@@ -351,7 +351,7 @@ def test_an_engine_that_cannot_be_loaded_fails_requests_with_the_reason_until_it
         assert is_up == 0
     finally:
         model_json.write_text(right, encoding="utf-8")
-    assert wait_for(target.is_engine_ready, bool)
+    assert wait_for(lambda: scrape(target.server)["charonia_engine_up"], bool) == 1
     assert finish(target.repository, start_streams(target.urls)) == undisturbed
     after = target.settle()
     assert after.num_restarts == before.num_restarts + 1

@@ -27,6 +27,7 @@ from support.long import long
 PROMPT = [1, 2, 3]
 SAMPLING = {"seed": 1, "ignore_eos": True}
 LONG, SHORT = 3000, 8
+NUM_HTTP_THREADS = 8  # of tritonserver's, by default
 
 
 def load(server: TritonServer, model: str) -> None:
@@ -128,6 +129,28 @@ def test_streams_outlive_the_models_around_the_scheduler(server: TritonServer) -
         stream.wait_over()
         assert (stream.error, stream.token_ids) == (None, undisturbed)
     assert short_answers(server) == expected
+
+
+def test_http_streams_whose_thread_carries_out_a_load_come_to_their_ends(
+    server: TritonServer,
+) -> None:
+    # It is late for more responses than Triton's queue of such a thread holds.
+    undisturbed = start(server, "scheduler", max_tokens=LONG).wait_over().token_ids
+    sampling = SAMPLING | {"max_tokens": LONG}
+    streams = [
+        LiveStream(server.http_url, PROMPT, protocol="http", **sampling)
+        for _ in range(2 * NUM_HTTP_THREADS)
+    ]
+    for stream in streams:
+        stream.wait_tokens(3)
+    (server.repository / "generate" / "1" / "model.py").touch()
+    name = server.control_name("generate")
+    url = f"http://{server.http_url}/v2/repository/models/{name}/load"
+    assert httpx.post(url, json={}, timeout=ANSWER_TIMEOUT_S).status_code == 200
+    for stream in streams:
+        stream.wait_over()
+        assert (stream.error, stream.token_ids) == (None, undisturbed)
+    wait_alone(server, "generate")
 
 
 def test_a_scheduler_that_was_unloaded_serves_again_once_it_is_loaded(server: TritonServer) -> None:

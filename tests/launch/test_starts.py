@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from support.supervised import ALLOWED_S, Supervised
 
 ONE_FAILURE = dataclasses.replace(UNPROBED, max_failed_starts=1)
 TWO_FAILURES = dataclasses.replace(UNPROBED, max_failed_starts=2)
+SILENT_S = 3.0
 
 
 @pytest.mark.parametrize("victim", ["tritonserver", pytest.param("scheduler", marks=long)])
@@ -161,3 +163,21 @@ def test_a_tritonserver_that_is_stopped_during_its_start_is_not_waited_for(
     ):
         wait_serving(server, probe, ALLOWED_S, stopped_s=0.5)
     assert caught.type is error
+
+
+def test_a_model_that_is_silent_for_a_while_as_it_loads_is_waited_for(
+    make_server: Callable[..., TritonServer], repository: Path
+) -> None:
+    # As on a busy machine. Triton itself gives it up after a second, and never gets ready.
+    (repository / "load-slowly").touch()
+    log: list[str] = []
+    server = make_server(on_log=log.append)
+    server.start()
+    assert wait_for(lambda: any("loads slowly" in line for line in log), bool)
+    (pid,) = server.pids("engine")
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(SILENT_S)
+    os.kill(pid, signal.SIGCONT)
+    (repository / "load-slowly").unlink()
+    server.wait_ready()
+    assert server.pids("engine") == [pid]

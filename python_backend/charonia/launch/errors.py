@@ -18,12 +18,10 @@ class LostError(LaunchError):
 
 
 class CrashError(LaunchError):
-    """The server crashed on its way up. tritonserver 2.51.0 was seen to do so on an overloaded
-    machine while models were loaded (boost::interprocess::lock_exception; others see it under load:
-    https://github.com/triton-inference-server/server/issues/8882). So once is worth another try."""
+    """The server crashed on its way up. On a busy machine it may, where waits.c is not in front of
+    it; no other cause is known. So once is worth another try."""
 
 
 class NotReadyError(LaunchError):
-    """The server was not ready in time. Three starts were seen to stand still. Of one it is known
-    that the engine had loaded its weights, of none whether tritonserver or the engine stood still.
-    So once is worth another try, and the error's notes say what was going on."""
+    """The server was not ready in time, perhaps for the same reason. So once is worth another try,
+    and the error's notes say what was going on."""

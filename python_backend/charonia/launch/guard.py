@@ -1,4 +1,4 @@
-"""What stands in front of the embedded tritonserver's own library: guard.c says why.
+"""What stands in front of the embedded tritonserver's libraries: guard.c and waits.c say why.
 
 Owns its compilation, once per run, and that tritonserver loads it. Must not know requests.
 """
@@ -16,7 +16,7 @@ from charonia.serving.server_options import KEY_VARIABLE
 
 MAX_ELEMENTS = 2**24
 """Of any input of any model; the longest prompt has a quarter of that."""
-_SOURCE = Path(__file__).with_suffix(".c")
+_SOURCES = [str(Path(__file__).with_name(name)) for name in ("guard.c", "waits.c")]
 _FLAGS = (
     *("-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
     f"-DMAX_ELEMENTS={MAX_ELEMENTS}",
@@ -31,7 +31,7 @@ class Guard:
 
     Attributes:
         preload: what it is to load; None where nothing is needed, or there is an obstacle.
-        obstacle: why it is open to requests that end it; empty where it is not.
+        obstacle: why it is open to requests that end it, and does not wait; empty where neither is.
     """
 
     preload: Path | None = None
@@ -77,7 +77,7 @@ def make_guard(installation: Installation, directory: Path) -> Guard:
         return Guard()
     library = directory / "guard.so"
     compiler = shlex.split(os.environ.get("CC", "cc"))
-    command = [*compiler, *_FLAGS, "-o", str(library), str(_SOURCE), "-ldl"]
+    command = [*compiler, *_FLAGS, "-o", str(library), *_SOURCES, "-ldl"]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except OSError as error:
