@@ -25,6 +25,7 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
+from charonia.serving import server_watch
 from charonia.serving.bls import STEPS_SOCKET, BlsExecutor, _last_words
 from charonia.serving.engine_model import clean, kill_processes
 from charonia.serving.liveness import start_time
@@ -202,6 +203,8 @@ def test_a_server_that_refuses_calls_is_shutting_down_once_it_has_had_requests(
             assert may_ask_again.wait(WAIT_S)
 
     monkeypatch.setattr(executor._server, "_ask", ask_and_wait)
+    monkeypatch.setattr(server_watch, "_ASK_FOR_S", WAIT_S)
+    executor._server.want()
     assert asked.wait(WAIT_S)
     executor.check()
     assert executor.submit(StepPlan(epoch=1, step_id=0, reset=True)).result(WAIT_S) == RESULT

@@ -1,6 +1,7 @@
 """What is asked of Triton about the engine, and a server that is shutting down."""
 
 import threading
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from charonia.errors import (
     ServerStartingError,
     ServerStoppingError,
 )
+from charonia.serving import server_watch
 from charonia.serving.engine_model import EngineModel, is_reload
 from charonia.serving.grpc_control import ControlError
 from charonia.serving.server_watch import ServerWatch
@@ -140,7 +142,8 @@ def test_a_server_that_has_not_loaded_all_its_models_is_not_shutting_down(tmp_pa
         asked.check_server()
 
 
-def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down():
+def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down(monkeypatch):
+    monkeypatch.setattr(server_watch, "_ASK_FOR_S", WAIT_S)
     errors = [
         ServerStartingError("not yet"),
         AttributeError("a bug"),
@@ -154,6 +157,7 @@ def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down(
 
     log: list[str] = []
     watch = ServerWatch(ask, log=log.append)
+    watch.want()
     watch.start()
     assert watch._thread is not None
     watch._thread.join(WAIT_S)
@@ -163,7 +167,8 @@ def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down(
     assert log == ['server_watch_failed reason="AttributeError: a bug"']
 
 
-def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself():
+def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself(monkeypatch):
+    monkeypatch.setattr(server_watch, "_ASK_FOR_S", WAIT_S)
     is_asked, is_stopping = threading.Event(), threading.Event()
 
     def ask() -> None:
@@ -173,6 +178,7 @@ def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself():
 
     watch = ServerWatch(ask, log=print)
     watch.check()
+    watch.want()
     watch.start()
     watch.start()
     assert is_asked.wait(WAIT_S)
@@ -182,6 +188,24 @@ def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself():
     with pytest.raises(ServerStoppingError):
         watch.check()
     watch.close()
+
+
+def test_a_server_is_asked_only_as_long_as_steps_are_waited_for(monkeypatch):
+    # Triton neither answers nor survives what it is asked while it finalizes who asks.
+    monkeypatch.setattr(server_watch, "_ASK_EVERY_S", 0.01)
+    asked = threading.Semaphore(0)
+    watch = ServerWatch(asked.release, log=print)
+    watch.start()
+    try:
+        assert not asked.acquire(timeout=0.2)
+        watch.want()
+        assert asked.acquire(timeout=WAIT_S)
+        time.sleep(2 * server_watch._ASK_FOR_S)
+        while asked.acquire(blocking=False):
+            pass
+        assert not asked.acquire(timeout=0.2)
+    finally:
+        watch.close()
 
 
 def test_a_watch_that_never_started_can_be_closed():

@@ -5,7 +5,7 @@ engine is loaded: that is `engine_model`'s.
 
     submit() ──► socket ──► engine ──► socket ──► result()      every step
     a second connection: does the engine live                   every second, see `liveness`
-    a question to Triton: does the server shut down             all the time, see `server_watch`
+    a question to Triton: does the server shut down             beside steps, see `server_watch`
     open(): a thread finds the engine, or has it loaded         see `engine_model`
 
 A message over BLS crosses tritonserver, which costs five or six wake-ups of sleeping threads each
@@ -67,6 +67,7 @@ class _Step:
 
     def result(self, timeout: float | None) -> StepResult:
         """As `Pending.result`. An engine that does not live is noticed within seconds."""
+        self._server.want()
         self._server.check()
         if self._failure is not None:
             raise self._failure
