@@ -131,6 +131,7 @@ def test_streams_outlive_the_models_around_the_scheduler(server: TritonServer) -
     assert short_answers(server) == expected
 
 
+@long
 def test_http_streams_whose_thread_carries_out_a_load_come_to_their_ends(
     server: TritonServer,
 ) -> None:
