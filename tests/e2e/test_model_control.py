@@ -20,6 +20,7 @@ from support.e2e import (
     stream_grpc,
     wait_for,
     wait_idle,
+    wait_running,
 )
 from support.live_stream import LiveStream
 from support.long import long
@@ -162,6 +163,28 @@ def test_a_scheduler_that_was_unloaded_serves_again_once_it_is_loaded(server: Tr
     load(server, "scheduler")
     assert short_answers(server) == expected
     wait_alone(server, "scheduler")
+
+
+def test_a_scheduler_is_unloaded_and_loaded_over_while_only_a_front_has_requests(
+    server: TritonServer,
+) -> None:
+    """Triton counts none of them at the scheduler, so it does not wait for their end."""
+    expected = short_answers(server)
+    sampling = SAMPLING | {"max_tokens": ENDLESS}
+    for change in (unload, load):
+        requests = [
+            LiveStream(server.grpc_url, PROMPT, protocol="unary", model="generate", **sampling)
+            for _ in range(3)
+        ]
+        wait_running(server, len(requests))
+        change(server, "scheduler")
+        for request in requests:
+            assert "[charonia:" in (request.wait_over().error or ""), request.error
+        if change is unload:
+            wait_alone(server, "scheduler", num_processes=0)
+            load(server, "scheduler")
+        assert short_answers(server) == expected
+        wait_alone(server, "scheduler")
 
 
 def test_a_scheduler_that_finds_its_engine_dead_has_it_replaced(server: TritonServer) -> None:

@@ -15,7 +15,7 @@ from charonia.launch import server as launch_server
 from charonia.launch.cli import main
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from support.e2e import ONE_THREAD, wait_for
+from support.e2e import ONE_THREAD, wait_for, wait_running
 from support.events import events
 from support.faults import order_fault
 from support.leftovers import leftovers
@@ -134,6 +134,22 @@ def test_a_server_that_is_stopped_tells_everybody_and_ends_in_order(target, prep
     after = target.log[before:]
     assert events(after, "engine_died") == events(after, "engine_load_failed") == []
     assert [line for line in after if any(crash in line for crash in CRASHES)] == []
+
+
+def test_requests_of_a_front_alone_are_told_when_others_stop_the_server(target) -> None:
+    """Triton waits for those, and counts none of the scheduler's."""
+    url, sampling = target.server.grpc_url, {"max_tokens": 3900, "ignore_eos": True}
+    requests = [
+        LiveStream(url, [1, 2, index], protocol="unary", model="generate", **sampling)
+        for index in range(3)
+    ]
+    wait_running(target.server, len(requests))
+    process = target.server._process
+    process.terminate()
+    for request in requests:
+        assert "the server is shutting down" in (request.wait_over().error or ""), request.error
+    assert process.wait(PATIENCE_S) == 0
+    assert events(target.log, "engine_died") == []
 
 
 def test_a_server_that_others_stop_tells_those_whom_it_still_can(target) -> None:

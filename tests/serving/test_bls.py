@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from charonia.engine.opening import EngineOpening
 from charonia.errors import (
     EngineDiedError,
     EngineUnloadedError,
@@ -25,17 +26,18 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving import server_watch
+from charonia.serving import bls
 from charonia.serving.bls import STEPS_SOCKET, BlsExecutor, _last_words
-from charonia.serving.engine_model import clean, kill_processes
+from charonia.serving.engine_model import kill_processes
 from charonia.serving.liveness import start_time
+from charonia.serving.readiness import clean
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
 from support.model_control import FakeControl
 from support.sockets import INFO
-from support.waiting import WAIT_S
+from support.waiting import WAIT_S, eventually
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -128,26 +130,50 @@ def engine(tmp_path: Path) -> Iterator[SlowEngine]:
     engine.server.close()
 
 
-class RefusingTriton:
-    """Triton before it has loaded all its models, or while it shuts down."""
+class Triton:
+    """Says the same to each question by BLS: here, that it is not ready.
+
+    Attributes:
+        num_asked: how often it was asked. has_requests: whether it waits for requests of who asks.
+    """
 
     class TritonModelException(Exception):
         pass
 
-    @classmethod
-    def InferenceRequest(cls, **values: object) -> Any:
-        raise cls.TritonModelException("Server not ready")
+    def __init__(self) -> None:
+        self.says = "Server not ready"
+        self.num_asked = 0
+        self.has_requests = False
+
+    def InferenceRequest(self, **values: object) -> Any:
+        self.num_asked += 1
+        raise self.TritonModelException(self.says)
+
+
+def opened(executor: BlsExecutor) -> EngineOpening:
+    """The engine was looked for, and there or not."""
+    is_done = threading.Event()
+    opening = executor.open(replace=False, on_done=is_done.set)
+    assert is_done.wait(WAIT_S)
+    return opening
 
 
 @pytest.fixture
-def executor(tmp_path: Path, engine: SlowEngine) -> Iterator[BlsExecutor]:
-    """Which asks nothing of the server, however long a test takes."""
-    executor = BlsExecutor(RefusingTriton, "engine", tmp_path, FakeControl(), log=lambda line: None)
-    executor._server._ask = lambda: None
-    opened = threading.Event()
-    opening = executor.open(replace=False, on_done=opened.set)
-    assert opened.wait(WAIT_S)
-    assert opening.result() == INFO
+def triton() -> Triton:
+    return Triton()
+
+
+@pytest.fixture
+def executor(tmp_path: Path, triton: Triton, engine: SlowEngine) -> Iterator[BlsExecutor]:
+    executor = BlsExecutor(
+        triton,
+        "engine",
+        tmp_path,
+        FakeControl(),
+        has_requests=lambda: triton.has_requests,
+        log=lambda line: None,
+    )
+    assert opened(executor).result() == INFO
     yield executor
     engine.reads.set()
     executor.close()
@@ -189,27 +215,51 @@ def test_a_plan_that_is_too_long_fails_alone(
 
 
 def test_a_server_that_refuses_calls_is_shutting_down_once_it_has_had_requests(
-    executor: BlsExecutor, engine: SlowEngine, monkeypatch: pytest.MonkeyPatch
+    executor: BlsExecutor, engine: SlowEngine, triton: Triton
 ) -> None:
     """Also where it took no call before it was stopped: its first requests show that it served."""
     engine.reads.set()
-    asked, may_ask_again = threading.Event(), threading.Event()
-
-    def ask_and_wait() -> None:
-        try:
-            executor._model.check_server()
-        finally:
-            asked.set()
-            assert may_ask_again.wait(WAIT_S)
-
-    monkeypatch.setattr(executor._server, "_ask", ask_and_wait)
-    monkeypatch.setattr(server_watch, "_ASK_FOR_S", WAIT_S)
-    executor._server.want()
-    assert asked.wait(WAIT_S)
+    triton.has_requests = True
+    eventually(lambda: triton.num_asked >= 2)
     executor.check()
     assert executor.submit(StepPlan(epoch=1, step_id=0, reset=True)).result(WAIT_S) == RESULT
-    may_ask_again.set()
     assert executor._server._thread is not None
     executor._server._thread.join(WAIT_S)
     with pytest.raises(ServerStoppingError):
         executor.check()
+
+
+def test_what_a_front_was_told_ends_steps(executor: BlsExecutor, triton: Triton) -> None:
+    pending = executor.submit(LONG_PLAN)
+    executor.note_server_stopping()
+    with pytest.raises(ServerStoppingError):
+        pending.result(0.0)
+    assert triton.num_asked == 0
+
+
+def test_an_idle_scheduler_does_not_ask_triton_at_once_when_its_engine_goes(
+    executor: BlsExecutor, engine: SlowEngine, triton: Triton, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton may be finalizing both of them, and answers no question of a model that it ends."""
+    triton.says = "Model 'engine' is not ready"
+    connection = next(iter(engine.server._served))
+    connection.send(encode(Farewell()))
+    engine.reads.set()
+    engine.server.close()
+    with pytest.raises(EngineUnloadedError):
+        executor.check()
+    for _ in range(3):
+        with pytest.raises(EngineUnloadedError):
+            opened(executor).result()
+    assert triton.num_asked == 0
+    triton.has_requests = True  # Triton finalizes none with requests
+    triton.says = "no such model"
+    for num_asked in (1, 2):
+        with pytest.raises(EngineDiedError, match="no such model"):
+            opened(executor).result()
+        assert triton.num_asked == num_asked
+    triton.has_requests = False
+    monkeypatch.setattr(bls, "_VERDICT_S", 0.0)
+    with pytest.raises(EngineDiedError, match="no such model"):
+        opened(executor).result()
+    assert triton.num_asked == 3

@@ -13,6 +13,7 @@ from charonia.errors import (
     NotSupportedError,
     QueueFullError,
     RequestCancelledError,
+    ShuttingDownError,
     UnavailableError,
 )
 from charonia.serving.front_host import LOST, FrontHost
@@ -248,6 +249,19 @@ def test_the_end_of_generate_answers_what_waits_and_hangs_up(
     )
     eventually(outlet.is_cancelled)
     outlet.send({"text_output": ["late"]}, is_final=True)
+
+
+def test_a_front_whose_requests_hold_up_the_servers_end_tells_the_scheduler(
+    scheduler: SchedulerEnd, host: FrontHost, pb_utils: PbUtils
+) -> None:
+    # Triton waits for no request of the scheduler's then, so that one must not ask.
+    request = text_request()
+    host.execute([request])
+    _, _, outlet = scheduler.next()
+    pb_utils.verdict = "Server not ready"
+    assert scheduler.is_stopping.wait(WAIT_S)
+    outlet.fail(ShuttingDownError())
+    assert answer_to(request)[1] == "UNAVAILABLE"
 
 
 def test_a_decoupled_front_passes_streams_on_and_says_so(

@@ -269,6 +269,7 @@ def test_closing_what_was_never_started_waits_for_nothing(tmp_path: Path) -> Non
         acknowledge=lambda key, number: None,
         delivered=lambda key, number: None,
         end_deliveries=lambda is_lost: None,
+        server_stopping=lambda: None,
         log=lambda line: None,
     )
     early = connect(tmp_path / REQUESTS_SOCKET)

@@ -1,7 +1,6 @@
 """What is asked of Triton about the engine, and a server that is shutting down."""
 
 import threading
-import time
 
 import pytest
 
@@ -14,11 +13,12 @@ from charonia.errors import (
 from charonia.serving import server_watch
 from charonia.serving.engine_model import EngineModel, is_reload
 from charonia.serving.grpc_control import ControlError
+from charonia.serving.readiness import Readiness
 from charonia.serving.server_watch import ServerWatch
 from support.model_control import FakeControl
 from support.waiting import WAIT_S
 
-MISSING_INPUT = "expected 1 inputs but got 0 inputs, but missing required input(s) ['question']"
+IS_LOADED = "unexpected inference output 'readiness' for model 'engine'"
 
 
 class FakeTriton:
@@ -37,32 +37,36 @@ class FakeTriton:
         raise self.TritonModelException(self.says)
 
 
-def model(says: str, tmp_path, control: FakeControl | None = None) -> EngineModel:
+def readiness(says: str) -> Readiness:
     """Of a server that has taken a call before it says this."""
-    triton = FakeTriton(MISSING_INPUT)
-    model = EngineModel(triton, "engine", tmp_path, control or FakeControl())
-    model.check_server()
+    triton = FakeTriton(IS_LOADED)
+    asked = Readiness(triton, "engine")
+    asked.check_server()
     triton.says = says
-    return model
+    return asked
+
+
+def model(says: str, tmp_path, control: FakeControl) -> EngineModel:
+    return EngineModel("engine", readiness(says), tmp_path, control)
 
 
 @pytest.mark.parametrize(
     ("says", "error"),
     [
-        (MISSING_INPUT, None),
+        (IS_LOADED, None),
         ("Failed for execute the inference request. Model 'engine' is not ready.", "unloaded"),
         ("Server not ready", "stopping"),
         ("BLS is only supported during the 'execute' function.", "stopping"),
         ("something else in /srv/models/x", "died"),
     ],
 )
-def test_what_triton_says_of_the_engines_model_is_understood(says, error, tmp_path):
+def test_what_triton_says_of_the_engines_model_is_understood(says, error):
     errors = {
         "unloaded": EngineUnloadedError,
         "stopping": ServerStoppingError,
         "died": EngineDiedError,
     }
-    asked = model(says, tmp_path)
+    asked = readiness(says)
     if error is None:
         asked.check_loaded()
     else:
@@ -93,7 +97,7 @@ def test_an_engine_is_replaced_under_the_mark_of_who_has_it_loaded(tmp_path):
         control.done.append("reach")
         return "the engine"
 
-    assert model(MISSING_INPUT, tmp_path, control).replace({}, reach) == "the engine"
+    assert model(IS_LOADED, tmp_path, control).replace({}, reach) == "the engine"
     assert control.done == ["unload engine", "load engine", "reach"]
     assert not is_reload(tmp_path)
 
@@ -101,7 +105,7 @@ def test_an_engine_is_replaced_under_the_mark_of_who_has_it_loaded(tmp_path):
 def test_an_engine_that_cannot_be_loaded_says_why_without_a_path(tmp_path):
     control = FakeControl(ControlError("no weights in /srv/models/x"))
     with pytest.raises(EngineDiedError, match=r"^no weights in …$"):
-        model(MISSING_INPUT, tmp_path, control).replace({}, lambda: pytest.fail("it is there"))
+        model(IS_LOADED, tmp_path, control).replace({}, lambda: pytest.fail("it is there"))
     assert control.done == ["unload engine", "load engine"]
     assert not is_reload(tmp_path)
 
@@ -113,7 +117,7 @@ def test_an_engine_that_is_loaded_and_cannot_be_reached_is_unloaded(tmp_path):
         raise EngineDiedError("nobody is there")
 
     with pytest.raises(EngineDiedError, match="nobody is there"):
-        model(MISSING_INPUT, tmp_path, control).replace({}, reach)
+        model(IS_LOADED, tmp_path, control).replace({}, reach)
     assert control.done == ["unload engine", "load engine", "unload engine"]
 
 
@@ -121,29 +125,45 @@ def test_nothing_is_asked_of_a_server_that_loads_nothing(tmp_path):
     control = FakeControl()
     control.refusal = "recovery is off"
     with pytest.raises(EngineDiedError, match="recovery is off"):
-        model(MISSING_INPUT, tmp_path, control).replace({}, lambda: pytest.fail("it is there"))
+        model(IS_LOADED, tmp_path, control).replace({}, lambda: pytest.fail("it is there"))
     assert control.done == []
 
 
 def test_a_server_that_has_not_loaded_all_its_models_is_not_shutting_down(tmp_path):
     triton = FakeTriton("Server not ready")
-    asked = EngineModel(triton, "engine", tmp_path, FakeControl())
+    asked = Readiness(triton, "engine")
+    replaced = EngineModel("engine", asked, tmp_path, FakeControl())
     for ask in (
         asked.check_loaded,
         asked.check_server,
-        lambda: asked.replace({}, asked.check_server),
+        lambda: replaced.replace({}, asked.check_server),
     ):
         with pytest.raises(ServerStartingError):
             ask()
-    triton.says = MISSING_INPUT
+    triton.says = IS_LOADED
     asked.check_server()
     triton.says = "Server not ready"
     with pytest.raises(ServerStoppingError):
         asked.check_server()
 
 
-def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down(monkeypatch):
-    monkeypatch.setattr(server_watch, "_ASK_FOR_S", WAIT_S)
+@pytest.fixture
+def watched(monkeypatch):
+    """Makes watches that ask often, and closes them."""
+    monkeypatch.setattr(server_watch, "_ASK_EVERY_S", 0.01)
+    watches: list[ServerWatch] = []
+
+    def make(ask, *, has_requests=lambda: True, **options) -> ServerWatch:
+        options = {"log": print} | options
+        watches.append(ServerWatch(ask, has_requests=has_requests, **options))
+        return watches[-1]
+
+    yield make
+    for watch in watches:
+        watch.close()
+
+
+def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down(watched):
     errors = [
         ServerStartingError("not yet"),
         AttributeError("a bug"),
@@ -156,57 +176,68 @@ def test_a_watch_goes_on_whatever_a_question_raises_until_the_server_shuts_down(
         raise errors.pop(0)
 
     log: list[str] = []
-    watch = ServerWatch(ask, log=log.append)
-    watch.want()
+    watch = watched(ask, log=log.append)
     watch.start()
-    assert watch._thread is not None
     watch._thread.join(WAIT_S)
     with pytest.raises(ServerStoppingError):
         watch.check()
-    watch.close()
     assert log == ['server_watch_failed reason="AttributeError: a bug"']
 
 
-def test_a_watch_says_when_the_server_shuts_down_and_ends_by_itself(monkeypatch):
-    monkeypatch.setattr(server_watch, "_ASK_FOR_S", WAIT_S)
+def test_a_watch_says_once_when_the_server_shuts_down_and_ends_by_itself(watched):
     is_asked, is_stopping = threading.Event(), threading.Event()
+    told: list[str] = []
 
     def ask() -> None:
         is_asked.set()
         if is_stopping.is_set():
             raise ServerStoppingError
 
-    watch = ServerWatch(ask, log=print)
+    watch = watched(ask, on_stopping=lambda: told.append("stopping"))
     watch.check()
-    watch.want()
     watch.start()
     watch.start()
     assert is_asked.wait(WAIT_S)
     watch.check()
+    assert told == []
     is_stopping.set()
     watch._thread.join(WAIT_S)
     with pytest.raises(ServerStoppingError):
         watch.check()
-    watch.close()
+    assert told == ["stopping"]
 
 
-def test_a_server_is_asked_only_as_long_as_steps_are_waited_for(monkeypatch):
+def test_a_server_is_asked_only_by_a_model_with_requests(watched):
     # Triton neither answers nor survives what it is asked while it finalizes who asks.
-    monkeypatch.setattr(server_watch, "_ASK_EVERY_S", 0.01)
-    asked = threading.Semaphore(0)
-    watch = ServerWatch(asked.release, log=print)
+    has_requests = [False] * 5
+    looked, asked = threading.Semaphore(0), threading.Semaphore(0)
+
+    def look() -> bool:
+        looked.release()
+        return bool(has_requests) and has_requests.pop()
+
+    watch = watched(asked.release, has_requests=look)
     watch.start()
-    try:
-        assert not asked.acquire(timeout=0.2)
-        watch.want()
-        assert asked.acquire(timeout=WAIT_S)
-        time.sleep(2 * server_watch._ASK_FOR_S)
-        while asked.acquire(blocking=False):
-            pass
-        assert not asked.acquire(timeout=0.2)
-    finally:
-        watch.close()
+    for _ in range(6):
+        assert looked.acquire(timeout=WAIT_S)
+    assert not asked.acquire(blocking=False)
+    has_requests.append(True)
+    assert asked.acquire(timeout=WAIT_S)
+    while looked.acquire(blocking=False):
+        pass
+    for _ in range(3):
+        assert looked.acquire(timeout=WAIT_S)
+    assert not asked.acquire(blocking=False)
 
 
-def test_a_watch_that_never_started_can_be_closed():
-    ServerWatch(lambda: None, log=print).close()
+def test_a_watch_need_not_ask_what_another_model_was_told(watched):
+    watch = watched(lambda: pytest.fail("it was asked"))
+    watch.note_stopping()
+    watch.start()
+    watch._thread.join(WAIT_S)
+    with pytest.raises(ServerStoppingError):
+        watch.check()
+
+
+def test_a_watch_that_never_started_can_be_closed(watched):
+    watched(lambda: None)

@@ -385,6 +385,13 @@ def wait_idle(server: TritonServer, timeout: float = ANSWER_TIMEOUT_S) -> dict[s
     return samples
 
 
+def wait_running(server: TritonServer, num: int) -> None:
+    """Wait until the engine runs so many requests."""
+    name = "charonia_requests_running"
+    samples = wait_for(lambda: scrape(server), lambda samples: samples[name] == num)
+    assert samples[name] == num
+
+
 # ---------------------------------------------------------------------- many at once
 
 

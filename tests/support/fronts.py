@@ -113,7 +113,7 @@ class PbUtils:
     """As `pb_utils`, with a scheduler that BLS reaches.
 
     Attributes:
-        refusal: why it does not.
+        refusal: why it does not. verdict: what Triton says to a question without inputs.
     """
 
     TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
@@ -126,12 +126,15 @@ class PbUtils:
 
     def __init__(self) -> None:
         self.refusal: str | None = None
+        self.verdict = "unexpected inference output"
         self.num_calls = 0
 
     def InferenceRequest(self, **_: Any) -> "PbUtils":
         return self
 
-    def exec(self, *, decoupled: bool) -> Iterator[Response]:
+    def exec(self, *, decoupled: bool = False) -> Iterator[Response]:
+        if not decoupled:
+            raise self.TritonModelException(self.verdict)
         self.num_calls += 1
         if self.refusal is not None:
             raise self.TritonModelException(self.refusal)

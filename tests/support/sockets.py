@@ -55,7 +55,7 @@ class SchedulerEnd:
 
     Attributes:
         taken, cancelled, acknowledged, delivered: requests, keys, and answers of which it was told,
-            as they came. log: its lines.
+            as they came. is_stopping: it was told that the server is. log: its lines.
         lost: of each connection through which deliveries came, at its end, whether some were lost.
         take: what is done with a request; keeps it in `taken`.
     """
@@ -68,6 +68,7 @@ class SchedulerEnd:
         self.acknowledged: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.delivered: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.lost: SimpleQueue[bool] = SimpleQueue()
+        self.is_stopping = threading.Event()
         self.log: list[str] = []
         self.take = lambda *request: self.taken.put(request)
         self.relay = RelayServer(
@@ -77,6 +78,7 @@ class SchedulerEnd:
             acknowledge=lambda *answer: self.acknowledged.put(answer),
             delivered=lambda *delivery: self.delivered.put(delivery),
             end_deliveries=self.lost.put,
+            server_stopping=self.is_stopping.set,
             log=self.log.append,
         )
         self.relay.start()

@@ -5,7 +5,7 @@ engine is loaded: that is `engine_model`'s.
 
     submit() ──► socket ──► engine ──► socket ──► result()      every step
     a second connection: does the engine live                   every second, see `liveness`
-    a question to Triton: does the server shut down             beside steps, see `server_watch`
+    a question to Triton: does the server shut down             with requests: `server_watch`
     open(): a thread finds the engine, or has it loaded         see `engine_model`
 
 A message over BLS crosses tritonserver, which costs five or six wake-ups of sleeping threads each
@@ -17,6 +17,7 @@ socket does not take of a plan at once is sent while a result is waited for. How
 for the caller to say.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +42,7 @@ from charonia.protocol import (
 )
 from charonia.serving.engine_model import EngineModel, ModelControl
 from charonia.serving.liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
+from charonia.serving.readiness import Readiness
 from charonia.serving.server_watch import ServerWatch
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import SOCKET_SUFFIX, connect, peer_pid
@@ -48,6 +50,8 @@ from charonia.sockets.local import SOCKET_SUFFIX, connect, peer_pid
 STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _HELLO_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 0.5
+_VERDICT_S = 3.0
+"""How long what Triton said of the engine holds while nobody waits for it."""
 
 
 class _Step:
@@ -67,7 +71,6 @@ class _Step:
 
     def result(self, timeout: float | None) -> StepResult:
         """As `Pending.result`. An engine that does not live is noticed within seconds."""
-        self._server.want()
         self._server.check()
         if self._failure is not None:
             raise self._failure
@@ -93,7 +96,9 @@ class BlsExecutor:
 
     Args:
         engine_model: its name. engine_dir: its version directory.
-        control: loads and unloads the engine. log: takes one line, from any thread.
+        control: loads and unloads the engine.
+        has_requests: whether Triton waits for requests of this model before it unloads it.
+        log: takes one line, from any thread.
 
     Attributes:
         refusal: why no engine can be loaded in the place of another; None where one can.
@@ -106,8 +111,10 @@ class BlsExecutor:
         engine_dir: Path,
         control: ModelControl,
         *,
+        has_requests: Callable[[], bool],
         log: Callable[[str], None],
     ) -> None:
+        self._has_requests = has_requests
         self._log = log
         self._last_complaint = ""
         self._socket = engine_dir / STEPS_SOCKET
@@ -115,8 +122,10 @@ class BlsExecutor:
         self._watch: EngineWatch | None = None
         self._processes: dict[int, int] = {}
         self._opening: EngineOpening | None = None
-        self._model = EngineModel(pb_utils, engine_model, engine_dir, control)
-        self._server = ServerWatch(self._model.check_server, log=log)
+        self._readiness = Readiness(pb_utils, engine_model)
+        self._verdict: tuple[float, EngineDiedError] | None = None  # see `_check_loaded`
+        self._model = EngineModel(engine_model, self._readiness, engine_dir, control)
+        self._server = ServerWatch(self._readiness.check_server, has_requests=has_requests, log=log)
         self._control = control
         self.refusal = control.refusal
         if self.refusal is not None:
@@ -137,7 +146,7 @@ class BlsExecutor:
         channel, watch = self._channel, self._watch
         assert channel is not None, "submit() before open()"
         assert watch is not None
-        self._model.has_server_started = True  # or there were no requests to plan for
+        self._readiness.has_server_started = True  # or there were no requests to plan for
         failure: StepFailedError | None = None
         try:
             channel.post(encode(plan))
@@ -150,8 +159,13 @@ class BlsExecutor:
         self._server.check()
         channel = self._channel
         if channel is None or self._watch is None or not channel.is_quiet():
-            raise (channel and _last_words(channel)) or EngineDiedError(HUNG_UP)
+            farewell = channel and _last_words(channel)
+            raise self._noted(farewell) if farewell else EngineDiedError(HUNG_UP)
         self._watch.check()
+
+    def note_server_stopping(self) -> None:
+        """Another model has been told that the server is shutting down."""
+        self._server.note_stopping()
 
     def close(self) -> None:
         """Hang up; the engine stays. One that is being opened is waited for a little."""
@@ -190,7 +204,7 @@ class BlsExecutor:
         try:
             return connect(self._socket)
         except OSError:
-            self._model.check_loaded()
+            self._check_loaded()
         try:
             return connect(self._socket)  # it has come meanwhile
         except OSError as error:
@@ -206,7 +220,7 @@ class BlsExecutor:
         except (OSError, StepFailedError) as error:
             raise self._unreachable(f"no answer through its socket: {error}") from None
         if isinstance(reply, Farewell):
-            raise EngineUnloadedError(UNLOADED)
+            raise self._noted(EngineUnloadedError(UNLOADED))
         if not isinstance(reply, EngineInfo):
             raise self._unreachable(f"it answered a hello with {type(reply).__name__}")
         return reply
@@ -217,12 +231,32 @@ class BlsExecutor:
         Raises:
             EngineUnloadedError: Triton says that it is not loaded.
         """
-        self._model.check_loaded()
+        self._check_loaded()
         text = f"the engine cannot be reached: {why}"
         if text != self._last_complaint:
             self._last_complaint = text
             self._log(event("engine_unreachable", reason=why))
         return EngineDiedError(text)
+
+    def _check_loaded(self) -> None:
+        """Have Triton say whether the engine is loaded. Raises as `open`.
+
+        While nobody waits for the engine, Triton may be finalizing this model at any moment, and
+        then it must not be asked. So what was last said holds for some seconds, a farewell of the
+        engine too: at the server's end this model is finalized within seconds of it.
+        """
+        now = time.monotonic()
+        if self._verdict and now - self._verdict[0] < _VERDICT_S and not self._has_requests():
+            raise self._verdict[1]
+        try:
+            self._readiness.check_loaded()
+        except EngineDiedError as error:
+            raise self._noted(error) from None
+        self._verdict = None
+
+    def _noted(self, error: EngineDiedError) -> EngineDiedError:
+        self._verdict = time.monotonic(), error
+        return error
 
     def _disconnect(self) -> None:
         if self._watch is not None:

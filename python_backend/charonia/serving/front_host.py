@@ -25,15 +25,18 @@ from charonia.serving.outlets import (
     TritonOutlet,
     failing_with_errors,
 )
+from charonia.serving.readiness import Readiness
 from charonia.serving.relay import (
     Acknowledgement,
     Cancellation,
     RelayedAnswer,
     RelayedRequest,
     SchedulerAddress,
+    ServerStopping,
     decode_answer,
     post,
 )
+from charonia.serving.server_watch import ServerWatch
 from charonia.serving.tensors import INTERNAL_ERROR, read_request
 from charonia.sockets.connection import Connection
 
@@ -103,9 +106,18 @@ class FrontHost:
         self._waiting: dict[str, _Waiting] = {}  # by part; all came through this connection
         self._clients: dict[str, _Client] = {}
         self._poller = CancellationPoller(self._on_cancelled, log=log)
+        readiness = Readiness(pb_utils, scheduler_model)
+        readiness.has_server_started = True  # or there were no requests
+        self._server = ServerWatch(
+            readiness.check_server,
+            has_requests=lambda: bool(self._clients),
+            on_stopping=lambda: self._tell(ServerStopping()),
+            log=log,
+        )
 
     def execute(self, requests: list[Any]) -> None:
         """Hand requests in to the scheduler; the answers come later."""
+        self._server.start()
         for request in requests:
             sender = request.get_response_sender()
             outlet = TritonOutlet(self._pb_utils, sender, is_decoupled=self._is_decoupled)
@@ -114,6 +126,7 @@ class FrontHost:
 
     def finalize(self) -> None:
         """Answer what is still waiting, and stop."""
+        self._server.close()
         with self._lock:
             connection = self._connection
             clients = self._take_all()
@@ -234,7 +247,7 @@ class FrontHost:
         for key in keys:
             self._tell(Cancellation(key))
 
-    def _tell(self, message: Cancellation | Acknowledgement) -> None:
+    def _tell(self, message: Cancellation | Acknowledgement | ServerStopping) -> None:
         with self._lock:
             if self._connection is not None:
                 # Where nobody takes it, the request is lost with the connection.

@@ -171,6 +171,11 @@ class CancellationPoller:
         self._outlets.pop(key, None)
 
     @property
+    def has_outlets(self) -> bool:
+        """Whether there is anybody to be asked."""
+        return bool(self._outlets)
+
+    @property
     def has_farewells(self) -> bool:
         """Whether answers are still to be ended."""
         return bool(self._farewells)

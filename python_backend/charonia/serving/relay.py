@@ -37,9 +37,9 @@ from charonia.errors import (
     split_answer,
 )
 from charonia.events import RareLog, event
-from charonia.serving.engine_model import clean
 from charonia.serving.liveness import start_time
 from charonia.serving.outlets import Outlet
+from charonia.serving.readiness import clean
 from charonia.serving.tensors import Array, Outputs, RawRequest
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
@@ -87,6 +87,10 @@ class Parting(msgspec.Struct, frozen=True, tag=True):
     """Who handed responses on ends in order, and has nothing in hand any more."""
 
 
+class ServerStopping(msgspec.Struct, frozen=True, tag=True):
+    """The server is shutting down; it waits for the requests of this front first."""
+
+
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """An answer to one request: outputs, or an error and its kind, which always is final."""
 
@@ -105,7 +109,7 @@ class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
         return error_of(self.error, self.kind) if self.has_suffix else ExactTextError(self.error)
 
 
-Message = RelayedRequest | Cancellation | Acknowledgement | Delivery | Parting
+Message = RelayedRequest | Cancellation | Acknowledgement | Delivery | Parting | ServerStopping
 """To the scheduler."""
 
 
@@ -215,6 +219,7 @@ class RelayServer:
         delivered: called with the key of a request of which responses were handed on, and the
             number of the last. end_deliveries: called when a connection has ended, through which
             such words came; with whether its process has died without a word.
+        server_stopping: called when a front has been told that the server is shutting down.
         log: takes one line, from any thread.
 
     Raises:
@@ -230,6 +235,7 @@ class RelayServer:
         acknowledge: Callable[[str, int], None],
         delivered: Callable[[str, int], None],
         end_deliveries: Callable[[bool], None],
+        server_stopping: Callable[[], None],
         log: Callable[[str], None],
     ) -> None:
         self._take = take
@@ -237,6 +243,7 @@ class RelayServer:
         self._acknowledge = acknowledge
         self._delivered = delivered
         self._end_deliveries = end_deliveries
+        self._server_stopping = server_stopping
         self._server = Server(listen(path), is_same_user, self._serve, log=log)
 
     def start(self) -> None:
@@ -270,6 +277,8 @@ class RelayServer:
                 self._delivered(key, number)
             case Parting():
                 peer.has_parted = True
+            case ServerStopping():
+                self._server_stopping()
             case Cancellation(key):
                 self._cancel(key)
             case RelayedRequest(key, raw):
@@ -326,7 +335,7 @@ class SchedulerAddress:
 
         The scheduler takes connections once a request has shown it that Triton has loaded it, so it
         gets one: a probe whose text is not asked for. The answer has no tensors, because BLS makes
-        those without holding Python's lock, see `engine_model`.
+        those without holding Python's lock, see `readiness`.
 
         Raises:
             CharoniaError: there is no scheduler, or it answers with this error.

@@ -81,21 +81,6 @@ class SchedulerHost:
         server_options = ServerOptions.of_process(os.getppid())
         if engine_args.speculative_config and engine_args.speculative_config.model:
             check_draft_tokenizer(self._tokenizer, Path(engine_args.speculative_config.model))
-        executor = BlsExecutor(
-            pb_utils,
-            scheduler_args.engine_model,
-            engine_dir,
-            GrpcControl(server_options),
-            log=log,
-        )
-        self._service = EngineService(
-            executor,
-            engine_args,
-            scheduler_args,
-            self._tokenizer,
-            log=log,
-            read_args=partial(_read_args, model_file, fingerprint_tokenizer(engine_args)),
-        )
         most_requests = scheduler_args.max_queue_size + engine_args.max_num_seqs
         self._sessions = Sessions(
             self._tokenizer,
@@ -103,6 +88,22 @@ class SchedulerHost:
             Ledger(2 * most_requests, scheduler_args.max_queue_bytes),
             cancel=self._cancel,
             log=log,
+        )
+        self._executor = BlsExecutor(
+            pb_utils,
+            scheduler_args.engine_model,
+            engine_dir,
+            GrpcControl(server_options),
+            has_requests=lambda: self._sessions.has_polled,
+            log=log,
+        )
+        self._service = EngineService(
+            self._executor,
+            engine_args,
+            scheduler_args,
+            self._tokenizer,
+            log=log,
+            read_args=partial(_read_args, model_file, fingerprint_tokenizer(engine_args)),
         )
         self._tokenizing = Tokenizing(
             scheduler_args.num_tokenizer_threads,
@@ -125,7 +126,7 @@ class SchedulerHost:
                 own_dir / RELOAD_SOCKET,
                 model_file,
                 self._service.reload,
-                refusal=executor.refusal,
+                refusal=self._executor.refusal,
                 log=log,
             )
         self._exporter = MetricsExporter(
@@ -202,6 +203,7 @@ class SchedulerHost:
                 acknowledge=self._sessions.acknowledge,
                 delivered=self._sessions.report,
                 end_deliveries=self._sessions.stop_reports,
+                server_stopping=self._executor.note_server_stopping,
                 log=self._log,
             )
 

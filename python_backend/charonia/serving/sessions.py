@@ -241,6 +241,11 @@ class Sessions:
             self._poller.add(key, outlet)
         return lambda chunk: self._take(session, chunk)
 
+    @property
+    def has_polled(self) -> bool:
+        """Whether clients are live that came by Triton itself and not through a front."""
+        return self._poller.has_outlets
+
     def drop(self, key: str) -> None:
         """Forget a request that got no further than `open`; nothing is sent."""
         self._end(key)
