@@ -44,6 +44,8 @@ from charonia.protocol import (
         ("stop", ("a", "")),
         ("bad_words", ("",)),
         ("deadline_ms", 0),
+        ("priority", 2**31),
+        ("priority", -(2**31)),
         ("n", 0),
     ],
 )
@@ -52,7 +54,7 @@ def test_a_sampling_parameter_out_of_range_is_named(name: str, value: Any) -> No
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("values", [{"n": 2}, {"best_of": 3}, {"priority": 1}])
+@pytest.mark.parametrize("values", [{"n": 2}, {"best_of": 3}])
 def test_what_is_not_supported_yet_says_so(values: dict[str, int]) -> None:
     with pytest.raises(NotSupportedError, match=next(iter(values))):
         SamplingParams(**values)

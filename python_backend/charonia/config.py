@@ -144,7 +144,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             checkpoint's generation_config.json, or where it has none its config.json; "none" (or
             vLLM's word "vllm") is nothing; anything else is the directory of such a file.
         kv_cache_dtype: "auto" is that of the weights.
-        scheduling_policy: "fcfs", first come first served.
+        scheduling_policy: "fcfs", first come first served, or "priority", by each request's
+            `priority`; see also the scheduler's `priority_aging_s`.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
             bytes of bfloat16, at a small loss.
         seed: of the requests that bring none, each of which gets one drawn from it in the order in
@@ -179,7 +180,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quantization: Literal["int8"] | None = None
     speculative_config: SpeculativeConfig | None = None
     generation_config: str = "auto"
-    scheduling_policy: Literal["fcfs"] = "fcfs"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     seed: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu_kernels: Literal[
@@ -329,6 +330,11 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         min_step_deadline_s: a step is never given up before this many seconds.
         load_timeout_s: an engine that is not loaded after this many seconds is waited for no
             longer: requests fail, and so does a reload.
+        priority_aging_s: with the policy "priority", a request that has waited so many seconds
+            longer than another counts as if its priority were by one smaller, so that none waits
+            for ever; 0 is strict priority.
+        fair_share: tenants get equal shares of the engine, whatever each asks for, and the
+            scheduling policy holds among the requests of each; see `control.policies.fair`.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.
@@ -339,6 +345,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queue_bytes: PositiveInt = 2**26
     min_step_deadline_s: Seconds = 30.0
     load_timeout_s: Seconds = 900.0
+    priority_aging_s: Annotated[float, msgspec.Meta(ge=0, le=_MAX_SECONDS)] = 60.0
+    fair_share: bool = False
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")

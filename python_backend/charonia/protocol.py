@@ -53,7 +53,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: this many most likely tokens per generated token, with their raw
             log-probabilities (before temperature and penalties); 0 is the sampled token alone.
         prompt_logprobs: the same for the prompt's tokens; such a request takes no cache hits.
-        priority: only 0 so far. deadline_ms: total time the request may take.
+        priority: smaller is sooner, where the scheduling policy asks for it. deadline_ms: total
+            time the request may take.
         tenant: whose request this is; caches are isolated by tenant and cache_salt.
         cache_salt: isolates the prefix cache further. speculation: False turns drafts off.
     """
@@ -90,7 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             InvalidRequestError: a value is out of range; the text names it and the range.
-            NotSupportedError: `n` other than 1, or `priority` other than 0.
+            NotSupportedError: `n` other than 1.
         """
         if isinstance(self.stop, str):
             msgspec.structs.force_setattr(self, "stop", (self.stop,))
@@ -142,11 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_size(name, num, most, "characters")
         _check("stop", self.stop, all(self.stop), "a string or a list of non-empty strings")
         _check("bad_words", self.bad_words, all(self.bad_words), "a list of non-empty strings")
-        if self.priority:
-            raise NotSupportedError(
-                f"priority = {self.priority} is not supported yet: requests are served in the order"
-                " in which they came; leave it out or use 0"
-            )
+        _check_range("priority", self.priority, -INT32_MAX, INT32_MAX)
         _check(
             "deadline_ms",
             self.deadline_ms,
@@ -310,6 +307,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What a step committed.
 
     Attributes:
+        rows: of each row of the plan, in the plan's order.
         seconds: what it took inside the engine. draft_seconds: the draft model's part of that.
         collectives: what its ranks exchanged since the step before; None where there is one.
     """

@@ -6,7 +6,9 @@ plan and every step, and the pool is empty at the end.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,9 +18,18 @@ from charonia.control import (
     AdaptiveDepth,
     FixedDepth,
     Limits,
+    Policy,
     Request,
     Scheduler,
     Speculation,
+)
+from charonia.control.fitting import MAX_PASSES
+from charonia.control.policies import (
+    DisplacementByPriority,
+    by_arrival,
+    by_priority,
+    fair,
+    ranked,
 )
 from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import Pending, RowSampling
@@ -45,6 +56,7 @@ class Arrival:
     cancel_after: int | None
     speculates: bool = True
     num_guessed: int = 0
+    priority: int = 0
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -74,8 +86,24 @@ class Scenario:
     adaptive: bool = False
     max_steps_in_flight: int = 1
     is_early: tuple[bool, ...] = (False,)
+    policy: str = "fcfs"
 
 
+RANKS = {"fcfs": by_arrival, "priority": by_priority(), "aging": by_priority(5.0)}
+WEIGHTS = {"0": 1.0, "1": 2.0}
+
+
+def _policies() -> dict[str, Callable[[], Policy]]:
+    """Every order, alone and within fair shares."""
+    found: dict[str, Callable[[], Policy]] = {}
+    for name, rank in RANKS.items():
+        displacement = None if name == "fcfs" else DisplacementByPriority(rank)
+        found[name] = partial(ranked, rank, displacement)
+        found[f"fair {name}"] = partial(fair, rank, WEIGHTS.__getitem__, displacement)
+    return found
+
+
+POLICIES = _policies()
 arrivals = st.builds(
     Arrival,
     at_step=st.integers(0, 30),
@@ -90,6 +118,7 @@ arrivals = st.builds(
     cancel_after=st.one_of(st.none(), st.none(), st.integers(0, 20)),
     speculates=st.sampled_from([True, True, False]),
     num_guessed=st.sampled_from([0, 0, 3, 20]),
+    priority=st.integers(-1, 2),
 )
 scenarios = st.builds(
     Scenario,
@@ -107,6 +136,7 @@ scenarios = st.builds(
     adaptive=st.booleans(),
     max_steps_in_flight=st.integers(1, 4),
     is_early=st.lists(st.booleans(), min_size=1, max_size=5).map(tuple),
+    policy=st.sampled_from(list(POLICIES)),
 )
 
 
@@ -132,8 +162,12 @@ class Driver:
             enable_chunked_prefill=scenario.chunked,
         )
         self.drafter = EchoDrafter(VOCAB) if scenario.drafts == "text" else None
+        self.policy = POLICIES[scenario.policy]()
         self.scheduler = Scheduler(
-            self.limits, hash_secret=b"s" * 16, speculation=self._speculation()
+            self.limits,
+            hash_secret=b"s" * 16,
+            speculation=self._speculation(),
+            policy=self.policy,
         )
         self.in_flight: deque[Pending] = deque()
         self.most_in_flight = 0
@@ -192,6 +226,8 @@ class Driver:
             max_tokens=arrival.max_tokens,
             stop_ids=frozenset(range(8)) if arrival.stops else frozenset(),
             arrived_at=float(self.now),
+            tenant=str(arrival.tenant),
+            priority=arrival.priority,
             cache_scope=str(arrival.tenant).encode(),
             takes_hits=arrival.takes_hits,
             speculates=arrival.speculates,
@@ -233,12 +269,29 @@ class Driver:
 
     def _submit(self) -> None:
         while len(self.in_flight) < self.scenario.max_steps_in_flight:
+            waiting = [one for one in self.scheduler.requests if one.row is None]
             plan = self.scheduler.plan(self.now)
             self._check()
             if plan is None:
                 break
+            self._check_order([one for one in waiting if one.row is not None])
             self.in_flight.append(self.executor.submit(plan))
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+
+    def _check_order(self, admitted: list[Request]) -> None:
+        """Nobody is admitted before one that comes first, unless that does not fit.
+
+        One that does not fit is passed so many times and no more; one that was preempted, just now
+        even, is not passed at all.
+        """
+        name = self.scenario.policy
+        if name not in RANKS or self.scheduler._suspects.first is not None:
+            return
+        waiting = [one for one in self.scheduler.requests if one.row is None and not one.is_ended]
+        for first in waiting:
+            if any(RANKS[name](first) < RANKS[name](one) for one in admitted):
+                assert not first.num_preemptions
+                assert 0 < first.num_passed <= MAX_PASSES
 
     def _cancel(self) -> None:
         for index, arrival in enumerate(self.scenario.arrivals):

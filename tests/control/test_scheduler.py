@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from charonia.control import FixedDepth, Limits, Request, Scheduler, Speculation
-from charonia.control.queues import WaitingQueue
-from charonia.control.scheduler import PROGRESS
+from charonia.control.suspects import PROGRESS
 from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoDrafter, EchoExecutor, echo_run
@@ -352,22 +351,6 @@ def test_who_is_in_no_step_is_gone_as_soon_as_it_ends_whatever_is_in_flight():
         scheduler.finish(key)
     check_invariants(scheduler)
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 0)
-
-
-def test_ranks_of_requests_that_left_the_queue_do_not_pile_up():
-    queue = WaitingQueue()
-    waiting = [make_request(str(rank), rank=rank) for rank in (3, 5000, 9000)]
-    for request in waiting:
-        queue.push(request)
-    for rank in range(10, 3010):
-        passing = make_request("x", rank=rank)
-        queue.push(passing)
-        queue.remove(passing)
-    assert len(queue._ranks) < 100
-    for request in waiting:
-        assert queue.first() is request
-        queue.remove(request)
-    assert queue.first() is None
 
 
 def test_a_probe_is_in_no_count_of_tokens():

@@ -21,6 +21,7 @@ NARROW = (
     "max_num_seqs=1",
     "scheduler.max_queue_size=2",
     "scheduler.REPORT_CUSTOM_METRICS=yes",
+    "scheduling_policy=priority",
 )
 
 
@@ -70,7 +71,7 @@ def server(endless_checkpoint: Path, server_log: list[str]) -> Iterator[TritonSe
 
 @pytest.fixture(scope="session")
 def narrow_server(endless_checkpoint: Path) -> Iterator[TritonServer]:
-    """A server that runs one request at a time and queues two; it has vLLM's metrics too.
+    """A server that runs one request at a time, by priority, and queues two; it has vLLM's metrics.
 
     TensorRT-LLM's models are there, and cannot stream.
     """

@@ -439,10 +439,15 @@ def test_stop_tokens_minimum_and_bias_act(server: TritonServer) -> None:
     assert special.text == PROMPT + "<|endoftext|>" * 10
 
 
-@pytest.mark.parametrize("sampling", [{"n": 2}, {"priority": 3}])
-def test_what_would_have_no_effect_is_not_supported_yet(
-    server: TritonServer, sampling: dict[str, Any]
+@pytest.mark.parametrize(
+    ("sampling", "text"),
+    [
+        ({"n": 2}, "n = 2 is not supported yet"),
+        ({"priority": 3}, "priority = 3 has no effect with scheduling_policy 'fcfs'"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(
+    server: TritonServer, sampling: dict[str, Any], text: str
 ) -> None:
-    ((name, value),) = sampling.items()
-    with pytest.raises(InferenceServerException, match=f"{name} = {value} is not supported yet"):
+    with pytest.raises(InferenceServerException, match=text):
         infer_grpc(server, request_inputs(PROMPT, sampling))

@@ -7,7 +7,6 @@ import pytest
 
 from charonia.errors import (
     InvalidRequestError,
-    NotSupportedError,
     PromptTooLongError,
     RequestTimeoutError,
 )
@@ -108,8 +107,7 @@ def test_sampling_parameters_come_from_the_tensor_before_the_requests_own(string
     tensors = {"input_ids": ids(1), "sampling_parameters": strings('{"max_tokens": "5"}')}
     params = generate_call(RawRequest(tensors, {"max_tokens": 9, "custom": 1})).params
     assert params.max_tokens == 5
-    with pytest.raises(NotSupportedError, match="priority = 2 is not supported yet"):
-        parse(RawRequest(tensors, {"priority": 2}))
+    assert generate_call(RawRequest(tensors, {"priority": "-2"})).params.priority == -2
     assert (
         generate_call(RawRequest({"input_ids": ids(1)}, {"max_tokens": 9})).params.max_tokens == 9
     )

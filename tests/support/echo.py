@@ -275,8 +275,7 @@ class EchoExecutor:
             self.rows[join.row] = _Row(join)
         total = sum(s.num_tokens + s.num_drafts + s.num_draft_tokens for s in plan.rows)
         assert total <= self.max_num_batched_tokens
-        computed = [self._compute(step) for step in plan.rows]
-        results = [result for result in computed if result.token_ids]
+        results = [self._compute(step) for step in plan.rows]
         self.epoch, self.step_id, self.needs_reset = plan.epoch, plan.step_id, False
         self.num_steps += 1
         has_guesses = any(step.num_draft_tokens for step in plan.rows)

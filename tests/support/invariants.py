@@ -8,10 +8,12 @@ from charonia.control import Scheduler
 def check_invariants(scheduler: Scheduler) -> None:
     """Raise AssertionError where the state of blocks, rows or requests contradicts itself."""
     kv, limits = scheduler.kv, scheduler.limits
-    running = scheduler._running
+    running = scheduler._running.in_order()
     live = list(scheduler.requests)
     assert len(live) == scheduler.num_running + scheduler.num_waiting
-    assert [r.rank for r in running] == sorted(r.rank for r in running)
+    assert len(running) == len(set(running)) == scheduler.num_running
+    assert set(running) == {r for r in live if r.row is not None}
+    assert not any(r in scheduler._waiting for r in running)
 
     rows = [r.row for r in running]
     assert len(set(rows)) == len(rows)
@@ -53,16 +55,16 @@ def _check_steps_in_flight(scheduler, live) -> None:
     assert len(steps) <= scheduler.limits.max_steps_in_flight
     last = scheduler._step_id
     assert [step.step_id for step in steps] == list(range(last - len(steps), last))
-    in_flight = [row.request for step in steps for row in step.rows]
+    in_flight = [request for step in steps for request in step.requests]
     assert len(set(in_flight)) == len(in_flight), "two steps in flight compute the same request"
     assert set(in_flight) == {r for r in live if r.is_in_flight}
     for step in steps:
-        assert step.num_tokens <= scheduler.limits.max_num_batched_tokens
-        for row in step.rows:
-            request = row.request
-            assert request.row is not None, "a request lost its row in mid-step"
+        num_tokens = sum(row.num_tokens + row.num_drafts for row in step.rows)
+        assert num_tokens <= scheduler.limits.max_num_batched_tokens
+        for request, row in zip(step.requests, step.rows, strict=True):
+            assert request.row == row.row, "a request lost its row in mid-step"
             assert request.row not in scheduler._leaves
-            end = request.num_computed + row.num_tokens + row.draft.num_drafts
+            end = request.num_computed + row.num_tokens + row.num_drafts
             assert end <= len(request.block_ids) * scheduler.limits.block_size
     assert not any(r.is_ended for r in live if not r.is_in_flight), "an ended request stays"
 

@@ -8,6 +8,7 @@ from charonia.control.depth import AdaptiveDepth, FixedDepth
 from charonia.control.drafter import Drafter
 from charonia.control.limits import Limits
 from charonia.control.ngram import NgramDrafter
+from charonia.control.policies import Policy
 from charonia.control.request import Request, Update
 from charonia.control.scheduler import Scheduler
 from charonia.control.speculation import Speculation
@@ -23,6 +24,7 @@ __all__ = [
     "FixedDepth",
     "Limits",
     "NgramDrafter",
+    "Policy",
     "Request",
     "Scheduler",
     "SchedulerStats",

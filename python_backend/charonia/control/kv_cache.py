@@ -62,6 +62,10 @@ class KVCache:
         """How many of these cached blocks are free: acquiring them takes from `num_free`."""
         return sum(self._refs[block_id] == 0 for block_id in block_ids)
 
+    def num_references(self, block_id: int) -> int:
+        """How many requests hold a block."""
+        return self._refs[block_id]
+
     def count_with_draft_kv(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks, from the first on, hold the draft model's KV as well."""
         with_kv = itertools.takewhile(self._has_draft_kv.__getitem__, block_ids)

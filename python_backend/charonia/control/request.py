@@ -20,9 +20,10 @@ class Request:
     """A live request.
 
     Attributes:
-        key: unique name of this request. rank: place in the policy's order, smaller is sooner.
+        key: unique name of this request. number: how many came before it.
         token_ids: prompt and generated tokens; num_prompt of them are the prompt.
         stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
+        tenant: whose it is. priority: smaller is sooner. arrived_at: seconds.
         cache_scope: what isolates its prefix cache (tenant and salt).
         takes_hits: whether it may start from cached blocks. is_probe: whether it is no client's;
             it is not counted.
@@ -30,6 +31,7 @@ class Request:
             client's guess at its tokens; nothing once that was wrong.
         num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
             the target's.
+        num_passed: how many were admitted before it that came after it in the policy's order.
         is_in_flight: whether a step that is planned and not applied computes tokens of it.
         num_known_at_death: tokens that it had at the last death of an engine that computed for it,
             None where there was none.
@@ -42,13 +44,15 @@ class Request:
     max_tokens: int
     stop_ids: frozenset[int]
     arrived_at: float
+    tenant: str = ""
+    priority: int = 0
     cache_scope: bytes = b""
     takes_hits: bool = True
     speculates: bool = True
     expected_ids: deque[int] = field(default_factory=deque)
     is_probe: bool = False
 
-    rank: int = 0
+    number: int = 0
     row: int | None = None
     num_computed: int = 0
     num_draft_computed: int = 0
@@ -59,6 +63,7 @@ class Request:
     is_ended: bool = False
     started_at: float | None = None
     num_cached: int = 0
+    num_passed: int = 0
     num_preemptions: int = 0
     num_restarts: int = 0
     num_known_at_death: int | None = None
@@ -74,8 +79,26 @@ class Request:
         """Tokens that it must generate before a stop token counts."""
         return self.sampling.min_tokens
 
+    def append(self, run: list[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
+        """Append a run of tokens, up to the first one that ends the request.
 
-@dataclass(slots=True, frozen=True)
+        Returns:
+            What was appended, and why the request has ended.
+        """
+        known = self.token_ids
+        max_known = min(max_model_len, self.num_prompt + self.max_tokens)
+        for num_taken, token_id in enumerate(run, start=1):
+            known.append(token_id)
+            if self.expected_ids and self.expected_ids.popleft() != token_id:
+                self.expected_ids.clear()
+            if token_id in self.stop_ids and self.num_generated >= self.min_tokens:
+                return run[:num_taken], "stop"
+            if len(known) >= max_known:
+                return run[:num_taken], "length"
+        return run, None
+
+
+@dataclass(slots=True)
 class Update:
     """What a step did to one request.
 

@@ -26,19 +26,17 @@ executes plans in order, so what others free may be used in the next plan, whate
 from collections import deque
 from collections.abc import Iterable
 
-from charonia.control.blocks import BlockHasher
+from charonia.control.block_tables import BlockTables
+from charonia.control.fitting import Fitting
 from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
-from charonia.control.queues import WaitingQueue
+from charonia.control.policies import Policy, by_arrival, ranked
 from charonia.control.request import Request, Update
-from charonia.control.scheduled import NO_DRAFT, Scheduled, Step
 from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
-from charonia.protocol import FinishReason, NewRow, RowResult, StepPlan, StepResult
-
-PROGRESS = 16
-"""Tokens. Two deaths of the engine between which a request has generated so many have nothing to do
-with each other: what a request does to an engine it does again at the same place."""
+from charonia.control.step import NO_BLOCKS, NO_DRAFT, Draft, Step
+from charonia.control.suspects import Suspects
+from charonia.protocol import NewRow, RowResult, RowStep, StepPlan, StepResult
 
 
 class Scheduler:
@@ -50,6 +48,7 @@ class Scheduler:
         epoch: of the engine so far; the first plan opens the next one.
         stats: counts to go on from, those of a scheduler that this one replaces.
         speculation: drafts for rows that sample; None for none.
+        policy: of this scheduler alone; None is first come first served.
     """
 
     def __init__(
@@ -60,15 +59,17 @@ class Scheduler:
         epoch: int = 0,
         stats: SchedulerStats | None = None,
         speculation: Speculation | None = None,
+        policy: Policy | None = None,
     ) -> None:
         self.stats = stats or SchedulerStats()
         self._speculation = speculation
         self._requests: dict[str, Request] = {}
-        self._running: list[Request] = []  # by rank
-        self._waiting = WaitingQueue()
-        self._next_rank = 0
+        self._policy = policy or ranked(by_arrival)
+        self._waiting = self._policy.waiting
+        self._running = self._policy.running
+        self._next_number = 0
         self._hash_secret = hash_secret
-        self._suspects: list[Request] = []  # by rank
+        self._suspects = Suspects()
         self._ended: list[Request] = []  # by finish(), not dropped yet
         self._epoch = epoch
         self._in_flight: deque[Step]  # in the order of their plans
@@ -93,6 +94,11 @@ class Scheduler:
         return len(self._requests) - len(self._ended)
 
     @property
+    def kv(self) -> KVCache:
+        """The engine's pool of blocks."""
+        return self._blocks.kv
+
+    @property
     def requests(self) -> Iterable[Request]:
         """All live requests."""
         return self._requests.values()
@@ -106,8 +112,8 @@ class Scheduler:
             InvalidRequestError: its prompt is empty or too long.
         """
         self.limits.check_prompt(request.num_prompt)
-        request.rank = self._next_rank
-        self._next_rank += 1
+        request.number = self._next_number
+        self._next_number += 1
         self._requests[request.key] = request
         self._waiting.push(request)
 
@@ -138,29 +144,13 @@ class Scheduler:
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "too many steps in flight"
         self._isolate_suspect()
         self.stats.draft_depth = 0.0
-        step = Step(self._step_id, now)
-        budget = self.limits.max_num_batched_tokens
+        step = Step(self._step_id, now, budget=self.limits.max_num_batched_tokens)
         num_preempted = self.stats.preemptions
-        joins: list[NewRow] = []
-        index = 0
-        max_rows = self._share(0)
-        while index < len(self._running) and budget > 0 and len(step.rows) < max_rows:
-            request = self._running[index]
-            index += 1
-            if not request.is_in_flight:
-                budget -= self._plan_running(step, request, budget)
+        self._admit_urgent(step)
+        self._plan_running(step)
         if self.stats.preemptions == num_preempted:
-            owed = sum(self._num_owed(running) for running in self._running)
-            max_rows = self._share(min(len(self._waiting), len(self._free_rows)))
-            while budget > 0 and len(step.rows) < max_rows:
-                found = self._next_admissible(budget, owed)
-                if found is None:
-                    break
-                admitted, hits = found
-                joins.append(self._admit(admitted, hits, now))
-                budget -= self._plan_running(step, admitted, budget)
-                owed += self._num_owed(admitted)
-            self._add_drafts(step, budget)
+            self._admit_waiting(step)
+            self._add_drafts(step)
         if not step.rows:
             return None
         self._in_flight.append(step)
@@ -171,8 +161,8 @@ class Scheduler:
             step_id=step.step_id,
             reset=step.step_id == 0,
             leaves=leaves,
-            joins=joins,
-            rows=[scheduled.row_step() for scheduled in step.rows],
+            joins=step.joins,
+            rows=step.rows,
         )
 
     def apply(self, result: StepResult, now: float) -> list[Update]:
@@ -183,18 +173,27 @@ class Scheduler:
         """
         step = self._in_flight.popleft()
         assert (result.epoch, result.step_id) == (self._epoch, step.step_id), "wrong result"
-        by_row = {row_result.row: row_result for row_result in result.rows}
-        self._observe_time(step, result, now)
+        assert len(result.rows) == len(step.rows), "wrong rows"
+        if self._speculation is not None:
+            # The cycle of one of several includes waiting behind those ahead, which no choice of
+            # its drafts changes: then it is what the engine says that is the same for each.
+            is_alone = self.limits.max_steps_in_flight == 1
+            seconds = now - step.planned_at if is_alone else result.seconds
+            self._speculation.observe_step(step, seconds, result, self.stats.drafts)
         updates = []
-        for scheduled in step.rows:
-            request = scheduled.request
-            assert request.row is not None
+        for place, row_result in enumerate(result.rows):
+            request, planned = step.requests[place], step.rows[place]
+            assert row_result.row == planned.row, "wrong row"
+            draft = step.drafts.get(place, NO_DRAFT) if step.drafts else NO_DRAFT
             request.is_in_flight = False
-            row_result = by_row.get(request.row)
-            if row_result is None or request.is_ended:
-                self._commit(scheduled, num_accepted=0)
+            if request.is_ended:
+                self._blocks.commit(request, planned.num_tokens, draft, num_accepted=0)
             else:
-                updates.append(self._take(scheduled, row_result))
+                update = self._take(request, planned.num_tokens, draft, row_result)
+                if update is not None:
+                    updates.append(update)
+        if self._policy.service is not None:
+            self._policy.service.note_outputs(updates)
         self._drop_ended()
         return updates
 
@@ -209,10 +208,11 @@ class Scheduler:
             limits: of the engine that is there now; None leaves them.
             epoch: of that engine so far.
         """
-        for request in self._running:
-            self._forget_kv(request)
+        for request in self._running.in_order():
+            self._running.remove(request)
+            self._blocks.forget(request)
+            request.row = None
             self._waiting.push(request)
-        self._running = []
         for request in self._requests.values():
             request.block_keys = []  # the new engine's blocks may be of another size
             request.is_in_flight = False
@@ -223,22 +223,12 @@ class Scheduler:
     def blame(self) -> Request | None:
         """Note that the engine died with the steps in flight; call before `reset`.
 
-        Requests in flight at two deaths in a row, between which they have not got on, become
-        suspects, which run one at a time until each has generated a token more. One that kills the
-        engine alone is guilty.
-
         Returns:
-            The guilty request, which is ended, or None; one that was ended before is told nothing.
+            The request that it died of, which is ended, or None where that is not known (see
+            `suspects`); one that was ended before is told nothing.
         """
-        stuck = [request for request in self._requests.values() if _is_stuck(request)]
-        for request in self._requests.values():
-            request.num_restarts += 1
-            num_known = len(request.token_ids) if request.is_in_flight else None
-            request.num_known_at_death = num_known
-        if self._suspects:  # it ran alone
-            return self.finish(self._suspects[0].key)
-        self._suspects = stuck
-        return None
+        guilty = self._suspects.note_death(self._requests.values())
+        return None if guilty is None else self.finish(guilty.key)
 
     # ------------------------------------------------------------------ parts of plan()
 
@@ -249,17 +239,18 @@ class Scheduler:
         self._in_flight = deque()
         self._leaves = []
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self.kv = KVCache(limits.num_blocks)
-        self._hasher = BlockHasher(self._hash_secret, limits.block_size)
+        self._blocks = BlockTables(limits, self._hash_secret)
+        self._fitting = Fitting(limits, self._policy, self._blocks)
 
     def _isolate_suspect(self) -> None:
         """While there are suspects, only the first of them may run.
 
         None of the others is in flight: suspicion comes with a new epoch.
         """
-        if self._suspects:
-            for request in [other for other in self._running if other is not self._suspects[0]]:
-                self._preempt(request)
+        if suspect := self._suspects.first:
+            for request in self._running.in_order():
+                if request is not suspect:
+                    self._preempt(request)
 
     def _share(self, num_joining: int) -> int:
         """Rows that a step takes at most, so that each step that may be in flight has as many.
@@ -272,92 +263,104 @@ class Scheduler:
         """
         return -(-(len(self._running) + num_joining) // self.limits.max_steps_in_flight)
 
-    def _plan_running(self, step: Step, request: Request, budget: int) -> int:
-        """Plan the next tokens of a request that has a row; return how many."""
-        num_tokens = min(len(request.token_ids) - request.num_computed, budget)
-        num_new = self._num_missing(request, request.num_computed + num_tokens)
+    def _admit_urgent(self, step: Step) -> None:
+        """Admit those first in order that may displace others, before these are planned.
+
+        As few are preempted as it takes, and after one for whom somebody was, no other is admitted.
+        """
+        num_preempted = self.stats.preemptions
+        while self.stats.preemptions == num_preempted and self._suspects.first is None:
+            found = self._fitting.next_urgent(step.budget, has_free_row=bool(self._free_rows))
+            if found is None:
+                return
+            request, hits, victims = found
+            for victim in victims:
+                self._preempt(victim)
+            self._admit(step, request, hits)
+
+    def _plan_running(self, step: Step) -> None:
+        """Plan those that have a row, as far as budget and blocks go."""
+        max_rows = self._share(0)
+        order = self._running.in_order()
+        for request in order:  # which gets shorter at its end
+            if step.budget <= 0 or len(step.rows) >= max_rows:
+                return
+            if not request.is_in_flight:
+                self._plan_row(step, request, order)
+
+    def _plan_row(self, step: Step, request: Request, order: list[Request]) -> None:
+        """Plan the next tokens of a request that has a row.
+
+        Args:
+            order: of those that have one; whoever loses its blocks is the last, and is removed.
+        """
+        num_tokens = len(request.token_ids) - request.num_computed
+        if num_tokens > step.budget:
+            num_tokens = step.budget
+        num_new = self._blocks.num_missing(request, request.num_computed + num_tokens)
         while num_new > self.kv.num_free:
-            victim = self._running[-1]
+            victim = order[-1]
             if victim.is_in_flight:
-                return 0  # its blocks are to be had when its step is applied
-            self._preempt(victim)
+                return  # its blocks are to be had when its step is applied
+            self._preempt(order.pop())
             if victim is request:
-                return 0
-        scheduled = Scheduled(request, num_tokens)
+                return
+        new_block_ids = self._blocks.grow(request, num_new) if num_new else NO_BLOCKS
+        assert request.row is not None
         request.is_in_flight = True
-        step.rows.append(scheduled)
-        self._grow(scheduled, num_new)
-        return num_tokens
+        step.requests.append(request)
+        step.rows.append(RowStep(request.row, num_tokens, new_block_ids))
+        step.budget -= num_tokens
 
-    def _grow(self, scheduled: Scheduled, num_blocks: int) -> None:
-        new_block_ids = self.kv.allocate(num_blocks)
-        scheduled.new_block_ids += new_block_ids
-        scheduled.request.block_ids += new_block_ids
+    def _admit_waiting(self, step: Step) -> None:
+        """Admit those that wait, while there are tokens, rows and blocks left."""
+        if not self._free_rows or not self._waiting:
+            return
+        owed = self._fitting.num_owed()
+        max_rows = self._share(min(len(self._waiting), len(self._free_rows)))
+        while step.budget > 0 and self._free_rows and len(step.rows) < max_rows:
+            found = self._fitting.next_admissible(step.budget, owed, self._suspects.first)
+            if found is None:
+                return
+            request, hits = found
+            self._admit(step, request, hits)
+            self._plan_row(step, request, [])
+            owed += self._blocks.num_owed(request)
 
-    def _num_missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that a request lacks to hold so many tokens."""
-        return max(0, self.limits.blocks_for(num_tokens) - len(request.block_ids))
-
-    def _num_owed(self, request: Request) -> int:
-        """Blocks that a running request's known tokens need and that it does not have yet."""
-        return self._num_missing(request, len(request.token_ids))
-
-    def _add_drafts(self, step: Step, budget: int) -> None:
+    def _add_drafts(self, step: Step) -> None:
         """Have rows that decode verify drafts, with what the step leaves of budget and blocks."""
         if self._speculation is None:
             return
-        num_tokens = step.num_tokens
-        drafted = self._speculation.draft(step.rows, self.limits, num_tokens, budget)
-        for scheduled, draft in drafted:
-            request = scheduled.request
+        found = self._speculation.draft(step, self.limits)
+        for place, wanted in found:
+            request, planned = step.requests[place], step.rows[place]
             # A draft that is rejected leaves its block with the row.
             spare = 0 if self._waiting else max(0, self.kv.num_free - self.limits.watermark)
             num_held = (len(request.block_ids) + spare) * self.limits.block_size
-            scheduled.draft = draft.capped(num_held - len(request.token_ids))
-            num_known = len(request.token_ids) + scheduled.draft.num_drafts
-            self._grow(scheduled, self._num_missing(request, num_known))
-        num_drafts = step.num_tokens - num_tokens
-        self.stats.draft_depth = num_drafts / max(1, len(drafted))
+            draft = wanted.capped(num_held - len(request.token_ids))
+            if draft is NO_DRAFT:
+                continue
+            num_new = self._blocks.num_missing(request, len(request.token_ids) + draft.num_drafts)
+            step.drafts[place] = draft
+            step.rows[place] = RowStep(
+                planned.row,
+                planned.num_tokens,
+                planned.new_block_ids + self._blocks.grow(request, num_new),
+                draft.num_drafts,
+                draft.draft_ids,
+                draft.num_draft_tokens,
+            )
+        num_drafts = sum(draft.num_drafts for draft in step.drafts.values())
+        self.stats.draft_depth = num_drafts / max(1, len(found))
 
-    def _next_admissible(self, budget: int, owed: int) -> tuple[Request, list[int]] | None:
-        """The next request in order and its hits, if there is a row and its whole prompt fits.
-
-        Args:
-            owed: blocks that the running requests' known tokens still need.
-        """
-        request = self._suspects[0] if self._suspects else self._waiting.first()
-        if request is None or request.row is not None or not self._free_rows:
-            return None
-        hits = self._find_hits(request)
-        num_left = len(request.token_ids) - len(hits) * self.limits.block_size
-        if num_left > budget and not self.limits.enable_chunked_prefill:
-            return None
-        spare = self.kv.num_free - self.kv.count_free(hits) - owed
-        if self._running:
-            spare -= self.limits.watermark
-        return (request, hits) if self.limits.blocks_for(num_left) <= spare else None
-
-    def _find_hits(self, request: Request) -> list[int]:
-        """Cached blocks of its prefix; the last known token is always computed, for its logits."""
-        if not (self.limits.enable_prefix_caching and request.takes_hits):
-            return []
-        self._extend_keys(request)
-        max_hits = (len(request.token_ids) - 1) // self.limits.block_size
-        return self.kv.find(request.block_keys[:max_hits])
-
-    def _admit(self, request: Request, hits: list[int], now: float) -> NewRow:
-        self.kv.acquire(hits)
+    def _admit(self, step: Step, request: Request, hits: list[int]) -> None:
+        """Give a waiting request a row and the cached blocks of its prefix."""
+        self._blocks.begin(request, hits)
         self._waiting.remove(request)
-        self._running.append(request)
-        self._running.sort(key=lambda running: running.rank)
+        self._running.add(request)
         request.row = self._free_rows.pop()
-        request.block_ids = hits
-        request.num_published = len(hits)
-        request.num_computed = len(hits) * self.limits.block_size
-        num_with_draft_kv = self.kv.count_with_draft_kv(hits)
-        request.num_draft_computed = num_with_draft_kv * self.limits.block_size
-        self._count_admission(request, now)
-        return NewRow(
+        self._count_admission(request, step.planned_at)
+        new_row = NewRow(
             row=request.row,
             token_ids=list(request.token_ids),
             num_prompt=request.num_prompt,
@@ -366,20 +369,24 @@ class Scheduler:
             sampling=request.sampling,
             num_draft_computed=request.num_draft_computed,
         )
+        step.joins.append(new_row)
 
     def _count_admission(self, request: Request, now: float) -> None:
         is_first = request.started_at is None
+        num_cached = request.num_computed
         if is_first:
             request.started_at = now
-            request.num_cached = request.num_computed
+            request.num_cached = num_cached
+            if self._policy.service is not None:
+                self._policy.service.note_admission(request)
         if request.is_probe:
             return
         if is_first:
-            self.stats.prompt_tokens_cached += request.num_computed
-            self.stats.prompt_tokens_computed += request.num_prompt - request.num_computed
+            self.stats.prompt_tokens_cached += num_cached
+            self.stats.prompt_tokens_computed += request.num_prompt - num_cached
         if self.limits.enable_prefix_caching and request.takes_hits:
             self.stats.prefix_queried_tokens += len(request.token_ids)
-            self.stats.prefix_hit_tokens += request.num_computed
+            self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request that is in no step."""
@@ -390,99 +397,31 @@ class Scheduler:
 
     # ------------------------------------------------------------------ parts of apply()
 
-    def _observe_time(self, step: Step, result: StepResult, now: float) -> None:
-        """Take note of how long a step took: its whole cycle, if there is one step at a time.
-
-        The cycle of one of several includes waiting behind those ahead, which no choice of its
-        drafts changes. What the engine says is then the same for each, and of the same measure as
-        the draft model's part.
-        """
-        if self._speculation is None:
-            return
-        draft_seconds = result.draft_seconds
-        is_alone = self.limits.max_steps_in_flight == 1
-        seconds = now - step.planned_at if is_alone else result.seconds
-        self._speculation.observe_step(step.rows, seconds, draft_seconds)
-        if all(one.draft is NO_DRAFT for one in step.rows):
-            return
-        drafting = [one for one in step.rows if one.draft.is_by_engine]
-        verifying = [one for one in step.rows if one.draft.num_drafts]
-        for counts in [self.stats.drafts, *(one.request.drafts for one in drafting)]:
-            counts.draft_seconds += draft_seconds
-        if verifying:
-            for counts in [self.stats.drafts, *(one.request.drafts for one in verifying)]:
-                counts.verify_seconds += result.seconds - draft_seconds
-
-    def _take(self, scheduled: Scheduled, row_result: RowResult) -> Update:
+    def _take(
+        self, request: Request, num_tokens: int, draft: Draft, row_result: RowResult
+    ) -> Update | None:
         """Take what a row committed; the request may end with it."""
-        request = scheduled.request
-        prompt_offset = request.num_computed
-        num_tokens = len(request.token_ids)
-        reason = self._append(request, row_result.token_ids)
-        token_ids = request.token_ids[num_tokens:]
+        run, prompt_offset = row_result.token_ids, request.num_computed
+        token_ids, reason = request.append(run, self.limits.max_model_len)
         # What follows a token that ended the request counts for nothing.
-        num_accepted = max(0, len(token_ids) - 1)
-        if num_drafts := scheduled.draft.num_drafts:
+        num_accepted = len(token_ids) - 1 if token_ids else 0
+        if draft.num_drafts:
             assert self._speculation is not None
-            right = len(row_result.token_ids) - 1
-            if not scheduled.draft.is_given:
-                self._speculation.observe_drafts(request, num_drafts, right)
-            for counts in (request.drafts, self.stats.drafts):
-                counts.observe(num_drafts, num_accepted)
-        self._commit(scheduled, num_accepted)
-        if token_ids and request in self._suspects:
-            self._suspects.remove(request)
-            request.num_known_at_death = None
+            counts = self.stats.drafts
+            self._speculation.observe_run(request, draft, len(run), num_accepted, counts)
+        self._blocks.commit(request, num_tokens, draft, num_accepted)
+        if token_ids and self._suspects.first is not None:
+            self._suspects.acquit(request)
         if reason is not None:
             self._drop(request)
+        elif not token_ids and row_result.prompt_logprobs is None:
+            return None
+        logprobs = row_result.logprobs and row_result.logprobs[: len(token_ids)]
         return Update(
-            request=request,
-            token_ids=token_ids,
-            logprobs=row_result.logprobs and row_result.logprobs[: len(token_ids)],
-            prompt_logprobs=row_result.prompt_logprobs,
-            prompt_offset=prompt_offset,
-            finish_reason=reason,
+            request, token_ids, logprobs, row_result.prompt_logprobs, prompt_offset, reason
         )
 
-    def _append(self, request: Request, run: list[int]) -> FinishReason | None:
-        """Append a run of tokens, up to the first one that ends the request."""
-        for token_id in run:
-            request.token_ids.append(token_id)
-            if request.expected_ids and request.expected_ids.popleft() != token_id:
-                request.expected_ids.clear()
-            reason = self._finish_reason(request, token_id)
-            if reason is not None:
-                return reason
-        return None
-
-    def _commit(self, scheduled: Scheduled, num_accepted: int) -> None:
-        """Move the cursors over what was computed, and publish the blocks that they cover."""
-        request, block_size = scheduled.request, self.limits.block_size
-        num_known = request.num_computed + scheduled.num_tokens
-        request.num_computed = num_known + num_accepted
-        if scheduled.draft.is_by_engine:
-            before = request.num_draft_computed
-            after = scheduled.draft.computed_after(num_known, before, num_accepted)
-            request.num_draft_computed = after
-            block_ids = request.block_ids[before // block_size : after // block_size]
-            self.kv.note_draft_kv(block_ids)
-        if not self.limits.enable_prefix_caching:
-            return
-        self._extend_keys(request)
-        for index in range(request.num_published, request.num_computed // block_size):
-            self.kv.publish(request.block_ids[index], request.block_keys[index])
-            request.num_published += 1
-
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        if token_id in request.stop_ids and request.num_generated >= request.min_tokens:
-            return "stop"
-        is_full = len(request.token_ids) >= self.limits.max_model_len
-        return "length" if is_full or request.num_generated >= request.max_tokens else None
-
     # ------------------------------------------------------------------ shared
-
-    def _extend_keys(self, request: Request) -> None:
-        self._hasher.extend(request.block_keys, request.token_ids, request.cache_scope)
 
     def _drop_ended(self) -> None:
         """Forget what was ended from outside, but for what a step in flight computes."""
@@ -499,8 +438,7 @@ class Scheduler:
         if self._speculation is not None:
             self._speculation.forget(request)
         del self._requests[request.key]
-        if request in self._suspects:
-            self._suspects.remove(request)
+        self._suspects.forget(request)
         if request in self._waiting:
             self._waiting.remove(request)
         else:
@@ -513,20 +451,5 @@ class Scheduler:
         self._leaves.append(request.row)
         self._free_rows.append(request.row)
         self._running.remove(request)
-        self.kv.release(request.block_ids)
-        self._forget_kv(request)
-
-    def _forget_kv(self, request: Request) -> None:
+        self._blocks.release(request)
         request.row = None
-        request.block_ids = []
-        request.num_published = 0
-        request.num_computed = 0
-        request.num_draft_computed = 0
-
-
-def _is_stuck(request: Request) -> bool:
-    """Whether the engine died of it, maybe, at the same place as the last time."""
-    before = request.num_known_at_death
-    if before is None or not request.is_in_flight or request.is_ended:
-        return False
-    return len(request.token_ids) - before < PROGRESS

@@ -14,15 +14,16 @@ goes::
                    └ the draft model's KV ┘└─ num_draft_tokens ──┘ then it guesses
 """
 
-from collections.abc import Sequence
 from itertools import islice
 
 from charonia.control.depth import Candidate, DepthPolicy
 from charonia.control.drafter import Drafter
 from charonia.control.limits import Limits
 from charonia.control.request import Request
-from charonia.control.scheduled import NO_DRAFT, Draft, Scheduled
+from charonia.control.stats import DraftCounts
+from charonia.control.step import NO_DRAFT, Draft, Step
 from charonia.control.step_cost import StepShape
+from charonia.protocol import StepResult
 
 
 class Speculation:
@@ -41,67 +42,82 @@ class Speculation:
         self._policy = policy
         self._drafter = drafter
 
-    def draft(
-        self, rows: Sequence[Scheduled], limits: Limits, num_tokens: int, budget: int
-    ) -> list[tuple[Scheduled, Draft]]:
-        """Choose the drafts of those rows that decode.
+    def draft(self, step: Step, limits: Limits) -> list[tuple[int, Draft]]:
+        """Choose the drafts of those rows that decode; each with its place in the step.
 
         The first token of a request comes without, so that no draft model's prompt delays it,
-        unless its client gave a guess.
-
-        Args:
-            rows: all of the step. num_tokens: that they compute without drafts.
-            budget: tokens that drafts may add to the step, with those that the draft model
-                has to catch up on; earlier rows are served first.
+        unless its client gave a guess. Drafts, and what the draft model has to catch up on, stay
+        within the step's budget; earlier rows are served first.
         """
-        given = self._given(rows, limits, budget)
-        num_given = sum(draft.num_drafts for _, draft in given)
-        budget -= num_given
-        with_guess = {id(row) for row, _ in given}
+        drafts = self._given(step, limits)
+        num_given = sum(draft.num_drafts for _, draft in drafts)
+        budget = step.budget - num_given
+        with_guess = {place for place, _ in drafts}
         able = [
-            row
-            for row in rows
-            if row.request.speculates
-            and row.request.num_generated
-            and row.samples
-            and id(row) not in with_guess
+            place
+            for place, request in enumerate(step.requests)
+            if request.speculates
+            and request.num_generated
+            and step.samples(place)
+            and place not in with_guess
         ]
         if not able or budget < 1:
-            return given
+            return drafts
         if self._drafter is not None:
             self._drafter.begin_step()
         depths = self._policy.choose(
             len(able),
-            num_tokens + num_given,
-            lambda: [self._candidate(row.request, limits) for row in able],
+            sum(row.num_tokens for row in step.rows) + num_given,
+            lambda: [self._candidate(step.requests[place], limits) for place in able],
         )
-        drafts = given
-        for row, depth in zip(able, depths, strict=False):
-            draft = self._draft_one(row.request, depth, budget)
-            drafts.append((row, draft))
+        for place, depth in zip(able, depths, strict=False):
+            draft = self._draft_one(step.requests[place], depth, budget)
+            drafts.append((place, draft))
             budget -= draft.num_drafts + draft.num_draft_tokens
         return drafts
 
-    def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Take note of how a row's drafts fared."""
-        self._policy.observe_drafts(request, num_drafted, num_accepted)
+    def observe_run(
+        self, request: Request, draft: Draft, num_run: int, num_accepted: int, counts: DraftCounts
+    ) -> None:
+        """Take note of how a row's drafts fared.
 
-    def observe_step(self, rows: Sequence[Scheduled], seconds: float, draft_seconds: float) -> None:
+        Args:
+            num_run: tokens that the row's step gave, of which all but the last were drafts.
+            num_accepted: drafts that the request has taken.
+            counts: of all requests.
+        """
+        if not draft.is_given:
+            self._policy.observe_drafts(request, draft.num_drafts, num_run - 1)
+        for each in (request.drafts, counts):
+            each.observe(draft.num_drafts, num_accepted)
+
+    def observe_step(
+        self, step: Step, seconds: float, result: StepResult, counts: DraftCounts
+    ) -> None:
         """Take note of how long a step took.
 
         Args:
-            seconds: see `DepthPolicy`. draft_seconds: the draft model's part.
+            seconds: see `DepthPolicy`. counts: of all requests.
         """
-        num_tokens = num_passes = num_draft_tokens = 0
-        for row in rows:
-            num_tokens += row.num_tokens
-            if (draft := row.draft) is not NO_DRAFT:
-                num_tokens += draft.num_drafts
-                if draft.is_by_engine:
-                    num_passes = max(num_passes, draft.num_passes)
-                    num_draft_tokens += draft.num_draft_tokens + draft.num_passes - 1
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        num_passes = num_draft_tokens = 0
+        drafting: list[DraftCounts] = []
+        verifying: list[DraftCounts] = []
+        for place, draft in step.drafts.items():
+            num_tokens += draft.num_drafts
+            if draft.is_by_engine:
+                num_passes = max(num_passes, draft.num_passes)
+                num_draft_tokens += draft.num_draft_tokens + draft.num_passes - 1
+                drafting.append(step.requests[place].drafts)
+            if draft.num_drafts:
+                verifying.append(step.requests[place].drafts)
         shape = StepShape(num_tokens, num_passes, num_draft_tokens)
-        self._policy.observe_step(shape, seconds, draft_seconds)
+        self._policy.observe_step(shape, seconds, result.draft_seconds)
+        for each in (counts, *drafting):
+            each.draft_seconds += result.draft_seconds
+        if verifying:
+            for each in (counts, *verifying):
+                each.verify_seconds += result.seconds - result.draft_seconds
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
@@ -109,17 +125,15 @@ class Speculation:
         if self._drafter is not None:
             self._drafter.forget(request)
 
-    def _given(
-        self, rows: Sequence[Scheduled], limits: Limits, budget: int
-    ) -> list[tuple[Scheduled, Draft]]:
+    def _given(self, step: Step, limits: Limits) -> list[tuple[int, Draft]]:
         """The drafts of rows whose clients gave a guess that was right so far."""
         drafts = []
-        for row in rows:
-            request = row.request
-            if request.expected_ids and row.samples:
+        budget = step.budget
+        for place, request in enumerate(step.requests):
+            if request.expected_ids and step.samples(place):
                 most = min(_num_left(request, limits) - 1, self._max_drafts, budget)
                 if draft_ids := list(islice(request.expected_ids, most)):
-                    drafts.append((row, Draft(len(draft_ids), draft_ids, is_given=True)))
+                    drafts.append((place, Draft(len(draft_ids), draft_ids, is_given=True)))
                     budget -= len(draft_ids)
         return drafts
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from charonia.config import EngineArgs
 from charonia.control import Limits, Request
-from charonia.errors import InvalidRequestError
+from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.protocol import UINT64_MAX, EngineInfo, RowSampling, SamplingParams
 
 
@@ -38,13 +39,20 @@ class GenerationRequest:
     is_probe: bool = False
 
 
-def check(request: GenerationRequest, info: EngineInfo, limits: Limits) -> None:
-    """Check a request against an engine.
+def check(request: GenerationRequest, args: EngineArgs, info: EngineInfo, limits: Limits) -> None:
+    """Check a request against an engine and what it was loaded with.
 
     Raises:
         InvalidRequestError: the prompt is empty or too long, or a token id does not exist.
+        NotSupportedError: it has a priority, which the scheduling policy does not ask for.
     """
     params = request.params
+    if params.priority and args.scheduling_policy != "priority":
+        raise NotSupportedError(
+            f"priority = {params.priority} has no effect with scheduling_policy"
+            f" {args.scheduling_policy!r}, which serves requests in the order in which they came;"
+            ' leave it out, or have the engine loaded with scheduling_policy "priority"'
+        )
     assert bool(request.bad_words_ids) == bool(params.bad_words), "bad words were not encoded"
     limits.check_prompt(len(request.prompt_ids))
     _check_ids("input_ids", request.prompt_ids, info.vocab_size)
@@ -83,6 +91,8 @@ def admit(
         max_tokens=min(params.max_tokens, num_room),
         stop_ids=stop_ids,
         arrived_at=now,
+        tenant=params.tenant,
+        priority=params.priority,
         cache_scope=_cache_scope(params),
         takes_hits=params.prompt_logprobs is None,
         speculates=params.speculation,

@@ -151,9 +151,9 @@ class EngineCore:
         """Refuse what cannot be served. Reads only; may be called from any thread.
 
         Raises:
-            InvalidRequestError, UnavailableError.
+            InvalidRequestError, NotSupportedError, UnavailableError.
         """
-        check(request, self._replica.info, self.limits)
+        check(request, self._replica.engine_args, self._replica.info, self.limits)
 
     def check_queue(self, num_live: int) -> None:
         """Refuse a request when the queue is full. Reads only; may be called from any thread.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from charonia.control import Limits, Request, Scheduler, SchedulerStats, Speculation
+from charonia.control import Limits, Policy, Request, Scheduler, SchedulerStats, Speculation
 from charonia.protocol import EngineInfo
 
 Phase = Literal["waiting", "draining", "loading", "done", "failed"]
@@ -92,17 +92,23 @@ def take_over(
     epoch: int,
     stats: SchedulerStats,
     speculation: Speculation | None,
+    policy: Policy,
 ) -> Scheduler:
     """Make a scheduler for another engine, with all live requests of the old one in their order.
 
     Nothing that is cached is taken along. All requests must fit (see `misfit`).
     """
     new = Scheduler(
-        limits, hash_secret=os.urandom(32), epoch=epoch, stats=stats, speculation=speculation
+        limits,
+        hash_secret=os.urandom(32),
+        epoch=epoch,
+        stats=stats,
+        speculation=speculation,
+        policy=policy,
     )
     if old is not None:
         old.reset()  # nothing is in flight, and no request has a row
-        for request in sorted(old.requests, key=lambda request: request.rank):
+        for request in sorted(old.requests, key=lambda request: request.number):
             new.add(request)
     return new
 

@@ -23,6 +23,7 @@ from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN, Recovery
 from charonia.engine.reload import Reload, misfit, take_over
+from charonia.engine.scheduling import make_policy
 from charonia.engine.transitions import Event, State
 from charonia.errors import (
     CharoniaError,
@@ -86,8 +87,7 @@ class Replica:
     ) -> None:
         self.engine_args = engine_args
         self._executor = executor
-        self._min_step_deadline_s = scheduler_args.min_step_deadline_s
-        self._load_timeout_s = scheduler_args.load_timeout_s
+        self._scheduler_args = scheduler_args
         self._metrics = metrics
         self._fail = fail
         self._clock = clock
@@ -257,7 +257,7 @@ class Replica:
     def _step_deadline_s(self, num_tokens: int) -> float:
         """When to give a step up: far beyond what its tokens should take."""
         predicted = self._step_seconds.at_most(num_tokens)
-        return max(self._min_step_deadline_s, DEADLINE_FACTOR * predicted)
+        return max(self._scheduler_args.min_step_deadline_s, DEADLINE_FACTOR * predicted)
 
     # ------------------------------------------------------------------ the engine's life
 
@@ -362,14 +362,16 @@ class Replica:
     def _is_opening_stuck(self) -> bool:
         """Whether an engine has been looked for or loaded for longer than may be."""
         seconds = self._clock() - self._opening_began_at
-        return self._opening is not None and seconds >= self._load_timeout_s
+        return self._opening is not None and seconds >= self._scheduler_args.load_timeout_s
 
     def _give_up_opening(self) -> None:
         """Nobody waits any longer for what is being opened; it is welcome all the same, later.
 
         Unless a reload ordered it: that fails, and the configuration is the old one again.
         """
-        error = EngineDiedError(f"it was not loaded within {self._load_timeout_s:g} s")
+        error = EngineDiedError(
+            f"it was not loaded within {self._scheduler_args.load_timeout_s:g} s"
+        )
         self._is_opening_void |= self._recovery.state is State.RELOADING
         self._recovery.give_up(error, self._num_live)
         if self._reload is not None:
@@ -421,6 +423,7 @@ class Replica:
                 epoch=info.epoch,
                 stats=self._stats,
                 speculation=make_speculation(args.speculative_config),
+                policy=make_policy(args, self._scheduler_args),
             )
         self._limits = limits
         self.engine_args = args

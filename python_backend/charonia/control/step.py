@@ -1,12 +1,12 @@
 """One step and its rows, from planning to application.
 
-Owns what a plan says of a row. Must not know why a row computes what it computes.
+Owns what a plan says of each row. Must not know why a row computes what it computes.
 """
 
 from dataclasses import dataclass, field, replace
 
 from charonia.control.request import Request
-from charonia.protocol import RowStep
+from charonia.protocol import NewRow, RowStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +47,7 @@ class Draft:
 
 
 NO_DRAFT = Draft()
-
-
-@dataclass(slots=True)
-class Scheduled:
-    """What a request computes in the step that is planned or in flight."""
-
-    request: Request
-    num_tokens: int
-    new_block_ids: list[int] = field(default_factory=list)
-    draft: Draft = NO_DRAFT
-
-    @property
-    def samples(self) -> bool:
-        """Whether the cursor reaches the last known token."""
-        return self.request.num_computed + self.num_tokens == len(self.request.token_ids)
-
-    def row_step(self) -> RowStep:
-        """What the plan says of it."""
-        assert self.request.row is not None
-        draft = self.draft
-        return RowStep(
-            self.request.row,
-            self.num_tokens,
-            self.new_block_ids,
-            draft.num_drafts,
-            draft.draft_ids,
-            draft.num_draft_tokens,
-        )
+NO_BLOCKS: list[int] = []  # nobody appends to it
 
 
 @dataclass(slots=True)
@@ -83,13 +56,21 @@ class Step:
 
     Attributes:
         planned_at: the time given to `plan()`.
+        budget: tokens that it may still take.
+        joins: rows that begin with it.
+        requests, rows: who computes, and what the plan says of each.
+        drafts: of some of them, by their places in these lists.
     """
 
     step_id: int
     planned_at: float
-    rows: list[Scheduled] = field(default_factory=list)
+    budget: int
+    joins: list[NewRow] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    rows: list[RowStep] = field(default_factory=list)
+    drafts: dict[int, Draft] = field(default_factory=dict)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the target computes, drafts included."""
-        return sum(row.num_tokens + row.draft.num_drafts for row in self.rows)
+    def samples(self, place: int) -> bool:
+        """Whether the cursor of a request reaches its last known token."""
+        request = self.requests[place]
+        return request.num_computed + self.rows[place].num_tokens == len(request.token_ids)

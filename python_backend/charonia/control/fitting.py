@@ -1,0 +1,148 @@
+"""Which waiting request can have a row next, and whom that would cost theirs.
+
+Owns the arithmetic of fitting: tokens of the step, blocks of the pool. Changes nothing but how
+often a request was passed. Must not know rows by number, nor what a step computes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from charonia.control.block_tables import BlockTables
+from charonia.control.limits import Limits
+from charonia.control.policies import Policy
+from charonia.control.request import Request
+
+MAX_CONSIDERED = 4
+"""Waiting requests that a step looks at, where the first ones do not fit."""
+
+MAX_PASSES = 16
+"""How often a request that does not fit is passed by another that does. Then blocks that become
+free are kept for it."""
+
+
+class Fitting:
+    """Finds whom to admit.
+
+    A request is admitted only when its whole known prompt fits beside what the running ones still
+    need for theirs.
+    """
+
+    def __init__(self, limits: Limits, policy: Policy, blocks: BlockTables) -> None:
+        self._limits = limits
+        self._policy = policy
+        self._blocks = blocks
+
+    def num_owed(self) -> int:
+        """Blocks that all running requests' known tokens still need."""
+        return sum(map(self._blocks.num_owed, self._policy.running.in_order()))
+
+    def next_admissible(
+        self, budget: int, owed: int, suspect: Request | None
+    ) -> tuple[Request, list[int]] | None:
+        """The next request in order that fits, and its hits.
+
+        Args:
+            budget: tokens that the step has left. owed: see `num_owed`.
+            suspect: the only one that may run, if there is any.
+        """
+        if suspect is not None:
+            candidates: Iterable[Request] = [suspect] if suspect in self._policy.waiting else []
+        else:
+            candidates = self._candidates()
+        passed: list[Request] = []
+        for request in candidates:
+            hits = self._blocks.hits(request)
+            if self._has_budget(request, hits, budget) and self._spare(request, hits, owed) >= 0:
+                _note_passed(passed)
+                return request, hits
+            passed.append(request)
+        return None
+
+    def next_urgent(
+        self, budget: int, *, has_free_row: bool
+    ) -> tuple[Request, list[int], list[Request]] | None:
+        """The next request in order that may displace anybody and would fit then.
+
+        Args:
+            budget: tokens that the step has left.
+
+        Returns:
+            It, its hits, and whom it displaces, which may be nobody.
+        """
+        displacement = self._policy.displacement
+        if displacement is None or not self._policy.waiting:
+            return None
+        running = self._policy.running.in_order()
+        running.reverse()
+        passed: list[Request] = []
+        for request in self._candidates():
+            below = [one for one in running if displacement.may_displace(request, one)]
+            hits = self._blocks.hits(request) if below else []
+            if below and self._has_budget(request, hits, budget):
+                spare = self._spare(request, hits, self.num_owed())
+                if spare >= 0 and has_free_row:
+                    victims: list[Request] | None = []
+                else:
+                    victims = self._victims(-spare, hits, below)
+                if victims is not None:
+                    _note_passed(passed)
+                    return request, hits, victims
+            passed.append(request)
+        return None
+
+    def _candidates(self) -> Iterator[Request]:
+        """The first that wait.
+
+        Where one does not fit, others may pass it, but not for ever; and nobody passes one that
+        was preempted.
+        """
+        for request in islice(self._policy.waiting.in_order(), MAX_CONSIDERED):
+            yield request
+            if request.num_preemptions or request.num_passed >= MAX_PASSES:
+                return
+
+    def _has_budget(self, request: Request, hits: list[int], budget: int) -> bool:
+        """Whether a step with so many tokens left can begin a waiting request."""
+        can_wait = self._limits.enable_chunked_prefill
+        return can_wait or self._blocks.num_left(request, hits) <= budget
+
+    def _spare(self, request: Request, hits: list[int], owed: int) -> int:
+        """Blocks that are left when a waiting request is admitted; it does not fit if negative."""
+        num_free = self._blocks.kv.num_free - self._blocks.num_taken(request, hits)
+        return num_free - owed - (self._limits.watermark if self._policy.running else 0)
+
+    def _victims(
+        self, num_lacking: int, hits: list[int], below: Iterable[Request]
+    ) -> list[Request] | None:
+        """The fewest of `below`, from the first on, that give up a row and enough blocks.
+
+        Args:
+            num_lacking: blocks. hits: which are not given up, whoever holds them.
+
+        Returns:
+            Them; None where all of them are not enough.
+        """
+        kv, num_running = self._blocks.kv, len(self._policy.running)
+        victims: list[Request] = []
+        released: Counter[int] = Counter()
+        for victim in below:
+            if victim.is_in_flight:
+                continue
+            victims.append(victim)
+            released.update(victim.block_ids)
+            num_lacking -= self._blocks.num_owed(victim)
+            num_lacking -= sum(
+                kv.num_references(block_id) == released[block_id] and block_id not in hits
+                for block_id in victim.block_ids
+            )
+            if len(victims) == num_running:
+                num_lacking -= self._limits.watermark
+            if num_lacking <= 0:
+                return victims
+        return None
+
+
+def _note_passed(requests: Iterable[Request]) -> None:
+    for request in requests:
+        request.num_passed += 1

@@ -1,0 +1,40 @@
+"""Who comes first: among the waiting, among the running, and between the two.
+
+    waiting ── WaitingOrder: in which order they are offered rows and blocks
+       │                     Displacement: which of them may take those of a running one
+       ▼
+    running ── RunningOrder: who keeps what it has when tokens, rows or blocks run out
+                             Service: takes note of what they are given, where that matters
+
+They combine freely, and each costs O(log n) per change. Must not know rows, blocks or steps.
+"""
+
+from charonia.control.policies.fair import fair
+from charonia.control.policies.policy import (
+    Displacement,
+    Policy,
+    RunningOrder,
+    Service,
+    WaitingOrder,
+)
+from charonia.control.policies.ranked import (
+    DisplacementByPriority,
+    RankOf,
+    by_arrival,
+    by_priority,
+    ranked,
+)
+
+__all__ = [
+    "Displacement",
+    "DisplacementByPriority",
+    "Policy",
+    "RankOf",
+    "RunningOrder",
+    "Service",
+    "WaitingOrder",
+    "by_arrival",
+    "by_priority",
+    "fair",
+    "ranked",
+]

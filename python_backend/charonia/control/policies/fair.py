@@ -1,0 +1,231 @@
+"""Fair shares: each tenant gets service in proportion to its weight, whatever the others ask for.
+
+Owns what tenants were given, and both orders by it. Must not know in which order the requests of
+one tenant come: that is a rank of theirs.
+
+The Virtual Token Counter of Sheng et al. 2024 ("Fairness in Serving Large Language Models",
+arXiv 2401.00588, algorithm 2, with weights)::
+
+    counter of a tenant += (input_cost * prompt tokens + output_cost * generated tokens) / weight
+    next is the first request of the tenant whose counter is the smallest
+    a tenant that comes back is lifted to the smallest counter of those that wait,
+        so that nobody saves up service by staying away
+
+Two tenants that always have requests waiting differ, whenever one looks, by no more than
+2 max(input_cost * longest prompt, output_cost * tokens of the KV cache) / smaller weight.
+Prompt tokens that the prefix cache held are not charged, nor is anything that a preemption or
+another engine makes be computed again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop, heappush, heapreplace
+
+from charonia.control.policies.policy import Displacement, Policy
+from charonia.control.policies.ranked import RankedRunning, RankedWaiting, RankOf
+from charonia.control.request import Request, Update
+
+MAX_REMEMBERED = 4096
+"""Tenants without a request whose counters are kept."""
+
+
+def fair(
+    rank: RankOf, weight_of: Callable[[str], float], displacement: Displacement | None = None
+) -> Policy:
+    """Fair between tenants, and by rank among the requests of each.
+
+    Args:
+        weight_of: of a tenant, > 0; asked whenever it is charged.
+        displacement: among the requests of one tenant.
+    """
+    counters = VirtualCounters(weight_of)
+    return Policy(
+        FairWaiting(counters, rank),
+        FairRunning(counters, rank),
+        displacement and WithinTenant(displacement),
+        counters,
+    )
+
+
+class VirtualCounters:
+    """What each tenant was given, weighted.
+
+    Args:
+        weight_of: see `fair`.
+        input_cost, output_cost: of a token. Generating one takes more of an engine than reading
+            one; 1 and 2 are the paper's.
+    """
+
+    def __init__(
+        self,
+        weight_of: Callable[[str], float] = lambda _: 1.0,
+        *,
+        input_cost: float = 1.0,
+        output_cost: float = 2.0,
+    ) -> None:
+        self._weight_of = weight_of
+        self._input_cost = input_cost
+        self._output_cost = output_cost
+        self._counters: dict[str, float] = {}
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._counters.get(tenant, 0.0)
+
+    def note_admission(self, request: Request) -> None:
+        """Charge the prompt tokens that are to be computed."""
+        if not request.is_probe:
+            self._charge(
+                request.tenant, self._input_cost * (request.num_prompt - request.num_cached)
+            )
+
+    def note_outputs(self, updates: Iterable[Update]) -> None:
+        """Charge the tokens that were generated."""
+        tokens: dict[str, int] = {}
+        for update in updates:
+            request = update.request
+            if not request.is_probe:
+                tokens[request.tenant] = tokens.get(request.tenant, 0) + len(update.token_ids)
+        for tenant, num_tokens in tokens.items():
+            self._charge(tenant, self._output_cost * num_tokens)
+
+    def _charge(self, tenant: str, cost: float) -> None:
+        self._counters[tenant] = self[tenant] + cost / self._weight_of(tenant)
+
+    def lift(self, tenant: str, least: float) -> None:
+        """Raise a tenant's counter to `least`, if it is below."""
+        self._counters[tenant] = max(self[tenant], least)
+
+    def forget_some(self, keep: Callable[[str], bool]) -> None:
+        """Forget tenants when there are too many, the least served first.
+
+        These lose nothing: a tenant that comes back is lifted.
+        """
+        if len(self._counters) <= 2 * MAX_REMEMBERED:
+            return
+        gone = sorted((c, tenant) for tenant, c in self._counters.items() if not keep(tenant))
+        for _, tenant in gone[: max(0, len(gone) - MAX_REMEMBERED)]:
+            del self._counters[tenant]
+
+
+class WithinTenant:
+    """Displacement among the requests of one tenant alone."""
+
+    def __init__(self, inner: Displacement) -> None:
+        self._inner = inner
+
+    def may_displace(self, waiting: Request, running: Request) -> bool:
+        """Whether the one that waits may have the other preempted."""
+        return waiting.tenant == running.tenant and self._inner.may_displace(waiting, running)
+
+
+class FairRunning:
+    """Running requests, those of the tenant that has had the least first."""
+
+    def __init__(self, counters: VirtualCounters, rank: RankOf) -> None:
+        self._counters = counters
+        self._rank = rank
+        self._of: dict[str, RankedRunning] = {}
+        self._num_running = 0
+
+    def __len__(self) -> int:
+        return self._num_running
+
+    def add(self, request: Request) -> None:
+        """Add a request that was given a row."""
+        if request.tenant not in self._of:
+            self._of[request.tenant] = RankedRunning(self._rank)
+        self._of[request.tenant].add(request)
+        self._num_running += 1
+
+    def remove(self, request: Request) -> None:
+        """Take one out that gives its row back."""
+        requests = self._of[request.tenant]
+        requests.remove(request)
+        self._num_running -= 1
+        if not requests:
+            del self._of[request.tenant]
+
+    def in_order(self) -> list[Request]:
+        """All of them, tenant by tenant."""
+        tenants = sorted(self._of, key=lambda tenant: (self._counters[tenant], tenant))
+        return [request for tenant in tenants for request in self._of[tenant].in_order()]
+
+
+class FairWaiting:
+    """Waiting requests, the first one of the tenant that has had the least first.
+
+    Counters only grow, so that a heap of them is never too late: one that has grown since is put
+    back to where it belongs when it comes to the top.
+    """
+
+    def __init__(self, counters: VirtualCounters, rank: RankOf) -> None:
+        self._counters = counters
+        self._rank = rank
+        self._of: dict[str, RankedWaiting] = {}
+        self._heap: list[tuple[float, str]] = []  # tenants in `_of`, and some that have left it
+        self._in_heap: set[str] = set()
+        self._num_waiting = 0
+        self._left_at = 0.0  # the counter of the one that left last
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __contains__(self, request: Request) -> bool:
+        return request.tenant in self._of and request in self._of[request.tenant]
+
+    def push(self, request: Request) -> None:
+        """Add a request; if its tenant had none waiting, its counter may be lifted."""
+        tenant = request.tenant
+        if tenant not in self._of:
+            if request.started_at is None:  # it has just come
+                self._counters.lift(tenant, self._least())
+                self._counters.forget_some(self._of.__contains__)
+            self._of[tenant] = RankedWaiting(self._rank)
+            if tenant not in self._in_heap:
+                self._in_heap.add(tenant)
+                heappush(self._heap, (self._counters[tenant], tenant))
+        self._of[tenant].push(request)
+        self._num_waiting += 1
+
+    def remove(self, request: Request) -> None:
+        """Take a waiting request out, wherever it stands."""
+        tenant = request.tenant
+        self._of[tenant].remove(request)
+        self._num_waiting -= 1
+        if not self._of[tenant]:
+            del self._of[tenant]
+            self._left_at = self._counters[tenant]
+
+    def in_order(self) -> Iterator[Request]:
+        """First the first of each tenant, as their counters say, then the others of each."""
+        self._settle()
+        if not self._heap:
+            return
+        first = self._heap[0][1]
+        yield next(self._of[first].in_order())
+        tenants = sorted(self._of, key=lambda tenant: (self._counters[tenant], tenant))
+        tenants.remove(first)
+        queues = [(first, self._of[first].in_order())]
+        next(queues[0][1])
+        for tenant in tenants:
+            queues.append((tenant, self._of[tenant].in_order()))
+            yield next(queues[-1][1])
+        for _, queue in queues:
+            yield from queue
+
+    def _least(self) -> float:
+        """The smallest counter of those that wait; of the last one that did, if nobody does."""
+        self._settle()
+        return self._heap[0][0] if self._heap else self._left_at
+
+    def _settle(self) -> None:
+        """Bring to the top of the heap what belongs there."""
+        heap = self._heap
+        while heap:
+            counter, tenant = heap[0]
+            if tenant not in self._of:
+                heappop(heap)
+                self._in_heap.remove(tenant)
+            elif counter < self._counters[tenant]:
+                heapreplace(heap, (self._counters[tenant], tenant))
+            else:
+                return

@@ -1,0 +1,89 @@
+"""What a scheduling policy is made of. Owns the protocols, no policy."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from charonia.control.request import Request, Update
+
+
+class WaitingOrder(Protocol):
+    """The requests that have no row, in the order in which they are offered one.
+
+    A preempted request comes back to the place that it would have had if it had never left.
+    """
+
+    def __len__(self) -> int:
+        """How many wait."""
+        ...
+
+    def __contains__(self, request: Request) -> bool:
+        """Whether this one does."""
+        ...
+
+    def push(self, request: Request) -> None:
+        """Add a request, that has just come or was preempted."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take a waiting request out, wherever it stands."""
+        ...
+
+    def in_order(self) -> Iterator[Request]:
+        """The waiting, first one first. Nothing may be pushed or removed meanwhile."""
+        ...
+
+
+class RunningOrder(Protocol):
+    """The requests that have a row, in the order in which they keep what they have."""
+
+    def __len__(self) -> int:
+        """How many run."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Add a request that was given a row."""
+        ...
+
+    def remove(self, request: Request) -> None:
+        """Take one out that gives its row back."""
+        ...
+
+    def in_order(self) -> list[Request]:
+        """All of them: the first is the first to get tokens, the last one is the first victim."""
+        ...
+
+
+class Displacement(Protocol):
+    """Who may take rows and blocks of whom."""
+
+    def may_displace(self, waiting: Request, running: Request) -> bool:
+        """Whether the one that waits may have the other preempted."""
+        ...
+
+
+class Service(Protocol):
+    """Takes note of what requests are given, where the order depends on it."""
+
+    def note_admission(self, request: Request) -> None:
+        """A request begins for the first time: its prompt will be computed but for its hits."""
+        ...
+
+    def note_outputs(self, updates: Iterable[Update]) -> None:
+        """Tokens were generated in a step."""
+        ...
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A scheduling policy, of one scheduler: it holds the requests that wait and run.
+
+    Attributes:
+        displacement: None where nobody displaces anybody.
+        service: None where the order does not depend on what requests were given.
+    """
+
+    waiting: WaitingOrder
+    running: RunningOrder
+    displacement: Displacement | None = None
+    service: Service | None = None

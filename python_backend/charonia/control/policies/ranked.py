@@ -1,0 +1,135 @@
+"""Policies by which each request has a rank of its own, which stays while it waits or runs.
+
+Owns the ranks and both orders by them. Must not know whose a request is.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+
+from charonia.control.policies.policy import Displacement, Policy
+from charonia.control.request import Request
+
+Rank = tuple[float, int]
+"""Smaller is sooner. The second part is the request's number, so that no two are equal."""
+
+RankOf = Callable[[Request], Rank]
+
+_SLACK = 64
+
+
+def ranked(rank: RankOf, displacement: Displacement | None = None) -> Policy:
+    """All requests in one order."""
+    return Policy(RankedWaiting(rank), RankedRunning(rank), displacement)
+
+
+def by_arrival(request: Request) -> Rank:
+    """First come, first served."""
+    return 0.0, request.number
+
+
+def by_priority(aging_s: float = 0.0) -> RankOf:
+    """The smaller priority first, and equals in the order of arrival.
+
+    Args:
+        aging_s: a request that has waited so many seconds more than another counts as if its
+            priority were by one smaller, so that none waits for ever; 0 is strict priority. A rank
+            stays the same all the while, because all that wait grow older alike.
+    """
+
+    def strict(request: Request) -> Rank:
+        return request.priority, request.number
+
+    def aged(request: Request) -> Rank:
+        return request.arrived_at + aging_s * request.priority, request.number
+
+    return aged if aging_s else strict
+
+
+class DisplacementByPriority:
+    """Takes both a smaller priority and a smaller rank.
+
+    By priority alone, what aging has brought to the front would not stay there; by rank alone,
+    equals would take turns.
+    """
+
+    def __init__(self, rank: RankOf) -> None:
+        self._rank = rank
+
+    def may_displace(self, waiting: Request, running: Request) -> bool:
+        """Whether the one that waits may have the other preempted."""
+        return waiting.priority < running.priority and self._rank(waiting) < self._rank(running)
+
+
+class RankedRunning:
+    """Running requests by rank, smallest first."""
+
+    def __init__(self, rank: RankOf) -> None:
+        self._rank = rank
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Add a request that was given a row."""
+        insort(self._requests, request, key=self._rank)
+
+    def remove(self, request: Request) -> None:
+        """Take one out that gives its row back."""
+        del self._requests[bisect_left(self._requests, self._rank(request), key=self._rank)]
+
+    def in_order(self) -> list[Request]:
+        """All of them, smallest rank first."""
+        return self._requests.copy()
+
+
+class RankedWaiting:
+    """Waiting requests by rank, smallest first. A preempted request keeps its rank.
+
+    The rank of a request that is removed stays in the heap until it comes to its top or outweighs
+    the rest: then the heap is made anew. So it never holds more than twice what waits, and a few.
+    """
+
+    def __init__(self, rank: RankOf) -> None:
+        self._rank = rank
+        self._heap: list[Rank] = []
+        self._by_number: dict[int, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.number in self._by_number
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        heappush(self._heap, self._rank(request))
+        self._by_number[request.number] = request
+
+    def remove(self, request: Request) -> None:
+        """Take a waiting request out, wherever it stands."""
+        del self._by_number[request.number]
+        if len(self._heap) > 2 * len(self._by_number) + _SLACK:
+            self._heap = [self._rank(waiting) for waiting in self._by_number.values()]
+            heapify(self._heap)
+
+    def in_order(self) -> Iterator[Request]:
+        """The waiting, first one first; what the next one costs grows with the log of those before.
+
+        The heap is a tree, and nobody comes before the one above: only those below the ones that
+        were taken can be next.
+        """
+        while self._heap and self._heap[0][1] not in self._by_number:
+            heappop(self._heap)
+        frontier = [(self._heap[0], 0)] if self._heap else []
+        taken: set[int] = set()
+        while frontier:
+            (_, number), index = heappop(frontier)
+            # A request that left and came back may be here twice.
+            if number in self._by_number and number not in taken:
+                taken.add(number)
+                yield self._by_number[number]
+            for below in (2 * index + 1, 2 * index + 2):
+                if below < len(self._heap):
+                    heappush(frontier, (self._heap[below], below))

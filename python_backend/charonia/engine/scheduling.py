@@ -1,0 +1,28 @@
+"""The scheduling policy as the configuration asks for it.
+
+Owns the choice. Must not know what a policy does.
+"""
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.control import Policy
+from charonia.control.policies import (
+    Displacement,
+    DisplacementByPriority,
+    RankOf,
+    by_arrival,
+    by_priority,
+    fair,
+    ranked,
+)
+
+
+def make_policy(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> Policy:
+    """Set up the policy of one scheduler."""
+    rank: RankOf = by_arrival
+    displacement: Displacement | None = None
+    if engine_args.scheduling_policy == "priority":
+        rank = by_priority(scheduler_args.priority_aging_s)
+        displacement = DisplacementByPriority(rank)
+    if scheduler_args.fair_share:
+        return fair(rank, lambda tenant: 1.0, displacement)
+    return ranked(rank, displacement)

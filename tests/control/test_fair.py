@@ -1,0 +1,204 @@
+"""Fair shares between tenants: who is next, and how far two tenants can come apart."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from charonia.control import Update
+from charonia.control.policies import DisplacementByPriority, by_arrival, by_priority, fair
+from charonia.control.policies.fair import MAX_REMEMBERED, FairWaiting, VirtualCounters
+from support.stepping import Bench, make_request
+
+
+def equal(_: str) -> float:
+    return 1.0
+
+
+def request_of(tenant: str, number: int, **changes):
+    return make_request(f"{tenant}{number}", tenant=tenant, number=number, **changes)
+
+
+def charge(counters: VirtualCounters, request, num_input: int, num_output: int) -> None:
+    """As if its prompt had so many tokens, and then it generated some."""
+    request.num_cached = request.num_prompt - num_input
+    counters.note_admission(request)
+    counters.note_outputs([Update(request, [1] * num_output, None, None, 0, None)])
+
+
+# ---------------------------------------------------------------------- the queue
+
+
+def test_the_tenant_that_has_had_the_least_is_next():
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival)
+    many = [request_of("a", i) for i in range(3)]
+    few = [request_of("b", i) for i in range(3, 5)]
+    for request in [*many, *few]:
+        queue.push(request)
+    assert [one.key for one in queue.in_order()] == ["a0", "b3", "a1", "a2", "b4"]
+    charge(counters, many[0], 10, 0)
+    queue.remove(many[0])
+    assert [one.key for one in queue.in_order()] == ["b3", "a1", "b4", "a2"]
+    charge(counters, few[0], 0, 6)
+    assert next(queue.in_order()).key == "a1"
+
+
+def test_a_generated_token_costs_twice_a_prompt_token_and_weights_divide():
+    counters = VirtualCounters({"a": 1.0, "b": 4.0}.__getitem__)
+    charge(counters, request_of("a", 0), 3, 2)
+    charge(counters, request_of("b", 1), 3, 2)
+    assert (counters["a"], counters["b"]) == (7.0, 1.75)
+
+
+def test_who_comes_back_has_not_saved_up_service():
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival)
+    queue.push(busy := request_of("busy", 0))
+    charge(counters, busy, 100, 0)
+    queue.push(request_of("idle", 1))
+    assert counters["idle"] == 100.0
+    queue.push(request_of("idle", 2))
+    assert counters["idle"] == 100.0
+
+
+def test_who_comes_to_an_empty_queue_is_lifted_to_the_one_that_left_last():
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival)
+    queue.push(last := request_of("last", 0))
+    charge(counters, last, 50, 0)
+    queue.remove(last)
+    queue.push(request_of("idle", 1))
+    assert counters["idle"] == 50.0
+
+
+def test_one_that_comes_back_from_a_preemption_lifts_nobody():
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival)
+    queue.push(busy := request_of("busy", 0))
+    charge(counters, busy, 100, 0)
+    queue.push(request_of("other", 1, started_at=3.0))
+    assert counters["other"] == 0.0
+    assert next(queue.in_order()).key == "other1"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from(["come", "go", "charge"]), st.integers(0, 9)),
+        max_size=60,
+    )
+)
+def test_the_order_is_that_of_the_counters_whoever_comes_and_goes(moves):
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival)
+    waiting = []
+    for number, (tenant, move, amount) in enumerate(moves):
+        request = request_of(f"t{tenant}", number)
+        if move == "come":
+            waiting.append(request)
+            queue.push(request)
+        elif move == "charge":
+            charge(counters, request, amount, 0)
+        elif waiting:
+            queue.remove(gone := waiting.pop(amount % len(waiting)))
+            assert gone not in queue
+        assert len(queue) == len(waiting)
+        assert all(one in queue for one in waiting)
+        found = list(queue.in_order())
+        assert sorted(one.number for one in found) == [one.number for one in waiting]
+        if waiting:
+            assert counters[found[0].tenant] == min(counters[one.tenant] for one in waiting)
+            tenants = {one.tenant for one in waiting}
+            heads = found[: len(tenants)]
+            assert {one.tenant for one in heads} == tenants
+            assert all(
+                head.number == min(o.number for o in waiting if o.tenant == head.tenant)
+                for head in heads
+            )
+    assert len(queue._heap) <= 4
+
+
+def test_counters_of_tenants_that_have_gone_do_not_pile_up():
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival)
+    queue.push(request_of("stays", 0))
+    for number in range(1, 3 * MAX_REMEMBERED):
+        queue.push(passing := request_of(f"t{number}", number))
+        charge(counters, passing, number, 0)
+        queue.remove(passing)
+    assert len(counters._counters) <= 2 * MAX_REMEMBERED + 1
+    assert counters[f"t{3 * MAX_REMEMBERED - 1}"] == 3 * MAX_REMEMBERED - 1
+
+
+# ---------------------------------------------------------------------- in the scheduler
+
+
+def test_probes_are_charged_to_nobody():
+    policy = fair(by_arrival, equal)
+    bench = Bench(policy)
+    bench.add(request_of("a", 0, is_probe=True))
+    bench.ends()
+    assert policy.service["a"] == 0.0
+
+
+def test_cached_tokens_are_not_charged_nor_what_is_computed_again():
+    policy = fair(by_arrival, equal)
+    bench = Bench(policy, max_num_seqs=1)
+    bench.add(request_of("a", 0, token_ids=[5] * 20, max_tokens=1))
+    bench.ends()
+    assert policy.service["a"] == 20 + 2
+    bench.add(request_of("a", 1, token_ids=[5] * 20, max_tokens=3))
+    bench.step()
+    assert policy.service["a"] == 22 + 4 + 2  # four blocks were there
+    bench.scheduler.reset()
+    bench.ends()
+    assert policy.service["a"] == 28 + 4
+
+
+def test_within_a_tenant_priority_decides_and_displaces_its_own_alone():
+    rank = by_priority()
+    bench = Bench(fair(rank, equal, DisplacementByPriority(rank)), max_num_seqs=2)
+    bench.add(request_of("a", 0, priority=3), request_of("b", 1, priority=3))
+    bench.step()
+    bench.add(request_of("a", 2, priority=1))
+    bench.step()
+    assert bench.running == {"a2", "b1"}
+    bench.add(request_of("c", 3, priority=-9))
+    bench.step()
+    assert bench.running == {"a2", "b1"}
+
+
+def test_victims_are_the_latest_of_the_tenant_that_has_had_the_most():
+    bench = Bench(fair(by_arrival, equal), max_num_seqs=4, num_blocks=11)
+    bench.add(request_of("a", 0, token_ids=[1] * 8, max_tokens=20))
+    bench.add(request_of("b", 1, token_ids=[2] * 4, max_tokens=20))
+    bench.add(request_of("a", 2, token_ids=[3] * 8, max_tokens=20))
+    while not bench.scheduler.stats.preemptions:
+        bench.step()
+    assert bench.running == {"a0", "b1"}
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (1, 2, 4)])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_backlogged_tenants_stay_within_the_bound_of_the_paper(weights, data):
+    """At every step, whatever they ask for: 2 max(longest prompt, 2 * KV tokens) / weight."""
+    weight_of = dict(zip("abc", map(float, weights), strict=False))
+    policy = fair(by_arrival, weight_of.__getitem__)
+    bench = Bench(policy, max_num_seqs=4)
+    sizes = st.tuples(st.integers(1, 30), st.integers(1, 20))
+    for number in range(40 * len(weights)):
+        tenant = "abc"[number % len(weights)]
+        num_prompt, max_tokens = data.draw(sizes)
+        prompt = [number % 60] * num_prompt
+        bench.add(request_of(tenant, number, token_ids=prompt, max_tokens=max_tokens))
+    bound = 2 * max(30, 2 * 16 * 4) / min(weights)
+    while all(_num_waiting(bench)[tenant] for tenant in weight_of):
+        bench.step()
+        served = [policy.service[tenant] for tenant in weight_of]
+        assert max(served) - min(served) <= bound
+
+
+def _num_waiting(bench: Bench) -> Counter:
+    return Counter(one.tenant for one in bench.scheduler.requests if one.row is None)

@@ -1,0 +1,222 @@
+"""Scheduling policies one by one: order, displacement, and what they cost."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from charonia.control import Request, Scheduler
+from charonia.control.fitting import MAX_PASSES
+from charonia.control.policies import (
+    DisplacementByPriority,
+    Policy,
+    by_arrival,
+    by_priority,
+    ranked,
+)
+from support.echo import EchoExecutor
+from support.invariants import check_invariants
+from support.stepping import LIMITS, Bench, make_request
+
+
+def by_priority_alone(aging_s: float = 0.0) -> Policy:
+    rank = by_priority(aging_s)
+    return ranked(rank, DisplacementByPriority(rank))
+
+
+# ---------------------------------------------------------------------- the queue
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), max_size=40), st.integers(0, 40))
+def test_the_waiting_come_by_rank_whoever_came_and_went(moves, num_again):
+    queue = by_priority_alone().waiting
+    waiting: list[Request] = []
+    for number, (priority, is_coming) in enumerate(moves):
+        if is_coming or not waiting:
+            waiting.append(make_request("x", priority, number=number))
+            queue.push(waiting[-1])
+        else:
+            queue.remove(waiting.pop(priority % len(waiting)))
+    for request in waiting[:num_again]:
+        queue.remove(request)
+        assert request not in queue
+        queue.push(request)
+    assert all(request in queue for request in waiting)
+    assert len(queue) == len(waiting)
+    assert list(queue.in_order()) == sorted(waiting, key=lambda one: (one.priority, one.number))
+
+
+def test_those_who_left_the_queue_do_not_pile_up():
+    queue = ranked(by_arrival).waiting
+    waiting = [make_request("x", number=number) for number in (3, 5000, 9000)]
+    for request in waiting:
+        queue.push(request)
+    for number in range(10, 3010):
+        passing = make_request("x", number=number)
+        queue.push(passing)
+        queue.remove(passing)
+    assert len(queue._heap) < 100
+    assert list(queue.in_order()) == waiting
+
+
+# ---------------------------------------------------------------------- first come first served
+
+
+def test_whoever_came_first_is_served_first_whatever_the_priority():
+    bench = Bench(ranked(by_arrival), max_num_seqs=1)
+    bench.add(make_request("a", 2), make_request("b", -1), make_request("c", 0))
+    bench.step()
+    bench.add(make_request("d", -9))
+    assert bench.ends() == ["a", "b", "c", "d"]
+    assert bench.scheduler.stats.preemptions == 0
+
+
+def test_one_that_does_not_fit_is_passed_by_others_but_not_for_ever():
+    bench = Bench(ranked(by_arrival), max_num_seqs=4)
+    bench.add(make_request("a", token_ids=[1] * 20, max_tokens=40))
+    bench.step()
+    bench.add(large := make_request("b", token_ids=[2] * 50, max_tokens=1))
+    small = [make_request(f"c{i:02}", token_ids=[3 + i], max_tokens=1) for i in range(40)]
+    bench.add(*small)
+    ends = bench.ends()
+    assert large.num_passed == MAX_PASSES
+    assert ends[:MAX_PASSES] == [one.key for one in small[:MAX_PASSES]]
+    assert ends[MAX_PASSES : MAX_PASSES + 2] == ["a", "b"]
+
+
+def test_nobody_passes_one_that_was_preempted():
+    bench = Bench(ranked(by_arrival), max_num_seqs=4)
+    bench.add(make_request("a", token_ids=[1] * 30, max_tokens=30))
+    bench.add(make_request("b", token_ids=[2] * 26, max_tokens=30))
+    while not bench.scheduler.stats.preemptions:
+        bench.step()
+    assert bench.running == {"a"}
+    bench.add(make_request("c", token_ids=[3], max_tokens=1))
+    assert bench.ends() == ["a", "b", "c"] or bench.scheduler.stats.preemptions
+
+
+# ---------------------------------------------------------------------- priority
+
+
+def test_the_smaller_priority_is_admitted_first_and_equals_in_the_order_of_arrival():
+    bench = Bench(by_priority_alone(), max_num_seqs=1)
+    bench.add(make_request("a", 2), make_request("b", -1), make_request("c", 2))
+    bench.add(make_request("d", -1))
+    assert bench.ends() == ["b", "d", "a", "c"]
+
+
+def test_a_request_that_outranks_takes_the_row_of_the_last_in_the_next_plan():
+    bench = Bench(by_priority_alone())
+    bench.add(make_request("a", 1), make_request("b", 2))
+    bench.step()
+    bench.add(make_request("c", 0))
+    plan = bench.step()
+    assert bench.running == {"a", "c"}
+    assert [row.num_tokens for row in plan.rows] == [8, 1]  # c before a
+    assert bench.scheduler.stats.preemptions == 1
+    assert bench.ends() == ["a", "c", "b"]
+
+
+def test_it_takes_as_many_blocks_as_it_lacks_and_no_more():
+    bench = Bench(by_priority_alone(), max_num_seqs=8)
+    bench.add(*(make_request(key, 1, token_ids=[ord(key)] * 15, max_tokens=1) for key in "abc"))
+    bench.add(make_request("d", 0, token_ids=[1] * 3, max_tokens=20))
+    bench.scheduler.limits = replace(bench.scheduler.limits, max_num_batched_tokens=14)
+    bench.step()  # d and the beginning of a, which holds blocks for that
+    bench.scheduler.limits = replace(bench.scheduler.limits, max_num_batched_tokens=64)
+    bench.step()
+    assert bench.running == {"d"}  # the others were one token long
+
+
+def test_equals_do_not_displace_each_other():
+    bench = Bench(by_priority_alone(), max_num_seqs=1)
+    bench.add(make_request("a", 1))
+    bench.step()
+    bench.add(make_request("b", 1))
+    assert bench.ends() == ["a", "b"]
+    assert bench.scheduler.stats.preemptions == 0
+
+
+def test_nobody_is_preempted_for_a_request_that_would_not_fit_even_then():
+    bench = Bench(by_priority_alone(), max_num_seqs=8)
+    bench.add(make_request("a", 0, token_ids=[1] * 40, max_tokens=4))
+    bench.add(make_request("b", 2, token_ids=[2] * 8, max_tokens=4))
+    bench.step()
+    bench.add(make_request("c", 1, token_ids=[3] * 32, max_tokens=1))
+    bench.step()
+    assert bench.running == {"a", "b"}
+    assert bench.scheduler.stats.preemptions == 0
+    assert bench.ends()[-1] == "c"
+
+
+def test_blocks_that_victims_share_are_free_when_all_of_them_are_preempted():
+    bench = Bench(by_priority_alone(), max_num_seqs=8)
+    shared = [5] * 32
+    bench.add(make_request("a", 2, token_ids=shared, max_tokens=20))
+    bench.step()
+    bench.add(make_request("b", 2, token_ids=[*shared, 6], max_tokens=20))
+    bench.step()
+    assert bench.scheduler.kv.num_used < 12
+    bench.add(make_request("c", 0, token_ids=[7] * 56, max_tokens=4))
+    bench.step()
+    assert bench.running == {"c"}
+    assert bench.scheduler.stats.preemptions == 2
+
+
+def test_hits_on_a_victims_blocks_are_used_and_do_not_count_as_freed():
+    bench = Bench(by_priority_alone(), max_num_seqs=1)
+    bench.add(make_request("a", 1, token_ids=[5] * 32))
+    bench.step()
+    bench.add(make_request("b", 0, token_ids=[5] * 60, max_tokens=2))
+    plan = bench.step()
+    assert plan.joins[0].num_computed == 32
+    assert bench.running == {"b"}
+
+
+def test_without_chunks_a_displacing_prompt_waits_for_a_step_with_room():
+    bench = Bench(by_priority_alone(), enable_chunked_prefill=False, max_num_seqs=3)
+    bench.add(make_request("a", 0, token_ids=[1] * 4), make_request("z", 5, token_ids=[9] * 4))
+    bench.step()
+    bench.add(make_request("b", 1, token_ids=[2] * 63, max_tokens=1))
+    bench.add(make_request("c", 1, token_ids=[3] * 4))
+    assert bench.ends()[-1] in "bz"
+
+
+def test_with_age_a_request_comes_to_the_front_and_cannot_be_displaced_any_more():
+    bench = Bench(by_priority_alone(aging_s=10.0), max_num_seqs=1)
+    bench.add(make_request("a", 3, arrived_at=0.0))
+    bench.step()
+    bench.add(make_request("b", 0, arrived_at=29.0), make_request("c", 0, arrived_at=31.0))
+    bench.step()
+    assert bench.running == {"b"}  # 29 s later, and 30 s more urgent
+    assert bench.ends() == ["b", "a", "c"]
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+def test_who_is_in_a_step_is_not_displaced_before_it_is_applied(max_steps_in_flight):
+    policy = by_priority_alone()
+    limits = replace(LIMITS, max_num_seqs=1, max_steps_in_flight=max_steps_in_flight)
+    scheduler = Scheduler(limits, hash_secret=b"test", policy=policy)
+    scheduler.add(make_request("a", 1))
+    plan = scheduler.plan(0.0)
+    scheduler.add(make_request("b", 0))
+    if max_steps_in_flight == 2:
+        assert scheduler.plan(0.0) is None
+    check_invariants(scheduler)
+    engine = EchoExecutor(max_num_seqs=1, block_size=4, num_blocks=17)
+    scheduler.apply(engine.submit(plan).result(None), 0.0)
+    plan = scheduler.plan(0.0)
+    assert [join.token_ids[0] for join in plan.joins] == [ord("b")]
+
+
+def test_three_parts_of_different_policies_make_a_policy():
+    """First come first served, but urgent requests may displace, and the oldest has to go."""
+    order, last_first = ranked(by_arrival), ranked(lambda request: (0.0, -request.number))
+    displacement = DisplacementByPriority(by_priority())
+    bench = Bench(Policy(order.waiting, last_first.running, displacement), max_num_seqs=2)
+    bench.add(make_request("a", 5), make_request("b", 5))
+    bench.step()
+    bench.add(make_request("c", 0))
+    bench.step()
+    assert bench.running == {"b", "c"}
