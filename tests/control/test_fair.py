@@ -37,10 +37,12 @@ def test_the_tenant_that_has_had_the_least_is_next():
     few = [request_of("b", i) for i in range(3, 5)]
     for request in [*many, *few]:
         queue.push(request)
-    assert [one.key for one in queue.in_order()] == ["a0", "b3", "a1", "a2", "b4"]
+    assert [one.key for one in queue.in_order()] == ["a0", "a1", "a2"]
+    assert [one.key for one in queue.foremost()] == ["a0", "b3"]
     charge(counters, many[0], 10, 0)
     queue.remove(many[0])
-    assert [one.key for one in queue.in_order()] == ["b3", "a1", "b4", "a2"]
+    assert [one.key for one in queue.in_order()] == ["b3", "b4"]
+    assert [one.key for one in queue.foremost()] == ["b3", "a1"]
     charge(counters, few[0], 0, 6)
     assert next(queue.in_order()).key == "a1"
 
@@ -105,17 +107,17 @@ def test_the_order_is_that_of_the_counters_whoever_comes_and_goes(moves):
             assert gone not in queue
         assert len(queue) == len(waiting)
         assert all(one in queue for one in waiting)
+        heads = list(queue.foremost())
+        firsts = {one.tenant: one for one in reversed(waiting)}
+        assert {one.tenant: one for one in heads} == firsts
+        assert sorted(counters[one.tenant] for one in heads) == [counters[h.tenant] for h in heads]
         found = list(queue.in_order())
-        assert sorted(one.number for one in found) == [one.number for one in waiting]
         if waiting:
-            assert counters[found[0].tenant] == min(counters[one.tenant] for one in waiting)
-            tenants = {one.tenant for one in waiting}
-            heads = found[: len(tenants)]
-            assert {one.tenant for one in heads} == tenants
-            assert all(
-                head.number == min(o.number for o in waiting if o.tenant == head.tenant)
-                for head in heads
-            )
+            least = found[0].tenant
+            assert counters[least] == counters[heads[0].tenant]
+            assert found == [one for one in waiting if one.tenant == least]
+        else:
+            assert found == []
     assert len(queue._heap) <= 4
 
 

@@ -49,7 +49,7 @@ class Fitting:
         if suspect is not None:
             candidates: Iterable[Request] = [suspect] if suspect in self._policy.waiting else []
         else:
-            candidates = self._candidates()
+            candidates = _candidates(self._policy.waiting.in_order())
         passed: list[Request] = []
         for request in candidates:
             hits = self._blocks.hits(request)
@@ -76,7 +76,7 @@ class Fitting:
         running = self._policy.running.in_order()
         running.reverse()
         passed: list[Request] = []
-        for request in self._candidates():
+        for request in _candidates(self._policy.waiting.foremost()):
             below = [one for one in running if displacement.may_displace(request, one)]
             hits = self._blocks.hits(request) if below else []
             if below and self._has_budget(request, hits, budget):
@@ -90,17 +90,6 @@ class Fitting:
                     return request, hits, victims
             passed.append(request)
         return None
-
-    def _candidates(self) -> Iterator[Request]:
-        """The first that wait.
-
-        Where one does not fit, others may pass it, but not for ever; and nobody passes one that
-        was preempted.
-        """
-        for request in islice(self._policy.waiting.in_order(), MAX_CONSIDERED):
-            yield request
-            if request.num_preemptions or request.num_passed >= MAX_PASSES:
-                return
 
     def _has_budget(self, request: Request, hits: list[int], budget: int) -> bool:
         """Whether a step with so many tokens left can begin a waiting request."""
@@ -141,6 +130,18 @@ class Fitting:
             if num_lacking <= 0:
                 return victims
         return None
+
+
+def _candidates(waiting: Iterator[Request]) -> Iterator[Request]:
+    """The first of them.
+
+    Where one does not fit, others may pass it, but not for ever; and nobody passes one that was
+    preempted.
+    """
+    for request in islice(waiting, MAX_CONSIDERED):
+        yield request
+        if request.num_preemptions or request.num_passed >= MAX_PASSES:
+            return
 
 
 def _note_passed(requests: Iterable[Request]) -> None:

@@ -46,10 +46,9 @@ class Suspects:
         return None
 
     def acquit(self, request: Request) -> None:
-        """It has generated a token."""
-        if request in self._requests:
-            self._requests.remove(request)
-            request.num_known_at_death = None
+        """The one that runs alone has generated a token."""
+        self._requests.remove(request)
+        request.num_known_at_death = None
 
     def forget(self, request: Request) -> None:
         """It has gone."""

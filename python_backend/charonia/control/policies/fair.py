@@ -196,21 +196,18 @@ class FairWaiting:
             self._left_at = self._counters[tenant]
 
     def in_order(self) -> Iterator[Request]:
-        """First the first of each tenant, as their counters say, then the others of each."""
+        """Those of the tenant that has had the least.
+
+        The others pass none of them: what they were given meanwhile would be beyond the bound.
+        """
         self._settle()
-        if not self._heap:
-            return
-        first = self._heap[0][1]
-        yield next(self._of[first].in_order())
-        tenants = sorted(self._of, key=lambda tenant: (self._counters[tenant], tenant))
-        tenants.remove(first)
-        queues = [(first, self._of[first].in_order())]
-        next(queues[0][1])
-        for tenant in tenants:
-            queues.append((tenant, self._of[tenant].in_order()))
-            yield next(queues[-1][1])
-        for _, queue in queues:
-            yield from queue
+        if self._heap:
+            yield from self._of[self._heap[0][1]].in_order()
+
+    def foremost(self) -> Iterator[Request]:
+        """The first of each tenant, as their counters say; it takes from its own tenant alone."""
+        for tenant in sorted(self._of, key=lambda tenant: (self._counters[tenant], tenant)):
+            yield next(self._of[tenant].in_order())
 
     def _least(self) -> float:
         """The smallest counter of those that wait; of the last one that did, if nobody does."""

@@ -30,7 +30,14 @@ class WaitingOrder(Protocol):
         ...
 
     def in_order(self) -> Iterator[Request]:
-        """The waiting, first one first. Nothing may be pushed or removed meanwhile."""
+        """Those to be offered what is free, first one first; one that does not fit may be passed.
+
+        Nothing may be pushed or removed meanwhile.
+        """
+        ...
+
+    def foremost(self) -> Iterator[Request]:
+        """Those that may displace others, first one first; as `in_order`."""
         ...
 
 

@@ -115,7 +115,7 @@ class RankedWaiting:
             heapify(self._heap)
 
     def in_order(self) -> Iterator[Request]:
-        """The waiting, first one first; what the next one costs grows with the log of those before.
+        """All of them, smallest rank first; the next one costs the log of how many came before.
 
         The heap is a tree, and nobody comes before the one above: only those below the ones that
         were taken can be next.
@@ -133,3 +133,7 @@ class RankedWaiting:
             for below in (2 * index + 1, 2 * index + 2):
                 if below < len(self._heap):
                     heappush(frontier, (self._heap[below], below))
+
+    def foremost(self) -> Iterator[Request]:
+        """All of them, too."""
+        return self.in_order()
