@@ -18,7 +18,7 @@ MIN_GLIBC_MINOR := 35
 # files, so that what a file's tests share is started once.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-parallel bench-faults bench-endurance bench-hostile clean
+.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-control bench-parallel bench-faults bench-endurance bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -30,6 +30,8 @@ help:
 	@echo "make interface   write what config.pbtxt and README.md files repeat of the interface's tables"
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
+	@echo "make bench-overlap   measure what steps that overlap are worth behind Triton; arguments in ARGS"
+	@echo "make bench-control   measure what planning a step costs, by policy and by what waits; arguments in ARGS"
 	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
 	@echo "make bench-faults   break the server 300 times while clients call, and judge what they got; arguments in ARGS"
 	@echo "make bench-endurance   stop a server 100 times and load its models 100 times, and judge each; arguments in ARGS"
@@ -92,6 +94,12 @@ bench-peers: $(STAMP)
 
 bench-speculation: $(STAMP)
 	@$(BIN)/python loadtests/speculation_bench.py $(ARGS)
+
+bench-overlap: $(KERNELS)
+	@$(BIN)/python loadtests/overlap_bench.py $(ARGS)
+
+bench-control: $(STAMP)
+	@$(BIN)/python loadtests/control_bench.py $(ARGS)
 
 bench-parallel: $(KERNELS)
 	@$(BIN)/python loadtests/parallel_bench.py $(ARGS)

@@ -235,7 +235,7 @@ class SideSpec:
         return f"not installed; `python loadtests/setup_peers.py {self.peer}` installs it"
 
 
-_PLAIN = {"enable_prefix_caching": False}
+_PLAIN = {"enable_prefix_caching": False, "async_scheduling": False}
 SPECS = {
     BASE: SideSpec("charonia_worker.py", settings=_PLAIN),
     "transformers": SideSpec("transformers_worker.py"),

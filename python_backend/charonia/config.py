@@ -146,6 +146,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         kv_cache_dtype: "auto" is that of the weights.
         scheduling_policy: "fcfs", first come first served, or "priority", by each request's
             `priority`; see also the scheduler's `priority_aging_s`.
+        async_scheduling: plan a step while the one before it computes, so that the engine never
+            waits; a request that ends by a token or a text is then computed one step too long,
+            whose token nobody sees. A pipeline's stages have other steps to compute instead, and
+            drafts wait for the tokens that they follow.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
             bytes of bfloat16, at a small loss.
         seed: of the requests that bring none, each of which gets one drawn from it in the order in
@@ -181,6 +185,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     speculative_config: SpeculativeConfig | None = None
     generation_config: str = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    async_scheduling: bool = True
     seed: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu_kernels: Literal[

@@ -62,7 +62,8 @@ class LLM:
     Args:
         model: directory of a checkpoint in Hugging Face format.
         verbose: print what is loaded.
-        engine_args: those of `engine/1/model.json`, see `charonia.config.EngineArgs`.
+        engine_args: those of `engine/1/model.json`, see `charonia.config.EngineArgs`. Nothing is
+            computed in this process while a step is planned, so `async_scheduling` is off.
 
     Raises:
         ConfigError: an argument is unknown or ill-typed, or the draft model has another tokenizer.
@@ -71,7 +72,9 @@ class LLM:
 
     def __init__(self, model: str, *, verbose: bool = False, **engine_args: Any) -> None:
         log = print if verbose else _ignore
-        args = EngineArgs.from_dict({"model": str(model), **engine_args}, log)
+        args = EngineArgs.from_dict(
+            {"model": str(model), "async_scheduling": False, **engine_args}, log
+        )
         self._tokenizer = Tokenizer.from_dir(args.tokenizer_dir)
         self._defaults = SamplingDefaults.of_engine(args)
         for line in self._defaults.describe():

@@ -353,8 +353,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         max_model_len: tokens of prompt and output together.
         eos_token_ids: as the checkpoint's configuration says.
         max_draft_len: tokens that the draft model can look back on; 0 where there is none.
-        max_steps_in_flight: plans that may be submitted before the first one's result is there:
-            its pipeline stages, each of which can compute another step.
+        num_stages: of its pipeline, each of which can compute another step, of other rows.
     """
 
     epoch: int
@@ -371,7 +370,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     device: str
     num_parameters: int
     max_draft_len: int = 0
-    max_steps_in_flight: int = 1
+    num_stages: int = 1
 
 
 EngineRequest = Hello | StepPlan
@@ -463,7 +462,7 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Pending:
-        """Start a step, behind those under way: at most `max_steps_in_flight` at a time.
+        """Start a step, behind those under way: at most one for each stage, and one more.
 
         Steps run in this order, and their results are asked for in it. When one fails, those
         behind it are given up: nobody asks for their results.

@@ -65,7 +65,6 @@ BY_REASON: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         "swap_space": _ANY,
     },
     "how the engine runs its steps and its ranks is its own": {
-        "async_scheduling": _ANY,
         "data_parallel_size": (1,),
         "disable_async_output_proc": _ANY,
         "distributed_executor_backend": ("mp", "uni"),

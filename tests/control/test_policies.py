@@ -193,15 +193,15 @@ def test_with_age_a_request_comes_to_the_front_and_cannot_be_displaced_any_more(
     assert bench.ends() == ["b", "a", "c"]
 
 
-@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_who_is_in_a_step_is_not_displaced_before_it_is_applied(max_steps_in_flight):
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_who_is_in_a_step_is_not_displaced_before_it_is_applied(num_stages):
     policy = by_priority_alone()
-    limits = replace(LIMITS, max_num_seqs=1, max_steps_in_flight=max_steps_in_flight)
+    limits = replace(LIMITS, max_num_seqs=1, num_stages=num_stages)
     scheduler = Scheduler(limits, hash_secret=b"test", policy=policy)
     scheduler.add(make_request("a", 1))
     plan = scheduler.plan(0.0)
     scheduler.add(make_request("b", 0))
-    if max_steps_in_flight == 2:
+    if num_stages == 2:
         assert scheduler.plan(0.0) is None
     check_invariants(scheduler)
     engine = EchoExecutor(max_num_seqs=1, block_size=4, num_blocks=17)

@@ -84,7 +84,8 @@ class Scenario:
     drafts: str = "none"
     max_drafts: int = 4
     adaptive: bool = False
-    max_steps_in_flight: int = 1
+    num_stages: int = 1
+    async_scheduling: bool = False
     is_early: tuple[bool, ...] = (False,)
     policy: str = "fcfs"
 
@@ -134,7 +135,8 @@ scenarios = st.builds(
     drafts=st.sampled_from(["none", "text", "model", "model", "model of few tokens"]),
     max_drafts=st.sampled_from([1, 2, 5, 16]),
     adaptive=st.booleans(),
-    max_steps_in_flight=st.integers(1, 4),
+    num_stages=st.sampled_from([1, 1, 1, 2, 4]),
+    async_scheduling=st.booleans(),
     is_early=st.lists(st.booleans(), min_size=1, max_size=5).map(tuple),
     policy=st.sampled_from(list(POLICIES)),
 )
@@ -153,11 +155,12 @@ class Driver:
             max_num_batched_tokens=max(scenario.budget, 1 if scenario.chunked else 60),
             vocab_size=VOCAB,
             max_draft_len={"model": 60, "model of few tokens": 20}.get(scenario.drafts, 0),
-            max_steps_in_flight=scenario.max_steps_in_flight,
+            num_stages=scenario.num_stages,
             is_early=scenario.is_early,
         )
         self.limits = Limits.of_engine(
             self.executor.info(),
+            async_scheduling=scenario.async_scheduling,
             enable_prefix_caching=scenario.prefix_caching,
             enable_chunked_prefill=scenario.chunked,
         )
@@ -190,7 +193,7 @@ class Driver:
 
     def run(self) -> None:
         last = max(arrival.at_step for arrival in self.scenario.arrivals)
-        while self.now <= last or self.scheduler.requests:
+        while self.now <= last or self.scheduler.requests or self.in_flight:
             self._arrive()
             self._step()
             self._check()
@@ -268,7 +271,7 @@ class Driver:
                     self.reasons[update.request.key] = update.finish_reason
 
     def _submit(self) -> None:
-        while len(self.in_flight) < self.scenario.max_steps_in_flight:
+        while len(self.in_flight) < self.limits.max_steps_in_flight:
             waiting = [one for one in self.scheduler.requests if one.row is None]
             plan = self.scheduler.plan(self.now)
             self._check()
@@ -348,27 +351,29 @@ def test_in_many_more_scenarios_every_request_gets_the_tokens_of_its_run_alone(s
     check_tokens(scenario)
 
 
-@pytest.mark.parametrize("max_steps_in_flight", [1, 2, 4])
-def test_the_scenarios_can_preempt_hit_and_evict(max_steps_in_flight):
+@pytest.mark.parametrize(
+    ("num_stages", "async_scheduling"), [(1, False), (1, True), (2, True), (4, False)]
+)
+def test_the_scenarios_can_preempt_hit_and_evict(num_stages, async_scheduling):
     """The property test would prove little if its scenarios never came to these states."""
     arrival = Arrival(0, 0, 8, 2, 14, 0, 0, False, True, None)
     others = [Arrival(i, 0, 8, 2, 14, i % 4, 0, False, True, None) for i in range(1, 6)]
     scenario = Scenario([arrival, *others], 14, 4, 6, 32, True, True, {9}, {12})
-    driver = Driver(replace(scenario, max_steps_in_flight=max_steps_in_flight))
+    driver = Driver(replace(scenario, num_stages=num_stages, async_scheduling=async_scheduling))
     driver.run()
-    assert driver.most_in_flight == max_steps_in_flight
+    assert driver.most_in_flight == driver.limits.max_steps_in_flight
     assert driver.scheduler.stats.preemptions > 0
     assert driver.scheduler.stats.prefix_hit_tokens > 0
     assert driver.executor.num_restarts == 1
     assert all(output == driver.expected(key) for key, output in driver.outputs.items())
 
 
-@pytest.mark.parametrize("max_steps_in_flight", [1, 3])
+@pytest.mark.parametrize(("num_stages", "async_scheduling"), [(1, False), (1, True), (3, True)])
 @pytest.mark.parametrize("drafts", ["text", "model"])
-def test_the_scenarios_can_accept_reject_and_catch_up(drafts, max_steps_in_flight):
+def test_the_scenarios_can_accept_reject_and_catch_up(drafts, num_stages, async_scheduling):
     arrivals = [Arrival(i % 3, 0, 8, 2, 14, i % 4, 0, False, True, None) for i in range(6)]
     scenario = Scenario(arrivals, 16, 4, 6, 64, True, True, set(), set(), drafts)
-    driver = Driver(replace(scenario, max_steps_in_flight=max_steps_in_flight))
+    driver = Driver(replace(scenario, num_stages=num_stages, async_scheduling=async_scheduling))
     driver.run()
     counts = driver.scheduler.stats.drafts
     assert driver.scheduler.stats.preemptions > 0

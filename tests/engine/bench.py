@@ -33,7 +33,12 @@ class Bench:
     """A core on an echo engine, with a clock of its own and the chunks by request."""
 
     def __init__(
-        self, executor: EchoExecutor | None = None, speculative_config=None, **args
+        self,
+        executor: EchoExecutor | None = None,
+        speculative_config=None,
+        *,
+        async_scheduling: bool = True,
+        **args,
     ) -> None:
         self.now = 0.0
         self.lines: list[str] = []
@@ -42,7 +47,9 @@ class Bench:
         self.executor = executor or EchoExecutor()
         self.executor.clock = lambda: self.now
         self.tokenizer = byte_tokenizer()
-        self._engine_args = EngineArgs(model="echo", speculative_config=speculative_config)
+        self._engine_args = EngineArgs(
+            model="echo", speculative_config=speculative_config, async_scheduling=async_scheduling
+        )
         self._scheduler_args = SchedulerArgs(**args)
         self.restart_scheduler()
         self.core.step()

@@ -18,8 +18,8 @@ from support.echo import EchoExecutor
 class EchoRunner:
     """An echo engine as a runner; the first one is lost in its fifth step."""
 
-    def __init__(self, *, is_doomed: bool, max_steps_in_flight: int) -> None:
-        self._echo = EchoExecutor(max_steps_in_flight=max_steps_in_flight)
+    def __init__(self, *, is_doomed: bool, num_stages: int) -> None:
+        self._echo = EchoExecutor(num_stages=num_stages)
         self._num_left = 5 if is_doomed else 10**6
 
     def info(self) -> EngineInfo:
@@ -43,8 +43,8 @@ class EchoRunner:
         pass
 
 
-@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
-def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(max_steps_in_flight: int) -> None:
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(num_stages: int) -> None:
     runners: list[weakref.ref[EchoRunner]] = []
     num_loads = 0
 
@@ -54,7 +54,7 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(max_steps_in_flight: 
         assert [runner() for runner in runners] == [None] * len(runners)
         if num_loads in (2, 3):
             raise EngineDiedError("no memory, for once")
-        runner = EchoRunner(is_doomed=not runners, max_steps_in_flight=max_steps_in_flight)
+        runner = EchoRunner(is_doomed=not runners, num_stages=num_stages)
         runners.append(weakref.ref(runner))
         return runner
 

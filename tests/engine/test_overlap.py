@@ -36,8 +36,8 @@ class _ToldStep:
         return self.step.result(timeout)
 
 
-def told_bench(**values) -> Bench:
-    bench = Bench(ToldEngine(**values))
+def told_bench(*, async_scheduling: bool = True, **values) -> Bench:
+    bench = Bench(ToldEngine(**values), async_scheduling=async_scheduling)
     deliver = bench.core._streams._deliver
 
     def tell(chunk):
@@ -57,8 +57,20 @@ def expected(key: str, max_tokens: int = 20) -> list[int]:
     return echo_run([ord(key) % VOCAB] * 10, seed=5, max_tokens=max_tokens, vocab_size=VOCAB)
 
 
-def test_one_step_at_a_time_is_submitted_before_the_text_of_the_one_before_it():
+def test_the_next_step_of_the_same_rows_is_submitted_before_one_is_waited_for():
     bench = told_bench()
+    add(bench, "a", max_tokens=3)
+    bench.run()
+    assert bench.executor.events == [
+        *("submit 0", "submit 1", "wait 0"),
+        *("text of a", "submit 2", "wait 1"),
+        *("text of a", "wait 2"),
+        "text of a",
+    ]
+
+
+def test_one_step_at_a_time_is_submitted_before_the_text_of_the_one_before_it():
+    bench = told_bench(async_scheduling=False)
     add(bench, "a", max_tokens=3)
     bench.run()
     assert bench.executor.events == [
@@ -70,7 +82,7 @@ def test_one_step_at_a_time_is_submitted_before_the_text_of_the_one_before_it():
 
 
 def test_with_two_stages_the_next_step_is_submitted_before_one_is_waited_for():
-    bench = told_bench(max_steps_in_flight=2)
+    bench = told_bench(num_stages=2)
     add(bench, "ab", max_tokens=2)
     bench.run()
     assert bench.executor.events == [
@@ -85,7 +97,7 @@ def test_with_two_stages_the_next_step_is_submitted_before_one_is_waited_for():
 @pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize("fault", ["fail", "die"])
 def test_a_step_that_fails_takes_those_behind_it_with_it(fault, is_early):
-    bench = told_bench(max_steps_in_flight=3, is_early=[is_early])
+    bench = told_bench(num_stages=3, is_early=[is_early])
     add(bench, "abcd")
     bench.run(4)
     bench.executor.fail_next = int(fault == "fail")
@@ -98,7 +110,7 @@ def test_a_step_that_fails_takes_those_behind_it_with_it(fault, is_early):
 
 
 def test_a_step_that_hangs_behind_another_one_is_given_up_in_its_own_time():
-    bench = hanging_bench(5, vocab_size=VOCAB, max_steps_in_flight=2)
+    bench = hanging_bench(5, vocab_size=VOCAB, num_stages=2)
     add(bench, "ab")
     bench.run()
     assert bench.executor.num_restarts == 1
@@ -108,7 +120,7 @@ def test_a_step_that_hangs_behind_another_one_is_given_up_in_its_own_time():
 
 
 def test_an_abandoned_core_forgets_its_steps_in_flight():
-    bench = told_bench(max_steps_in_flight=2)
+    bench = told_bench(num_stages=2)
     add(bench, "ab")
     bench.run(3)
     bench.core.abandon(CharoniaError("internal error: KeyError"))
@@ -122,7 +134,7 @@ def test_an_abandoned_core_forgets_its_steps_in_flight():
 
 def test_a_core_is_busy_until_the_last_step_is_applied():
     """A stop string is found when the next step is in flight, behind that of the other request."""
-    bench = told_bench(max_steps_in_flight=2)
+    bench = told_bench(num_stages=2)
     texts = {key: bench.tokenizer.decode(expected(key)) for key in "ab"}
     for key, text in texts.items():
         bench.add(key, prompt=[ord(key) % VOCAB] * 10, max_tokens=20, stop=(text[3:5],))

@@ -150,7 +150,7 @@ class Pipeline(Runner):
         self.done: list[str] = []
 
     def info(self) -> EngineInfo:
-        return msgspec.structs.replace(INFO, max_steps_in_flight=2)
+        return msgspec.structs.replace(INFO, num_stages=2)
 
     def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
         end = super().begin(plan)
@@ -198,7 +198,7 @@ def test_a_new_epoch_begins_when_the_steps_that_were_given_up_have_ended(
 def test_a_hello_does_not_wait_for_a_step(pipeline: tuple[Pipeline, StepsClient]) -> None:
     _, client = pipeline
     client.send(StepPlan(epoch=2, step_id=0, reset=True))  # waits for the step of the other one
-    assert client.ask_beside(Hello()) == msgspec.structs.replace(INFO, max_steps_in_flight=2)
+    assert client.ask_beside(Hello()) == msgspec.structs.replace(INFO, num_stages=2)
 
 
 def test_steps_that_do_not_end_fail_the_plan_that_waits_for_them(

@@ -128,7 +128,7 @@ class EchoExecutor:
         eos_token_ids: tuple[int, ...] = (),
         poison: int | None = None,
         max_draft_len: int = 0,
-        max_steps_in_flight: int = 1,
+        num_stages: int = 1,
         is_early: Sequence[bool] = (False,),
     ) -> None:
         self.num_blocks = num_blocks
@@ -140,7 +140,7 @@ class EchoExecutor:
         self.eos_token_ids = list(eos_token_ids)
         self.poison = poison
         self.max_draft_len = max_draft_len
-        self.max_steps_in_flight = max_steps_in_flight
+        self.num_stages = num_stages
         self.is_early = is_early
         self.fail_next = 0
         self.die_next = 0
@@ -195,7 +195,7 @@ class EchoExecutor:
             device="cpu",
             num_parameters=0,
             max_draft_len=self.max_draft_len,
-            max_steps_in_flight=self.max_steps_in_flight,
+            num_stages=self.num_stages,
         )
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> "_Opening":

@@ -8,7 +8,7 @@ from charonia.control.blocks import BlockHasher
 from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
 from charonia.control.request import Request
-from charonia.control.step import Draft
+from charonia.control.step import NO_DRAFT, Draft
 
 
 class BlockTables:
@@ -46,8 +46,8 @@ class BlockTables:
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Blocks that a request lacks to hold so many tokens."""
-        num_missing = -(-num_tokens // self._block_size) - len(request.block_ids)
-        return num_missing if num_missing > 0 else 0
+        num_tokens -= request.num_slots
+        return -(-num_tokens // self._block_size) if num_tokens > 0 else 0
 
     def num_owed(self, request: Request) -> int:
         """Blocks that a running request's known tokens need and that it does not have yet."""
@@ -57,6 +57,7 @@ class BlockTables:
         """Let a request begin with cached blocks, its cursors behind them."""
         self.kv.acquire(hits)
         request.block_ids = hits
+        request.num_slots = len(hits) * self._block_size
         request.num_published = len(hits)
         request.num_computed = len(hits) * self._block_size
         request.num_draft_computed = self.kv.count_with_draft_kv(hits) * self._block_size
@@ -65,6 +66,7 @@ class BlockTables:
         """Allocate that many blocks for a request, which are free; return them."""
         new_block_ids = self.kv.allocate(num_blocks)
         request.block_ids += new_block_ids
+        request.num_slots += num_blocks * self._block_size
         return new_block_ids
 
     def commit(self, request: Request, num_tokens: int, draft: Draft, num_accepted: int) -> None:
@@ -76,7 +78,7 @@ class BlockTables:
         """
         num_known = request.num_computed + num_tokens
         request.num_computed = num_known + num_accepted
-        if draft.is_by_engine:
+        if draft is not NO_DRAFT and draft.is_by_engine:
             first = request.num_draft_computed
             last = draft.computed_after(num_known, first, num_accepted)
             request.num_draft_computed = last
@@ -93,6 +95,7 @@ class BlockTables:
     def forget(self, request: Request) -> None:
         """Have a request begin anew."""
         request.block_ids = []
+        request.num_slots = 0
         request.num_published = 0
         request.num_computed = 0
         request.num_draft_computed = 0

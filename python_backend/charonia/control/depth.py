@@ -78,6 +78,9 @@ class DepthPolicy(Protocol):
                 prefill included; at least `num_rows`.
         """
 
+    def rests(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether nobody is to draft in a step, whoever could; where so, that is its choice."""
+
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn what verification made of a request's drafts, 1 <= num_drafted.
 
@@ -103,6 +106,10 @@ class FixedDepth:
     def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
         """See `DepthPolicy`."""
         return [candidate.most for candidate in candidates()]
+
+    def rests(self, num_rows: int, num_tokens: int) -> bool:
+        """See `DepthPolicy`; nobody knows before asking."""
+        return False
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`; nothing depends on it."""
@@ -217,6 +224,16 @@ class AdaptiveDepth:
         if self._steps_to_probe <= 0.0 and self._cost.target.is_known:
             self._probe(asked, depths, num_tokens)
         return depths
+
+    def rests(self, num_rows: int, num_tokens: int) -> bool:
+        """See `DepthPolicy`."""
+        choice = self._choice
+        is_due = self._steps_to_probe <= 1.0
+        if is_due or not (choice.is_rest and choice.holds(num_rows, num_tokens)):
+            return False
+        self._steps_to_probe -= 1.0
+        choice.num_left -= 1
+        return True
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`."""

@@ -10,7 +10,7 @@ from itertools import islice
 
 from charonia.control.block_tables import BlockTables
 from charonia.control.limits import Limits
-from charonia.control.policies import Policy
+from charonia.control.policies import Displacement, Policy
 from charonia.control.request import Request
 
 MAX_CONSIDERED = 4
@@ -32,6 +32,8 @@ class Fitting:
         self._limits = limits
         self._policy = policy
         self._blocks = blocks
+        self._harmless: set[int] = set()  # numbers of waiting requests that displace nobody
+        self._num_changes = 0  # of the running ones, when that was found
 
     def num_owed(self) -> int:
         """Blocks that all running requests' known tokens still need."""
@@ -68,16 +70,18 @@ class Fitting:
             budget: tokens that the step has left.
 
         Returns:
-            It, its hits, and whom it displaces, which may be nobody.
+            It, its hits, and whom it displaces, which may be nobody; where steps overlap, some of
+            these may be in flight.
         """
         displacement = self._policy.displacement
         if displacement is None or not self._policy.waiting:
             return None
-        running = self._policy.running.in_order()
-        running.reverse()
+        if self._num_changes != self._policy.running.num_changes:
+            self._num_changes = self._policy.running.num_changes
+            self._harmless.clear()
         passed: list[Request] = []
         for request in _candidates(self._policy.waiting.foremost()):
-            below = [one for one in running if displacement.may_displace(request, one)]
+            below = self._below(request, displacement)
             hits = self._blocks.hits(request) if below else []
             if below and self._has_budget(request, hits, budget):
                 spare = self._spare(request, hits, self.num_owed())
@@ -90,6 +94,16 @@ class Fitting:
                     return request, hits, victims
             passed.append(request)
         return None
+
+    def _below(self, request: Request, displacement: Displacement) -> list[Request]:
+        """Whom a waiting request may displace, the last in order first."""
+        if request.number in self._harmless:
+            return []
+        running = self._policy.running.in_order()
+        below = [one for one in reversed(running) if displacement.may_displace(request, one)]
+        if not below:
+            self._harmless.add(request.number)
+        return below
 
     def _has_budget(self, request: Request, hits: list[int], budget: int) -> bool:
         """Whether a step with so many tokens left can begin a waiting request."""
@@ -116,8 +130,8 @@ class Fitting:
         victims: list[Request] = []
         released: Counter[int] = Counter()
         for victim in below:
-            if victim.is_in_flight:
-                continue
+            if victim.num_in_flight and not self._limits.overlaps:
+                continue  # with stages others are in none; else one waits for all of them alike
             victims.append(victim)
             released.update(victim.block_ids)
             num_lacking -= self._blocks.num_owed(victim)

@@ -20,7 +20,8 @@ class Limits:
         max_model_len: tokens of a request, prompt and output together.
         max_num_seqs: rows. max_num_batched_tokens: token budget of a step.
         max_draft_len: tokens that the engine's draft model can look back on, 0 without one.
-        max_steps_in_flight: plans that may be made before the first of them is applied.
+        num_stages: of the engine's pipeline. async_scheduling: whether a step is planned while the
+            one before it computes, for the same rows; a pipeline has other rows to compute.
     """
 
     num_blocks: int
@@ -29,7 +30,8 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_draft_len: int = 0
-    max_steps_in_flight: int = 1
+    num_stages: int = 1
+    async_scheduling: bool = False
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
 
@@ -45,6 +47,7 @@ class Limits:
         cls,
         info: EngineInfo,
         *,
+        async_scheduling: bool = False,
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
     ) -> "Limits":
@@ -64,10 +67,21 @@ class Limits:
             max_num_seqs=info.max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_draft_len=info.max_draft_len,
-            max_steps_in_flight=info.max_steps_in_flight,
+            num_stages=info.num_stages,
+            async_scheduling=async_scheduling,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
         )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a request may be in two steps in flight."""
+        return self.async_scheduling and self.num_stages == 1
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Plans that may be made before the first of them is applied."""
+        return self.num_stages + self.overlaps
 
     @property
     def watermark(self) -> int:

@@ -2,7 +2,7 @@
 
 Owns a request's state; only the scheduler changes it. Must not know text.
 
-    token_ids   [ p p p p p p p p p p g g g ]      p prompt, g generated
+    token_ids   [ p p p p p p p p p p g g g ] ?    p prompt, g generated, ? in flight
                   └─ num_computed ─┘│           KV exists before the cursor
     block_ids   [  b0  ][  b1  ][  b2  ]           position i lives in block i // block_size
     block_keys  [  k0  ][  k1  ]                   one per full block, made as tokens come
@@ -10,6 +10,8 @@ Owns a request's state; only the scheduler changes it. Must not know text.
 
 from collections import deque
 from dataclasses import dataclass, field
+
+import msgspec
 
 from charonia.control.stats import DraftCounts
 from charonia.protocol import FinishReason, RowSampling, TokenLogprobs
@@ -29,10 +31,13 @@ class Request:
             it is not counted.
         speculates: whether tokens may be guessed ahead for it. expected_ids: what is left of the
             client's guess at its tokens; nothing once that was wrong.
+        max_known: tokens, prompt included, at which it ends by its length.
+        num_slots: tokens that its blocks hold.
         num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
             the target's.
         num_passed: how many were admitted before it that came after it in the policy's order.
-        is_in_flight: whether a step that is planned and not applied computes tokens of it.
+        num_in_flight: steps that are planned and not applied, and compute tokens of it.
+        num_computing: these tokens. num_sampling: how many of these steps give it another one.
         num_known_at_death: tokens that it had at the last death of an engine that computed for it,
             None where there was none.
     """
@@ -54,12 +59,16 @@ class Request:
 
     number: int = 0
     row: int | None = None
+    max_known: int = 0
+    num_slots: int = 0
     num_computed: int = 0
     num_draft_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
-    is_in_flight: bool = False
+    num_in_flight: int = 0
+    num_computing: int = 0
+    num_sampling: int = 0
     is_ended: bool = False
     started_at: float | None = None
     num_cached: int = 0
@@ -75,31 +84,36 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def num_to_compute(self) -> int:
+        """Tokens that the next step may compute: also one that a step in flight has yet to give."""
+        num_tokens = len(self.token_ids) + self.num_sampling
+        return num_tokens - self.num_computed - self.num_computing
+
+    @property
     def min_tokens(self) -> int:
         """Tokens that it must generate before a stop token counts."""
         return self.sampling.min_tokens
 
-    def append(self, run: list[int], max_model_len: int) -> tuple[list[int], FinishReason | None]:
+    def append(self, run: list[int]) -> tuple[list[int], FinishReason | None]:
         """Append a run of tokens, up to the first one that ends the request.
 
         Returns:
             What was appended, and why the request has ended.
         """
         known = self.token_ids
-        max_known = min(max_model_len, self.num_prompt + self.max_tokens)
+        max_known, stop_ids = self.max_known, self.stop_ids
         for num_taken, token_id in enumerate(run, start=1):
             known.append(token_id)
             if self.expected_ids and self.expected_ids.popleft() != token_id:
                 self.expected_ids.clear()
-            if token_id in self.stop_ids and self.num_generated >= self.min_tokens:
+            if token_id in stop_ids and self.num_generated >= self.min_tokens:
                 return run[:num_taken], "stop"
             if len(known) >= max_known:
                 return run[:num_taken], "length"
         return run, None
 
 
-@dataclass(slots=True)
-class Update:
+class Update(msgspec.Struct):
     """What a step did to one request.
 
     Attributes:

@@ -18,9 +18,18 @@ when its step is applied:
 
     plan 1 (a b) ─► plan 2 (c d) ─► apply 1 ─► plan 3 (a b) ─► apply 2 ─► plan 4 (c d) ─► ...
 
-A step in flight writes into its requests' blocks. So between its plan() and its apply() these
-requests are neither planned again nor preempted, and nothing of theirs is freed. The engine
-executes plans in order, so what others free may be used in the next plan, whatever is in flight.
+Where an engine has one stage, a step may be planned while the one before it computes, for the same
+rows: what that one samples is not known then, but that it is one token is, and the engine has it::
+
+    plan 1 (a b) ─► plan 2 (a b) ─► apply 1 ─► plan 3 (a b) ─► apply 2 ─► plan 4 (a b) ─► ...
+
+So a request that ends in step 1, otherwise than by its length, is in step 2 for nothing. What needs
+the tokens themselves, or the blocks of a request in flight, waits until nothing is: drafts,
+preemption, displacement, and suspects.
+
+A step in flight writes into its requests' blocks. So until its apply() these are not preempted, and
+nothing of theirs is freed. The engine executes plans in order, so what others free may be used in
+the next plan, whatever is in flight.
 """
 
 from collections import deque
@@ -70,10 +79,12 @@ class Scheduler:
         self._next_number = 0
         self._hash_secret = hash_secret
         self._suspects = Suspects()
-        self._ended: list[Request] = []  # by finish(), not dropped yet
+        self._ended: list[Request] = []  # that are in flight yet: their rows and blocks are kept
         self._epoch = epoch
         self._in_flight: deque[Step]  # in the order of their plans
         self._leaves: list[int]
+        self._applied_at: float
+        self._is_short: bool  # somebody lacks what requests in flight hold
         self._start_epoch(limits)
 
     # ------------------------------------------------------------------ questions
@@ -91,7 +102,7 @@ class Scheduler:
     @property
     def num_live(self) -> int:
         """Requests that have had no end."""
-        return len(self._requests) - len(self._ended)
+        return len(self._requests)
 
     @property
     def kv(self) -> KVCache:
@@ -100,7 +111,7 @@ class Scheduler:
 
     @property
     def requests(self) -> Iterable[Request]:
-        """All live requests."""
+        """All that have had no end."""
         return self._requests.values()
 
     # ------------------------------------------------------------------ requests come and go
@@ -112,6 +123,7 @@ class Scheduler:
             InvalidRequestError: its prompt is empty or too long.
         """
         self.limits.check_prompt(request.num_prompt)
+        request.max_known = min(self.limits.max_model_len, request.num_prompt + request.max_tokens)
         request.number = self._next_number
         self._next_number += 1
         self._requests[request.key] = request
@@ -120,17 +132,14 @@ class Scheduler:
     def finish(self, key: str) -> Request | None:
         """End a request from outside: its text met a stop string, or its client is gone.
 
-        Its blocks are free at once, or at the apply() of its step when it is in flight.
+        Its blocks are free at once, or at the apply() of its last step when it is in flight.
 
         Returns:
             The request, or None when no such request is live.
         """
         request = self._requests.get(key)
-        if request is None or request.is_ended:
-            return None
-        request.is_ended = True
-        self._ended.append(request)
-        self._drop_ended()
+        if request is not None:
+            self._end(request)
         return request
 
     # ------------------------------------------------------------------ one step
@@ -138,20 +147,26 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """Choose what the next step computes; None when there is nothing to do before an apply().
 
-        At most `max_steps_in_flight` plans may be neither applied nor given up with `reset`. A
-        request in one of them takes no part in the next: what will become of it is not known.
+        At most `max_steps_in_flight` plans may be neither applied nor given up with `reset`.
         """
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "too many steps in flight"
+        is_ahead = self.limits.overlaps and bool(self._in_flight)
+        if is_ahead and not self._may_plan_ahead():
+            return None
+        self._is_short = False
         self._isolate_suspect()
         self.stats.draft_depth = 0.0
         step = Step(self._step_id, now, budget=self.limits.max_num_batched_tokens)
         num_preempted = self.stats.preemptions
         self._admit_urgent(step)
-        self._plan_running(step)
-        if self.stats.preemptions == num_preempted:
+        if step.joins or not self._is_short:
+            self._plan_running(step)
+        if self.stats.preemptions == num_preempted and not self._is_short:
             self._admit_waiting(step)
-            self._add_drafts(step)
+            if not is_ahead:
+                self._add_drafts(step)
         if not step.rows:
+            assert not step.joins
             return None
         self._in_flight.append(step)
         self._step_id += 1
@@ -173,28 +188,35 @@ class Scheduler:
         """
         step = self._in_flight.popleft()
         assert (result.epoch, result.step_id) == (self._epoch, step.step_id), "wrong result"
-        assert len(result.rows) == len(step.rows), "wrong rows"
         if self._speculation is not None:
-            # The cycle of one of several includes waiting behind those ahead, which no choice of
+            # The cycle of one of several stages includes waiting behind others, which no choice of
             # its drafts changes: then it is what the engine says that is the same for each.
-            is_alone = self.limits.max_steps_in_flight == 1
-            seconds = now - step.planned_at if is_alone else result.seconds
+            is_alone = self.limits.num_stages == 1
+            seconds = now - max(step.planned_at, self._applied_at) if is_alone else result.seconds
             self._speculation.observe_step(step, seconds, result, self.stats.drafts)
-        updates = []
-        for place, row_result in enumerate(result.rows):
-            request, planned = step.requests[place], step.rows[place]
+        self._applied_at = now
+        updates, drafts = [], step.drafts
+        rows = zip(step.requests, step.rows, result.rows, strict=True)
+        for place, (request, planned, row_result) in enumerate(rows):
             assert row_result.row == planned.row, "wrong row"
-            draft = step.drafts.get(place, NO_DRAFT) if step.drafts else NO_DRAFT
-            request.is_in_flight = False
-            if request.is_ended:
-                self._blocks.commit(request, planned.num_tokens, draft, num_accepted=0)
-            else:
-                update = self._take(request, planned.num_tokens, draft, row_result)
+            draft = drafts.get(place, NO_DRAFT) if drafts else NO_DRAFT
+            num_tokens = planned.num_tokens
+            request.num_in_flight -= 1
+            request.num_computing -= num_tokens
+            if row_result.token_ids:
+                request.num_sampling -= 1
+            if not request.is_ended:
+                update = self._take(request, num_tokens, draft, row_result)
                 if update is not None:
                     updates.append(update)
+            else:
+                # What was sampled since its end is in no block that others can hit.
+                num_tokens = min(num_tokens, len(request.token_ids) - request.num_computed)
+                self._blocks.commit(request, num_tokens, draft, num_accepted=0)
         if self._policy.service is not None:
             self._policy.service.note_outputs(updates)
-        self._drop_ended()
+        if self._ended:
+            self._drop_ended()
         return updates
 
     # ------------------------------------------------------------------ when the engine fails
@@ -211,14 +233,16 @@ class Scheduler:
         for request in self._running.in_order():
             self._running.remove(request)
             self._blocks.forget(request)
-            request.row = None
             self._waiting.push(request)
-        for request in self._requests.values():
+        for request in (*self._requests.values(), *self._ended):
+            request.row = None
             request.block_keys = []  # the new engine's blocks may be of another size
-            request.is_in_flight = False
+            request.num_in_flight = request.num_computing = request.num_sampling = 0
+            longest = request.num_prompt + request.max_tokens
+            request.max_known = min((limits or self.limits).max_model_len, longest)
+        self._drop_ended()
         self._epoch = max(self._epoch, epoch)
         self._start_epoch(limits or self.limits)
-        self._drop_ended()
 
     def blame(self) -> Request | None:
         """Note that the engine died with the steps in flight; call before `reset`.
@@ -228,7 +252,10 @@ class Scheduler:
             `suspects`); one that was ended before is told nothing.
         """
         guilty = self._suspects.note_death(self._requests.values())
-        return None if guilty is None else self.finish(guilty.key)
+        if guilty is None or guilty.is_ended:
+            return None
+        self._end(guilty)
+        return guilty
 
     # ------------------------------------------------------------------ parts of plan()
 
@@ -237,10 +264,23 @@ class Scheduler:
         self._epoch += 1
         self._step_id = 0
         self._in_flight = deque()
+        self._is_short = False
+        self._applied_at = 0.0
         self._leaves = []
+        self._one_token = [RowStep(row, 1) for row in range(limits.max_num_seqs)]
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._blocks = BlockTables(limits, self._hash_secret)
         self._fitting = Fitting(limits, self._policy, self._blocks)
+
+    def _may_plan_ahead(self) -> bool:
+        """Whether a step may be planned for rows of which tokens are in flight.
+
+        A suspect runs alone, or its guilt would not be known.
+        """
+        last = self._in_flight[-1]
+        if self._is_short or last.drafts or self._suspects.first is not None:
+            return False
+        return self._speculation is None or self._speculation.skips_step_after(last)
 
     def _isolate_suspect(self) -> None:
         """While there are suspects, only the first of them may run.
@@ -261,7 +301,7 @@ class Scheduler:
         Args:
             num_joining: requests that may get a row beside those that have one.
         """
-        return -(-(len(self._running) + num_joining) // self.limits.max_steps_in_flight)
+        return -(-(len(self._running) + num_joining) // self.limits.num_stages)
 
     def _admit_urgent(self, step: Step) -> None:
         """Admit those first in order that may displace others, before these are planned.
@@ -274,6 +314,9 @@ class Scheduler:
             if found is None:
                 return
             request, hits, victims = found
+            if any(victim.num_in_flight for victim in victims):
+                self._is_short = True
+                return
             for victim in victims:
                 self._preempt(victim)
             self._admit(step, request, hits)
@@ -285,32 +328,50 @@ class Scheduler:
         for request in order:  # which gets shorter at its end
             if step.budget <= 0 or len(step.rows) >= max_rows:
                 return
-            if not request.is_in_flight:
-                self._plan_row(step, request, order)
+            if request.num_in_flight and not (self.limits.overlaps and self._goes_on(request)):
+                continue
+            if not self._plan_row(step, request, order):
+                self._is_short = True
+                return
 
-    def _plan_row(self, step: Step, request: Request, order: list[Request]) -> None:
+    def _plan_row(self, step: Step, request: Request, order: list[Request]) -> bool:
         """Plan the next tokens of a request that has a row.
 
         Args:
             order: of those that have one; whoever loses its blocks is the last, and is removed.
+
+        Returns:
+            Whether those behind it may be planned, too.
         """
-        num_tokens = len(request.token_ids) - request.num_computed
+        num_left = num_tokens = request.num_to_compute
         if num_tokens > step.budget:
             num_tokens = step.budget
-        num_new = self._blocks.num_missing(request, request.num_computed + num_tokens)
+        end = request.num_computed + request.num_computing + num_tokens
+        num_new = self._blocks.num_missing(request, end)
         while num_new > self.kv.num_free:
             victim = order[-1]
-            if victim.is_in_flight:
-                return  # its blocks are to be had when its step is applied
+            if victim.num_in_flight:  # its blocks are to be had when its step is applied
+                return not self.limits.overlaps
             self._preempt(order.pop())
             if victim is request:
-                return
-        new_block_ids = self._blocks.grow(request, num_new) if num_new else NO_BLOCKS
+                return True
         assert request.row is not None
-        request.is_in_flight = True
+        if num_tokens == 1 and not num_new:
+            row_step = self._one_token[request.row]
+        else:
+            new_block_ids = self._blocks.grow(request, num_new) if num_new else NO_BLOCKS
+            row_step = RowStep(request.row, num_tokens, new_block_ids)
+        request.num_in_flight += 1
+        request.num_computing += num_tokens
+        request.num_sampling += num_tokens == num_left
         step.requests.append(request)
-        step.rows.append(RowStep(request.row, num_tokens, new_block_ids))
+        step.rows.append(row_step)
         step.budget -= num_tokens
+        return True
+
+    def _goes_on(self, request: Request) -> bool:
+        """Whether a request in flight will need another step, as far as that is known."""
+        return len(request.token_ids) + request.num_sampling < request.max_known
 
     def _admit_waiting(self, step: Step) -> None:
         """Admit those that wait, while there are tokens, rows and blocks left."""
@@ -392,6 +453,7 @@ class Scheduler:
         """Take everything from a running request that is in no step."""
         self.stats.preemptions += 1
         request.num_preemptions += 1
+        self._running.remove(request)
         self._release(request)
         self._waiting.push(request)
 
@@ -402,10 +464,10 @@ class Scheduler:
     ) -> Update | None:
         """Take what a row committed; the request may end with it."""
         run, prompt_offset = row_result.token_ids, request.num_computed
-        token_ids, reason = request.append(run, self.limits.max_model_len)
+        token_ids, reason = request.append(run)
         # What follows a token that ended the request counts for nothing.
         num_accepted = len(token_ids) - 1 if token_ids else 0
-        if draft.num_drafts:
+        if draft is not NO_DRAFT and draft.num_drafts:
             assert self._speculation is not None
             counts = self.stats.drafts
             self._speculation.observe_run(request, draft, len(run), num_accepted, counts)
@@ -413,43 +475,44 @@ class Scheduler:
         if token_ids and self._suspects.first is not None:
             self._suspects.acquit(request)
         if reason is not None:
-            self._drop(request)
+            self._end(request)
         elif not token_ids and row_result.prompt_logprobs is None:
             return None
-        logprobs = row_result.logprobs and row_result.logprobs[: len(token_ids)]
+        logprobs = row_result.logprobs
+        if logprobs:
+            logprobs = logprobs[: len(token_ids)]
         return Update(
             request, token_ids, logprobs, row_result.prompt_logprobs, prompt_offset, reason
         )
 
     # ------------------------------------------------------------------ shared
 
-    def _drop_ended(self) -> None:
-        """Forget what was ended from outside, but for what a step in flight computes."""
-        ended, self._ended = self._ended, []
-        for request in ended:
-            if request.is_in_flight:
-                self._ended.append(request)
-            else:
-                self._drop(request)
-
-    def _drop(self, request: Request) -> None:
-        """Forget a request for good."""
+    def _end(self, request: Request) -> None:
+        """Forget a request, but for its row and blocks as long as it is in flight."""
         request.is_ended = True
+        del self._requests[request.key]
         if self._speculation is not None:
             self._speculation.forget(request)
-        del self._requests[request.key]
-        self._suspects.forget(request)
-        if request in self._waiting:
-            self._waiting.remove(request)
-        else:
-            self._release(request)
+        (self._waiting if request in self._waiting else self._running).remove(request)
+        self._ended.append(request)
+        self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        """Free what requests that have ended held for steps in flight."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            if request.num_in_flight:
+                self._ended.append(request)
+                continue
+            self._suspects.forget(request)
+            if request.row is not None:
+                self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Take the row and the blocks of a running request. Blocks keep their content."""
+        """Take the row and the blocks of a request that runs no longer. They keep their content."""
         assert request.row is not None
-        assert not request.is_in_flight, "a step in flight writes into these blocks"
+        assert not request.num_in_flight, "a step in flight writes into these blocks"
         self._leaves.append(request.row)
         self._free_rows.append(request.row)
-        self._running.remove(request)
         self._blocks.release(request)
         request.row = None

@@ -71,6 +71,6 @@ class Step:
     drafts: dict[int, Draft] = field(default_factory=dict)
 
     def samples(self, place: int) -> bool:
-        """Whether the cursor of a request reaches its last known token."""
+        """Whether the cursor of a request, which is in this step alone, reaches its last token."""
         request = self.requests[place]
         return request.num_computed + self.rows[place].num_tokens == len(request.token_ids)

@@ -38,7 +38,7 @@ class Suspects:
             if _is_stuck(request):
                 stuck.append(request)
             request.num_restarts += 1
-            num_known = len(request.token_ids) if request.is_in_flight else None
+            num_known = len(request.token_ids) if request.num_in_flight else None
             request.num_known_at_death = num_known
         if self._requests:  # it ran alone
             return self._requests[0]
@@ -59,6 +59,6 @@ class Suspects:
 def _is_stuck(request: Request) -> bool:
     """Whether the engine died of it, maybe, at the same place as the last time."""
     before = request.num_known_at_death
-    if before is None or not request.is_in_flight or request.is_ended:
+    if before is None or not request.num_in_flight or request.is_ended:
         return False
     return len(request.token_ids) - before < PROGRESS

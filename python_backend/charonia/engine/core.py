@@ -14,10 +14,10 @@ engine. Has no thread and no queue; its caller adds requests, calls `step` and g
     step N    expire ─► follow the engine ─► place ─► plan ─► submit
                   ─► text of step N-1 (while N computes) ─► wait a little ─► apply, if N has ended
 
-An engine of two stages also has the next step in flight, of other rows:
+Mostly the next step is in flight, too, of the same rows or, in a pipeline, of others:
 
-    plan N+1 ─► submit ─► text of step N-1 ─► wait for N ─► apply N ─► plan N+2 ─► ...
-                           (while N and N+1 compute)
+    apply N-1 ─► text of step N-1 ─► plan N+1 ─► submit ─► wait for N ─► apply N ─► ...
+                  (while N computes)
 """
 
 from collections.abc import Callable
@@ -238,6 +238,8 @@ class EngineCore:
             self._go_on_with_reload(self._reload)
         if self._held:
             self._place_held()
+        if replica.is_fed:  # so that a text that has met its stop string is in no further step
+            self._deliver_updates()
         if replica.is_serving:
             replica.fill()
         self._deliver_updates()

@@ -51,7 +51,7 @@ class InlineExecutor:
     def submit(self, plan: StepPlan) -> "_Inline":
         """Keep the plan until its result is asked for, or begin it."""
         step = _Inline(self, plan)
-        if self._living().info().max_steps_in_flight > 1:
+        if self._living().info().num_stages > 1:
             step.begin()
         return step
 

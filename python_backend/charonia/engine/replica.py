@@ -119,6 +119,12 @@ class Replica:
         return bool(self._in_flight)
 
     @property
+    def is_fed(self) -> bool:
+        """Whether each stage of the engine has a step to compute."""
+        limits = self._limits
+        return limits is not None and len(self._in_flight) >= limits.num_stages
+
+    @property
     def down_reason(self) -> str | None:
         """Why requests do not wait for an engine; None while they do, or there is one."""
         return self._recovery.down_reason
@@ -244,6 +250,7 @@ class Replica:
         result = step.pending.result(wait_s)
         self._in_flight.popleft()
         arrived = self._clock()
+        began = max(step.at, self.last_step_at or 0.0)  # not before the one ahead of it has ended
         self._recovery.note_step()
         self.last_step_at = arrived
         self._metrics.histograms["charonia_step_seconds"].observe(result.seconds)
@@ -251,7 +258,7 @@ class Replica:
         self._metrics.count_collectives(result.collectives or {})
         updates = self._scheduler.apply(result, self._clock())
         self._metrics.count_phase("apply", self._clock() - arrived)
-        self._metrics.count_phase("transit", arrived - step.at - result.seconds)
+        self._metrics.count_phase("transit", max(0.0, arrived - began - result.seconds))
         return updates
 
     def _step_deadline_s(self, num_tokens: int) -> float:
@@ -322,6 +329,7 @@ class Replica:
         """Let go of the engine."""
         if self._reload is not None:
             self._end_reload(self._reload.undo(SHUTTING_DOWN))
+        self._in_flight.clear()
         self._recovery.stop()
         self._executor.close()
 
@@ -431,6 +439,7 @@ class Replica:
     def _limits_of(self, info: EngineInfo, args: EngineArgs) -> Limits:
         limits = Limits.of_engine(
             info,
+            async_scheduling=args.async_scheduling,
             enable_prefix_caching=args.enable_prefix_caching,
             enable_chunked_prefill=args.enable_chunked_prefill,
         )

@@ -171,7 +171,7 @@ class RankTeam:
         return msgspec.structs.replace(
             info,
             pids=[*info.pids, *self._pids],
-            max_steps_in_flight=self._topology.num_stages,
+            num_stages=self._topology.num_stages,
         )
 
     def collectives(self) -> Collectives:

@@ -120,7 +120,7 @@ class EngineHost:
         Raises:
             ConfigError: the model's directory takes no socket.
         """
-        self._is_pipelined = self._runner.info().max_steps_in_flight > 1
+        self._is_pipelined = self._runner.info().num_stages > 1
         path = self._version_dir / STEPS_SOCKET
         try:
             listener = listen(path)

@@ -17,6 +17,7 @@ Prompt tokens that the prefix cache held are not charged, nor is anything that a
 another engine makes be computed again.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
 
@@ -79,11 +80,11 @@ class VirtualCounters:
 
     def note_outputs(self, updates: Iterable[Update]) -> None:
         """Charge the tokens that were generated."""
-        tokens: dict[str, int] = {}
+        tokens: defaultdict[str, int] = defaultdict(int)
         for update in updates:
             request = update.request
             if not request.is_probe:
-                tokens[request.tenant] = tokens.get(request.tenant, 0) + len(update.token_ids)
+                tokens[request.tenant] += len(update.token_ids)
         for tenant, num_tokens in tokens.items():
             self._charge(tenant, self._output_cost * num_tokens)
 
@@ -125,6 +126,7 @@ class FairRunning:
         self._rank = rank
         self._of: dict[str, RankedRunning] = {}
         self._num_running = 0
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return self._num_running
@@ -135,12 +137,14 @@ class FairRunning:
             self._of[request.tenant] = RankedRunning(self._rank)
         self._of[request.tenant].add(request)
         self._num_running += 1
+        self.num_changes += 1
 
     def remove(self, request: Request) -> None:
         """Take one out that gives its row back."""
         requests = self._of[request.tenant]
         requests.remove(request)
         self._num_running -= 1
+        self.num_changes += 1
         if not requests:
             del self._of[request.tenant]
 

@@ -42,7 +42,13 @@ class WaitingOrder(Protocol):
 
 
 class RunningOrder(Protocol):
-    """The requests that have a row, in the order in which they keep what they have."""
+    """The requests that have a row, in the order in which they keep what they have.
+
+    Attributes:
+        num_changes: how many were added or removed so far.
+    """
+
+    num_changes: int
 
     def __len__(self) -> int:
         """How many run."""

@@ -67,6 +67,7 @@ class RankedRunning:
     def __init__(self, rank: RankOf) -> None:
         self._rank = rank
         self._requests: list[Request] = []
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -74,10 +75,12 @@ class RankedRunning:
     def add(self, request: Request) -> None:
         """Add a request that was given a row."""
         insort(self._requests, request, key=self._rank)
+        self.num_changes += 1
 
     def remove(self, request: Request) -> None:
         """Take one out that gives its row back."""
         del self._requests[bisect_left(self._requests, self._rank(request), key=self._rank)]
+        self.num_changes += 1
 
     def in_order(self) -> list[Request]:
         """All of them, smallest rank first."""

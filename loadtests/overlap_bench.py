@@ -1,0 +1,250 @@
+"""Measure what steps that overlap are worth behind Triton, in turns, in one run.
+
+    python loadtests/overlap_bench.py                        # both models, 1, 8 and 32 at once
+    python loadtests/overlap_bench.py --models demo --concurrency 1 --repetitions 3
+
+Three sides with the same model: charonia behind a tritonserver with `async_scheduling` and without
+it, asked by gRPC streams from this process, and charonia in a process of its own without Triton,
+where the next step begins as soon as the last one is through. In each repetition every side has its
+turn with the same new prompts, in a new random order; a ratio is that of two turns of one
+repetition, and the first repetition is not counted. Greedy, EOS ignored, no prefix cache, no
+speculation. Besides tokens per second it says what processor time went where: with two cores, what
+tritonserver, the scheduler and the client take, the engine lacks.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import psutil
+from tqdm import tqdm
+
+from bars import verdict
+from charonia import demo
+from checkpoint import SHAPES, make_checkpoint
+from figures import Figures, decode_figures, median_figures, ratio
+from record import circumstances, output_stem, positive
+from report import markdown_table
+from sides import BASE, SPECS, Side, WorkerSide
+from triton_side import TritonSide
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
+ON, OFF, ALONE = "overlap", "one at a time", "without Triton"
+SIDES = (ON, OFF, ALONE)
+MODELS = ("demo", "llama-135m")
+GOALS = {1: 0.95, 8: 0.92, 32: 0.92}
+"""Of `ON` over `ALONE`, by concurrency."""
+PROMPT_TOKENS = 32
+NEW_TOKENS = {"demo": 192, "llama-135m": 64}
+MIN_REQUESTS = 4
+
+
+@dataclass
+class Turns:
+    """What one side did in one case, turn by turn.
+
+    Attributes:
+        figures: see `figures.decode_figures`.
+        busy: processor seconds per output token, by process.
+    """
+
+    figures: list[Figures] = field(default_factory=list)
+    busy: list[dict[str, float]] = field(default_factory=list)
+
+    def all_of(self, name: str) -> list[float]:
+        """One figure of each turn."""
+        return [one[name] for one in self.figures]
+
+
+Results = dict[tuple[str, int], dict[str, Turns]]
+"""By model and concurrency, then by side."""
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    options = _parser().parse_args()
+    stem = output_stem(options.output, "overlap")
+    about = circumstances("overlap_bench.py") | {"repetitions": options.repetitions}
+    results: Results = {}
+    for model in options.models:
+        results |= measure(model, options)
+    print(as_markdown(results))
+    recorded = {
+        f"{model}, {count}": {name: vars(turns) for name, turns in case.items()}
+        for (model, count), case in results.items()
+    }
+    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
+    files[0].write_text(
+        json.dumps({**about, "results": recorded}, indent=1) + "\n", encoding="utf-8"
+    )
+    write_plot(results, files[1])
+    print(f"\nwritten: {files[0].name}, {files[1].name}")
+
+
+def measure(model: str, options: argparse.Namespace) -> Results:
+    """All concurrencies with one model."""
+    drawn = random.Random(f"{options.seed} {model}")
+    results: Results = {}
+    with contextlib.ExitStack() as stack:
+        sides = _start(stack, model)
+        for count in options.concurrency:
+            case = results[model, count] = {name: Turns() for name in SIDES}
+            turns = tqdm(range(options.repetitions + 1), desc=f"{model}, {count} at once")
+            for repetition in turns:
+                waves = [
+                    [[drawn.randrange(1, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+                    for _ in range(-(-MIN_REQUESTS // count))
+                ]
+                for name in drawn.sample(SIDES, len(SIDES)):
+                    figures, busy = _turn(sides[name], waves, NEW_TOKENS[model])
+                    if repetition:
+                        case[name].figures.append(figures)
+                        case[name].busy.append(busy)
+    return results
+
+
+def _start(stack: contextlib.ExitStack, model: str) -> dict[str, Side]:
+    if model == "demo":
+        checkpoint = Path(demo.__file__).parent / "checkpoints" / "charonia-demo"
+    else:
+        checkpoint = make_checkpoint(SHAPES[model], CACHE / model)
+    settings: dict[str, Any] = {
+        "dtype": "auto",
+        "device": "cpu",
+        "max_model_len": PROMPT_TOKENS + NEW_TOKENS[model],
+        "enable_prefix_caching": False,
+    }
+    sides: dict[str, Side] = {
+        name: TritonSide(checkpoint, {**settings, "async_scheduling": name == ON})
+        for name in (ON, OFF)
+    }
+    spec = SPECS[BASE]
+    settings |= {"model": str(checkpoint), "async_scheduling": False}
+    sides[ALONE] = worker = WorkerSide(ALONE, spec.python, spec.script, settings)
+    for side in sides.values():
+        stack.callback(side.close)
+    worker.pause()
+    return sides
+
+
+def _turn(
+    side: Side, waves: list[list[list[int]]], num_tokens: int
+) -> tuple[Figures, dict[str, float]]:
+    if isinstance(side, WorkerSide):
+        side.resume()
+    before = _cpu_seconds(side)
+    traces = side.run(waves, num_tokens)
+    after = _cpu_seconds(side)
+    if isinstance(side, WorkerSide):
+        side.pause()
+    total = num_tokens * sum(map(len, waves))
+    busy = {name: (seconds - before[name]) / total for name, seconds in after.items()}
+    return decode_figures(traces, num_tokens), busy
+
+
+def _cpu_seconds(side: Side) -> dict[str, float]:
+    """Processor seconds so far: of the client, of each Triton model's process, of the server."""
+    own = os.times()
+    found = {"client": own.user + own.system}
+    for process in side.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command, times = " ".join(process.cmdline()), process.cpu_times()
+            models = [name for name in ("engine", "scheduler") if f"/{name}/" in command]
+            name = models[0] if models else "server and others"
+            found[name] = found.get(name, 0.0) + times.user + times.system
+    return found
+
+
+def as_markdown(results: Results) -> str:
+    """The ratios, and where processor time went."""
+    rows, spent = [], []
+    for (model, count), case in results.items():
+        rates = {name: turns.all_of("tokens_per_second") for name, turns in case.items()}
+        gaps = {name: turns.all_of("inter_token_ms_p50") for name, turns in case.items()}
+        against = ratio(rates[ON], rates[ALONE])
+        rows.append(
+            [
+                model,
+                str(count),
+                *(f"{statistics.median(rates[name]):,.0f}" for name in SIDES),
+                *(f"{statistics.median(gaps[name]):.2f}" for name in SIDES),
+                str(ratio(rates[ON], rates[OFF])),
+                str(ratio(gaps[ON], gaps[OFF])),
+                f"{against}, {verdict(against.interval, GOALS.get(count, 0.92))}",
+            ]
+        )
+        for name in (ON, OFF):
+            busy = median_figures(case[name].busy)
+            parts = [f"{1e3 * busy[part]:.3f}" for part in _PARTS]
+            spent.append([model, str(count), name, *parts])
+    first = markdown_table(
+        [
+            *("model", "at once"),
+            *(f"tok/s, {name}" for name in SIDES),
+            *(f"between tokens, ms, {name}" for name in SIDES),
+            f"tok/s, {ON} / {OFF}",
+            f"between tokens, {ON} / {OFF}",
+            f"tok/s, {ON} / {ALONE}",
+        ],
+        rows,
+    )
+    header = ["model", "at once", "side", *(f"{part}, processor ms per token" for part in _PARTS)]
+    return f"{first}\n\n{markdown_table(header, spent)}"
+
+
+_PARTS = ("engine", "scheduler", "server and others", "client")
+
+
+def write_plot(results: Results, path: Path) -> None:
+    """Tokens per second as a share of those without Triton; whiskers are all repetitions."""
+    figure, axis = pyplot.subplots(figsize=(1.6 * len(results) + 2, 4), layout="constrained")
+    for place, name in enumerate((OFF, ON)):
+        found = [
+            ratio(case[name].all_of("tokens_per_second"), case[ALONE].all_of("tokens_per_second"))
+            for case in results.values()
+        ]
+        axis.bar(
+            [index + 0.4 * place - 0.2 for index in range(len(found))],
+            [one.median for one in found],
+            0.38,
+            yerr=[
+                [one.median - one.lowest for one in found],
+                [one.highest - one.median for one in found],
+            ],
+            label=name,
+        )
+    axis.axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
+    axis.set_xticks(range(len(results)), [f"{model}\n{count} at once" for model, count in results])
+    axis.set_ylabel("output tokens/s behind Triton, share of those without it")
+    axis.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--concurrency", nargs="+", type=positive, default=list(GOALS))
+    parser.add_argument("--repetitions", type=positive, default=9, metavar="N", help="default: 9")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: 0")
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="default: results/DATE-overlap, beside this"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()
