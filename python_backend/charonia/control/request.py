@@ -11,8 +11,6 @@ Owns a request's state; only the scheduler changes it. Must not know text.
 from collections import deque
 from dataclasses import dataclass, field
 
-import msgspec
-
 from charonia.control.stats import DraftCounts
 from charonia.protocol import FinishReason, RowSampling, TokenLogprobs
 
@@ -113,7 +111,8 @@ class Request:
         return run, None
 
 
-class Update(msgspec.Struct):
+@dataclass(slots=True)
+class Update:
     """What a step did to one request.
 
     Attributes:
