@@ -81,6 +81,7 @@ KINDS: dict[str, type[CharoniaClientError]] = {
     "engine_down": Unavailable,
     "shutting_down": Unavailable,
     "timeout": Timeout,
+    "late": Timeout,
     "cancelled": Cancelled,
     "quarantined": ServerError,
 }

@@ -144,12 +144,13 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             checkpoint's generation_config.json, or where it has none its config.json; "none" (or
             vLLM's word "vllm") is nothing; anything else is the directory of such a file.
         kv_cache_dtype: "auto" is that of the weights.
-        scheduling_policy: "fcfs", first come first served, or "priority", by each request's
-            `priority`; see also the scheduler's `priority_aging_s`.
-        async_scheduling: plan a step while the one before it computes, so that the engine never
-            waits; a request that ends by a token or a text is then computed one step too long,
-            whose token nobody sees. A pipeline's stages have other steps to compute instead, and
-            drafts wait for the tokens that they follow.
+        scheduling_policy: "fcfs", first come first served; "priority", by each request's
+            `priority`, see also the scheduler's `priority_aging_s`; or "deadline", the earliest
+            `deadline_ms` first, see also `late_requests`.
+        async_scheduling: plan a step while the one before it computes, so that the engine need
+            not wait for the plan; a request that ends by a token or a text is then computed one
+            step too long, whose token nobody sees. A pipeline's stages have other steps to compute
+            instead, and drafts wait for the tokens that they follow.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
             bytes of bfloat16, at a small loss.
         seed: of the requests that bring none, each of which gets one drawn from it in the order in
@@ -184,7 +185,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quantization: Literal["int8"] | None = None
     speculative_config: SpeculativeConfig | None = None
     generation_config: str = "auto"
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    scheduling_policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
     async_scheduling: bool = True
     seed: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -338,6 +339,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         priority_aging_s: with the policy "priority", a request that has waited so many seconds
             longer than another counts as if its priority were by one smaller, so that none waits
             for ever; 0 is strict priority.
+        late_requests: with the policy "deadline", what becomes of a request that waits and cannot
+            meet its deadline any more, by what steps take and answers are long: "reject" ends it
+            at once, "demote" puts it behind all others, and it ends at its deadline.
         fair_share: tenants get equal shares of the engine, whatever each asks for, and the
             scheduling policy holds among the requests of each; see `control.policies.fair`.
         num_sender_threads: threads that send responses.
@@ -351,6 +355,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     min_step_deadline_s: Seconds = 30.0
     load_timeout_s: Seconds = 900.0
     priority_aging_s: Annotated[float, msgspec.Meta(ge=0, le=_MAX_SECONDS)] = 60.0
+    late_requests: Literal["reject", "demote"] = "reject"
     fair_share: bool = False
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2

@@ -106,6 +106,12 @@ class RequestTimeoutError(UnavailableError):
     is_retryable = False
 
 
+class LateRequestError(RequestTimeoutError):
+    """The request waits and cannot be answered before its `deadline_ms` any more."""
+
+    kind = "late"
+
+
 class RequestCancelledError(CharoniaError):
     """The client cancelled the request, or went away."""
 
@@ -131,6 +137,7 @@ KINDS: dict[str, type[CharoniaError]] = {
         EngineDownError,
         ShuttingDownError,
         RequestTimeoutError,
+        LateRequestError,
         RequestCancelledError,
         RequestQuarantinedError,
     )

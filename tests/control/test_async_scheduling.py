@@ -163,6 +163,34 @@ def test_a_row_that_is_free_is_given_at_once_and_one_in_flight_is_waited_for():
     assert [join.token_ids[0] for join in bench.plan().joins] == [ord("c")]
 
 
+def test_who_is_admitted_counts_on_no_block_that_a_token_in_flight_will_take():
+    rank = by_priority()
+    bench = Bench(
+        policy=ranked(rank, DisplacementByPriority(rank)),
+        num_blocks=6,
+        block_size=1,
+        max_model_len=5,
+        max_num_seqs=4,
+        max_num_batched_tokens=3,
+    )
+    requests = [
+        make_request(key, priority, token_ids=[ord(key)], max_tokens=4)
+        for key, priority in [("v", 2), ("a", 0), ("b", 0), ("c", 0), ("u", 1)]
+    ]
+    bench.add(requests[0])
+    bench.plan()
+    bench.add(*requests[1:4])
+    bench.plan()
+    bench.apply()
+    bench.add(requests[4])
+    plan = bench.plan()
+    if plan is not None:
+        assert len(set(plan.leaves)) == len(plan.leaves)
+        assert {join.row for join in plan.joins} <= {one.row for one in requests}
+    bench.run()
+    assert bench.tokens == {request.key: expected(request) for request in requests}
+
+
 def test_a_suspect_has_no_second_step_in_flight():
     bench = Bench()
     bench.add(make_request("a"), make_request("b"))

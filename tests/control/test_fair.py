@@ -133,6 +133,18 @@ def test_counters_of_tenants_that_have_gone_do_not_pile_up():
     assert counters[f"t{3 * MAX_REMEMBERED - 1}"] == 3 * MAX_REMEMBERED - 1
 
 
+def test_the_counter_of_a_tenant_that_runs_is_kept():
+    policy = fair(by_arrival, equal)
+    policy.running.add(request_of("runs", 0))
+    charge(policy.service, request_of("runs", 0), 5, 0)
+    for number in range(1, 3 * MAX_REMEMBERED):
+        policy.waiting.push(passing := request_of(f"t{number}", number))
+        charge(policy.service, passing, number + 5, 0)
+        policy.waiting.remove(passing)
+    assert policy.service["runs"] == 5
+    assert policy.service["t1"] == 0
+
+
 # ---------------------------------------------------------------------- in the scheduler
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,8 +26,13 @@ from charonia.control import (
 )
 from charonia.control.fitting import MAX_PASSES
 from charonia.control.policies import (
+    Deadlines,
+    DeadlineWatch,
+    Displacement,
+    DisplacementByDeadline,
     DisplacementByPriority,
     by_arrival,
+    by_deadline,
     by_priority,
     fair,
     ranked,
@@ -57,6 +63,7 @@ class Arrival:
     speculates: bool = True
     num_guessed: int = 0
     priority: int = 0
+    due_in: int | None = None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -90,17 +97,39 @@ class Scenario:
     policy: str = "fcfs"
 
 
-RANKS = {"fcfs": by_arrival, "priority": by_priority(), "aging": by_priority(5.0)}
+RANKS = {
+    "fcfs": by_arrival,
+    "priority": by_priority(),
+    "aging": by_priority(5.0),
+    "deadline": by_deadline,
+    "deadline, demoting": by_deadline,
+}
 WEIGHTS = {"0": 1.0, "1": 2.0}
+
+
+def _no_watch() -> None:
+    """Nobody looks whether deadlines can be met."""
 
 
 def _policies() -> dict[str, Callable[[], Policy]]:
     """Every order, alone and within fair shares."""
     found: dict[str, Callable[[], Policy]] = {}
     for name, rank in RANKS.items():
-        displacement = None if name == "fcfs" else DisplacementByPriority(rank)
-        found[name] = partial(ranked, rank, displacement)
-        found[f"fair {name}"] = partial(fair, rank, WEIGHTS.__getitem__, displacement)
+        displacement: Displacement | None = None
+        watch: Callable[[], Deadlines | None] = _no_watch
+        if name.startswith("deadline"):
+            displacement = DisplacementByDeadline()
+            watch = partial(DeadlineWatch, 32, demotes=name.endswith("demoting"))
+        elif name != "fcfs":
+            displacement = DisplacementByPriority(rank)
+
+        def alone(rank=rank, displacement=displacement, watch=watch) -> Policy:
+            return ranked(rank, displacement, watch())
+
+        def shared(rank=rank, displacement=displacement, watch=watch) -> Policy:
+            return fair(rank, WEIGHTS.__getitem__, displacement, watch())
+
+        found |= {name: alone, f"fair {name}": shared}
     return found
 
 
@@ -120,6 +149,7 @@ arrivals = st.builds(
     speculates=st.sampled_from([True, True, False]),
     num_guessed=st.sampled_from([0, 0, 3, 20]),
     priority=st.integers(-1, 2),
+    due_in=st.sampled_from([None, 5, 20, 100]),
 )
 scenarios = st.builds(
     Scenario,
@@ -231,6 +261,7 @@ class Driver:
             arrived_at=float(self.now),
             tenant=str(arrival.tenant),
             priority=arrival.priority,
+            expires_at=inf if arrival.due_in is None else self.now + arrival.due_in,
             cache_scope=str(arrival.tenant).encode(),
             takes_hits=arrival.takes_hits,
             speculates=arrival.speculates,
@@ -274,9 +305,19 @@ class Driver:
         while len(self.in_flight) < self.limits.max_steps_in_flight:
             waiting = [one for one in self.scheduler.requests if one.row is None]
             plan = self.scheduler.plan(self.now)
+            self.cancelled |= {late.request.key for late in self.scheduler.take_late()}
             self._check()
             if plan is None:
                 break
+            assert len(set(plan.leaves)) == len(plan.leaves)
+            joined = {join.row for join in plan.joins}
+            assert joined <= {one.row for one in self.scheduler.requests}, "joined and preempted"
+            if not self.limits.enable_chunked_prefill:
+                assert all(
+                    one.num_to_compute <= 1
+                    for one in self.scheduler.requests
+                    if one.row is not None
+                )
             self._check_order([one for one in waiting if one.row is not None])
             self.in_flight.append(self.executor.submit(plan))
         self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
@@ -358,7 +399,8 @@ def test_the_scenarios_can_preempt_hit_and_evict(num_stages, async_scheduling):
     """The property test would prove little if its scenarios never came to these states."""
     arrival = Arrival(0, 0, 8, 2, 14, 0, 0, False, True, None)
     others = [Arrival(i, 0, 8, 2, 14, i % 4, 0, False, True, None) for i in range(1, 6)]
-    scenario = Scenario([arrival, *others], 14, 4, 6, 32, True, True, {9}, {12})
+    num_blocks = 14 if num_stages > 1 else 11
+    scenario = Scenario([arrival, *others], num_blocks, 4, 6, 32, True, True, {9}, {12})
     driver = Driver(replace(scenario, num_stages=num_stages, async_scheduling=async_scheduling))
     driver.run()
     assert driver.most_in_flight == driver.limits.max_steps_in_flight

@@ -43,11 +43,11 @@ class Bench:
         for request in requests:
             self.scheduler.add(request)
 
-    def step(self) -> StepPlan:
-        plan = self.scheduler.plan(0.0)
+    def step(self, now: float = 0.0) -> StepPlan:
+        plan = self.scheduler.plan(now)
         assert plan is not None
         check_invariants(self.scheduler)
-        self.scheduler.apply(self.engine.submit(plan).result(None), 0.0)
+        self.scheduler.apply(self.engine.submit(plan).result(None), now)
         check_invariants(self.scheduler)
         return plan
 

@@ -50,8 +50,8 @@ class BlockTables:
         return -(-num_tokens // self._block_size) if num_tokens > 0 else 0
 
     def num_owed(self, request: Request) -> int:
-        """Blocks that a running request's known tokens need and that it does not have yet."""
-        return self.num_missing(request, len(request.token_ids))
+        """Blocks that a running request lacks for its known tokens, and for one in flight."""
+        return self.num_missing(request, len(request.token_ids) + request.num_sampling)
 
     def begin(self, request: Request, hits: list[int]) -> None:
         """Let a request begin with cached blocks, its cursors behind them."""

@@ -79,7 +79,10 @@ class DepthPolicy(Protocol):
         """
 
     def rests(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether nobody is to draft in a step, whoever could; where so, that is its choice."""
+        """Whether nobody is to draft in a step of this size, whoever could."""
+
+    def note_rest(self) -> None:
+        """There was such a step, for which nothing was chosen otherwise."""
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Learn what verification made of a request's drafts, 1 <= num_drafted.
@@ -91,8 +94,8 @@ class DepthPolicy(Protocol):
         """Learn what a step took.
 
         Args:
-            seconds: its whole cycle: engine, transit, planning; wall time. Where steps overlap,
-                what it took in the engine.
+            seconds: its whole cycle: engine, transit, planning; wall time. In a pipeline, what
+                it took in the engine.
             draft_seconds: of these, in the draft model's passes; 0 for other drafters.
         """
 
@@ -110,6 +113,9 @@ class FixedDepth:
     def rests(self, num_rows: int, num_tokens: int) -> bool:
         """See `DepthPolicy`; nobody knows before asking."""
         return False
+
+    def note_rest(self) -> None:
+        """See `DepthPolicy`; nothing depends on it."""
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`; nothing depends on it."""
@@ -229,11 +235,12 @@ class AdaptiveDepth:
         """See `DepthPolicy`."""
         choice = self._choice
         is_due = self._steps_to_probe <= 1.0
-        if is_due or not (choice.is_rest and choice.holds(num_rows, num_tokens)):
-            return False
+        return not is_due and choice.is_rest and choice.holds(num_rows, num_tokens)
+
+    def note_rest(self) -> None:
+        """See `DepthPolicy`."""
         self._steps_to_probe -= 1.0
-        choice.num_left -= 1
-        return True
+        self._choice.num_left -= 1
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """See `DepthPolicy`."""

@@ -1,12 +1,13 @@
 """Which waiting request can have a row next, and whom that would cost theirs.
 
-Owns the arithmetic of fitting: tokens of the step, blocks of the pool. Changes nothing but how
-often a request was passed. Must not know rows by number, nor what a step computes.
+Owns the arithmetic of fitting: tokens of the step, blocks of the pool. Changes nothing. Must not
+know rows by number, nor what a step computes.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 from charonia.control.block_tables import BlockTables
 from charonia.control.limits import Limits
@@ -19,6 +20,20 @@ MAX_CONSIDERED = 4
 MAX_PASSES = 16
 """How often a request that does not fit is passed by another that does. Then blocks that become
 free are kept for it."""
+
+
+class Admission(NamedTuple):
+    """Who may have a row.
+
+    Attributes:
+        hits: cached blocks of its prefix. victims: whom it displaces; where steps overlap, some of
+            them may be in flight. passed: who waits before it and does not fit.
+    """
+
+    request: Request
+    hits: list[int]
+    victims: list[Request]
+    passed: list[Request]
 
 
 class Fitting:
@@ -36,13 +51,11 @@ class Fitting:
         self._num_changes = 0  # of the running ones, when that was found
 
     def num_owed(self) -> int:
-        """Blocks that all running requests' known tokens still need."""
+        """Blocks that all running requests lack for what the next step may compute of them."""
         return sum(map(self._blocks.num_owed, self._policy.running.in_order()))
 
-    def next_admissible(
-        self, budget: int, owed: int, suspect: Request | None
-    ) -> tuple[Request, list[int]] | None:
-        """The next request in order that fits, and its hits.
+    def next_admissible(self, budget: int, owed: int, suspect: Request | None) -> Admission | None:
+        """The next request in order that fits.
 
         Args:
             budget: tokens that the step has left. owed: see `num_owed`.
@@ -56,22 +69,17 @@ class Fitting:
         for request in candidates:
             hits = self._blocks.hits(request)
             if self._has_budget(request, hits, budget) and self._spare(request, hits, owed) >= 0:
-                _note_passed(passed)
-                return request, hits
+                return Admission(request, hits, [], passed)
             passed.append(request)
         return None
 
-    def next_urgent(
-        self, budget: int, *, has_free_row: bool
-    ) -> tuple[Request, list[int], list[Request]] | None:
+    def next_urgent(self, budget: int, *, has_free_row: bool) -> Admission | None:
         """The next request in order that may displace anybody and would fit then.
+
+        One that fits without that, behind others, has no more right to what is free than they.
 
         Args:
             budget: tokens that the step has left.
-
-        Returns:
-            It, its hits, and whom it displaces, which may be nobody; where steps overlap, some of
-            these may be in flight.
         """
         displacement = self._policy.displacement
         if displacement is None or not self._policy.waiting:
@@ -86,12 +94,10 @@ class Fitting:
             if below and self._has_budget(request, hits, budget):
                 spare = self._spare(request, hits, self.num_owed())
                 if spare >= 0 and has_free_row:
-                    victims: list[Request] | None = []
-                else:
-                    victims = self._victims(-spare, hits, below)
+                    return None if passed else Admission(request, hits, [], [])
+                victims = self._victims(-spare, hits, below)
                 if victims is not None:
-                    _note_passed(passed)
-                    return request, hits, victims
+                    return Admission(request, hits, victims, passed)
             passed.append(request)
         return None
 
@@ -156,8 +162,3 @@ def _candidates(waiting: Iterator[Request]) -> Iterator[Request]:
         yield request
         if request.num_preemptions or request.num_passed >= MAX_PASSES:
             return
-
-
-def _note_passed(requests: Iterable[Request]) -> None:
-    for request in requests:
-        request.num_passed += 1

@@ -10,6 +10,7 @@ Owns a request's state; only the scheduler changes it. Must not know text.
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
 from charonia.control.stats import DraftCounts
 from charonia.protocol import FinishReason, RowSampling, TokenLogprobs
@@ -24,6 +25,7 @@ class Request:
         token_ids: prompt and generated tokens; num_prompt of them are the prompt.
         stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
         tenant: whose it is. priority: smaller is sooner. arrived_at: seconds.
+        expires_at: seconds, its deadline; infinite without one. is_demoted: it cannot meet that.
         cache_scope: what isolates its prefix cache (tenant and salt).
         takes_hits: whether it may start from cached blocks. is_probe: whether it is no client's;
             it is not counted.
@@ -49,6 +51,7 @@ class Request:
     arrived_at: float
     tenant: str = ""
     priority: int = 0
+    expires_at: float = inf
     cache_scope: bytes = b""
     takes_hits: bool = True
     speculates: bool = True
@@ -68,6 +71,7 @@ class Request:
     num_computing: int = 0
     num_sampling: int = 0
     is_ended: bool = False
+    is_demoted: bool = False
     started_at: float | None = None
     num_cached: int = 0
     num_passed: int = 0

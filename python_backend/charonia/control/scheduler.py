@@ -36,10 +36,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from charonia.control.block_tables import BlockTables
-from charonia.control.fitting import Fitting
+from charonia.control.fitting import Admission, Fitting
 from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
-from charonia.control.policies import Policy, by_arrival, ranked
+from charonia.control.policies import Deadlines, Late, Policy, by_arrival, ranked
 from charonia.control.request import Request, Update
 from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
@@ -79,6 +79,7 @@ class Scheduler:
         self._next_number = 0
         self._hash_secret = hash_secret
         self._suspects = Suspects()
+        self._late: list[Late] = []  # see take_late()
         self._ended: list[Request] = []  # that are in flight yet: their rows and blocks are kept
         self._epoch = epoch
         self._in_flight: deque[Step]  # in the order of their plans
@@ -127,7 +128,7 @@ class Scheduler:
         request.number = self._next_number
         self._next_number += 1
         self._requests[request.key] = request
-        self._waiting.push(request)
+        self._wait(request)
 
     def finish(self, key: str) -> Request | None:
         """End a request from outside: its text met a stop string, or its client is gone.
@@ -142,6 +143,11 @@ class Scheduler:
             self._end(request)
         return request
 
+    def take_late(self) -> list[Late]:
+        """The requests that were ended since the last call because they would be late."""
+        late, self._late = self._late, []
+        return late
+
     # ------------------------------------------------------------------ one step
 
     def plan(self, now: float) -> StepPlan | None:
@@ -150,6 +156,8 @@ class Scheduler:
         At most `max_steps_in_flight` plans may be neither applied nor given up with `reset`.
         """
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "too many steps in flight"
+        if self._policy.deadlines is not None:
+            self._give_up_late(self._policy.deadlines, now)
         is_ahead = self.limits.overlaps and bool(self._in_flight)
         if is_ahead and not self._may_plan_ahead():
             return None
@@ -168,6 +176,8 @@ class Scheduler:
         if not step.rows:
             assert not step.joins
             return None
+        if is_ahead and self._speculation is not None:
+            self._speculation.note_rest()
         self._in_flight.append(step)
         self._step_id += 1
         leaves, self._leaves = self._leaves, []
@@ -195,6 +205,9 @@ class Scheduler:
             seconds = now - max(step.planned_at, self._applied_at) if is_alone else result.seconds
             self._speculation.observe_step(step, seconds, result, self.stats.drafts)
         self._applied_at = now
+        if self._policy.deadlines is not None:
+            num_tokens = sum(row.num_tokens + row.num_drafts for row in step.rows)
+            self._policy.deadlines.note_step(num_tokens, result.seconds)
         updates, drafts = [], step.drafts
         rows = zip(step.requests, step.rows, result.rows, strict=True)
         for place, (request, planned, row_result) in enumerate(rows):
@@ -233,7 +246,7 @@ class Scheduler:
         for request in self._running.in_order():
             self._running.remove(request)
             self._blocks.forget(request)
-            self._waiting.push(request)
+            self._wait(request)
         for request in (*self._requests.values(), *self._ended):
             request.row = None
             request.block_keys = []  # the new engine's blocks may be of another size
@@ -272,6 +285,22 @@ class Scheduler:
         self._blocks = BlockTables(limits, self._hash_secret)
         self._fitting = Fitting(limits, self._policy, self._blocks)
 
+    def _wait(self, request: Request) -> None:
+        self._waiting.push(request)
+        if self._policy.deadlines is not None:
+            self._policy.deadlines.note_waiting(request)
+
+    def _give_up_late(self, deadlines: Deadlines, now: float) -> None:
+        """End those that cannot meet their deadlines any more, or put them behind all others."""
+        for late in deadlines.take_late(now):
+            if not deadlines.demotes:
+                self._end(late.request)
+                self._late.append(late)
+            else:
+                self._waiting.remove(late.request)
+                late.request.is_demoted = True
+                self._waiting.push(late.request)
+
     def _may_plan_ahead(self) -> bool:
         """Whether a step may be planned for rows of which tokens are in flight.
 
@@ -280,7 +309,7 @@ class Scheduler:
         last = self._in_flight[-1]
         if self._is_short or last.drafts or self._suspects.first is not None:
             return False
-        return self._speculation is None or self._speculation.skips_step_after(last)
+        return self._speculation is None or self._speculation.rests_after(last)
 
     def _isolate_suspect(self) -> None:
         """While there are suspects, only the first of them may run.
@@ -310,16 +339,18 @@ class Scheduler:
         """
         num_preempted = self.stats.preemptions
         while self.stats.preemptions == num_preempted and self._suspects.first is None:
-            found = self._fitting.next_urgent(step.budget, has_free_row=bool(self._free_rows))
+            budget = step.budget
+            if not self.limits.enable_chunked_prefill:  # those that run come first
+                budget -= sum(request.num_to_compute for request in self._running.in_order())
+            found = self._fitting.next_urgent(budget, has_free_row=bool(self._free_rows))
             if found is None:
                 return
-            request, hits, victims = found
-            if any(victim.num_in_flight for victim in victims):
+            if any(victim.num_in_flight for victim in found.victims):
                 self._is_short = True
                 return
-            for victim in victims:
+            for victim in found.victims:
                 self._preempt(victim)
-            self._admit(step, request, hits)
+            self._admit(step, found)
 
     def _plan_running(self, step: Step) -> None:
         """Plan those that have a row, as far as budget and blocks go."""
@@ -350,7 +381,8 @@ class Scheduler:
         num_new = self._blocks.num_missing(request, end)
         while num_new > self.kv.num_free:
             victim = order[-1]
-            if victim.num_in_flight:  # its blocks are to be had when its step is applied
+            # Of one in flight its blocks are to be had when its step is applied.
+            if victim.num_in_flight or any(join.row == victim.row for join in step.joins):
                 return not self.limits.overlaps
             self._preempt(order.pop())
             if victim is request:
@@ -383,10 +415,9 @@ class Scheduler:
             found = self._fitting.next_admissible(step.budget, owed, self._suspects.first)
             if found is None:
                 return
-            request, hits = found
-            self._admit(step, request, hits)
-            self._plan_row(step, request, [])
-            owed += self._blocks.num_owed(request)
+            self._admit(step, found)
+            self._plan_row(step, found.request, [])
+            owed += self._blocks.num_owed(found.request)
 
     def _add_drafts(self, step: Step) -> None:
         """Have rows that decode verify drafts, with what the step leaves of budget and blocks."""
@@ -414,8 +445,11 @@ class Scheduler:
         num_drafts = sum(draft.num_drafts for draft in step.drafts.values())
         self.stats.draft_depth = num_drafts / max(1, len(found))
 
-    def _admit(self, step: Step, request: Request, hits: list[int]) -> None:
+    def _admit(self, step: Step, admission: Admission) -> None:
         """Give a waiting request a row and the cached blocks of its prefix."""
+        request, hits, _, passed = admission
+        for other in passed:
+            other.num_passed += 1
         self._blocks.begin(request, hits)
         self._waiting.remove(request)
         self._running.add(request)
@@ -455,7 +489,7 @@ class Scheduler:
         request.num_preemptions += 1
         self._running.remove(request)
         self._release(request)
-        self._waiting.push(request)
+        self._wait(request)
 
     # ------------------------------------------------------------------ parts of apply()
 
@@ -475,6 +509,8 @@ class Scheduler:
         if token_ids and self._suspects.first is not None:
             self._suspects.acquit(request)
         if reason is not None:
+            if self._policy.deadlines is not None:
+                self._policy.deadlines.note_end(request)
             self._end(request)
         elif not token_ids and row_result.prompt_logprobs is None:
             return None

@@ -76,17 +76,21 @@ class Speculation:
             budget -= draft.num_drafts + draft.num_draft_tokens
         return drafts
 
-    def skips_step_after(self, step: Step) -> bool:
+    def rests_after(self, step: Step) -> bool:
         """Whether nobody is to draft in the step that follows one without drafts.
 
-        That step may then be planned before the tokens are known that drafts would follow. It
-        counts as chosen.
+        That step may then be planned before the tokens are known that drafts would follow.
         """
-        requests = [request for request in step.requests if request.speculates]
         if any(request.expected_ids for request in step.requests):
             return False
-        num_tokens = sum(row.num_tokens for row in step.rows)
-        return not requests or self._policy.rests(len(requests), num_tokens)
+        if not any(request.speculates for request in step.requests):
+            return True
+        able = sum(request.speculates and request.num_generated > 0 for request in step.requests)
+        return self._policy.rests(able, sum(row.num_tokens for row in step.rows))
+
+    def note_rest(self) -> None:
+        """A step was planned in which nobody was to draft."""
+        self._policy.note_rest()
 
     def observe_run(
         self, request: Request, draft: Draft, num_run: int, num_accepted: int, counts: DraftCounts

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from charonia.config import EngineArgs
 from charonia.control import Limits, Request
@@ -93,6 +94,7 @@ def admit(
         arrived_at=now,
         tenant=params.tenant,
         priority=params.priority,
+        expires_at=inf if params.deadline_ms is None else now + params.deadline_ms / 1000,
         cache_scope=_cache_scope(params),
         takes_hits=params.prompt_logprobs is None,
         speculates=params.speculation,

@@ -31,6 +31,7 @@ from charonia.errors import (
     EngineDownError,
     EngineHungError,
     EngineUnloadedError,
+    LateRequestError,
     RequestQuarantinedError,
     ServerStoppingError,
     ShuttingDownError,
@@ -206,6 +207,9 @@ class Replica:
         while len(self._in_flight) < scheduler.limits.max_steps_in_flight:
             started = self._clock()
             plan = scheduler.plan(started)
+            for request, needed_s, left_s in scheduler.take_late():
+                reason = f"about {needed_s:.2f} s are needed, and {left_s:.2f} s are left"
+                self._fail(request.key, LateRequestError(f"deadline_ms cannot be met: {reason}"))
             if plan is None:
                 return
             submitted = self._clock()

@@ -6,10 +6,14 @@ Owns the choice. Must not know what a policy does.
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Policy
 from charonia.control.policies import (
+    Deadlines,
+    DeadlineWatch,
     Displacement,
+    DisplacementByDeadline,
     DisplacementByPriority,
     RankOf,
     by_arrival,
+    by_deadline,
     by_priority,
     fair,
     ranked,
@@ -20,9 +24,14 @@ def make_policy(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> Polic
     """Set up the policy of one scheduler."""
     rank: RankOf = by_arrival
     displacement: Displacement | None = None
+    deadlines: Deadlines | None = None
     if engine_args.scheduling_policy == "priority":
         rank = by_priority(scheduler_args.priority_aging_s)
         displacement = DisplacementByPriority(rank)
+    elif engine_args.scheduling_policy == "deadline":
+        rank, displacement = by_deadline, DisplacementByDeadline()
+        demotes = scheduler_args.late_requests == "demote"
+        deadlines = DeadlineWatch(engine_args.max_num_batched_tokens, demotes=demotes)
     if scheduler_args.fair_share:
-        return fair(rank, lambda tenant: 1.0, displacement)
-    return ranked(rank, displacement)
+        return fair(rank, lambda tenant: 1.0, displacement, deadlines)
+    return ranked(rank, displacement, deadlines)

@@ -161,7 +161,10 @@ class BlsExecutor:
         if channel is None or self._watch is None or not channel.is_quiet():
             farewell = channel and _last_words(channel)
             raise self._noted(farewell) if farewell else EngineDiedError(HUNG_UP)
-        self._watch.check()
+        try:
+            self._watch.check()
+        except EngineUnloadedError as error:
+            raise self._noted(error) from None
 
     def note_server_stopping(self) -> None:
         """Another model has been told that the server is shutting down."""
@@ -196,6 +199,7 @@ class BlsExecutor:
 
     def _replace(self) -> EngineInfo:
         """Have another engine in the place of the one that is there. Raises as `open`."""
+        self._server.check()  # a server that is known to shut down is asked for nothing
         self._disconnect()
         return self._model.replace(self._processes, self._reach)
 
@@ -245,6 +249,7 @@ class BlsExecutor:
         then it must not be asked. So what was last said holds for some seconds, a farewell of the
         engine too: at the server's end this model is finalized within seconds of it.
         """
+        self._server.check()
         now = time.monotonic()
         if self._verdict and now - self._verdict[0] < _VERDICT_S and not self._has_requests():
             raise self._verdict[1]

@@ -111,7 +111,7 @@ class FrontHost:
         self._server = ServerWatch(
             readiness.check_server,
             has_requests=lambda: bool(self._clients),
-            on_stopping=lambda: self._tell(ServerStopping()),
+            on_stopping=self._tell_stopping,
             log=log,
         )
 
@@ -247,12 +247,21 @@ class FrontHost:
         for key in keys:
             self._tell(Cancellation(key))
 
-    def _tell(self, message: Cancellation | Acknowledgement | ServerStopping) -> None:
+    def _tell(self, message: Cancellation | Acknowledgement) -> None:
         with self._lock:
             if self._connection is not None:
                 # Where nobody takes it, the request is lost with the connection.
                 with contextlib.suppress(UnavailableError):
                     post(self._connection, message)
+
+    def _tell_stopping(self) -> None:
+        """Have the scheduler end what the server waits for; where it takes no word, hang up."""
+        with self._lock:
+            if self._connection is not None:
+                try:
+                    post(self._connection, ServerStopping())
+                except UnavailableError:
+                    self._connection.hang_up()
 
     def _take_all(self) -> list[_Client]:
         """Who waits. The caller holds the lock."""

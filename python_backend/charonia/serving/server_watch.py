@@ -72,7 +72,8 @@ class ServerWatch:
             raise ServerStoppingError("the server is shutting down")
 
     def close(self) -> None:
-        """Stop asking."""
+        """Stop asking; `check` raises from now on."""
+        self._is_stopping = True
         self._is_closing.set()
         if self._thread is not None:
             self._thread.join()

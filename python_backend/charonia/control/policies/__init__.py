@@ -5,13 +5,21 @@
        ▼
     running ── RunningOrder: who keeps what it has when tokens, rows or blocks run out
                              Service: takes note of what they are given, where that matters
+                             Deadlines: which of those that wait will be late
 
 They combine freely, and each costs O(log n) per change. Must not know rows, blocks or steps.
 """
 
+from charonia.control.policies.deadline import (
+    DeadlineWatch,
+    DisplacementByDeadline,
+    by_deadline,
+)
 from charonia.control.policies.fair import fair
 from charonia.control.policies.policy import (
+    Deadlines,
     Displacement,
+    Late,
     Policy,
     RunningOrder,
     Service,
@@ -26,14 +34,19 @@ from charonia.control.policies.ranked import (
 )
 
 __all__ = [
+    "DeadlineWatch",
+    "Deadlines",
     "Displacement",
+    "DisplacementByDeadline",
     "DisplacementByPriority",
+    "Late",
     "Policy",
     "RankOf",
     "RunningOrder",
     "Service",
     "WaitingOrder",
     "by_arrival",
+    "by_deadline",
     "by_priority",
     "fair",
     "ranked",

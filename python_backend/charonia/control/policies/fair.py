@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
 
-from charonia.control.policies.policy import Displacement, Policy
+from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.policies.ranked import RankedRunning, RankedWaiting, RankOf
 from charonia.control.request import Request, Update
 
@@ -30,7 +30,10 @@ MAX_REMEMBERED = 4096
 
 
 def fair(
-    rank: RankOf, weight_of: Callable[[str], float], displacement: Displacement | None = None
+    rank: RankOf,
+    weight_of: Callable[[str], float],
+    displacement: Displacement | None = None,
+    deadlines: Deadlines | None = None,
 ) -> Policy:
     """Fair between tenants, and by rank among the requests of each.
 
@@ -39,11 +42,13 @@ def fair(
         displacement: among the requests of one tenant.
     """
     counters = VirtualCounters(weight_of)
+    running = FairRunning(counters, rank)
     return Policy(
-        FairWaiting(counters, rank),
-        FairRunning(counters, rank),
+        FairWaiting(counters, rank, running.has),
+        running,
         displacement and WithinTenant(displacement),
         counters,
+        deadlines,
     )
 
 
@@ -131,6 +136,10 @@ class FairRunning:
     def __len__(self) -> int:
         return self._num_running
 
+    def has(self, tenant: str) -> bool:
+        """Whether a tenant has requests that run."""
+        return tenant in self._of
+
     def add(self, request: Request) -> None:
         """Add a request that was given a row."""
         if request.tenant not in self._of:
@@ -159,11 +168,17 @@ class FairWaiting:
 
     Counters only grow, so that a heap of them is never too late: one that has grown since is put
     back to where it belongs when it comes to the top.
+
+    Args:
+        runs: whether a tenant has requests that run, so that its counter is kept.
     """
 
-    def __init__(self, counters: VirtualCounters, rank: RankOf) -> None:
+    def __init__(
+        self, counters: VirtualCounters, rank: RankOf, runs: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self._counters = counters
         self._rank = rank
+        self._runs = runs
         self._of: dict[str, RankedWaiting] = {}
         self._heap: list[tuple[float, str]] = []  # tenants in `_of`, and some that have left it
         self._in_heap: set[str] = set()
@@ -182,7 +197,7 @@ class FairWaiting:
         if tenant not in self._of:
             if request.started_at is None:  # it has just come
                 self._counters.lift(tenant, self._least())
-                self._counters.forget_some(self._of.__contains__)
+                self._counters.forget_some(lambda one: one in self._of or self._runs(one))
             self._of[tenant] = RankedWaiting(self._rank)
             if tenant not in self._in_heap:
                 self._in_heap.add(tenant)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from charonia.control.request import Request, Update
 
@@ -87,6 +87,40 @@ class Service(Protocol):
         ...
 
 
+class Late(NamedTuple):
+    """A waiting request that cannot meet its deadline: it needs more seconds than are left."""
+
+    request: Request
+    needed_s: float
+    left_s: float
+
+
+class Deadlines(Protocol):
+    """Watches over the deadlines of those that wait.
+
+    Attributes:
+        demotes: whether those that are late are to go behind all others; else they are to end.
+    """
+
+    demotes: bool
+
+    def note_waiting(self, request: Request) -> None:
+        """A request waits from now on: it has just come, or was preempted."""
+        ...
+
+    def note_step(self, num_tokens: int, seconds: float) -> None:
+        """A step computed so many tokens in so many seconds."""
+        ...
+
+    def note_end(self, request: Request) -> None:
+        """A request has generated all its tokens."""
+        ...
+
+    def take_late(self, now: float) -> list[Late]:
+        """Those that wait and will be late, as far as is known now; each is told of once."""
+        ...
+
+
 @dataclass(frozen=True)
 class Policy:
     """A scheduling policy, of one scheduler: it holds the requests that wait and run.
@@ -94,9 +128,11 @@ class Policy:
     Attributes:
         displacement: None where nobody displaces anybody.
         service: None where the order does not depend on what requests were given.
+        deadlines: None where nobody looks whether they can be met.
     """
 
     waiting: WaitingOrder
     running: RunningOrder
     displacement: Displacement | None = None
     service: Service | None = None
+    deadlines: Deadlines | None = None

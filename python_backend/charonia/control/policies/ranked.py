@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
-from charonia.control.policies.policy import Displacement, Policy
+from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.request import Request
 
 Rank = tuple[float, int]
@@ -18,9 +18,12 @@ RankOf = Callable[[Request], Rank]
 _SLACK = 64
 
 
-def ranked(rank: RankOf, displacement: Displacement | None = None) -> Policy:
+def ranked(
+    rank: RankOf, displacement: Displacement | None = None, deadlines: Deadlines | None = None
+) -> Policy:
     """All requests in one order."""
-    return Policy(RankedWaiting(rank), RankedRunning(rank), displacement)
+    waiting, running = RankedWaiting(rank), RankedRunning(rank)
+    return Policy(waiting, running, displacement, deadlines=deadlines)
 
 
 def by_arrival(request: Request) -> Rank:
@@ -88,7 +91,7 @@ class RankedRunning:
 
 
 class RankedWaiting:
-    """Waiting requests by rank, smallest first. A preempted request keeps its rank.
+    """Waiting requests by rank, smallest first. A rank does not change while its request waits.
 
     The rank of a request that is removed stays in the heap until it comes to its top or outweighs
     the rest: then the heap is made anew. So it never holds more than twice what waits, and a few.
@@ -123,19 +126,25 @@ class RankedWaiting:
         The heap is a tree, and nobody comes before the one above: only those below the ones that
         were taken can be next.
         """
-        while self._heap and self._heap[0][1] not in self._by_number:
+        while self._heap and self._of(self._heap[0]) is None:
             heappop(self._heap)
         frontier = [(self._heap[0], 0)] if self._heap else []
         taken: set[int] = set()
         while frontier:
-            (_, number), index = heappop(frontier)
-            # A request that left and came back may be here twice.
-            if number in self._by_number and number not in taken:
-                taken.add(number)
-                yield self._by_number[number]
+            rank, index = heappop(frontier)
+            request = self._of(rank)
+            # One that left and came back may be here twice.
+            if request is not None and request.number not in taken:
+                taken.add(request.number)
+                yield request
             for below in (2 * index + 1, 2 * index + 2):
                 if below < len(self._heap):
                     heappush(frontier, (self._heap[below], below))
+
+    def _of(self, rank: Rank) -> Request | None:
+        """Whose rank this is; None where it waits no longer, or has another rank since."""
+        request = self._by_number.get(rank[1])
+        return request if request is not None and self._rank(request) == rank else None
 
     def foremost(self) -> Iterator[Request]:
         """All of them, too."""
