@@ -12,7 +12,7 @@ import pytest
 
 import support.requests
 from charonia.control import Request
-from charonia.control.depth import AdaptiveDepth, Candidate, DepthPolicy, FixedDepth
+from charonia.control.depth import AdaptiveDepth, Candidate, DepthPolicy, FixedDepth, _Choice
 from charonia.control.step_cost import StepShape
 
 DEEPEST = 8
@@ -465,3 +465,26 @@ def test_a_row_that_lags_too_far_for_what_it_has_left_drafts_nothing_while_other
     assert all(depths[:3])
     assert depths[3] == 0
     assert all(choose(policy, [*rows[:3], rows[3]._replace(lag=50)], 4))
+
+
+def test_steps_at_rest_count_as_chosen_once_they_are_planned():
+    policy = AdaptiveDepth(has_draft_model=False)
+    policy._choice = _Choice(0, num_rows=8, num_tokens=8, num_left=2)
+    policy._steps_to_probe = 9.0
+    for _ in range(3):
+        assert policy.rests(8, 8)
+    assert not policy.rests(16, 16), "nothing was chosen for a step like that"
+    for _ in range(2):
+        assert policy.rests(8, 8)
+        policy.note_rest()
+    assert not policy.rests(8, 8), "it is to be chosen anew"
+    assert policy._steps_to_probe == 7.0
+
+
+def test_nobody_rests_where_drafts_are_made_or_a_probe_is_due():
+    policy = AdaptiveDepth(has_draft_model=False)
+    policy._choice = _Choice(1, num_rows=8, num_tokens=8, num_left=5)
+    assert not policy.rests(8, 8)
+    policy._choice = _Choice(0, num_rows=8, num_tokens=8, num_left=5)
+    policy._steps_to_probe = 1.0
+    assert not policy.rests(8, 8)

@@ -94,10 +94,11 @@ def test_with_two_stages_the_next_step_is_submitted_before_one_is_waited_for():
     ]
 
 
+@pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize("fault", ["fail", "die"])
-def test_a_step_that_fails_takes_those_behind_it_with_it(fault, is_early):
-    bench = told_bench(num_stages=3, is_early=[is_early])
+def test_a_step_that_fails_takes_those_behind_it_with_it(fault, is_early, num_stages):
+    bench = told_bench(num_stages=num_stages, is_early=[is_early])
     add(bench, "abcd")
     bench.run(4)
     bench.executor.fail_next = int(fault == "fail")
@@ -119,8 +120,9 @@ def test_a_step_that_hangs_behind_another_one_is_given_up_in_its_own_time():
         assert bench.tokens(key) == expected(key)
 
 
-def test_an_abandoned_core_forgets_its_steps_in_flight():
-    bench = told_bench(num_stages=2)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_an_abandoned_core_forgets_its_steps_in_flight(num_stages):
+    bench = told_bench(num_stages=num_stages)
     add(bench, "ab")
     bench.run(3)
     bench.core.abandon(CharoniaError("internal error: KeyError"))
