@@ -1,45 +1,27 @@
 """A step that is planned while the one before it computes, for the same rows."""
 
 from collections import deque
-from dataclasses import replace
 
 import pytest
 
-from charonia.control import AdaptiveDepth, FixedDepth, Request, Scheduler, Speculation
+from charonia.control import AdaptiveDepth, FixedDepth, Request, Speculation
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from charonia.protocol import StepPlan
-from support.echo import EchoDrafter, EchoExecutor, echo_run
+from support import stepping
+from support.echo import EchoDrafter, echo_run
 from support.invariants import check_invariants
-from support.stepping import LIMITS, make_request
+from support.stepping import make_request
 
 VOCAB = 64
-OVERLAPPING = replace(LIMITS, async_scheduling=True)
 
 
-class Bench:
-    """A scheduler and its engine, with the steps between them."""
+class Bench(stepping.Bench):
+    """The same with the steps between scheduler and engine."""
 
-    def __init__(self, *, policy=None, speculation=None, **limits) -> None:
-        self.scheduler = Scheduler(
-            replace(OVERLAPPING, **limits),
-            hash_secret=b"test",
-            policy=policy,
-            speculation=speculation,
-        )
-        limits = self.scheduler.limits
-        self.engine = EchoExecutor(
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            vocab_size=VOCAB,
-        )
+    def __init__(self, **values) -> None:
+        super().__init__(async_scheduling=True, vocab_size=VOCAB, **values)
         self.in_flight: deque = deque()
         self.tokens: dict[str, list[int]] = {}
-
-    def add(self, *requests: Request) -> None:
-        for request in requests:
-            self.scheduler.add(request)
 
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(0.0)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from charonia.control import Limits, Policy, Request, Scheduler
+from charonia.control import Limits, Policy, Request, Scheduler, Speculation
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor
 from support.invariants import check_invariants
@@ -29,14 +29,24 @@ def make_request(key: str, priority: int = 0, **changes) -> Request:
 class Bench:
     """A scheduler with its engine."""
 
-    def __init__(self, policy: Policy, **limits) -> None:
-        self.scheduler = Scheduler(replace(LIMITS, **limits), hash_secret=b"test", policy=policy)
-        limits = self.scheduler.limits
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        speculation: Speculation | None = None,
+        vocab_size: int = 256,
+        **limits,
+    ) -> None:
+        limits = replace(LIMITS, **limits)
+        self.scheduler = Scheduler(
+            limits, hash_secret=b"test", policy=policy, speculation=speculation
+        )
         self.engine = EchoExecutor(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            vocab_size=vocab_size,
         )
 
     def add(self, *requests: Request) -> None:

@@ -1,6 +1,6 @@
 """Earliest deadline first, and what becomes of deadlines that cannot be met any more.
 
-Owns the order by deadlines, and the watch over them. Must not know how long a request takes.
+Owns the order by deadlines, and the watch over them. Must not know steps.
 
 The order meets all deadlines that any order could (Liu, Layland 1973, "Scheduling Algorithms for
 Multiprogramming in a Hard-Real-Time Environment", section 7), on one machine and without overload.
