@@ -165,10 +165,7 @@ def test_who_is_admitted_counts_on_no_block_that_a_token_in_flight_will_take():
     bench.plan()
     bench.apply()
     bench.add(requests[4])
-    plan = bench.plan()
-    if plan is not None:
-        assert len(set(plan.leaves)) == len(plan.leaves)
-        assert {join.row for join in plan.joins} <= {one.row for one in requests}
+    assert bench.plan() is None, "it would count on their blocks"
     bench.run()
     assert bench.tokens == {request.key: expected(request) for request in requests}
 
