@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> Outcome:
     Raises:
         ClientsError, TargetError, CharoniaError: the campaign cannot even begin.
     """
-    outcome = Outcome(options.faults)
+    outcome = Outcome(options.faults, max_pause=options.max_pause)
     seen: set[psutil.Process] = set()
     with contextlib.ExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
@@ -226,7 +226,15 @@ def _break(
 
 def _about(options: argparse.Namespace) -> dict[str, Any]:
     names = ("charonia", "nvidia-pytriton", "torch", "tritonclient")
-    settings = ("faults", "only", "clients", "seed", "tensor_parallel_size", "deadline")
+    settings = (
+        "faults",
+        "only",
+        "clients",
+        "seed",
+        "tensor_parallel_size",
+        "deadline",
+        "max_pause",
+    )
     return {
         **circumstances("fault_campaign.py"),
         "versions": {name: version(name) for name in names},
@@ -264,6 +272,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         default=90.0,
         help="a client that has got nothing so long after a fault hangs (default: 90)",
+    )
+    parser.add_argument(
+        "--max-pause",
+        type=float,
+        metavar="SECONDS",
+        default=3.0,
+        help="that a client may have which need not wait, beside a longer outage (default: 3)",
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the server's log goes")
     parser.add_argument(

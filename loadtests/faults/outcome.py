@@ -113,6 +113,8 @@ class Outcome:
         rests: before the first fault, and after each part of the campaign.
         left: what there still was after the server's end.
         stopped_by: why the campaign did not come to its end.
+        max_pause: that a client which need not wait may have, in seconds; a unary call is one
+            pause.
     """
 
     num_asked: int
@@ -122,6 +124,7 @@ class Outcome:
     rests: list[Rest] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     stopped_by: str | None = None
+    max_pause: float = 3.0
 
     def of_kind(self, kind: Kind) -> list[FaultRecord]:
         """The faults of one kind from which at least one lane recovered."""

@@ -15,10 +15,6 @@ MAX_SHM_BYTES_PER_DEATH = 2 * 2**20
 """Triton leaves about 1 MiB of shared memory behind for each model process that dies."""
 
 
-MAX_PAUSE_S = 3.0
-"""That a client may have on a busy machine, whatever is broken; a unary call is one pause."""
-
-
 @dataclass(frozen=True)
 class Verdict:
     """One thing that must hold."""
@@ -106,7 +102,7 @@ def _spared(outcome: Outcome) -> list[Verdict]:
     waited = [
         f"fault {fault.number} ({fault.kind}): {fault.pause:.1f} s of {fault.outage:.1f}"
         for fault in faults
-        if (fault.pause or 0.0) >= max(fault.outage or 0.0, MAX_PAUSE_S)
+        if (fault.pause or 0.0) >= max(fault.outage or 0.0, outcome.max_pause)
     ]
     if not faults:
         return []

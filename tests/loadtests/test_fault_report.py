@@ -98,6 +98,12 @@ def test_all_holds_when_all_went_well():
     assert failed(outcome()) == []
 
 
+def test_how_long_a_client_may_pause_is_asked_for():
+    waited = with_fault("kill-tokenizer", pause=4.0)
+    assert failed(outcome(**waited)) == ["nobody waited who had not to"]
+    assert failed(outcome(**waited, max_pause=5.0)) == []
+
+
 def test_every_kind_can_be_brought_about():
     assert set(STRIKES) == set(KINDS)
 
