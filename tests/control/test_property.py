@@ -385,6 +385,15 @@ def test_every_request_gets_the_tokens_of_its_run_alone(scenario):
     check_tokens(scenario)
 
 
+def test_no_more_urgent_prompts_join_a_step_than_it_computes_where_they_may_not_be_split():
+    """Two come at once that are more urgent than two that run, and a step has one row."""
+    running, urgent = Arrival(0, 0, 0, 1, 1, 0, 0, False, True, None), 5
+    first = replace(running, at_step=1, due_in=urgent)
+    arrivals = [running, running, first, replace(first, own=2)]
+    scenario = Scenario(arrivals, 14, 2, 3, 1, True, chunked=False, num_stages=4)
+    check_tokens(replace(scenario, policy="deadline"))
+
+
 @long
 @settings(patient, max_examples=1200)
 @given(scenarios)

@@ -339,6 +339,8 @@ class Scheduler:
         """
         num_preempted = self.stats.preemptions
         while self.stats.preemptions == num_preempted and self._suspects.first is None:
+            if len(step.joins) >= self._share(1):  # it would join without being in the step
+                return
             budget = step.budget
             if not self.limits.enable_chunked_prefill:  # those that run come first
                 budget -= sum(request.num_to_compute for request in self._running.in_order())
@@ -356,6 +358,10 @@ class Scheduler:
         """Plan those that have a row, as far as budget and blocks go."""
         max_rows = self._share(0)
         order = self._running.in_order()
+        if step.joins and not self.limits.enable_chunked_prefill:
+            # There is room for their whole prompts in this step, perhaps in no other one.
+            joined = {join.row for join in step.joins}
+            order.sort(key=lambda request: request.row not in joined)
         for request in order:  # which gets shorter at its end
             if step.budget <= 0 or len(step.rows) >= max_rows:
                 return
