@@ -21,6 +21,7 @@ class CharoniaClientError(Exception):
         message: what the server said, or what the client noticed.
         kind: the server's name of what went wrong; None where it is not charonia's own error.
         request_id: of the request, None where there is none (health, metrics).
+        retry_after_s: when it may, in seconds, where the server knows that.
         is_retryable: whether the same request may succeed a little later.
     """
 
@@ -31,6 +32,7 @@ class CharoniaClientError(Exception):
         self.message = message
         self.kind: str | None = None
         self.request_id: str | None = None
+        self.retry_after_s: float | None = None
 
 
 class InvalidRequest(CharoniaClientError):
@@ -45,6 +47,10 @@ class Unavailable(CharoniaClientError):
 
 class QueueFull(Unavailable):
     """The server's bounded queue is full."""
+
+
+class RateLimited(Unavailable):
+    """The tenant has as many requests at once as it may have, or sends them too fast."""
 
 
 class Timeout(CharoniaClientError):
@@ -78,6 +84,7 @@ KINDS: dict[str, type[CharoniaClientError]] = {
     "not_supported": InvalidRequest,
     "unavailable": Unavailable,
     "queue_full": QueueFull,
+    "rate_limited": RateLimited,
     "engine_down": Unavailable,
     "shutting_down": Unavailable,
     "timeout": Timeout,
@@ -86,6 +93,7 @@ KINDS: dict[str, type[CharoniaClientError]] = {
     "quarantined": ServerError,
 }
 _SUFFIX = re.compile(r"(.*) \[charonia:([a-z_]+)\]\s*", re.DOTALL)
+_RETRY_AFTER = re.compile(r"; retry after ([0-9]+\.[0-9]+) s\Z")
 
 # Of Triton and gRPC, which say no kind. Looked for in this order, in any spelling of upper and
 # lower case; unknown texts fall to the default of `from_text`.
@@ -130,6 +138,8 @@ def from_text(
     if match := _SUFFIX.fullmatch(text):
         error = KINDS.get(match[2], default)(match[1])
         error.kind = match[2]
+        if wait := _RETRY_AFTER.search(match[1]):
+            error.retry_after_s = float(wait[1])
         return error
     for known, pattern in _FOREIGN_TEXTS:
         if re.search(pattern, text, re.IGNORECASE):

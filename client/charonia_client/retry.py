@@ -1,6 +1,7 @@
 """When to try again, and after how long.
 
-Owns the schedule: exponential back-off with jitter, within the call's total timeout. Must not
+Owns the schedule: exponential back-off with jitter, within the call's total timeout,
+and not before the server says that it may help. Must not
 know what is tried; time and chance are arguments.
 """
 
@@ -82,6 +83,7 @@ class Attempts:
         if not error.is_retryable or self._num_failures >= self._policy.max_attempts:
             return None
         wait = self._policy.backoff_s(self._num_failures, self._chance())
+        wait += error.retry_after_s or 0.0
         if self._deadline is not None and self._clock() + wait >= self._deadline:
             return None
         return wait

@@ -331,6 +331,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Attributes:
         engine_model: name of the Triton model that is the engine.
         max_queue_size: waiting requests before new ones are refused.
+        max_queue_tokens: prompt tokens of the requests that wait for their first step, before new
+            ones are refused; None for any number.
         max_queue_bytes: of all requests that wait or run, as they came, before new ones are
             refused. A request that lives takes some 16 times as much memory, 64 times at most.
         min_step_deadline_s: a step is never given up before this many seconds.
@@ -342,8 +344,12 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         late_requests: with the policy "deadline", what becomes of a request that waits and cannot
             meet its deadline any more, by what steps take and answers are long: "reject" ends it
             at once, "demote" puts it behind all others, and it ends at its deadline.
-        fair_share: tenants get equal shares of the engine, whatever each asks for, and the
-            scheduling policy holds among the requests of each; see `control.policies.fair`.
+        fair_share: tenants get equal shares of the engine, or as their weights say, whatever each
+            asks for, and the scheduling policy holds among the requests of each; see
+            `control.policies.fair`.
+        tenants_file: a JSON file of the tenants' weights and limits, which is read again when it
+            changes. A relative path is relative to the scheduler's directory. None has all tenants
+            alike, without limits of their own.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.
@@ -351,12 +357,14 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     engine_model: str = "engine"
     max_queue_size: PositiveInt = 1024
+    max_queue_tokens: PositiveInt | None = None
     max_queue_bytes: PositiveInt = 2**26
     min_step_deadline_s: Seconds = 30.0
     load_timeout_s: Seconds = 900.0
     priority_aging_s: Annotated[float, msgspec.Meta(ge=0, le=_MAX_SECONDS)] = 60.0
     late_requests: Literal["reject", "demote"] = "reject"
     fair_share: bool = False
+    tenants_file: str | None = None
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")

@@ -84,6 +84,20 @@ class QueueFullError(UnavailableError):
         )
 
 
+class RateLimitedError(UnavailableError):
+    """The tenant has as many requests at once as it may have, or sends them too fast.
+
+    Args:
+        retry_after_s: when there is room for one, as far as is known; the message ends with it.
+    """
+
+    kind = "rate_limited"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        wait = "" if retry_after_s is None else f"; retry after {max(retry_after_s, 0.001):.3f} s"
+        super().__init__(f"{message}{wait}")
+
+
 class EngineDownError(UnavailableError):
     """There is no engine to serve the request."""
 
@@ -134,6 +148,7 @@ KINDS: dict[str, type[CharoniaError]] = {
         NotSupportedError,
         UnavailableError,
         QueueFullError,
+        RateLimitedError,
         EngineDownError,
         ShuttingDownError,
         RequestTimeoutError,

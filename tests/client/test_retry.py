@@ -3,7 +3,14 @@
 import pytest
 
 from charonia_client import RetryPolicy
-from charonia_client.errors import InvalidRequest, ServerError, Timeout, Unavailable
+from charonia_client.errors import (
+    InvalidRequest,
+    RateLimited,
+    ServerError,
+    Timeout,
+    Unavailable,
+    from_text,
+)
 from charonia_client.retry import Attempts
 
 POLICY = RetryPolicy(max_attempts=4, initial_backoff_s=1.0, multiplier=3.0, max_backoff_s=5.0)
@@ -24,6 +31,14 @@ def test_chance_shortens_a_wait_by_at_most_the_jitter() -> None:
     assert policy.backoff_s(1, 0.0) == 1.0
     assert policy.backoff_s(1, 0.5) == 0.875
     assert policy.backoff_s(1, 1.0) == 0.75
+
+
+def test_a_server_that_says_when_is_not_asked_before() -> None:
+    error = from_text("too fast; retry after 7.500 s [charonia:rate_limited]")
+    assert isinstance(error, RateLimited)
+    assert error.retry_after_s == 7.5
+    assert attempts().wait_after(error) == 8.5
+    assert attempts(deadline=108.0).wait_after(error) is None
 
 
 def test_a_very_late_failure_does_not_overflow() -> None:

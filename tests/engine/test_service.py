@@ -15,6 +15,7 @@ from charonia.errors import (
     EngineUnloadedError,
     InvalidRequestError,
     QueueFullError,
+    RateLimitedError,
     UnavailableError,
 )
 from charonia.protocol import SamplingParams
@@ -129,9 +130,11 @@ class Gated(EchoExecutor):
 
     def __init__(self, **size: int) -> None:
         super().__init__(**size)
+        self.is_asked = threading.Event()
         self.may_step = threading.Event()
 
     def execute(self, plan):
+        self.is_asked.set()
         assert self.may_step.wait(WAIT_S)
         return super().execute(plan)
 
@@ -162,6 +165,27 @@ def test_a_full_queue_is_refused_at_once():
     assert service.metrics.counters["charonia_rejections_total", "queue_full"] == 1
     for index in range(5):
         assert client.wait(f"r{index}")[-1].finish_reason == "length"
+    service.close()
+
+
+def test_what_a_tenant_may_have_is_counted_from_coming_to_end(tmp_path):
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text('{"tenants": {"a": {"max_concurrency": 2, "max_queue_size": 1}}}')
+    executor = Gated(max_num_seqs=8)
+    service = make_service(executor, tenants_file=str(tenants))
+    wait_until_up(service)
+    client = Client(service)
+    client.submit("first", tenant="a")
+    assert executor.is_asked.wait(WAIT_S)
+    client.submit("second", tenant="a")
+    with pytest.raises(RateLimitedError):
+        client.submit("third", tenant="a")
+    assert service.metrics.counters["charonia_rejections_total", "rate_limited"] == 1
+    executor.may_step.set()
+    for key in ("first", "second"):
+        assert client.wait(key)[-1].finish_reason == "length"
+    client.submit("third", tenant="a")
+    assert client.wait("third")[-1].finish_reason == "length"
     service.close()
 
 

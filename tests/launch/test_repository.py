@@ -230,6 +230,29 @@ def test_a_wrong_setting_is_named(
     assert not target.exists()
 
 
+def test_the_tenants_are_read_where_the_command_was_given(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)
+    file = source.parent / "tenants.json"
+    file.write_text("{}", encoding="utf-8")
+    prepared = prepare(source, target, "scheduler.tenants_file=./tenants.json")
+    assert prepared.scheduler_args.tenants_file == str(file)
+    assert scheduler_parameters(target)["tenants_file"] == str(file)
+
+
+def test_tenants_that_are_wrong_are_told_of_at_once(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)
+    with pytest.raises(ConfigError, match=r"tenants\.json cannot be read"):
+        prepare(source, target, "scheduler.tenants_file=tenants.json")
+    (source.parent / "tenants.json").write_text('{"default": {"weight": 2}}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="weight of 'default' has no effect"):
+        prepare(source, target, "scheduler.tenants_file=tenants.json")
+    prepare(source, target, "scheduler.tenants_file=tenants.json", "scheduler.fair_share=true")
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_checkpoint_without_its_files_is_refused(
     source: Path, target: Path, checkpoint_dir: Path, missing: str

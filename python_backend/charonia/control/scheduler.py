@@ -80,6 +80,7 @@ class Scheduler:
         self._hash_secret = hash_secret
         self._suspects = Suspects()
         self._late: list[Late] = []  # see take_late()
+        self._started: list[Request] = []  # see take_started()
         self._ended: list[Request] = []  # that are in flight yet: their rows and blocks are kept
         self._epoch = epoch
         self._in_flight: deque[Step]  # in the order of their plans
@@ -148,6 +149,11 @@ class Scheduler:
         late, self._late = self._late, []
         return late
 
+    def take_started(self) -> list[Request]:
+        """The requests that the last plan began, which had none of their tokens computed before."""
+        started, self._started = self._started, []
+        return started
+
     # ------------------------------------------------------------------ one step
 
     def plan(self, now: float) -> StepPlan | None:
@@ -162,6 +168,7 @@ class Scheduler:
         if is_ahead and not self._may_plan_ahead():
             return None
         self._is_short = False
+        self._started = []
         self._isolate_suspect()
         self.stats.draft_depth = 0.0
         step = Step(self._step_id, now, budget=self.limits.max_num_batched_tokens)
@@ -478,6 +485,7 @@ class Scheduler:
         if is_first:
             request.started_at = now
             request.num_cached = num_cached
+            self._started.append(request)
             if self._policy.service is not None:
                 self._policy.service.note_admission(request)
         if request.is_probe:

@@ -64,6 +64,8 @@ class EngineCore:
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `step` has something to do that nobody else tells of.
+        on_started: called with a request's key when its first step begins.
+        weight_of: of a tenant, for fair shares.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class EngineCore:
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None = None,
         wake: Callable[[], None] = lambda: None,
+        on_started: Callable[[str], None] = lambda _: None,
+        weight_of: Callable[[str], float] = lambda _: 1.0,
     ) -> None:
         self.metrics = Metrics()
         self._max_queue_size = scheduler_args.max_queue_size
@@ -95,6 +99,8 @@ class EngineCore:
             scheduler_args,
             metrics=self.metrics,
             fail=self._fail,
+            on_started=on_started,
+            weight_of=weight_of,
             clock=clock,
             log=log,
             read_args=read_args,

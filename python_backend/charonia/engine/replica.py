@@ -64,6 +64,8 @@ class Replica:
 
     Args:
         fail: called with the key of a request that cannot go on here, and why; ends it.
+        on_started: called with the key of a request that its first step begins with.
+        weight_of: of a tenant, for fair shares.
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `follow` has something to see.
@@ -81,6 +83,8 @@ class Replica:
         *,
         metrics: Metrics,
         fail: Callable[[str, CharoniaError], None],
+        on_started: Callable[[str], None],
+        weight_of: Callable[[str], float],
         clock: Callable[[], float],
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None,
@@ -91,6 +95,8 @@ class Replica:
         self._scheduler_args = scheduler_args
         self._metrics = metrics
         self._fail = fail
+        self._on_started = on_started
+        self._weight_of = weight_of
         self._clock = clock
         self._log = log
         self._read_args = read_args or (lambda: engine_args)
@@ -212,6 +218,8 @@ class Replica:
                 self._fail(request.key, LateRequestError(f"deadline_ms cannot be met: {reason}"))
             if plan is None:
                 return
+            for request in scheduler.take_started():
+                self._on_started(request.key)
             submitted = self._clock()
             self._metrics.histograms["charonia_plan_seconds"].observe(submitted - started)
             num_tokens = sum(row.num_tokens + row.num_drafts for row in plan.rows)
@@ -435,7 +443,7 @@ class Replica:
                 epoch=info.epoch,
                 stats=self._stats,
                 speculation=make_speculation(args.speculative_config),
-                policy=make_policy(args, self._scheduler_args),
+                policy=make_policy(args, self._scheduler_args, self._weight_of),
             )
         self._limits = limits
         self.engine_args = args

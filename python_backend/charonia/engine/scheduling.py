@@ -3,6 +3,8 @@
 Owns the choice. Must not know what a policy does.
 """
 
+from collections.abc import Callable
+
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Policy
 from charonia.control.policies import (
@@ -20,8 +22,16 @@ from charonia.control.policies import (
 )
 
 
-def make_policy(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> Policy:
-    """Set up the policy of one scheduler."""
+def make_policy(
+    engine_args: EngineArgs,
+    scheduler_args: SchedulerArgs,
+    weight_of: Callable[[str], float] = lambda _: 1.0,
+) -> Policy:
+    """Set up the policy of one scheduler.
+
+    Args:
+        weight_of: of a tenant, for fair shares.
+    """
     rank: RankOf = by_arrival
     displacement: Displacement | None = None
     deadlines: Deadlines | None = None
@@ -33,5 +43,5 @@ def make_policy(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> Polic
         demotes = scheduler_args.late_requests == "demote"
         deadlines = DeadlineWatch(engine_args.max_num_batched_tokens, demotes=demotes)
     if scheduler_args.fair_share:
-        return fair(rank, lambda tenant: 1.0, displacement, deadlines)
+        return fair(rank, weight_of, displacement, deadlines)
     return ranked(rank, displacement, deadlines)

@@ -10,18 +10,22 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
+from charonia.engine.gate import Gate
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
 from charonia.engine.reload import Reload
+from charonia.engine.tenants import Tenants
 from charonia.errors import (
     CharoniaError,
     InvalidRequestError,
     QueueFullError,
+    RateLimitedError,
     ShuttingDownError,
     UnavailableError,
 )
@@ -58,6 +62,9 @@ class EngineService:
 
     Args:
         log: takes one line, from any thread. read_args: as `EngineCore`.
+
+    Raises:
+        ConfigError: the tenants' file is wrong.
     """
 
     def __init__(
@@ -70,6 +77,13 @@ class EngineService:
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None = None,
     ) -> None:
+        tenants_file = scheduler_args.tenants_file
+        self._tenants = Tenants(
+            None if tenants_file is None else Path(tenants_file),
+            has_shares=scheduler_args.fair_share,
+            log=log,
+        )
+        self._gate = Gate(self._tenants, scheduler_args.max_queue_tokens)
         self._core = EngineCore(
             executor,
             engine_args,
@@ -80,6 +94,8 @@ class EngineService:
             log=log,
             read_args=read_args,
             wake=self._wake_up,
+            on_started=self._gate.note_started,
+            weight_of=self._tenants.weight_of,
         )
         self._log = log
         self._sinks: dict[str, Sink] = {}  # of the requests that were accepted and have had no end
@@ -201,8 +217,10 @@ class EngineService:
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")
         self._core.check_queue(len(self._sinks))
+        now = time.monotonic()
+        self._gate.enter(request, now)
         self._sinks[request.key] = sink
-        arrived_at = time.monotonic() if arrived_at is None else arrived_at
+        arrived_at = now if arrived_at is None else arrived_at
         self._inbox.append(partial(self._core.add, request, arrived_at))
         self._wake.notify()
 
@@ -212,7 +230,10 @@ class EngineService:
             self._wake.notify()
 
     def _deliver(self, chunk: Chunk) -> None:
-        sink = self._sinks.pop(chunk.key) if chunk.is_final else self._sinks[chunk.key]
+        sink = self._sinks[chunk.key]
+        if chunk.is_final:
+            self._gate.leave(chunk.key)
+            del self._sinks[chunk.key]
         sink(chunk)
 
     # ------------------------------------------------------------------ the thread
@@ -233,6 +254,7 @@ class EngineService:
 
     def _turn(self) -> None:
         self._last_turn_at = time.monotonic()
+        self._tenants.refresh(self._last_turn_at)
         self._take_inbox()
         if self._core.step():
             return
@@ -257,6 +279,7 @@ class EngineService:
             self._inbox = []
             self._drop_reload(str(error))
         for key, sink in sinks.items():
+            self._gate.leave(key)
             sink(Chunk(key, error=error))
 
     def _drop_reload(self, reason: str) -> None:
@@ -272,6 +295,6 @@ class EngineService:
 
 
 def _rejection(error: CharoniaError) -> str:
-    if isinstance(error, QueueFullError):
-        return "queue_full"
+    if isinstance(error, QueueFullError | RateLimitedError):
+        return error.kind
     return "unavailable" if isinstance(error, UnavailableError) else "invalid"

@@ -25,6 +25,7 @@ import msgspec
 from charonia import vllm_args
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.engine.metric_table import METRICS, VLLM_METRICS, Metric
+from charonia.engine.tenants import TenantArgs
 from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
 from charonia.serving.interface import (
@@ -83,6 +84,7 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     found["engine arguments"] = partial(_arguments, EngineArgs)
     found["speculative_config"] = partial(_arguments, SpeculativeConfig)
     found["scheduler parameters"] = partial(_arguments, SchedulerArgs)
+    found["arguments of a tenant"] = partial(_arguments, TenantArgs)
     found["arguments without effect"] = _without_effect
     found["metrics"] = partial(_metrics, METRICS)
     found["metrics by vLLM's names"] = partial(_metrics, VLLM_METRICS)

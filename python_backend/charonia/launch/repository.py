@@ -23,6 +23,7 @@ from google.protobuf import text_format
 
 from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute, with_demo_model
 from charonia.data.model.spec import ModelSpec
+from charonia.engine.tenants import Tenants
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
@@ -92,7 +93,11 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     source = (options.source or default_repository()).absolute()
     engine_settings, scheduler_settings = _split_settings(options.settings)
     scheduler, config = _find_scheduler(source)
+    if "tenants_file" in scheduler_settings:
+        path = Path.cwd() / scheduler_settings["tenants_file"]
+        scheduler_settings["tenants_file"] = os.path.normpath(path)
     scheduler_args = _override_parameters(config, scheduler_settings)
+    _check_tenants(scheduler_args, source / scheduler)
     model_json = source / scheduler_args.engine_model / "1" / "model.json"
     values = _engine_values(model_json, options, engine_settings)
     engine_args = EngineArgs.from_dict(values)
@@ -278,6 +283,12 @@ def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs
         config.parameters[key].string_value = value
     ours = {key: parameter.string_value for key, parameter in config.parameters.items()}
     return SchedulerArgs.from_parameters(ours)
+
+
+def _check_tenants(args: SchedulerArgs, directory: Path) -> None:
+    """Read the tenants' file, so that one that is wrong is told of before anything is started."""
+    if args.tenants_file is not None:
+        Tenants(directory / args.tenants_file, has_shares=args.fair_share, log=lambda _: None)
 
 
 def _copy_or_link(source: str, target: str) -> None:

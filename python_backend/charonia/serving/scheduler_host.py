@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.service import EngineService
 from charonia.errors import ConfigError
@@ -64,7 +66,7 @@ class SchedulerHost:
 
     Raises:
         ConfigError, CheckpointError: a parameter, model.json or the tokenizer is wrong, or the
-            model's directory takes no socket.
+            tenants' file, or the model's directory takes no socket.
     """
 
     def __init__(
@@ -73,6 +75,9 @@ class SchedulerHost:
         self._pb_utils = pb_utils
         self._log = log
         scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
+        if scheduler_args.tenants_file is not None:
+            path = str(Path(args["model_repository"]) / scheduler_args.tenants_file)
+            scheduler_args = msgspec.structs.replace(scheduler_args, tenants_file=path)
         repository = Path(args["model_repository"]).parent
         engine_dir = repository / scheduler_args.engine_model / "1"
         model_file = engine_dir / MODEL_FILE

@@ -1,0 +1,153 @@
+"""Who is let in: requests and tokens that wait, in all and per tenant, and how fast they come.
+
+Owns the counts, and the refusals. Must not know what becomes of a request, but that it has started
+and that it has left. For all threads.
+
+Rates are token buckets: each request takes one token, and tokens come back at the tenant's rate, up
+to the size of its bucket.
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.tenants import TenantArgs, Tenants
+from charonia.errors import InvalidRequestError, QueueFullError, RateLimitedError, shown
+
+MAX_REMEMBERED = 4096
+"""Tenants without a request whose buckets are kept."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a tenant has in the server.
+
+    Attributes:
+        num_waiting, num_waiting_tokens: requests before their first step, and their prompts.
+        filling: of its bucket, as it was at `filled_at`; None before its first request.
+    """
+
+    num_live: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    filling: float | None = None
+    filled_at: float = 0.0
+
+
+class _Entry(NamedTuple):
+    tenant: str
+    num_tokens: int
+
+
+class Gate:
+    """Refuses what is beyond the limits, before any work is done for it.
+
+    Args:
+        max_queue_tokens: prompt tokens of all requests that wait; None for any number.
+    """
+
+    def __init__(self, tenants: Tenants, max_queue_tokens: int | None = None) -> None:
+        self._tenants = tenants
+        self._max_queue_tokens = max_queue_tokens
+        self._num_waiting_tokens = 0
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the last used one is last
+        self._live: dict[str, _Entry] = {}
+        self._waiting: set[str] = set()
+        self._lock = threading.Lock()
+
+    def enter(self, request: GenerationRequest, now: float) -> None:
+        """Let a request in, which must leave again. A probe is always let in.
+
+        Args:
+            now: seconds, monotonic.
+
+        Raises:
+            InvalidRequestError: its tenant is not served.
+            QueueFullError: too much waits, in all or of its tenant.
+            RateLimitedError: its tenant has too many requests at once, or sends them too fast.
+        """
+        if request.is_probe:
+            return
+        tenant, num_tokens = request.params.tenant, len(request.prompt_ids)
+        if not self._tenants.accepts(tenant):
+            raise InvalidRequestError(f"tenant {shown(tenant)} is not known here")
+        args = self._tenants.of(tenant)
+        with self._lock:
+            _check_tokens(self._num_waiting_tokens, num_tokens, self._max_queue_tokens)
+            account = self._accounts.get(tenant) or _Account()
+            _check(tenant, account, num_tokens, args)
+            _take_from_bucket(tenant, account, args, now)
+            self._accounts[tenant] = account
+            self._accounts.move_to_end(tenant)
+            account.num_live += 1
+            self._live[request.key] = _Entry(tenant, num_tokens)
+            self._waiting.add(request.key)
+            self._count_waiting(account, 1, num_tokens)
+            self._forget_some()
+
+    def note_started(self, key: str) -> None:
+        """A request waits no longer."""
+        with self._lock:
+            self._wait_no_longer(key)
+
+    def leave(self, key: str) -> None:
+        """A request has had its end; nothing happens when it is not in."""
+        with self._lock:
+            self._wait_no_longer(key)
+            entry = self._live.pop(key, None)
+            if entry is not None:
+                self._accounts[entry.tenant].num_live -= 1
+
+    def _wait_no_longer(self, key: str) -> None:
+        if key in self._waiting:
+            self._waiting.remove(key)
+            entry = self._live[key]
+            self._count_waiting(self._accounts[entry.tenant], -1, -entry.num_tokens)
+
+    def _count_waiting(self, account: _Account, num: int, num_tokens: int) -> None:
+        account.num_waiting += num
+        account.num_waiting_tokens += num_tokens
+        self._num_waiting_tokens += num_tokens
+
+    def _forget_some(self) -> None:
+        """Forget idle tenants when there are too many, those first that came longest ago."""
+        if len(self._accounts) <= 2 * MAX_REMEMBERED:
+            return
+        idle = [tenant for tenant, account in self._accounts.items() if not account.num_live]
+        for tenant in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
+            del self._accounts[tenant]
+
+
+def _check(tenant: str, account: _Account, num_tokens: int, args: TenantArgs) -> None:
+    if args.max_concurrency is not None and account.num_live >= args.max_concurrency:
+        raise RateLimitedError(
+            f"tenant {shown(tenant)} has {account.num_live} requests here, as many as it may have"
+            " at once; try again when one of them has ended"
+        )
+    if args.max_queue_size is not None and account.num_waiting >= args.max_queue_size:
+        raise QueueFullError.of(f"{args.max_queue_size} requests of tenant {shown(tenant)}")
+    of_tenant = f" of tenant {shown(tenant)}"
+    _check_tokens(account.num_waiting_tokens, num_tokens, args.max_queue_tokens, of_tenant)
+
+
+def _check_tokens(num_waiting: int, num_tokens: int, maximum: int | None, whose: str = "") -> None:
+    if maximum is not None and num_waiting and num_waiting + num_tokens > maximum:
+        raise QueueFullError.of(f"{maximum} prompt tokens{whose}")
+
+
+def _take_from_bucket(tenant: str, account: _Account, args: TenantArgs, now: float) -> None:
+    if args.requests_per_s is None:
+        account.filling = None  # it is full, should there be a limit later
+        return
+    size = args.bucket_size
+    filling = size if account.filling is None else account.filling
+    filling += args.requests_per_s * max(0.0, now - account.filled_at)
+    filling = min(size, filling)
+    if filling < 1.0:
+        raise RateLimitedError(
+            f"tenant {shown(tenant)} may send {args.requests_per_s:g} requests per second",
+            retry_after_s=(1.0 - filling) / args.requests_per_s,
+        )
+    account.filling, account.filled_at = filling - 1.0, now

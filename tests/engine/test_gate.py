@@ -1,0 +1,147 @@
+"""Who is let in: limits of all, limits of one tenant, rates."""
+
+import json
+
+import pytest
+
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.gate import MAX_REMEMBERED, Gate
+from charonia.engine.tenants import Tenants
+from charonia.errors import InvalidRequestError, QueueFullError, RateLimitedError
+from charonia.protocol import SamplingParams
+
+
+@pytest.fixture
+def make_gate(tmp_path):
+    def make(max_queue_tokens=None, **file) -> Gate:
+        path = tmp_path / "tenants.json"
+        path.write_text(json.dumps(file))
+        return Gate(Tenants(path, log=print), max_queue_tokens)
+
+    return make
+
+
+def enter(gate: Gate, key: str, now: float = 0.0, *, num_tokens: int = 1, is_probe: bool = False):
+    """Let a request in, of the tenant whose name is the key's first character."""
+    params = SamplingParams(tenant=key[0])
+    prompt_ids = [0] * num_tokens
+    request = GenerationRequest(key=key, prompt_ids=prompt_ids, params=params, is_probe=is_probe)
+    gate.enter(request, now)
+
+
+def test_without_limits_everybody_comes_in(make_gate):
+    gate = make_gate()
+    for number in range(100):
+        enter(gate, f"a{number}", num_tokens=1000)
+
+
+def test_the_tokens_of_all_that_wait_are_bounded(make_gate):
+    gate = make_gate(max_queue_tokens=10)
+    enter(gate, "a1", num_tokens=6)
+    enter(gate, "b1", num_tokens=4)
+    with pytest.raises(QueueFullError, match="Maximum queue size of 10 prompt tokens is reached"):
+        enter(gate, "c1")
+    gate.note_started("a1")
+    enter(gate, "c1", num_tokens=6)
+    with pytest.raises(QueueFullError):
+        enter(gate, "d1")
+    gate.leave("b1")
+    enter(gate, "d1", num_tokens=4)
+
+
+def test_a_prompt_beyond_the_bound_comes_in_alone(make_gate):
+    gate = make_gate(max_queue_tokens=10)
+    enter(gate, "a1", num_tokens=11)
+    with pytest.raises(QueueFullError):
+        enter(gate, "b1")
+    gate.leave("a1")
+    enter(gate, "b1", num_tokens=12)
+
+
+def test_what_one_tenant_has_waiting_is_bounded_and_others_do_not_notice(make_gate):
+    gate = make_gate(default={"max_queue_size": 2})
+    enter(gate, "a1")
+    enter(gate, "a2")
+    with pytest.raises(QueueFullError, match="Maximum queue size of 2 requests of tenant 'a' is"):
+        enter(gate, "a3")
+    enter(gate, "b1")
+    gate.note_started("a1")
+    enter(gate, "a3")
+    gate.leave("a2")
+    enter(gate, "a4")
+    with pytest.raises(QueueFullError):
+        enter(gate, "a5")
+
+
+def test_the_tokens_that_one_tenant_has_waiting_are_bounded(make_gate):
+    gate = make_gate(tenants={"a": {"max_queue_tokens": 10}})
+    enter(gate, "a1", num_tokens=8)
+    with pytest.raises(QueueFullError, match="of 10 prompt tokens of tenant 'a' is"):
+        enter(gate, "a2", num_tokens=3)
+    enter(gate, "a2", num_tokens=2)
+    enter(gate, "b1", num_tokens=100)
+
+
+def test_how_many_requests_a_tenant_has_at_once_is_bounded_whether_they_wait_or_run(make_gate):
+    gate = make_gate(tenants={"a": {"max_concurrency": 2}})
+    enter(gate, "a1")
+    enter(gate, "a2")
+    gate.note_started("a1")
+    with pytest.raises(RateLimitedError, match="has 2 requests here, as many as it may have at"):
+        enter(gate, "a3")
+    gate.leave("a1")
+    gate.leave("a1")  # has no effect
+    enter(gate, "a3")
+    with pytest.raises(RateLimitedError):
+        enter(gate, "a4")
+
+
+def test_how_fast_they_come_is_bounded_and_the_error_says_when_there_is_room(make_gate):
+    gate = make_gate(tenants={"a": {"requests_per_s": 4, "burst": 2}})
+    enter(gate, "a1", now=100.0)
+    enter(gate, "a2", now=100.0)
+    with pytest.raises(RateLimitedError, match=r"may send 4 requests per .*; retry after 0.250 s$"):
+        enter(gate, "a3", now=100.0)
+    with pytest.raises(RateLimitedError, match=r"retry after 0.125 s$"):
+        enter(gate, "a3", now=100.125)
+    enter(gate, "a3", now=100.25)
+    for number in (4, 5):
+        enter(gate, f"a{number}", now=200.0)
+    with pytest.raises(RateLimitedError):
+        enter(gate, "a6", now=200.0)
+
+
+def test_a_request_that_is_refused_costs_nothing(make_gate):
+    gate = make_gate(tenants={"a": {"requests_per_s": 1, "max_concurrency": 1}})
+    enter(gate, "a1")
+    for _ in range(3):
+        with pytest.raises(RateLimitedError, match="as many as it may have"):
+            enter(gate, "a2", now=1.0)
+    gate.leave("a1")
+    enter(gate, "a2", now=1.0)
+
+
+def test_a_tenant_that_the_file_does_not_name_may_be_refused(make_gate):
+    gate = make_gate(unknown="refuse", tenants={"a": {}})
+    enter(gate, "a1")
+    with pytest.raises(InvalidRequestError, match="tenant 'b' is not known here"):
+        enter(gate, "b1")
+
+
+def test_a_probe_is_always_let_in_and_counts_for_nothing(make_gate):
+    gate = make_gate(unknown="refuse", max_queue_tokens=1)
+    enter(gate, "a1", num_tokens=5, is_probe=True)
+    gate.note_started("a1")
+    gate.leave("a1")
+
+
+def test_idle_tenants_are_forgotten_when_there_are_too_many_and_busy_ones_never(make_gate):
+    gate = make_gate(default={"max_concurrency": 1})
+    enter(gate, "!")
+    for number in range(3 * MAX_REMEMBERED):
+        key = chr(1000 + number)
+        enter(gate, key)
+        gate.leave(key)
+    assert len(gate._accounts) <= 2 * MAX_REMEMBERED
+    with pytest.raises(RateLimitedError):
+        enter(gate, "!2")
