@@ -113,6 +113,16 @@ def test_sampling_parameters_come_from_the_tensor_before_the_requests_own(string
     )
 
 
+def test_whose_a_request_is_and_when_it_is_due_counts_beside_the_tensor(strings: Any) -> None:
+    own = {"tenant": "a", "priority": "-2", "deadline_ms": 50, "max_tokens": 9}
+    inputs = {"input_ids": ids(1)}
+    without = generate_call(RawRequest(inputs | {"sampling_parameters": strings("")}, own)).params
+    assert (without.tenant, without.priority, without.deadline_ms) == ("a", -2, 50)
+    assert without.max_tokens == 16
+    said = {"sampling_parameters": strings('{"tenant": "b"}')}
+    assert generate_call(RawRequest(inputs | said, own)).params.tenant == "b"
+
+
 def test_an_empty_sampling_parameters_tensor_is_the_defaults(strings: Any) -> None:
     tensors = {"input_ids": ids(1), "sampling_parameters": strings("")}
     assert generate_call(RawRequest(tensors, {"max_tokens": 9})).params.max_tokens == 16

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,16 @@ import pytest
 from charonia.errors import (
     InvalidRequestError,
 )
+from charonia.serving.request_key import Sealer
+from charonia.serving.schema import CancelCall, PromptLimits, parse
 from charonia.serving.trtllm.rows import pack_words
 from support.trtllm import (
     PART_OF_CHARACTER,
     TEXT,
     TOKENIZER,
     TOKENS,
+    facade,
+    raw_request,
     sampling,
     sampling_of,
     split,
@@ -75,6 +80,18 @@ def test_everything_that_is_said_of_sampling_reaches_the_scheduler() -> None:
         "bad_words": [],
         "logit_bias": {},
     }
+
+
+def test_whose_a_request_is_and_when_it_is_due_comes_with_its_own_parameters() -> None:
+    own = {"tenant": "a", "priority": -2, "deadline_ms": 50, "timeout": 9}
+    raw = replace(raw_request("tensorrt_llm", [TOKENS]), parameters=own | {"top_k": 7, "x": 1})
+    ((request, _),) = facade().split(raw)
+    assert request.parameters == own
+    params = parse(request, limits=PromptLimits(), sealer=Sealer(b"")).params
+    assert (params.tenant, params.priority, params.deadline_ms) == ("a", -2, 50)
+    stop = replace(raw_request("tensorrt_llm", [TOKENS | {"stop": True}]), request_id="r")
+    ((request, _),) = facade().split(replace(stop, parameters=own))
+    assert parse(request, limits=PromptLimits(), sealer=Sealer(b"")) == CancelCall("r", "a")
 
 
 def test_without_an_end_only_tokens_go_on() -> None:

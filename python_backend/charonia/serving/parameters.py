@@ -45,6 +45,10 @@ def parse_sampling_params(
     return defaults.fill(arguments)
 
 
+OF_REQUESTS = ("tenant", "priority", "deadline_ms")
+"""Sampling parameters that say nothing of sampling: they count among a request's own, too."""
+
+
 def without_headers(
     parameters: Mapping[str, Any], is_forwarded: Callable[[str], bool]
 ) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from charonia.serving.interface import DRAFT_IDS, FLAGS, INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
 from charonia.serving.parameters import (
+    OF_REQUESTS,
     parse_sampling_params,
     parse_timeout,
     without_headers,
@@ -323,7 +324,7 @@ def _one_element(name: str, kind: str, array: Array) -> str:
 def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
     """The tensor's JSON object where there is one, else the request's own parameters.
 
-    `priority` is Triton's own parameter too, so it counts in either place.
+    Whose the request is, and when it is to be served, counts in either place.
     """
     text = read_text(raw.tensors, "sampling_parameters", partial(_check_bytes, MAX_SAMPLING_BYTES))
     if text is None:
@@ -336,9 +337,7 @@ def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
         raise InvalidRequestError(
             f"sampling_parameters must be a JSON object, but is {shown(text)}"
         )
-    if "priority" in raw.parameters:
-        values = {"priority": raw.parameters["priority"]} | values
-    return values
+    return {name: raw.parameters[name] for name in OF_REQUESTS if name in raw.parameters} | values
 
 
 def _shortest(timeout_s: float | None, params: SamplingParams) -> float | None:

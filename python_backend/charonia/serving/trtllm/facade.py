@@ -26,6 +26,7 @@ from charonia.errors import (
 from charonia.protocol import MAX_ENTRIES, UINT64_MAX
 from charonia.serving.convention import Part
 from charonia.serving.interface import FLAGS
+from charonia.serving.parameters import OF_REQUESTS
 from charonia.serving.schema import PromptLimits
 from charonia.serving.tensors import Array, Outputs, RawRequest, num_bytes_of
 from charonia.serving.trtllm.answers import OUTPUTS, Answer, End
@@ -44,7 +45,7 @@ BATCH_NEEDS_DECOUPLED = (
 STOP_NEEDS_ID = "Trying to stop a request but request ID is not provided"
 _NAME = re.compile(r"^\w+|\b\w+_\w+\b")
 """In the text of an error: what it begins with, and what is no word of English."""
-_TRITONS_OWN = ("priority", "timeout")
+_COUNTED = (*OF_REQUESTS, "timeout")
 """Parameters of a request that count; TensorRT-LLM has none, and its clients send any."""
 _LIMITS = PromptLimits()
 _NO_END = -1
@@ -111,7 +112,7 @@ class Facade(ABC):
         """
         rows = rows_of(raw, self._tensors)
         check_words(raw.tensors)
-        kept = {name: raw.parameters[name] for name in _TRITONS_OWN if name in raw.parameters}
+        kept = {name: raw.parameters[name] for name in _COUNTED if name in raw.parameters}
         raw = replace(raw, parameters=kept)
         stops = [bool(row.one("stop", False)) for row in rows]
         if any(stops):
