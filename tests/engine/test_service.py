@@ -16,6 +16,7 @@ from charonia.errors import (
     InvalidRequestError,
     QueueFullError,
     RateLimitedError,
+    ShuttingDownError,
     UnavailableError,
 )
 from charonia.protocol import SamplingParams
@@ -186,6 +187,27 @@ def test_what_a_tenant_may_have_is_counted_from_coming_to_end(tmp_path):
         assert client.wait(key)[-1].finish_reason == "length"
     client.submit("third", tenant="a")
     assert client.wait("third")[-1].finish_reason == "length"
+    service.close()
+
+
+def test_a_service_that_is_drained_finishes_what_it_has_and_takes_nothing_but_probes():
+    executor = Gated(max_num_seqs=8)
+    service = make_service(executor)
+    wait_until_up(service)
+    client = Client(service)
+    client.submit("first")
+    assert service.drain() == 1
+    with pytest.raises(ShuttingDownError):
+        client.submit("second")
+    probe = GenerationRequest(
+        key="probe", prompt_ids=[1], params=SamplingParams(max_tokens=1), is_probe=True
+    )
+    probed = threading.Event()
+    service.submit(probe, lambda chunk: probed.set())
+    executor.may_step.set()
+    assert client.wait("first")[-1].finish_reason == "length"
+    assert probed.wait(WAIT_S)
+    assert service.drain() == 0
     service.close()
 
 

@@ -18,7 +18,14 @@ from charonia.serving import reload
 from charonia.serving.engine_host import EngineHost
 from charonia.serving.engine_model import RELOAD_MARK
 from charonia.serving.liveness import start_time
-from charonia.serving.reload import ReloadOrder, ReloadQuestion, ReloadServer, ReloadState
+from charonia.serving.reload import (
+    DrainOrder,
+    DrainState,
+    ReloadOrder,
+    ReloadQuestion,
+    ReloadServer,
+    ReloadState,
+)
 from charonia.sockets.local import connect
 from support.waiting import WAIT_S
 
@@ -107,7 +114,12 @@ class Operator:
 
     def start(self, refusal: str | None = None) -> None:
         self.server = ReloadServer(
-            self.path, self.model_file, self.taken.append, refusal=refusal, log=print
+            self.path,
+            self.model_file,
+            self.taken.append,
+            drain=lambda: 3,
+            refusal=refusal,
+            log=print,
         )
 
     def ask(self, message: ReloadOrder | ReloadQuestion) -> ReloadState:
@@ -125,6 +137,15 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
     yield one
     assert one.server is not None
     one.server.close()
+
+
+def test_an_order_to_drain_says_how_many_requests_are_left(operator: Operator) -> None:
+    operator.start(refusal="recovery is off")
+    with contextlib.closing(connect(operator.path)) as channel:
+        for _ in range(2):
+            channel.send(msgspec.msgpack.encode(DrainOrder()))
+            reply = channel.receive(WAIT_S) or b""
+            assert msgspec.msgpack.decode(reply, type=DrainState) == DrainState(num_live=3)
 
 
 def test_where_no_engine_can_be_replaced_an_order_is_refused_at_once(operator: Operator) -> None:

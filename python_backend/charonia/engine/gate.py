@@ -57,6 +57,11 @@ class Gate:
         self._waiting: set[str] = set()
         self._lock = threading.Lock()
 
+    @property
+    def num_live(self) -> int:
+        """Requests that are in, without probes."""
+        return len(self._live)
+
     def enter(self, request: GenerationRequest, now: float) -> None:
         """Let a request in, which must leave again. A probe is always let in.
 

@@ -102,6 +102,7 @@ class EngineService:
         self._inbox: list[Callable[[], None]] = []
         self._reload: Reload | None = None  # the last that was ordered; it is always told its end
         self._is_closing = False
+        self._is_draining = False
         self._last_turn_at: float | None = None
         self._is_woken = False
         self._wake = threading.Condition()
@@ -199,6 +200,16 @@ class EngineService:
                 self._inbox.append(partial(self._core.reload, reload))
                 self._wake.notify()
 
+    def drain(self) -> int:
+        """Take no more requests, but for probes; those that were taken go on.
+
+        Returns:
+            How many are left, without probes.
+        """
+        with self._wake:
+            self._is_draining = True
+            return self._gate.num_live
+
     def close(self) -> None:
         """End every request with an error and stop the thread."""
         with self._wake:
@@ -212,7 +223,7 @@ class EngineService:
 
     def _accept(self, request: GenerationRequest, sink: Sink, arrived_at: float | None) -> None:
         """Put a request into the inbox; the caller holds the lock."""
-        if self._is_closing:
+        if self._is_closing or (self._is_draining and not request.is_probe):
             raise ShuttingDownError
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")

@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_health(commands)
     _add_metrics(commands)
     _add_reload(commands)
+    _add_drain(commands)
     _add_demo(commands)
     return parser
 
@@ -100,6 +101,14 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         serve.add_argument(
             f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s"
         )
+    serve.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long requests may take to finish after SIGTERM (default: %(default)g); 0 ends "
+        "them at once, as SIGINT and a second signal do",
+    )
     serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
     serve.add_argument(
         "tritonserver",
@@ -151,14 +160,30 @@ def _add_reload(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     reload.add_argument(
         "--drain", action="store_true", help="let running requests finish first; new ones wait"
     )
-    where = reload.add_mutually_exclusive_group()
+    _add_where(reload)
+    reload.set_defaults(run=_run_reload)
+
+
+def _add_drain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    drain = commands.add_parser(
+        "drain",
+        help="have a running server finish its requests and end",
+        description="Have a running `charonia serve` take no more requests, finish those that it "
+        "has, within its --drain-timeout, and end. SIGTERM does the same.",
+    )
+    _add_where(drain)
+    drain.set_defaults(run=_run_drain)
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    """Which of several servers is meant."""
+    where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--url", metavar="U", help="host:port of HTTP or gRPC, where several servers run"
     )
     where.add_argument(
         "--runtime-dir", type=Path, metavar="DIR", help="the server's directory in /tmp"
     )
-    reload.set_defaults(run=_run_reload)
 
 
 def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -264,8 +289,15 @@ def _run_serve(options: argparse.Namespace) -> None:
             metrics_port=options.metrics_port,
             is_verbose=options.verbose,
             tritonserver=options.tritonserver,
+            drain_s=max(0.0, options.drain_timeout),
         ),
     )
+
+
+def _run_drain(options: argparse.Namespace) -> None:
+    from charonia.launch.drain import drain
+
+    drain(options.runtime_dir, options.url)
 
 
 def _what(options: argparse.Namespace) -> "repository.RepositoryOptions":

@@ -84,6 +84,15 @@ def living_runs() -> list[Path]:
     return found
 
 
+def owner_of(path: Path) -> psutil.Process | None:
+    """The launcher of a run; None where it lives no more."""
+    with contextlib.suppress(OSError, ValueError, KeyError, psutil.NoSuchProcess):
+        owner = json.loads((path / OWNER_FILE).read_text(encoding="utf-8"))
+        if _lives(owner["pid"], owner["created"]):
+            return psutil.Process(owner["pid"])
+    return None
+
+
 def _shm_prefix(path: Path) -> str:
     return f"{path.name}_"
 

@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from charonia.config import SchedulerArgs
+from charonia.launch.drain import finish_requests, show_left
 from charonia.launch.logs import is_interesting
 from charonia.launch.patience import SupervisionLimits
 from charonia.launch.repository import RepositoryOptions
@@ -20,9 +22,11 @@ from charonia.launch.run import prepared_server
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import DEFAULT_ADDRESS, TritonServer
 from charonia.launch.supervisor import Supervisor
+from charonia.serving.reload import RELOAD_SOCKET
 
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
 HANG_MARGIN_S = 15.0
+DRAIN_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,7 @@ class ServeOptions:
 
     Attributes:
         tritonserver: options that are handed to it, `--name=value` each.
+        drain_s: how long requests may take to finish after SIGTERM.
     """
 
     address: str = DEFAULT_ADDRESS
@@ -39,15 +44,20 @@ class ServeOptions:
     metrics_port: int = 8002
     is_verbose: bool = False
     tritonserver: Sequence[str] = ()
+    drain_s: float = DRAIN_S
 
 
 def serve(what: RepositoryOptions, options: ServeOptions) -> None:
     """Serve until SIGINT or SIGTERM; everything is stopped and removed then.
 
+    After SIGTERM no more requests are taken, and those that are there are finished, within a limit;
+    another signal ends that.
+
     Raises:
         LaunchError, ConfigError, CheckpointError: it cannot be started, or does not stay up.
     """
-    with stop_on_signals() as stop:
+    begin_drain = threading.Event()
+    with stop_on_signals(begin_drain if options.drain_s else None) as stop:
 
         def on_log(line: str) -> None:
             if options.is_verbose or is_interesting(line):
@@ -76,8 +86,34 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
                 engine=prepared.scheduler_args.engine_model,
                 limits=supervision_limits(prepared.scheduler_args),
             )
-            supervisor.run()
+            socket = prepared.path / prepared.scheduler / "1" / RELOAD_SOCKET
+            with _draining(socket, options.drain_s, begin_drain, stop):
+                supervisor.run()
             say("stopped")
+
+
+@contextlib.contextmanager
+def _draining(
+    socket: Path, limit_s: float, begin: threading.Event, stop: threading.Event
+) -> Iterator[None]:
+    """Once `begin` is set, have the scheduler finish its requests, and set `stop` then."""
+
+    def wait_and_drain() -> None:
+        begin.wait()
+        if not stop.is_set():
+            num_left = finish_requests(socket, limit_s, stop, show_left)
+            if num_left:
+                say(f"{num_left} are not finished, and end now")
+        stop.set()
+
+    thread = threading.Thread(target=wait_and_drain, name="charonia-drain", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        begin.set()
+        thread.join()
 
 
 def supervision_limits(args: SchedulerArgs) -> SupervisionLimits:
@@ -90,12 +126,19 @@ def supervision_limits(args: SchedulerArgs) -> SupervisionLimits:
 
 
 @contextlib.contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, instead of what they did before."""
+def stop_on_signals(begin_drain: threading.Event | None = None) -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, instead of what they did before.
+
+    Args:
+        begin_drain: is set instead by the first signal, if that is SIGTERM.
+    """
     stop = threading.Event()
 
     def request_stop(signum: int, frame: FrameType | None) -> None:
-        stop.set()
+        if signum == signal.SIGTERM and begin_drain is not None and not begin_drain.is_set():
+            begin_drain.set()
+        else:
+            stop.set()
 
     before = {signum: signal.signal(signum, request_stop) for signum in ENDED_BY_SIGNAL}
     try:

@@ -57,6 +57,16 @@ class ReloadQuestion(msgspec.Struct, frozen=True, tag=True):
     cancel: bool = False
 
 
+class DrainOrder(msgspec.Struct, frozen=True, tag=True):
+    """Take no more requests. It may be given again, to be told how many are left."""
+
+
+class DrainState(msgspec.Struct, frozen=True):
+    """How many requests are left."""
+
+    num_live: int
+
+
 class ReloadState(msgspec.Struct, frozen=True):
     """How far an order is; see `charonia.engine.reload.Reload`.
 
@@ -72,12 +82,14 @@ class ReloadState(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ReloadOrder | ReloadQuestion)
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    ReloadOrder | ReloadQuestion | DrainOrder
+)
 
 
-def decode_order(data: bytes) -> ReloadOrder | ReloadQuestion:
-    """Raises ValueError, RecursionError: it is neither."""
-    message: ReloadOrder | ReloadQuestion = _decoder.decode(data)
+def decode_order(data: bytes) -> ReloadOrder | ReloadQuestion | DrainOrder:
+    """Raises ValueError, RecursionError: it is none of them."""
+    message: ReloadOrder | ReloadQuestion | DrainOrder = _decoder.decode(data)
     return message
 
 
@@ -87,6 +99,7 @@ class ReloadServer:
     Args:
         path: where the socket is made; an old one is replaced.
         model_file: the engine's model.json.
+        drain: takes no more requests, and says how many are left.
         reload: begins to carry an order out. refusal: why none can be; None where they can.
         log: takes one line, from any thread.
 
@@ -100,11 +113,13 @@ class ReloadServer:
         model_file: Path,
         reload: Callable[[Reload], None],
         *,
+        drain: Callable[[], int],
         refusal: str | None,
         log: Callable[[str], None],
     ) -> None:
         self._model_file = model_file
         self._begin = reload
+        self._drain = drain
         self._refusal = refusal
         self._lock = threading.Lock()
         self._orders: list[Reload] = []  # all there ever were, by their number
@@ -123,6 +138,8 @@ class ReloadServer:
     def _answer(self, data: bytes) -> bytes:
         try:
             message = decode_order(data)
+            if isinstance(message, DrainOrder):
+                return msgspec.msgpack.encode(DrainState(self._drain()))
             if isinstance(message, ReloadOrder):
                 number = self._take(message)
             else:

@@ -131,6 +131,7 @@ class SchedulerHost:
                 own_dir / RELOAD_SOCKET,
                 model_file,
                 self._service.reload,
+                drain=self._drain,
                 refusal=self._executor.refusal,
                 log=log,
             )
@@ -182,6 +183,10 @@ class SchedulerHost:
             self._relay.close()
             self._metrics_server.close()
             self._exporter.close()
+
+    def _drain(self) -> int:
+        """Take no more requests; how many are left, until their last responses are sent."""
+        return max(self._service.drain(), self._sessions.num_live)
 
     def _take_over(self) -> None:
         if not self._succession.take_over(TAKE_OVER_S):

@@ -242,6 +242,11 @@ class Sessions:
         return lambda chunk: self._take(session, chunk)
 
     @property
+    def num_live(self) -> int:
+        """Requests whose client has not got its last response, or has it on its way."""
+        return len(self._sessions)
+
+    @property
     def has_polled(self) -> bool:
         """Whether clients are live that came by Triton itself and not through a front."""
         return self._poller.has_outlets
