@@ -21,8 +21,8 @@ class CharoniaClientError(Exception):
         message: what the server said, or what the client noticed.
         kind: the server's name of what went wrong; None where it is not charonia's own error.
         request_id: of the request, None where there is none (health, metrics).
-        retry_after_s: when it may, in seconds, where the server knows that.
         is_retryable: whether the same request may succeed a little later.
+        retry_after_s: after how many seconds, where the server knows that.
     """
 
     is_retryable: ClassVar[bool] = False

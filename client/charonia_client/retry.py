@@ -1,8 +1,7 @@
 """When to try again, and after how long.
 
-Owns the schedule: exponential back-off with jitter, within the call's total timeout,
-and not before the server says that it may help. Must not
-know what is tried; time and chance are arguments.
+Owns the schedule: exponential back-off with jitter, within the call's total timeout, and not
+before the time that the server names. Must not know what is tried; time and chance are arguments.
 """
 
 from collections.abc import Callable

@@ -103,7 +103,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         )
     serve.add_argument(
         "--drain-timeout",
-        type=float,
+        type=_seconds,
         default=30.0,
         metavar="SECONDS",
         help="how long requests may take to finish after SIGTERM (default: %(default)g); 0 ends "
@@ -289,9 +289,16 @@ def _run_serve(options: argparse.Namespace) -> None:
             metrics_port=options.metrics_port,
             is_verbose=options.verbose,
             tritonserver=options.tritonserver,
-            drain_s=max(0.0, options.drain_timeout),
+            drain_s=options.drain_timeout,
         ),
     )
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds from 0 on")
+    return value
 
 
 def _run_drain(options: argparse.Namespace) -> None:
