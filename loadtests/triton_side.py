@@ -66,14 +66,14 @@ class TritonSide:
             for prompts in waves:
                 started = time.perf_counter()
                 requests = [
-                    _complete(client, prompt, max_tokens, sampling, started) for prompt in prompts
+                    complete(client, prompt, max_tokens, sampling, started) for prompt in prompts
                 ]
                 done = list(await asyncio.gather(*requests))
                 traces.append(WaveTrace(max(trace.arrivals[-1] for trace in done), done))
         return traces
 
 
-async def _complete(
+async def complete(
     client: grpc_aio.InferenceServerClient,
     prompt: Sequence[int],
     max_tokens: int,

@@ -63,8 +63,15 @@ RULES = {
     "parallel": rule(
         "data protocol config sockets errors events version", "torch numpy msgspec psutil"
     ),
+    "traces": rule("errors", "msgspec"),
     "engine": rule(
-        "protocol control text config errors events", "msgspec", inside_functions="torch"
+        "protocol control text config errors events traces", "msgspec", inside_functions="torch"
+    ),
+    # It drives what the engine's side does, and asks for no engine.
+    "simulate": rule(
+        "engine control protocol config errors traces",
+        "msgspec numpy",
+        inside_functions="matplotlib",
     ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(

@@ -350,6 +350,11 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         tenants_file: a JSON file of the tenants' weights and limits, which is read again when it
             changes. A relative path is relative to the scheduler's directory. None has all tenants
             alike, without limits of their own.
+        record_dir: a directory into which requests and steps are recorded, for `charonia simulate`:
+            when a request came, how long it was, what became of it, and keyed hashes of its blocks
+            of 64 tokens, but no text and no token. A relative path is relative to the scheduler's
+            directory. None records nothing.
+        record_max_bytes: of such a record; then it ends.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.
@@ -365,6 +370,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     late_requests: Literal["reject", "demote"] = "reject"
     fair_share: bool = False
     tenants_file: str | None = None
+    record_dir: str | None = None
+    record_max_bytes: PositiveInt = 2**30
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")

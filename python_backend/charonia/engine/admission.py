@@ -95,7 +95,7 @@ def admit(
         tenant=params.tenant,
         priority=params.priority,
         expires_at=inf if params.deadline_ms is None else now + params.deadline_ms / 1000,
-        cache_scope=_cache_scope(params),
+        cache_scope=cache_scope(params),
         takes_hits=params.prompt_logprobs is None,
         speculates=params.speculation,
         expected_ids=deque(request.draft_ids),
@@ -129,7 +129,7 @@ def _row_sampling(
     )
 
 
-def _cache_scope(params: SamplingParams) -> bytes:
+def cache_scope(params: SamplingParams) -> bytes:
     """Tenant and salt, told apart by the tenant's length."""
     tenant = params.tenant.encode()
     return len(tenant).to_bytes(8, "little") + tenant + params.cache_salt.encode()

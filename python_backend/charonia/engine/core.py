@@ -27,6 +27,7 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits, Update
 from charonia.engine.admission import GenerationRequest, admit, check, seeds_of
 from charonia.engine.deadlines import Deadlines
+from charonia.engine.gate import check_queue
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN
@@ -35,7 +36,6 @@ from charonia.engine.replica import Replica
 from charonia.engine.streams import OutputStreams
 from charonia.errors import (
     CharoniaError,
-    QueueFullError,
     RequestCancelledError,
     RequestQuarantinedError,
     RequestTimeoutError,
@@ -172,9 +172,7 @@ class EngineCore:
         Raises:
             QueueFullError, UnavailableError.
         """
-        num_rows = self.limits.max_num_seqs
-        if num_live >= self._max_queue_size + num_rows:
-            raise QueueFullError.of(str(self._max_queue_size))
+        check_queue(num_live, self._max_queue_size, self.limits.max_num_seqs)
 
     # ------------------------------------------------------------------ requests come and go
 

@@ -125,6 +125,19 @@ class Gate:
             del self._accounts[tenant]
 
 
+def check_queue(num_live: int, max_queue_size: int, num_rows: int) -> None:
+    """Refuse a request when the queue is full: what is live beyond the rows queues.
+
+    Args:
+        num_live: requests that were accepted and have had no end, wherever they are.
+
+    Raises:
+        QueueFullError.
+    """
+    if num_live >= max_queue_size + num_rows:
+        raise QueueFullError.of(str(max_queue_size))
+
+
 def _check(tenant: str, account: _Account, num_tokens: int, args: TenantArgs) -> None:
     if args.max_concurrency is not None and account.num_live >= args.max_concurrency:
         raise RateLimitedError(

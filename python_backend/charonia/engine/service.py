@@ -19,6 +19,7 @@ from charonia.engine.core import EngineCore
 from charonia.engine.gate import Gate
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
+from charonia.engine.recorder import Recorder, RecordingExecutor
 from charonia.engine.reload import Reload
 from charonia.engine.tenants import Tenants
 from charonia.errors import (
@@ -64,7 +65,7 @@ class EngineService:
         log: takes one line, from any thread. read_args: as `EngineCore`.
 
     Raises:
-        ConfigError: the tenants' file is wrong.
+        ConfigError: the tenants' file is wrong, or the record cannot be written.
     """
 
     def __init__(
@@ -84,6 +85,11 @@ class EngineService:
             log=log,
         )
         self._gate = Gate(self._tenants, scheduler_args.max_queue_tokens)
+        self._recorder: Recorder | None = None
+        if scheduler_args.record_dir is not None:
+            directory, max_bytes = Path(scheduler_args.record_dir), scheduler_args.record_max_bytes
+            self._recorder = Recorder(directory, max_bytes, log=log)
+            executor = RecordingExecutor(executor, self._recorder, time.monotonic)
         self._core = EngineCore(
             executor,
             engine_args,
@@ -152,13 +158,18 @@ class EngineService:
         Raises:
             InvalidRequestError, QueueFullError, UnavailableError: at once; `sink` is not called.
         """
+        arrived_at = time.monotonic() if arrived_at is None else arrived_at
         try:
             self._core.check(request)
+            if self._recorder is not None:
+                sink = self._recorder.follow(request, sink, arrived_at)
             with self._wake:
                 self._accept(request, sink, arrived_at)
         except CharoniaError as error:
             if not request.is_probe:
                 self.count_rejection(error)
+            if self._recorder is not None:
+                self._recorder.note_refused(request, error)
             raise
 
     def count_rejection(self, error: CharoniaError) -> None:
@@ -220,18 +231,18 @@ class EngineService:
             self._drop_reload("the server is shutting down")
         elif self._thread.is_alive():
             self._thread.join()
+        if self._recorder is not None:
+            self._recorder.close()
 
-    def _accept(self, request: GenerationRequest, sink: Sink, arrived_at: float | None) -> None:
+    def _accept(self, request: GenerationRequest, sink: Sink, arrived_at: float) -> None:
         """Put a request into the inbox; the caller holds the lock."""
         if self._is_closing or (self._is_draining and not request.is_probe):
             raise ShuttingDownError
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")
         self._core.check_queue(len(self._sinks))
-        now = time.monotonic()
-        self._gate.enter(request, now)
+        self._gate.enter(request, time.monotonic())
         self._sinks[request.key] = sink
-        arrived_at = now if arrived_at is None else arrived_at
         self._inbox.append(partial(self._core.add, request, arrived_at))
         self._wake.notify()
 
@@ -266,6 +277,8 @@ class EngineService:
     def _turn(self) -> None:
         self._last_turn_at = time.monotonic()
         self._tenants.refresh(self._last_turn_at)
+        if self._recorder is not None:
+            self._recorder.flush(now=self._last_turn_at)
         self._take_inbox()
         if self._core.step():
             return

@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_metrics(commands)
     _add_reload(commands)
     _add_drain(commands)
+    _add_simulate(commands)
     _add_demo(commands)
     return parser
 
@@ -259,6 +260,82 @@ def _add_metrics(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     metrics.set_defaults(run=_run_metrics)
 
 
+def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    simulate = commands.add_parser(
+        "simulate",
+        help="run a trace of requests through the scheduler, without an engine",
+        description="Run a trace of requests through the real scheduler on a virtual clock, with "
+        "steps that take as long as an engine's would, and print what requests would get.",
+    )
+    simulate.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="JSON lines with timestamp, input_length and output_length, or a CSV file of Azure's",
+    )
+    simulate.add_argument(
+        "--step-times",
+        required=True,
+        metavar="WHAT",
+        help="a steps.jsonl that a server recorded, a JSON file of a fit, or constants: step, and "
+        "more for each token, row, context (cached token read) and pair (query and key); around it "
+        "gap, transit, host and host_row; for example step=8ms,token=25us,context=20ns",
+    )
+    simulate.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="P",
+        dest="policies",
+        help="fcfs, priority, deadline, fair, fair+priority or fair+deadline; several are compared",
+    )
+    simulate.add_argument(
+        "--kv-tokens", type=_positive, metavar="N", help="tokens that the KV cache holds"
+    )
+    simulate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="an engine argument or scheduler parameter, as of serve; may be repeated",
+    )
+    shape = simulate.add_argument_group("traffic, where it is not to be the trace's")
+    shape.add_argument("--requests", type=_positive, metavar="N", help="so many of the trace")
+    shape.add_argument("--rate", type=_positive_float, metavar="R", help="requests per second")
+    shape.add_argument("--arrivals", choices=("trace", "poisson", "bursty"), default="trace")
+    shape.add_argument(
+        "--burstiness",
+        type=_positive_float,
+        default=4.0,
+        metavar="V",
+        help="of bursty: the coefficient of variation of the times between arrivals",
+    )
+    shape.add_argument("--tenants", type=_positive, metavar="N", help="of unlike size")
+    shape.add_argument("--priorities", type=_positive, metavar="N")
+    shape.add_argument(
+        "--deadline-ms", type=_range, metavar="A:B", help="a deadline between these for each"
+    )
+    shape.add_argument(
+        "--max-tokens", type=_positive, metavar="N", help="that are asked for; else those that came"
+    )
+    shape.add_argument(
+        "--adversary",
+        type=_share,
+        default=0.0,
+        metavar="S",
+        help="share of the requests that one tenant sends at once, as the longest",
+    )
+    simulate.add_argument(
+        "--by", choices=("tenant", "priority", "none"), help="classes of requests"
+    )
+    simulate.add_argument("--seed", type=int, default=0, metavar="N")
+    simulate.add_argument(
+        "--output", type=Path, metavar="DIR", help="write tables, a plot, and each run's trace"
+    )
+    simulate.set_defaults(run=_run_simulate)
+
+
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     demo = commands.add_parser(
         "demo",
@@ -367,10 +444,68 @@ def _run_metrics(options: argparse.Namespace) -> None:
     serve_metrics(options.model_repository, options.triton, options.address, options.port)
 
 
+def _run_simulate(options: argparse.Namespace) -> None:
+    from charonia.launch.simulate import SimulateOptions, simulate
+    from charonia.simulate.workload import Shape
+
+    simulate(
+        SimulateOptions(
+            trace=options.trace,
+            step_times=options.step_times,
+            policies=options.policies,
+            settings=options.settings,
+            kv_tokens=options.kv_tokens,
+            shape=Shape(
+                num_requests=options.requests,
+                rate=options.rate,
+                arrivals=options.arrivals,
+                burstiness=options.burstiness,
+                num_tenants=options.tenants,
+                num_priorities=options.priorities,
+                deadline_ms=options.deadline_ms,
+                max_tokens=options.max_tokens,
+                adversary=options.adversary,
+            ),
+            by=options.by,
+            seed=options.seed,
+            output=options.output,
+        )
+    )
+
+
 def _run_demo(options: argparse.Namespace) -> None:
     from charonia.launch.demo import run_demo
 
     run_demo()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 to below 1")
+    return value
+
+
+def _range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    low, high = int(first), int(last or first)
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"{text} is no range, such as 500:2000")
+    return low, high
 
 
 def _port(text: str) -> int:

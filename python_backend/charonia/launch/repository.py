@@ -91,11 +91,11 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
         CheckpointError: the checkpoint's configuration is not supported.
     """
     source = (options.source or default_repository()).absolute()
-    engine_settings, scheduler_settings = _split_settings(options.settings)
+    engine_settings, scheduler_settings = split_settings(options.settings)
     scheduler, config = _find_scheduler(source)
-    if "tenants_file" in scheduler_settings:
-        path = Path.cwd() / scheduler_settings["tenants_file"]
-        scheduler_settings["tenants_file"] = os.path.normpath(path)
+    for name in ("tenants_file", "record_dir"):
+        if name in scheduler_settings:
+            scheduler_settings[name] = os.path.normpath(Path.cwd() / scheduler_settings[name])
     scheduler_args = _override_parameters(config, scheduler_settings)
     _check_tenants(scheduler_args, source / scheduler)
     model_json = source / scheduler_args.engine_model / "1" / "model.json"
@@ -153,7 +153,7 @@ def change_engine(repository: Path, options: RepositoryOptions) -> EngineChange:
         LaunchError, ConfigError, CheckpointError: as `prepare_repository`; or a parameter of the
             scheduler is to change, which goes on as it is.
     """
-    engine_settings, scheduler_settings = _split_settings(options.settings)
+    engine_settings, scheduler_settings = split_settings(options.settings)
     if scheduler_settings:
         names = ", ".join(f"scheduler.{name}" for name in scheduler_settings)
         raise ConfigError(f"{names} cannot change while the server runs; start it anew for that")
@@ -236,7 +236,7 @@ def _add_draft_model(values: dict[str, Any], draft_model: Path) -> None:
     values["speculative_config"] = {**config, "model": str(draft_model)}
 
 
-def _split_settings(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+def split_settings(settings: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Separate engine arguments (parsed) from scheduler parameters (strings)."""
     engine: dict[str, Any] = {}
     scheduler: dict[str, str] = {}

@@ -75,9 +75,10 @@ class SchedulerHost:
         self._pb_utils = pb_utils
         self._log = log
         scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
-        if scheduler_args.tenants_file is not None:
-            path = str(Path(args["model_repository"]) / scheduler_args.tenants_file)
-            scheduler_args = msgspec.structs.replace(scheduler_args, tenants_file=path)
+        for name in ("tenants_file", "record_dir"):
+            if (path := getattr(scheduler_args, name)) is not None:
+                path = str(Path(args["model_repository"]) / path)
+                scheduler_args = msgspec.structs.replace(scheduler_args, **{name: path})
         repository = Path(args["model_repository"]).parent
         engine_dir = repository / scheduler_args.engine_model / "1"
         model_file = engine_dir / MODEL_FILE

@@ -1,0 +1,263 @@
+"""Compare the simulator with reality: the same traffic on a real Triton and in `charonia simulate`.
+
+    python loadtests/simulator_bench.py                              # the demo model, three loads
+    python loadtests/simulator_bench.py --trace ../shared/traces/tenants.jsonl.gz --seconds 60
+
+For each load the server is asked twice, with traffic of two seeds. From the first one's record the
+times of steps are learned; the second one is what the simulator has to foretell, which sees only
+when its requests came and how long they were. A load is a share of what the server can do, which is
+measured before; the last one is all requests at once.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tritonclient.grpc.aio as grpc_aio
+from tqdm import tqdm
+
+from charonia.config import DEMO_CHECKPOINT, EngineArgs, SchedulerArgs
+from charonia.engine.recorder import REQUESTS, STEPS
+from charonia.launch.run import running_server
+from charonia.simulate.report import RunReport, recorded, report
+from charonia.simulate.simulator import Setting, Simulation
+from charonia.simulate.step_times import StepTimes
+from charonia.simulate.workload import Shape, shape
+from charonia.traces import TraceRequest, block_length, read_requests, read_steps
+from record import circumstances, output_stem
+from report import markdown_table
+from triton_side import complete
+
+MAX_LENGTH = 1000
+LOADS = (0.3, 0.7)
+AT_ONCE = "all at once"
+NUM_PROBED = 300
+BARS = {"tokens per second": 0.03, "time between tokens": 0.03, "TTFT p50": 0.15, "TTFT p99": 0.15}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load: a figure of reality, and what the simulator says."""
+
+    load: str
+    figure: str
+    real: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """How far the simulator is off, as a share of reality."""
+        return self.simulated / self.real - 1
+
+    @property
+    def is_met(self) -> bool:
+        """Whether that is within the bar."""
+        return abs(self.error) <= BARS[self.figure]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests and the seconds at which they come."""
+
+    arrivals: Sequence[float]
+    requests: Sequence[TraceRequest]
+
+
+def traffic_of(trace: Sequence[TraceRequest], count: int, rate: float, seed: int) -> Traffic:
+    """So many requests of a trace, drawn by chance; Poisson's arrivals, or all at once (rate 0)."""
+    drawn = random.Random(seed)
+    requests = [drawn.choice(trace) for _ in range(count)]
+    arrivals, at = [], 0.0
+    for _ in requests:
+        arrivals.append(at)
+        at += drawn.expovariate(rate) if rate else 0.0
+    return Traffic(arrivals, requests)
+
+
+async def replay(url: str, traffic: Traffic, seed: int) -> None:
+    """Send it, each request on time and with a prompt of its own."""
+    drawn = random.Random(seed)
+    async with grpc_aio.InferenceServerClient(url) as client:
+        await client.is_server_live()
+        started = time.perf_counter()
+
+        async def send(at: float, request: TraceRequest, prompt: Sequence[int]) -> None:
+            await asyncio.sleep(max(0.0, at - (time.perf_counter() - started)))
+            await complete(client, prompt, request.output_length, {}, started)
+
+        sending = []
+        for at, request in zip(traffic.arrivals, traffic.requests, strict=True):
+            prompt = [drawn.randrange(10, 1000) for _ in range(request.input_length)]
+            sending.append(asyncio.create_task(send(at, request, prompt)))
+        for done in tqdm(asyncio.as_completed(sending), total=len(sending), unit="request"):
+            await done
+
+
+class Server:
+    """A server that records, asked with several traffics one after the other."""
+
+    def __init__(self, url: str, record: Path) -> None:
+        self._url = url
+        self._record = record
+
+    def ask(self, traffic: Traffic, seed: int, into: Path) -> Path:
+        """Send it; returns the folder of its own part of the record."""
+        into.mkdir()
+        before = {name: self._size(name) for name in (REQUESTS, STEPS)}
+        asyncio.run(replay(self._url, traffic, seed))
+        time.sleep(2.5)  # the record is written every second
+        for name, size in before.items():
+            with (self._record / name).open("rb") as file:
+                file.seek(size)
+                (into / name).write_bytes(file.read())
+        return into
+
+    def _size(self, name: str) -> int:
+        path = self._record / name
+        return path.stat().st_size if path.exists() else 0
+
+
+def capacity(folder: Path) -> float:
+    """Requests per second while all came at once."""
+    found = recorded(read_requests(folder / REQUESTS))
+    assert found is not None
+    return found.overall.num_requests / found.seconds
+
+
+def simulated(
+    folder: Path, times: StepTimes, args: EngineArgs, scheduler_args: SchedulerArgs, blocks: int
+) -> RunReport:
+    """What the simulator says of a recorded traffic."""
+    trace = read_requests(folder / REQUESTS)
+    setting = Setting(
+        engine_args=args,
+        scheduler_args=scheduler_args,
+        num_blocks=blocks,
+        max_model_len=1024,
+        step_times=times,
+    )
+    run = Simulation(setting, shape(trace, Shape(), 0), block_length(trace)).run()
+    return report("simulated", run, "none", blocks * args.block_size)
+
+
+def compare(load: str, real: RunReport, other: RunReport) -> list[Case]:
+    """All figures of one load."""
+    pairs = {
+        "tokens per second": (real.tokens_per_s, other.tokens_per_s),
+        "time between tokens": (real.overall.inter_token.mean, other.overall.inter_token.mean),
+        "TTFT p50": (real.overall.ttft.p50, other.overall.ttft.p50),
+        "TTFT p99": (real.overall.ttft.p99, other.overall.ttft.p99),
+    }
+    return [Case(load, name, *pair) for name, pair in pairs.items()]
+
+
+def measure(
+    trace: Sequence[TraceRequest], seconds: float, num_seqs: int, blocks: int
+) -> list[Case]:
+    """Ask the real server, and let the simulator foretell each second traffic."""
+    cases: list[Case] = []
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        values = {
+            "speculative_config": "null",
+            "max_num_seqs": num_seqs,
+            "num_gpu_blocks_override": blocks,
+            "scheduler.record_dir": folder / "record",
+            "scheduler.max_queue_size": 100_000,
+            "scheduler.max_queue_bytes": 2**30,
+        }
+        settings = tuple(f"{name}={value}" for name, value in values.items())
+        server = stack.enter_context(running_server(settings=settings))
+        real = Server(server.grpc_url, folder / "record")
+        real.ask(traffic_of(trace, NUM_PROBED, 0.0, 0), 0, folder / "warm")
+        probe = real.ask(traffic_of(trace, NUM_PROBED, 0.0, 1), 1, folder / "probe")
+        most = capacity(probe)
+        print(f"{most:.1f} requests/s at most")
+        args = EngineArgs(model=str(DEMO_CHECKPOINT), max_num_seqs=num_seqs)
+        scheduler_args = SchedulerArgs(max_queue_size=100_000)
+        for number, share in enumerate((*LOADS, 0.0), start=1):
+            load = f"{share:.0%} of capacity" if share else AT_ONCE
+            rate = share * most
+            count = int(seconds * (rate or most))
+            parts = [
+                real.ask(
+                    traffic_of(trace, count, rate, 10 * number + one),
+                    10 * number + one,
+                    folder / f"{number}-{one}",
+                )
+                for one in range(2)
+            ]
+            times = StepTimes.fit(read_steps(parts[0] / STEPS))
+            truth = recorded(read_requests(parts[1] / REQUESTS))
+            assert truth is not None
+            foretold = simulated(parts[1], times, args, scheduler_args, blocks)
+            cases += compare(load, truth, foretold)
+            print(table(cases[-len(BARS) :]))
+    return cases
+
+
+def table(cases: Sequence[Case]) -> str:
+    """The cases as Markdown."""
+    return markdown_table(
+        ["load", "figure", "real", "simulated", "off by", "bar", "verdict"],
+        [
+            [
+                case.load,
+                case.figure,
+                f"{case.real:.4g}",
+                f"{case.simulated:.4g}",
+                f"{case.error:+.1%}",
+                f"{BARS[case.figure]:.0%}",
+                "met" if case.is_met else "missed",
+            ]
+            for case in cases
+        ],
+    )
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        default=Path("../shared/traces/tenants.jsonl.gz"),
+        metavar="FILE",
+        help=f"of whose requests those of up to {MAX_LENGTH} tokens are sent",
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of each traffic")
+    parser.add_argument("--rows", type=int, default=32, metavar="N", help="default: 32")
+    parser.add_argument("--blocks", type=int, default=4096, metavar="N", help="default: 4096")
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="default: results/DATE-simulator, beside this"
+    )
+    options = parser.parse_args()
+    stem = output_stem(options.output, "simulator")
+    about = circumstances("simulator_bench.py")
+    trace = [
+        one
+        for one in read_requests(options.trace)
+        if one.input_length + one.output_length <= MAX_LENGTH and one.output_length
+    ]
+    cases = measure(trace, options.seconds, options.rows, options.blocks)
+    print(table(cases))
+    worst = statistics.fmean(abs(case.error) for case in cases)
+    found = about | {"trace": options.trace.name, "mean_error": worst}
+    found["cases"] = [asdict(case) | {"is_met": case.is_met} for case in cases]
+    path = stem.with_name(f"{stem.name}.json")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""What is told of runs: numbers for each and for each class of requests, as tables and as JSON.
+
+Owns which numbers these are. Must not know how they came about.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from charonia.simulate.distribution import Distribution
+from charonia.simulate.simulator import Outcome, Served
+from charonia.traces import TraceRequest
+
+By = Literal["tenant", "priority", "none"]
+BY = ("tenant", "priority", "none")
+ALL = "all"
+RECORDED = "as recorded"
+MAX_CLASSES = 32
+_MISSING = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantiles:
+    """Of a time, in seconds; None of nothing."""
+
+    p50: float | None = None
+    p99: float | None = None
+    mean: float | None = None
+    longest: float | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Quantiles":
+        """Of these."""
+        if not values:
+            return cls()
+        p50, p99 = np.percentile(values, (50, 99))
+        return cls(p50=float(p50), p99=float(p99), mean=float(np.mean(values)), longest=max(values))
+
+    @classmethod
+    def of_distribution(cls, values: Distribution) -> "Quantiles":
+        """Of what is in the buckets."""
+        return cls(p50=values.quantile(0.5), p99=values.quantile(0.99), mean=values.mean)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassReport:
+    """What requests of one class got.
+
+    Attributes:
+        outcomes: how many ended how.
+        ttft, inter_token, total: to the first token, between tokens, to the end.
+        queue: to the first step.
+        attainment: share of those with a deadline that were finished by it; None without any.
+    """
+
+    name: str
+    num_requests: int
+    num_tokens: int
+    outcomes: dict[str, int]
+    ttft: Quantiles
+    inter_token: Quantiles
+    total: Quantiles
+    queue: Quantiles
+    attainment: float | None
+
+    @property
+    def num_finished(self) -> int:
+        """Requests that got all their tokens."""
+        return self.outcomes.get("stop", 0) + self.outcomes.get("length", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """What one run showed.
+
+    Attributes:
+        classes: the first is of all requests.
+        seconds: from the first arrival to the last end. utilization: share of them in steps.
+        mean_rows: of a step. hit_rate: of the prefix cache, by tokens.
+        service_difference: the greatest between two tenants that both had requests waiting, in
+            tokens (see `ServiceDifference`); service_bound: what fair shares keep it under; None
+            with one tenant.
+    """
+
+    name: str
+    classes: list[ClassReport]
+    seconds: float
+    utilization: float | None = None
+    mean_rows: float | None = None
+    num_preemptions: int | None = None
+    hit_rate: float | None = None
+    service_difference: float | None = None
+    service_bound: float | None = None
+
+    @property
+    def overall(self) -> ClassReport:
+        """Of all requests."""
+        return self.classes[0]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens."""
+        return self.overall.num_tokens / self.seconds if self.seconds else 0.0
+
+
+def report(name: str, outcome: Outcome, by: By, pool_tokens: int) -> RunReport:
+    """Sum up a run.
+
+    Args:
+        by: what makes a class of requests.
+        pool_tokens: that the KV cache holds.
+    """
+    inter_token: defaultdict[str, Distribution] = defaultdict(Distribution)
+    for (tenant, priority), times in outcome.inter_token.items():
+        inter_token[ALL].merge(times)
+        if by != "none":
+            inter_token[_class_name(by, tenant, priority)].merge(times)
+    members: defaultdict[str, list[Served]] = defaultdict(list)
+    for served in outcome.served:
+        members[ALL].append(served)
+        if by != "none":
+            members[_class_name(by, served.request.tenant, served.request.priority)].append(served)
+    names = [ALL, *sorted(members.keys() - {ALL}, key=lambda one: (-len(members[one]), one))]
+    classes = [
+        _class_report(one, members[one], inter_token[one]) for one in names[: MAX_CLASSES + 1]
+    ]
+    tenants = outcome.service.service
+    longest = max((one.request.input_length for one in outcome.served), default=0)
+    lightest = outcome.service.lightest
+    return RunReport(
+        name=name,
+        classes=classes,
+        seconds=outcome.seconds,
+        utilization=outcome.busy_s / outcome.seconds if outcome.seconds else 0.0,
+        mean_rows=outcome.mean_rows,
+        num_preemptions=outcome.num_preemptions,
+        hit_rate=outcome.hit_rate,
+        service_difference=outcome.service.greatest if len(tenants) > 1 else None,
+        service_bound=(
+            outcome.service.bound(longest, pool_tokens, lightest) if len(tenants) > 1 else None
+        ),
+    )
+
+
+def recorded(trace: Sequence[TraceRequest]) -> RunReport | None:
+    """Sum up what a trace says was measured; None where it says nothing."""
+    timed = [one for one in trace if one.ttft_ms is not None and one.total_ms is not None]
+    if not timed:
+        return None
+    inter_token = Distribution()
+    ends, ttft, total, queue = [], [], [], []
+    outcomes: defaultdict[str, int] = defaultdict(int)
+    for one in trace:
+        outcomes[one.outcome] += 1
+    for one in timed:
+        assert one.ttft_ms is not None
+        assert one.total_ms is not None
+        ttft.append(one.ttft_ms / 1000)
+        total.append(one.total_ms / 1000)
+        if one.queue_ms is not None:
+            queue.append(one.queue_ms / 1000)
+        ends.append(one.timestamp + one.total_ms)
+        if one.output_length > 1:
+            gap = (one.total_ms - one.ttft_ms) / 1000 / (one.output_length - 1)
+            inter_token.observe(gap, one.output_length - 1)
+    overall = ClassReport(
+        name=ALL,
+        num_requests=len(trace),
+        num_tokens=sum(one.output_length for one in trace),
+        outcomes=dict(outcomes),
+        ttft=Quantiles.of(ttft),
+        # Of the gaps themselves the trace knows the mean of each request alone.
+        inter_token=Quantiles(mean=inter_token.mean),
+        total=Quantiles.of(total),
+        queue=Quantiles.of(queue),
+        attainment=None,
+    )
+    seconds = (max(ends) - trace[0].timestamp) / 1000
+    return RunReport(name=RECORDED, classes=[overall], seconds=seconds)
+
+
+def _class_name(by: By, tenant: str, priority: int) -> str:
+    return f"priority {priority}" if by == "priority" else tenant or "(no tenant)"
+
+
+def _class_report(name: str, members: Sequence[Served], inter_token: Distribution) -> ClassReport:
+    outcomes: defaultdict[str, int] = defaultdict(int)
+    for one in members:
+        outcomes[one.outcome] += 1
+    due = [one for one in members if one.expires_at is not None]
+    in_time = sum(one.is_finished and one.ended_at <= (one.expires_at or 0) for one in due)
+    return ClassReport(
+        name=name,
+        num_requests=len(members),
+        num_tokens=sum(one.num_tokens for one in members),
+        outcomes=dict(outcomes),
+        ttft=_since_arrival(members, lambda one: one.first_token_at),
+        inter_token=Quantiles.of_distribution(inter_token),
+        total=_since_arrival(members, lambda one: one.ended_at if one.is_finished else None),
+        queue=_since_arrival(members, lambda one: one.started_at),
+        attainment=in_time / len(due) if due else None,
+    )
+
+
+def _since_arrival(members: Iterable[Served], when: Callable[[Served], float | None]) -> Quantiles:
+    times = ((when(one), one.arrived_at) for one in members)
+    return Quantiles.of([at - arrived_at for at, arrived_at in times if at is not None])
+
+
+# ---------------------------------------------------------------------- as text
+
+
+def tables(reports: Sequence[RunReport]) -> str:
+    """All runs as Markdown: what each did in all, and then what each class got."""
+    parts = ["## Runs", "", _runs_table(reports)]
+    if any(len(one.classes) > 1 for one in reports):
+        parts += ["", "## Classes", "", _classes_table(reports)]
+    return "\n".join(parts) + "\n"
+
+
+def _runs_table(reports: Sequence[RunReport]) -> str:
+    has_tenants = any(one.service_difference is not None for one in reports)
+    has_deadlines = any(one.overall.attainment is not None for one in reports)
+    header = [
+        "run",
+        "requests",
+        "finished",
+        "tokens/s",
+        "TTFT p50, s",
+        "p99",
+        "between tokens mean, ms",
+        "p50",
+        "p99",
+        "longest wait, s",
+        "engine busy",
+        "rows",
+        "preempted",
+        "cache hits",
+    ]
+    header += ["in time"] if has_deadlines else []
+    header += ["service difference", "bound"] if has_tenants else []
+    rows = []
+    for one in reports:
+        overall = one.overall
+        row = [
+            one.name,
+            f"{overall.num_requests:,}",
+            f"{overall.num_finished:,}",
+            f"{one.tokens_per_s:,.0f}",
+            _seconds(overall.ttft.p50),
+            _seconds(overall.ttft.p99),
+            *_times(overall),
+            _seconds(overall.queue.longest),
+            _share(one.utilization),
+            _MISSING if one.mean_rows is None else f"{one.mean_rows:.1f}",
+            _MISSING if one.num_preemptions is None else f"{one.num_preemptions:,}",
+            _share(one.hit_rate),
+        ]
+        row += [_share(overall.attainment)] if has_deadlines else []
+        row += [_count(one.service_difference), _count(one.service_bound)] if has_tenants else []
+        rows.append(row)
+    return _markdown(header, rows)
+
+
+def _classes_table(reports: Sequence[RunReport]) -> str:
+    header = ["run", "class", "requests", "finished", "tokens", "TTFT p50, s", "p99"]
+    header += ["between tokens mean, ms", "p50", "p99", "longest wait, s", "in time"]
+    rows = [
+        [
+            one.name,
+            part.name,
+            f"{part.num_requests:,}",
+            f"{part.num_finished:,}",
+            f"{part.num_tokens:,}",
+            _seconds(part.ttft.p50),
+            _seconds(part.ttft.p99),
+            *_times(part),
+            _seconds(part.queue.longest),
+            _share(part.attainment),
+        ]
+        for one in reports
+        for part in one.classes[1:]
+    ]
+    return _markdown(header, rows)
+
+
+def _times(part: ClassReport) -> list[str]:
+    times = part.inter_token
+    return [_milliseconds(times.mean), _milliseconds(times.p50), _milliseconds(times.p99)]
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _seconds(value: float | None) -> str:
+    return _MISSING if value is None else f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return _MISSING if value is None else _seconds(value * 1000)
+
+
+def _share(value: float | None) -> str:
+    return _MISSING if value is None else f"{value:.1%}"
+
+
+def _count(value: float | None) -> str:
+    return _MISSING if value is None else f"{value:,.0f}"

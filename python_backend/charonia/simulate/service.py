@@ -1,0 +1,112 @@
+"""How differently tenants were served while both had requests waiting.
+
+Owns the measure of fairness of Sheng et al. 2024 (arXiv 2401.00588, section 3): the service of a
+tenant is its prompts' tokens and, twice as dear, its generated ones, over its weight. Of two
+tenants that have requests waiting from one moment to another, the difference is that of what both
+got in between; the greatest of all pairs and moments is what their theorem 4.4 bounds.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import numpy as np
+
+INPUT_COST = 1.0
+OUTPUT_COST = 2.0
+MAX_TENANTS = 64
+"""More are not looked at: pairs are too many then."""
+
+
+class ServiceDifference:
+    """The greatest difference in service.
+
+    Args:
+        weight_of: of a tenant.
+
+    Attributes:
+        service: of each tenant, over its weight.
+    """
+
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
+        self._places: dict[str, int] = {}
+        self._num_waiting: defaultdict[str, int] = defaultdict(int)
+        self._backlogged = np.zeros(MAX_TENANTS, dtype=bool)
+        self._service = [0.0] * MAX_TENANTS  # of the machine's own numbers: they change often
+        shape = (MAX_TENANTS, MAX_TENANTS)
+        # Over the time for which both of a pair have been waiting: the extremes of the difference.
+        self._lowest, self._highest = np.zeros(shape), np.zeros(shape)
+        self._both = np.zeros(shape, dtype=bool)
+        self._greatest = np.zeros(shape)
+
+    @property
+    def greatest(self) -> float:
+        """The greatest difference, in tokens of weight 1; 0 where no two waited together."""
+        return float(self._greatest.max())
+
+    @property
+    def service(self) -> dict[str, float]:
+        """What each tenant got, over its weight."""
+        return {tenant: self._service[place] for tenant, place in self._places.items()}
+
+    @property
+    def lightest(self) -> float:
+        """The smallest weight of all tenants that there were."""
+        return min(map(self._weight_of, self._places), default=1.0)
+
+    def note_arrival(self, tenant: str) -> None:
+        """A request of a tenant waits."""
+        self._num_waiting[tenant] += 1
+        self._show(tenant)
+
+    def note_start(self, tenant: str) -> None:
+        """A request of a tenant waits no longer."""
+        self._num_waiting[tenant] -= 1
+        self._show(tenant)
+
+    def note_input(self, tenant: str, num_tokens: int) -> None:
+        """Prompt tokens of a tenant were computed."""
+        self._serve(tenant, INPUT_COST * num_tokens)
+
+    def note_output(self, tenant: str, num_tokens: int) -> None:
+        """Tokens of a tenant were generated."""
+        self._serve(tenant, OUTPUT_COST * num_tokens)
+
+    def look(self) -> None:
+        """Compare all pairs; once per step, after what it did was noted."""
+        num = len(self._places)
+        if num < 2:
+            return
+        part = slice(0, num)
+        backlogged, service = self._backlogged[part], np.array(self._service[part])
+        both = backlogged[:, None] & backlogged
+        difference = service[:, None] - service
+        begin = both & ~self._both[part, part]
+        lowest, highest = self._lowest[part, part], self._highest[part, part]
+        lowest[begin] = difference[begin]
+        highest[begin] = difference[begin]
+        np.minimum(lowest, difference, out=lowest, where=both)
+        np.maximum(highest, difference, out=highest, where=both)
+        greatest = self._greatest[part, part]
+        np.maximum(greatest, highest - lowest, out=greatest, where=both)
+        self._both[part, part] = both
+
+    def bound(self, longest_input: int, pool_tokens: int, lightest: float = 1.0) -> float:
+        """What virtual token counters keep it under, of that theorem, with weights."""
+        return 2 * max(INPUT_COST * longest_input, OUTPUT_COST * pool_tokens) / lightest
+
+    def _place(self, tenant: str) -> int | None:
+        place = self._places.get(tenant)
+        if place is None and len(self._places) < MAX_TENANTS:
+            place = self._places[tenant] = len(self._places)
+        return place
+
+    def _show(self, tenant: str) -> None:
+        place = self._place(tenant)
+        if place is not None:
+            self._backlogged[place] = self._num_waiting[tenant] > 0
+
+    def _serve(self, tenant: str, cost: float) -> None:
+        place = self._places.get(tenant)
+        if place is not None:
+            self._service[place] += cost / self._weight_of(tenant)

@@ -1,0 +1,398 @@
+"""One run: traffic through the real control plane, and what became of each request.
+
+Owns the loop, and the notes on each request. Must not know how the traffic was made, nor what is
+told of it. The loop does what `engine.core` does between the real one's clients and its engine, on
+the same parts: the limits at the door, time limits, and the replica with its scheduler.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.control import Request, Update
+from charonia.engine.admission import GenerationRequest, admit, seeds_of
+from charonia.engine.core import RESULT_WAIT_S
+from charonia.engine.deadlines import Deadlines
+from charonia.engine.gate import Gate, check_queue
+from charonia.engine.metrics import Metrics
+from charonia.engine.replica import Replica
+from charonia.engine.tenants import Tenants
+from charonia.errors import CharoniaError, RequestTimeoutError
+from charonia.protocol import EngineInfo, KVLayout, SamplingParams
+from charonia.simulate.distribution import Distribution
+from charonia.simulate.engine import (
+    EOS_ID,
+    FIRST_OWN_ID,
+    VOCAB_SIZE,
+    SimulatedExecutor,
+    VirtualClock,
+)
+from charonia.simulate.service import ServiceDifference
+from charonia.simulate.step_times import StepClock, StepTimes
+from charonia.simulate.workload import Arrival
+from charonia.traces import TraceRequest
+
+MAX_SAMPLES = 500
+_ROUND = 0x9E3779B97F4A7C15  # keeps the ids of one round of the trace from those of another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What serves the traffic.
+
+    Attributes:
+        num_blocks: of the KV cache. max_model_len: tokens of a request, prompt and output.
+        tenants_file: as the scheduler's; None has all tenants alike.
+    """
+
+    engine_args: EngineArgs
+    scheduler_args: SchedulerArgs
+    num_blocks: int
+    max_model_len: int
+    step_times: StepTimes
+    seed: int = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the simulated engine says of itself."""
+        args = self.engine_args
+        layout = KVLayout(
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            block_size=args.block_size,
+            dtype="none",
+            bytes_per_block=0,
+        )
+        return EngineInfo(
+            epoch=0,
+            pids=[],
+            num_blocks=self.num_blocks,
+            kv=layout,
+            max_model_len=self.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS_ID],
+            architecture="simulated",
+            dtype="none",
+            device="simulated",
+            num_parameters=0,
+            num_stages=args.pipeline_parallel_size,
+        )
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request. Times are in seconds; None where it did not come to that.
+
+    Attributes:
+        num_tokens: that it got. outcome: "stop", "length" or the kind of the error.
+        expires_at: its deadline.
+    """
+
+    request: TraceRequest
+    arrived_at: float
+    expires_at: float | None = None
+    started_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    ended_at: float = 0.0
+    num_tokens: int = 0
+    outcome: str = ""
+
+    def milliseconds_to(self, when: float | None) -> float | None:
+        """From its arrival on."""
+        return None if when is None else round((when - self.arrived_at) * 1000, 3)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it got all its tokens."""
+        return self.outcome in ("stop", "length")
+
+
+class Sample(NamedTuple):
+    """How full everything was at a moment; blocks as a share of the pool."""
+
+    at: float
+    num_running: int
+    num_waiting: int
+    used_blocks: float
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """All of a run.
+
+    Attributes:
+        inter_token: seconds between a request's tokens, by tenant and priority.
+        seconds: from the first arrival to the last end. busy_s: of these, in steps.
+        num_steps, mean_rows: of the engine. num_preemptions: of running requests.
+        hit_rate: share of prompt tokens that the prefix cache had.
+        service: see `ServiceDifference`.
+    """
+
+    served: list[Served]
+    inter_token: dict[tuple[str, int], Distribution]
+    samples: list[Sample]
+    seconds: float
+    busy_s: float
+    num_steps: int
+    mean_rows: float
+    num_preemptions: int
+    hit_rate: float
+    service: ServiceDifference
+
+    def as_trace(self) -> Iterator[TraceRequest]:
+        """The requests as a trace, each with what became of it."""
+        for one in self.served:
+            yield replace(
+                one.request,
+                timestamp=one.arrived_at * 1000,
+                outcome=one.outcome,
+                queue_ms=one.milliseconds_to(one.started_at),
+                ttft_ms=one.milliseconds_to(one.first_token_at),
+                total_ms=one.milliseconds_to(one.ended_at),
+            )
+
+
+class Simulation:
+    """Runs traffic through one setting.
+
+    Args:
+        arrivals: in the order of their times. block_length: tokens of the blocks with ids.
+        input_lengths, sample_every_s: see `simulate`.
+
+    Raises:
+        ConfigError: the setting contradicts itself.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        arrivals: Iterator[Arrival],
+        block_length: int,
+        *,
+        sample_every_s: float = 0.0,
+    ) -> None:
+        args, info = setting.scheduler_args, setting.info
+        self._arrivals = arrivals
+        self._block_length = block_length
+        self._next = next(arrivals, None)
+        self._clock = VirtualClock()
+        self._next_seed = seeds_of(setting.seed)
+        self._deadlines = Deadlines()
+        path = None if args.tenants_file is None else Path(args.tenants_file)
+        tenants = Tenants(path, has_shares=args.fair_share, log=_no_log)
+        self._gate = Gate(tenants, args.max_queue_tokens)
+        self._max_queue_size = args.max_queue_size
+        self._metrics = Metrics()
+        self._served: list[Served] = []
+        self._live: dict[str, Served] = {}
+        self._admitted: dict[str, Request] = {}  # that have not started
+        self._engine = SimulatedExecutor(
+            info, StepClock(setting.step_times, setting.seed), self._clock, self._output_length
+        )
+        self._replica = Replica(
+            self._engine,
+            setting.engine_args,
+            args,
+            metrics=self._metrics,
+            fail=self._fail,
+            on_started=self._note_started,
+            weight_of=tenants.weight_of,
+            clock=self._clock,
+            log=_no_log,
+            read_args=None,
+            wake=lambda: None,
+        )
+        self._info = info
+        self._inter_token: dict[tuple[str, int], Distribution] = {}
+        self._service = ServiceDifference(tenants.weight_of)
+        self._samples: list[Sample] = []
+        self._sample_every_s = sample_every_s
+
+    def run(self, on_end: Callable[[], None] = lambda: None) -> Outcome:
+        """Serve all of the traffic.
+
+        Args:
+            on_end: called at the end of each request.
+        """
+        self._on_end = on_end
+        replica, clock = self._replica, self._clock
+        replica.follow()  # the engine is there before the first request
+        while self._next is not None or self._live:
+            self._take_arrivals()
+            self._expire()
+            replica.fill()
+            if replica.is_busy:
+                self._take(replica.collect(RESULT_WAIT_S))
+            elif self._live:  # they wait for a time limit
+                clock.now += RESULT_WAIT_S
+            elif self._next is not None:
+                clock.advance_to(self._next.at)
+        return self._outcome()
+
+    # ------------------------------------------------------------------ requests come
+
+    def _output_length(self, number: int) -> int:
+        return self._served[number].request.output_length
+
+    def _take_arrivals(self) -> None:
+        now = self._clock.now
+        while self._next is not None and self._next.at <= now:
+            arrival, self._next = self._next, next(self._arrivals, None)
+            self._arrive(arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        request, number = arrival.request, len(self._served)
+        served = Served(request, arrival.at)
+        self._served.append(served)
+        wanted = GenerationRequest(
+            key=str(number),
+            prompt_ids=_prompt(arrival, number, self._block_length),
+            params=SamplingParams(
+                max_tokens=request.max_tokens,
+                ignore_eos=request.max_tokens == request.output_length,
+                seed=number,
+                tenant=request.tenant,
+                priority=request.priority,
+                deadline_ms=request.deadline_ms or None,
+            ),
+        )
+        if request.deadline_ms:
+            served.expires_at = arrival.at + request.deadline_ms / 1000
+        try:
+            self._let_in(wanted, arrival.at)
+        except CharoniaError as error:
+            self._note_end(served, error.kind)
+
+    def _let_in(self, wanted: GenerationRequest, at: float) -> None:
+        limits, key = self._replica.limits, wanted.key
+        limits.check_prompt(len(wanted.prompt_ids))
+        check_queue(len(self._live), self._max_queue_size, limits.max_num_seqs)
+        self._gate.enter(wanted, at)
+        served = self._live[key] = self._served[int(key)]
+        try:
+            admitted = admit(wanted, self._info, limits, at, self._next_seed)
+            self._replica.add(admitted)
+            self._admitted[key] = admitted
+        except CharoniaError:
+            self._forget(key)
+            raise
+        self._service.note_arrival(served.request.tenant)
+        if served.expires_at is not None:
+            self._deadlines.add(key, served.expires_at)
+
+    def _expire(self) -> None:
+        for key, _ in self._deadlines.take_due(self._clock.now):
+            self._replica.finish(key)
+            self._fail(key, RequestTimeoutError("Request timeout expired"))
+
+    # ------------------------------------------------------------------ and go
+
+    def _note_started(self, key: str) -> None:
+        self._gate.note_started(key)
+        served, admitted = self._live[key], self._admitted.pop(key)
+        served.started_at = self._clock.now
+        self._service.note_start(admitted.tenant)
+        self._service.note_input(admitted.tenant, admitted.num_prompt - admitted.num_cached)
+
+    def _take(self, updates: list[Update]) -> None:
+        """Note what a step committed."""
+        now, live = self._clock.now, self._live
+        for update in updates:
+            num_new = len(update.token_ids)
+            served = live[update.request.key]
+            request = served.request
+            if served.first_token_at is None:
+                served.first_token_at = now
+            else:
+                times = self._inter_token.get((request.tenant, request.priority))
+                if times is None:
+                    times = Distribution()
+                    self._inter_token[request.tenant, request.priority] = times
+                times.observe(now - served.last_token_at, num_new)
+            served.last_token_at = now
+            served.num_tokens += num_new
+            self._service.note_output(request.tenant, num_new)
+            if update.finish_reason is not None:
+                self._forget(update.request.key)
+                self._note_end(served, update.finish_reason)
+        self._service.look()
+        self._sample(now)
+
+    def _fail(self, key: str, error: CharoniaError) -> None:
+        served = self._live[key]
+        if served.started_at is None:
+            self._service.note_start(served.request.tenant)
+        self._replica.finish(key)
+        self._forget(key)
+        self._note_end(served, error.kind)
+
+    def _forget(self, key: str) -> None:
+        del self._live[key]
+        self._admitted.pop(key, None)
+        self._gate.leave(key)
+        self._deadlines.remove(key)
+
+    def _note_end(self, served: Served, outcome: str) -> None:
+        served.ended_at = max(self._clock.now, served.arrived_at)
+        served.outcome = outcome
+        self._on_end()
+
+    # ------------------------------------------------------------------ what is told of it
+
+    def _sample(self, now: float) -> None:
+        """Note how full everything is; half of the samples are dropped when there are too many."""
+        if self._samples and now < self._samples[-1].at + self._sample_every_s:
+            return
+        replica = self._replica
+        replica.show_metrics()
+        used = self._metrics.gauges["charonia_kv_blocks", "used"] / (self._info.num_blocks - 1)
+        self._samples.append(Sample(now, replica.num_running, replica.num_waiting, used))
+        if len(self._samples) >= 2 * MAX_SAMPLES:
+            self._samples = self._samples[::2]
+            self._sample_every_s = (now - self._samples[0].at) / MAX_SAMPLES
+
+    def _outcome(self) -> Outcome:
+        self._replica.show_metrics()
+        counters, engine = self._metrics.counters, self._engine
+        queried = counters["charonia_prefix_cache_queried_tokens_total", ""]
+        hits = counters["charonia_prefix_cache_hit_tokens_total", ""]
+        first = self._served[0].arrived_at if self._served else 0.0
+        return Outcome(
+            served=self._served,
+            inter_token=self._inter_token,
+            samples=self._samples,
+            seconds=self._clock.now - first,
+            busy_s=engine.busy_s,
+            num_steps=engine.num_steps,
+            mean_rows=engine.num_rows / max(1, engine.num_steps),
+            num_preemptions=int(counters["charonia_preemptions_total", ""]),
+            hit_rate=hits / max(1.0, queried),
+            service=self._service,
+        )
+
+
+def _prompt(arrival: Arrival, number: int, block_length: int) -> list[int]:
+    """Tokens that are the same where the blocks' ids are, and in the same round of the trace.
+
+    All tokens of a block are one number: only whether two blocks are equal matters here.
+    """
+    request, prompt_ids = arrival.request, list[int]()
+    for hash_id in request.hash_ids:
+        shared = (hash_id + arrival.round * _ROUND) % FIRST_OWN_ID
+        prompt_ids += [shared] * block_length
+    del prompt_ids[request.input_length :]
+    own = FIRST_OWN_ID + number  # that no other request has
+    prompt_ids += [own] * (request.input_length - len(prompt_ids))
+    return prompt_ids
+
+
+def _no_log(line: str) -> None:
+    """The simulated engine has nothing to say."""

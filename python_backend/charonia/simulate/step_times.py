@@ -1,0 +1,292 @@
+"""How long steps take: constants, or a fit to an engine's own record.
+
+Owns the model of a step's time, its file and its fit. Must not know plans or requests.
+
+    seconds = curve(tokens) + row * rows + context * cached tokens read + pair * (query, key) pairs
+
+The curve is linear between its points. On a GPU it is flat while the weights are what has to be
+read, and rises by the tokens' arithmetic behind that.
+"""
+
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from charonia.errors import ConfigError
+from charonia.traces import StepRecord, StepWork, read_steps
+
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SECONDS = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)(s|ms|us|ns)")
+_CONSTANTS = {
+    "step": "seconds of a step, whatever is in it",
+    "token": "more for each token",
+    "row": "more for each request",
+    "context": "more for each cached token that is read",
+    "pair": "more for each query and key",
+    "gap": "between two steps of which one waited in the engine",
+    "transit": "to the engine and back",
+    "host": "from a result to the next plan's sending",
+    "host_row": "more of that for each request",
+}
+Numbers = npt.NDArray[np.float64]
+_MIN_RECORDS = 50
+_NUM_QUANTILES = 101
+_SAME_SIZE = 4  # times as many tokens are another size
+_MAX_RESIDUAL = 3.0  # times as long as predicted, or as short: no part of the second fit
+_MAX_PAUSE_S = 1.0  # what lies longer between two steps is not the scheduler's work
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model of the time of steps, in seconds.
+
+    Attributes:
+        curve: (tokens, seconds), ascending in both; the last two points give the slope beyond.
+        row, context, pair: more for each of these, see `StepWork`.
+        gap, transit, host, host_row: beside the engine's own time, see `--step-times` of
+            `charonia simulate`.
+        noise: for steps of at least so many tokens, quantiles of measured by predicted time, evenly
+            spaced from 0 to 1; none for none.
+    """
+
+    curve: list[tuple[int, float]]
+    row: float = 0.0
+    context: float = 0.0
+    pair: float = 0.0
+    gap: float = 0.0
+    transit: float = 0.0
+    host: float = 0.0
+    host_row: float = 0.0
+    noise: list[tuple[int, list[float]]] = []
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.curve]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise ValueError("the points of curve must have ascending numbers of tokens")
+        if min(seconds for _, seconds in self.curve) < 0 or self.of(StepWork(1, 1, 1, 1)) <= 0:
+            raise ValueError("a step must take longer than 0 s")
+
+    @classmethod
+    def load(cls, text: str) -> "StepTimes":
+        """Read what `--step-times` says: constants, a file of this model, or a record of steps.
+
+        Raises:
+            ConfigError: it is none of these, with the reason.
+        """
+        if "=" in text and not Path(text).exists():
+            return cls._of_constants(text)
+        path = Path(text)
+        if path.name.removesuffix(".gz").endswith(".jsonl"):
+            return cls.fit(read_steps(path))
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path.name}: {error}") from None
+
+    @classmethod
+    def fit(cls, records: Sequence[StepRecord]) -> "StepTimes":
+        """Fit the model to what steps took, by least squares of the relative errors.
+
+        Steps with drafts are left out: what drafting takes is not in the model.
+
+        Raises:
+            ConfigError: there are too few steps.
+        """
+        plain = [one for one in records if not one.num_drafts and one.seconds > 0]
+        if len(plain) < _MIN_RECORDS:
+            raise ConfigError(
+                f"{len(plain)} steps without drafts are too few to learn their times from; at"
+                f" least {_MIN_RECORDS} are needed"
+            )
+        knots = _knots([one.num_tokens for one in plain])
+        features = np.array([_features(one.work, knots) for one in plain])
+        seconds = np.array([one.seconds for one in plain])
+        kept = np.ones(len(plain), dtype=bool)
+        for _ in range(2):  # the second time without what was interrupted
+            found = _non_negative_fit(features[kept], seconds[kept])
+            ratio = seconds / np.maximum(features @ found, 1e-9)
+            kept = (ratio < _MAX_RESIDUAL) & (ratio > 1 / _MAX_RESIDUAL)
+        curve = np.maximum.accumulate(np.maximum(found[: len(knots)], seconds.min() / 1000))
+        fitted = cls(
+            curve=[(int(k), float(s)) for k, s in zip(knots, curve, strict=True)],
+            context=float(found[-2]),
+            pair=float(found[-1]),
+            noise=_noise([one.num_tokens for one in plain], seconds, features @ found),
+        )
+        return replace(fitted, **_around(records))
+
+    def of(self, work: StepWork) -> float:
+        """Seconds of a step in the engine, without noise."""
+        return (
+            self._at(work.num_tokens)
+            + self.row * work.num_rows
+            + self.context * work.num_context
+            + self.pair * work.num_pairs
+        )
+
+    def _at(self, num_tokens: int) -> float:
+        curve = self.curve
+        if len(curve) == 1:
+            return curve[0][1]
+        place = bisect_right(curve, num_tokens, key=lambda point: point[0])
+        place = min(max(place, 1), len(curve) - 1)
+        (low, low_s), (high, high_s) = curve[place - 1], curve[place]
+        return max(0.0, low_s + (num_tokens - low) * (high_s - low_s) / (high - low))
+
+    @classmethod
+    def _of_constants(cls, text: str) -> "StepTimes":
+        values = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            match = _SECONDS.fullmatch(value.strip())
+            if name.strip() not in _CONSTANTS or match is None:
+                accepted = ", ".join(_CONSTANTS)
+                raise ConfigError(
+                    f"--step-times: {part!r} is no constant; accepted are {accepted}, each as a"
+                    " number with its unit (s, ms, us or ns), for example step=8ms,token=25us"
+                )
+            values[name.strip()] = float(match[1]) * _UNITS[match[2]]
+        step, token = values.pop("step", 0.0), values.pop("token", 0.0)
+        curve = [(0, step), (1, step + token)]
+        if step + token <= 0:
+            raise ConfigError("--step-times: a step must take longer than 0 s; give step or token")
+        return replace(cls(curve=curve), **values)
+
+
+class StepClock:
+    """The times of one simulation's steps.
+
+    Args:
+        seed: of the noise.
+    """
+
+    def __init__(self, times: StepTimes, seed: int) -> None:
+        self._times = times
+        self._drawn = random.Random(seed)
+        self._sizes = [size for size, _ in times.noise]
+        self.gap_s = times.gap
+        self.transit_s = times.transit
+
+    def seconds(self, work: StepWork) -> float:
+        """Of the next step, in the engine."""
+        seconds = self._times.of(work)
+        if self._sizes:
+            place = bisect_right(self._sizes, work.num_tokens) - 1
+            seconds *= self._drawn.choice(self._times.noise[max(place, 0)][1])
+        return seconds
+
+    def host_s(self, num_rows: int) -> float:
+        """Until a plan of so many rows is sent."""
+        return self._times.host + self._times.host_row * num_rows
+
+
+def _knots(sizes: Sequence[int]) -> list[int]:
+    """Numbers of tokens between which the curve is linear: powers of two where steps were seen."""
+    least, most = min(sizes), max(sizes)
+    powers = [2**n for n in range(32) if least < 2**n < most]
+    seen = np.asarray(sizes)
+    used = [n for n in powers if np.sum((seen > n / 1.5) & (seen < n * 1.5)) >= 5]
+    return [least, *used, most] if most > least else [least]
+
+
+def _noise(
+    sizes: Sequence[int], seconds: Numbers, predicted: Numbers
+) -> list[tuple[int, list[float]]]:
+    """How steps of similar size scatter; on average each takes as long as such steps took."""
+    order = np.argsort(sizes, kind="stable")
+    found, first = [], 0
+    while first < len(order):
+        least = sizes[order[first]]
+        last = first
+        while last < len(order) and (
+            last - first < _MIN_RECORDS or sizes[order[last]] < _SAME_SIZE * least
+        ):
+            last += 1
+        if len(order) - last < _MIN_RECORDS:
+            last = len(order)
+        part = order[first:last]
+        ratio = seconds[part] / np.maximum(predicted[part], 1e-9)
+        quantiles = np.quantile(ratio, np.linspace(0, 1, _NUM_QUANTILES))
+        quantiles *= seconds[part].sum() / predicted[part].sum() / quantiles.mean()
+        found.append((int(least), [float(value) for value in quantiles]))
+        first = last
+    return found
+
+
+def _features(work: StepWork, knots: Sequence[int]) -> list[float]:
+    """What the model is linear in: the share of each knot, and the cached tokens and pairs."""
+    shares = [0.0] * len(knots)
+    place = bisect_right(knots, work.num_tokens)
+    if place == len(knots):
+        shares[-1] = 1.0
+    else:
+        low, high = knots[place - 1], knots[place]
+        shares[place] = (work.num_tokens - low) / (high - low)
+        shares[place - 1] = 1.0 - shares[place]
+    return [*shares, float(work.num_context), float(work.num_pairs)]
+
+
+def _non_negative_fit(features: Numbers, seconds: Numbers) -> Numbers:
+    """Least squares of relative errors; a coefficient that would be negative is 0.
+
+    By leaving out the most negative one, again and again: not always the optimum of Lawson and
+    Hanson (1974, "Solving Least Squares Problems", chapter 23), but no worse than the data.
+    """
+    found = np.zeros(features.shape[1])
+    used = list(np.flatnonzero(features.any(axis=0)))
+    weighted = features / seconds[:, None]
+    scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
+    ones = np.ones(len(seconds))
+    while used:
+        solution = np.linalg.lstsq(weighted[:, used] / scale[used], ones, rcond=None)[0]
+        if solution.min() >= 0:
+            found[used] = solution / scale[used]
+            break
+        used.pop(int(solution.argmin()))
+    return found
+
+
+def _around(records: Sequence[StepRecord]) -> dict[str, float]:
+    """What lies around the engine's own time: gap, transit, and the host's work by rows."""
+    gaps, transits, hosts = [], [], []
+    for before, step in pairwise(records):
+        if step.submitted_at <= before.ended_at:
+            gaps.append(step.ended_at - before.ended_at - step.seconds)
+            continue
+        transits.append(step.ended_at - step.submitted_at - step.seconds)
+        pause = step.submitted_at - before.ended_at
+        if step.num_rows > step.num_joins and pause < _MAX_PAUSE_S:
+            hosts.append((step.num_rows, pause))
+    host, host_row = _line(hosts)
+    return {
+        "gap": _mean(gaps),
+        "transit": _mean(transits),
+        "host": host,
+        "host_row": host_row,
+    }
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds at no row, and per row, both not negative."""
+    if not points:
+        return 0.0, 0.0
+    rows, seconds = np.array(points).T
+    features = np.stack([np.ones_like(rows), rows], axis=1)
+    base, slope = _non_negative_fit(features, np.maximum(seconds, 1e-9))
+    return float(base), float(slope)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean, at least 0: a result that is seen late makes the next one seem early."""
+    kept = [value for value in values if value < _MAX_PAUSE_S]
+    return max(0.0, fmean(kept)) if kept else 0.0

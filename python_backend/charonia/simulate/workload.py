@@ -1,0 +1,164 @@
+"""The traffic of a simulation: a trace as it was, faster, longer, or with arrivals of another kind.
+
+Owns when each request comes and what it is. Must not know what becomes of it. Everything that is
+drawn is drawn from a seed.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from itertools import cycle, islice
+from typing import Literal
+
+from msgspec.structs import replace
+
+from charonia.errors import ConfigError
+from charonia.traces import TraceRequest
+
+Arrivals = Literal["trace", "poisson", "bursty"]
+ARRIVALS = ("trace", "poisson", "bursty")
+ADVERSARY = "adversary"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is made of a trace.
+
+    Attributes:
+        num_requests: of the trace, which begins anew with other prompts where it ends; None is all
+            of it, once.
+        rate: requests per second on average; None is the trace's.
+        arrivals: "trace", at the times of the trace; "poisson", with exponential times between
+            them; "bursty", with times between them from a gamma distribution.
+        burstiness: of the last, their coefficient of variation; 1 is Poisson's.
+        num_tenants, num_priorities: spread by chance over the requests, in place of the trace's;
+            the first tenant has as many requests as all later ones together, and so on.
+        deadline_ms: from which to which a deadline is drawn, in place of the trace's.
+        max_tokens: generated tokens that are asked for, where the trace does not say it; None is
+            as many as there were.
+        adversary: share of the requests that a tenant of this name sends at once, as the longest
+            of the trace, when a quarter of the time is over.
+    """
+
+    num_requests: int | None = None
+    rate: float | None = None
+    arrivals: Arrivals = "trace"
+    burstiness: float = 4.0
+    num_tenants: int | None = None
+    num_priorities: int | None = None
+    deadline_ms: tuple[int, int] | None = None
+    max_tokens: int | None = None
+    adversary: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that comes.
+
+    Attributes:
+        at: seconds. round: how often the trace had begun anew; its prompts are others each time.
+    """
+
+    at: float
+    request: TraceRequest
+    round: int
+
+
+def shape(trace: Sequence[TraceRequest], wanted: Shape, seed: int) -> Iterator[Arrival]:
+    """Make the traffic, in the order of its times."""
+    count = wanted.num_requests or len(trace)
+    num_adverse = round(count * wanted.adversary)
+    count -= num_adverse
+    drawn = random.Random(seed)
+    outputs = [one.output_length for one in trace if one.output_length] or [1]
+    regular = (
+        _dressed(one, wanted, outputs, drawn) for one in _regular(trace, wanted, count, drawn)
+    )
+    if not num_adverse:
+        return regular
+    longest = sorted(trace, key=lambda one: one.input_length)[-max(1, len(trace) // 10) :]
+    strikes_at = count / (wanted.rate or rate_of(trace)) / 4
+    other = random.Random(f"{seed} {ADVERSARY}")
+    adverse = (
+        _dressed(Arrival(strikes_at, one, round_number), wanted, outputs, other, ADVERSARY)
+        for one, round_number in _rounds(longest, num_adverse)
+    )
+    return merge(regular, adverse, key=lambda arrival: arrival.at)
+
+
+def rate_of(trace: Sequence[TraceRequest]) -> float:
+    """Requests per second.
+
+    Raises:
+        ConfigError: all come at the same time.
+    """
+    seconds = (trace[-1].timestamp - trace[0].timestamp) / 1000
+    if seconds <= 0:
+        raise ConfigError("all requests of the trace come at the same time; give a rate")
+    return len(trace) / seconds
+
+
+def _regular(
+    trace: Sequence[TraceRequest], wanted: Shape, count: int, drawn: random.Random
+) -> Iterator[Arrival]:
+    """Requests at their times, as the trace has them."""
+    begins = trace[0].timestamp
+    if wanted.arrivals == "trace":
+        factor = rate_of(trace) / wanted.rate if wanted.rate else 1.0
+        period = len(trace) / rate_of(trace) if count > len(trace) else 0.0
+        for request, round_number in _rounds(trace, count):
+            at = (request.timestamp - begins) / 1000 + round_number * period
+            yield Arrival(at * factor, request, round_number)
+        return
+    mean = 1 / (wanted.rate or rate_of(trace))
+    variation = wanted.burstiness**2 if wanted.arrivals == "bursty" else 1.0
+    at = 0.0
+    for request, round_number in _rounds(trace, count):
+        yield Arrival(at, request, round_number)
+        at += drawn.gammavariate(1 / variation, mean * variation)
+
+
+def _rounds(trace: Sequence[TraceRequest], count: int) -> Iterator[tuple[TraceRequest, int]]:
+    numbered = enumerate(islice(cycle(trace), count))
+    return ((request, number // len(trace)) for number, request in numbered)
+
+
+def _dressed(
+    arrival: Arrival,
+    wanted: Shape,
+    outputs: Sequence[int],
+    drawn: random.Random,
+    tenant: str | None = None,
+) -> Arrival:
+    """The same request with what is not the trace's; `tenant` is whose it is in any case."""
+    request = arrival.request
+    # One that was refused would have had an output like others'.
+    length = request.output_length or drawn.choice(outputs)
+    max_tokens = max(length, request.max_tokens or wanted.max_tokens or length)
+    priority, deadline_ms = request.priority, request.deadline_ms
+    if tenant is None:
+        tenant = request.tenant
+        if wanted.num_tenants is not None:
+            tenant = f"tenant-{_halving(wanted.num_tenants, drawn)}"
+    if wanted.num_priorities is not None:
+        priority = drawn.randrange(wanted.num_priorities)
+    if wanted.deadline_ms is not None:
+        deadline_ms = drawn.randint(*wanted.deadline_ms)
+    request = replace(
+        request,
+        output_length=length,
+        max_tokens=max_tokens,
+        tenant=tenant,
+        priority=priority,
+        deadline_ms=deadline_ms,
+    )
+    return Arrival(arrival.at, request, arrival.round)
+
+
+def _halving(count: int, drawn: random.Random) -> int:
+    """0 as often as all greater numbers together, and so on."""
+    for number in range(count - 1):
+        if drawn.random() < 0.5:
+            return number
+    return count - 1
