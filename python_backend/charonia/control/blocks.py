@@ -21,7 +21,7 @@ class BlockHasher:
     """
 
     def __init__(self, secret: bytes, block_size: int) -> None:
-        self._secret = secret
+        self._keyed = blake2b(digest_size=KEY_BYTES, key=secret)
         self._block_size = block_size
 
     def extend(self, keys: list[bytes], token_ids: Sequence[int], scope: bytes) -> None:
@@ -30,8 +30,13 @@ class BlockHasher:
         `scope` enters the first block's key, and through the chain every later one.
         """
         size = self._block_size
-        for start in range(len(keys) * size, len(token_ids) - size + 1, size):
-            parent = keys[-1] if keys else b"\0" * KEY_BYTES + scope
-            tokens = array("q", token_ids[start : start + size]).tobytes()
-            digest = blake2b(parent + tokens, digest_size=KEY_BYTES, key=self._secret)
-            keys.append(digest.digest())
+        start = len(keys) * size
+        tokens = array("q", token_ids[start : len(token_ids) // size * size])
+        data = tokens.tobytes()
+        num_bytes = size * tokens.itemsize
+        parent = keys[-1] if keys else b"\0" * KEY_BYTES + scope
+        for first in range(0, len(data), num_bytes):
+            block = self._keyed.copy()  # the key's own block is compressed once for all
+            block.update(parent + data[first : first + num_bytes])
+            parent = block.digest()
+            keys.append(parent)

@@ -1,0 +1,214 @@
+"""Compare all policies on traffic of all kinds, in the simulator.
+
+    python loadtests/policy_bench.py --traces ../shared/traces         # 100,000 requests each
+    python loadtests/policy_bench.py --requests 2000 --traffic bursty  # a quick look
+
+The engine is a model: steps of 8 ms and 20 us per token, 256 rows, 4,096 tokens a step, a KV cache
+of 3 million tokens, in blocks of 128 because the blocks are the simulator's own work. Each traffic
+comes a tenth faster than that engine serves it when all requests are there at once. Every request
+has one of three priorities and a deadline; where the trace has no tenants, five share it.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from tqdm import tqdm
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.simulate.report import RunReport, report, tables
+from charonia.simulate.simulator import Setting, Simulation
+from charonia.simulate.step_times import StepTimes
+from charonia.simulate.workload import ADVERSARY, Shape, shape
+from charonia.traces import TraceRequest, block_length, read_requests
+from record import circumstances, output_stem
+
+STEP_TIMES = "step=8ms,token=20us,context=1ns,host=1ms,transit=0.5ms,gap=0.2ms"
+NUM_ROWS, BUDGET, BLOCK_SIZE, KV_TOKENS = 256, 4096, 128, 3_000_000
+LOAD = 1.1
+NUM_PROBED = 2000
+POLICIES = {
+    "fcfs": ("fcfs", False),
+    "priority": ("priority", False),
+    "deadline": ("deadline", False),
+    "fair": ("fcfs", True),
+    "fair+priority": ("priority", True),
+    "fair+deadline": ("deadline", True),
+}
+COMMON = Shape(num_priorities=3, deadline_ms=(10_000, 120_000))
+FIVE = replace(COMMON, num_tenants=5)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A trace, and what is made of it. `num_requests`: at most, where they are long."""
+
+    trace: str
+    shape: Shape
+    num_requests: int | None = None
+
+
+TRAFFIC = {
+    "conversation": Traffic("conversation.jsonl.gz", FIVE),
+    "agents": Traffic("agents.jsonl.gz", FIVE, 20_000),
+    "tenants": Traffic("tenants.jsonl.gz", COMMON),
+    "azure_code": Traffic("azure_code.csv.gz", FIVE),
+    "poisson": Traffic("tenants.jsonl.gz", replace(COMMON, arrivals="poisson")),
+    "bursty": Traffic("tenants.jsonl.gz", replace(COMMON, arrivals="bursty")),
+    "adversarial": Traffic("tenants.jsonl.gz", replace(COMMON, arrivals="poisson", adversary=0.1)),
+}
+
+
+def setting_of(policy: str, trace: Sequence[TraceRequest], seed: int) -> Setting:
+    """The modelled engine under a policy."""
+    scheduling_policy, fair_share = POLICIES[policy]
+    longest = max(one.input_length + one.output_length for one in trace)
+    return Setting(
+        engine_args=EngineArgs(
+            model="simulated",
+            max_num_seqs=NUM_ROWS,
+            max_num_batched_tokens=BUDGET,
+            block_size=BLOCK_SIZE,
+            scheduling_policy=scheduling_policy,
+            enable_prefix_caching=any(one.hash_ids for one in trace),
+        ),
+        scheduler_args=SchedulerArgs(fair_share=fair_share, max_queue_size=4096),
+        num_blocks=1 + KV_TOKENS // BLOCK_SIZE,
+        max_model_len=longest + 8,
+        step_times=StepTimes.load(STEP_TIMES),
+        seed=seed,
+    )
+
+
+def capacity(trace: Sequence[TraceRequest]) -> float:
+    """Requests per second that are served when all are there at once."""
+    wanted = Shape(num_requests=NUM_PROBED, rate=1e6)
+    setting = setting_of("fcfs", trace, 0)
+    outcome = Simulation(setting, shape(trace, wanted, 0), block_length(trace)).run()
+    return sum(one.is_finished for one in outcome.served) / outcome.seconds
+
+
+def simulate(
+    name: str, policy: str, folder: Path, count: int, rate: float, seed: int
+) -> tuple[str, RunReport, float]:
+    """Run one traffic under one policy; its name, the report and the seconds that took."""
+    traffic = TRAFFIC[name]
+    trace = read_requests(folder / traffic.trace)
+    count = min(count, traffic.num_requests or count)
+    wanted = replace(traffic.shape, num_requests=count, rate=rate)
+    started = time.perf_counter()
+    setting = setting_of(policy, trace, seed)
+    outcome = Simulation(setting, shape(trace, wanted, seed), block_length(trace)).run()
+    seconds = time.perf_counter() - started
+    return name, report(policy, outcome, "tenant", KV_TOKENS), seconds
+
+
+def runs(
+    names: Sequence[str], folder: Path, count: int, seed: int, num_processes: int
+) -> Iterator[tuple[str, RunReport, float]]:
+    """All of them, as they end."""
+    with ProcessPoolExecutor(num_processes) as pool:
+        traces = {name: read_requests(folder / TRAFFIC[name].trace) for name in names}
+        rates = {
+            name: LOAD * rate
+            for name, rate in zip(names, pool.map(capacity, traces.values()), strict=True)
+        }
+        waiting = [
+            pool.submit(simulate, name, policy, folder, count, rates[name], seed)
+            for name in names
+            for policy in POLICIES
+        ]
+        for done in as_completed(waiting):
+            yield done.result()
+
+
+def write_plot(found: dict[str, list[RunReport]], path: Path) -> None:
+    """For each traffic: what requests waited, and how many were in time, by policy."""
+    figure, axes = plt.subplots(1, 4, figsize=(18, 5), layout="constrained")
+    parts = (
+        ("TTFT p99, s", lambda one: one.overall.ttft.p99),
+        ("TTFT p99 of the worst tenant but the adversary, s", _p99_of_others),
+        ("in time, %", lambda one: 100 * (one.overall.attainment or 0.0)),
+        ("service difference / bound", _unfairness),
+    )
+    width = 0.8 / len(POLICIES)
+    for axis, (label, value) in zip(axes, parts, strict=True):
+        for number, policy in enumerate(POLICIES):
+            heights = [
+                next((value(one) for one in reports if one.name == policy), None) or 0.0
+                for reports in found.values()
+            ]
+            places = np.arange(len(found)) - 0.4 + width * (number + 0.5)
+            axis.bar(places, heights, width, label=policy)
+        axis.set_xticks(range(len(found)), list(found), rotation=35, ha="right")
+        axis.set_ylabel(label)
+    for axis in (axes[0], axes[1], axes[3]):
+        axis.set_yscale("log")
+    axes[3].axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
+    axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def _p99_of_others(one: RunReport) -> float:
+    times = [part.ttft.p99 or 0.0 for part in one.classes[1:] if part.name != ADVERSARY]
+    return max(times, default=0.0)
+
+
+def _unfairness(one: RunReport) -> float | None:
+    if not one.service_bound or one.service_difference is None:
+        return None
+    return one.service_difference / one.service_bound
+
+
+def _write(path: Path, about: dict[str, Any], found: dict[str, list[RunReport]]) -> None:
+    order = list(POLICIES)
+    sorted_runs = {
+        name: sorted(found[name], key=lambda one: order.index(one.name))
+        for name in TRAFFIC
+        if name in found
+    }
+    text = "\n".join(f"# {name}\n\n{tables(reports)}" for name, reports in sorted_runs.items())
+    path.with_name(f"{path.name}.md").write_text(text, encoding="utf-8")
+    content = about | {
+        "traffic": {name: [asdict(one) for one in reports] for name, reports in sorted_runs.items()}
+    }
+    encoded = json.dumps(content, indent=1) + "\n"
+    path.with_name(f"{path.name}.json").write_text(encoded, encoding="utf-8")
+    write_plot(sorted_runs, path.with_name(f"{path.name}.png"))
+
+
+def main() -> None:
+    """Simulate as the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), metavar="DIR")
+    parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
+    parser.add_argument("--requests", type=int, default=100_000, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--processes", type=int, default=2, metavar="N")
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="default: results/DATE-policies, beside this"
+    )
+    options = parser.parse_args()
+    stem = output_stem(options.output, "policies")
+    about = circumstances("policy_bench.py") | {"step_times": STEP_TIMES, "load": LOAD}
+    about |= {"seconds": {}}
+    found: dict[str, list[RunReport]] = {}
+    going = runs(options.traffic, options.traces, options.requests, options.seed, options.processes)
+    for name, one, seconds in tqdm(going, total=len(options.traffic) * len(POLICIES), unit="run"):
+        found.setdefault(name, []).append(one)
+        about["seconds"][f"{name}, {one.name}"] = round(seconds, 1)
+        _write(stem, about, found)
+    print(f"written: {stem.name}.md, .json and .png")
+
+
+if __name__ == "__main__":
+    main()
