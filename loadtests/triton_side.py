@@ -79,7 +79,13 @@ async def complete(
     max_tokens: int,
     sampling: dict[str, Any],
     started: float,
+    trace: Trace | None = None,
 ) -> Trace:
+    """Stream one request, greedy and to its last token.
+
+    Args:
+        started: what arrivals are counted from. trace: to note them in.
+    """
     parameters = json.dumps(
         {"temperature": 0, **sampling, "max_tokens": max_tokens, "ignore_eos": True}
     )
@@ -94,7 +100,7 @@ async def complete(
     async def requests():
         yield {"model_name": "scheduler", "inputs": inputs, "outputs": outputs}
 
-    trace = Trace()
+    trace = Trace() if trace is None else trace
     async for result, error in client.stream_infer(requests()):
         if error is not None:
             raise error

@@ -344,6 +344,10 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         late_requests: with the policy "deadline", what becomes of a request that waits and cannot
             meet its deadline any more, by what steps take and answers are long: "reject" ends it
             at once, "demote" puts it behind all others, and it ends at its deadline.
+        inter_token_target_ms: the longest time between two tokens of a request that other requests'
+            prompts may cause: beside rows that generate, prompts are computed in chunks so small
+            that a step takes no longer, as far as steps before tell. "auto" is twice what steps
+            without prompts take; None has no such limit. It needs `enable_chunked_prefill`.
         fair_share: tenants get equal shares of the engine, or as their weights say, whatever each
             asks for, and the scheduling policy holds among the requests of each; see
             `control.policies.fair`.
@@ -368,6 +372,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load_timeout_s: Seconds = 900.0
     priority_aging_s: Annotated[float, msgspec.Meta(ge=0, le=_MAX_SECONDS)] = 60.0
     late_requests: Literal["reject", "demote"] = "reject"
+    inter_token_target_ms: (
+        Annotated[float, msgspec.Meta(gt=0, le=1000 * _MAX_SECONDS)] | Literal["auto"] | None
+    ) = None
     fair_share: bool = False
     tenants_file: str | None = None
     record_dir: str | None = None

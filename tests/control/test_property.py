@@ -37,6 +37,7 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
+from charonia.control.prompt_budget import PromptBudget
 from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import Pending, RowSampling
 from support.echo import EchoDrafter, EchoExecutor, echo_guess, echo_run
@@ -77,6 +78,7 @@ class Scenario:
 
     Attributes:
         is_early: which steps the engine executes at once, see `EchoExecutor`.
+        prompt_tokens: of prompts in a step beside rows that decode; None is all that fit.
     """
 
     arrivals: list[Arrival]
@@ -95,6 +97,19 @@ class Scenario:
     async_scheduling: bool = False
     is_early: tuple[bool, ...] = (False,)
     policy: str = "fcfs"
+    prompt_tokens: int | None = None
+
+
+class FewPromptTokens(PromptBudget):
+    """Always the same number of them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()
+        self._num_tokens = num_tokens
+
+    def tokens(self, num_decodes: int) -> int:
+        assert num_decodes > 0
+        return self._num_tokens
 
 
 RANKS = {
@@ -169,6 +184,7 @@ scenarios = st.builds(
     async_scheduling=st.booleans(),
     is_early=st.lists(st.booleans(), min_size=1, max_size=5).map(tuple),
     policy=st.sampled_from(list(POLICIES)),
+    prompt_tokens=st.sampled_from([None, None, 1, 4]),
 )
 
 
@@ -201,6 +217,7 @@ class Driver:
             hash_secret=b"s" * 16,
             speculation=self._speculation(),
             policy=self.policy,
+            prompt_budget=self._prompt_budget(),
         )
         self.in_flight: deque[Pending] = deque()
         self.most_in_flight = 0
@@ -220,6 +237,12 @@ class Driver:
             policy=adaptive if self.scenario.adaptive else FixedDepth(),
             drafter=self.drafter,
         )
+
+    def _prompt_budget(self) -> PromptBudget | None:
+        num_tokens = self.scenario.prompt_tokens
+        if num_tokens is None or not self.scenario.chunked:
+            return None
+        return FewPromptTokens(num_tokens)
 
     def run(self) -> None:
         last = max(arrival.at_step for arrival in self.scenario.arrivals)

@@ -22,7 +22,7 @@ def test_a_draft_model_that_lags_a_little_behind_waits_until_it_can_guess_as_wel
     request = make_request("a")
     request.token_ids.append(7)
     request.num_computed, request.num_draft_computed = 8, 6
-    step = Step(0, 0.0, budget, requests=[request], rows=[RowStep(0, 1)])
+    step = Step(0, 0.0, budget, budget, requests=[request], rows=[RowStep(0, 1)])
     speculation = Speculation(max_drafts=4, policy=FixedDepth())
     found = speculation.draft(step, replace(LIMITS, max_draft_len=64))
     assert found == [(0, draft)]

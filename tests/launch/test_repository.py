@@ -253,6 +253,16 @@ def test_tenants_that_are_wrong_are_told_of_at_once(
     prepare(source, target, "scheduler.tenants_file=tenants.json", "scheduler.fair_share=true")
 
 
+def test_a_target_between_tokens_needs_prompts_that_can_be_cut(source: Path, target: Path) -> None:
+    settings = ("scheduler.inter_token_target_ms=20", "enable_chunked_prefill=false")
+    with pytest.raises(
+        ConfigError, match=r"inter_token_target_ms = 20\.0 has no effect with enable"
+    ):
+        prepare(source, target, *settings, "max_num_batched_tokens=4096", "max_model_len=512")
+    args = prepare(source, target, settings[0]).scheduler_args
+    assert args.inter_token_target_ms == 20.0
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_checkpoint_without_its_files_is_refused(
     source: Path, target: Path, checkpoint_dir: Path, missing: str

@@ -202,6 +202,23 @@ def test_the_same_seed_gives_the_same_run(policy, fair_share):
     assert ends(1) != ends(2)
 
 
+@pytest.mark.parametrize("target", [30.0, "auto"])
+def test_a_target_between_tokens_is_kept_beside_a_long_prompt(target):
+    requests = [request(10, 300), request(900, 1, timestamp=1000.0)]
+
+    def longest(**changes):
+        times = StepTimes(curve=[(0, 0.01), (100, 0.03)], pair=1e-8)
+        setting = make_setting(
+            step_times=times, max_num_batched_tokens=1000, async_scheduling=True, **changes
+        )
+        outcome = run(setting, *requests)
+        assert all(one.is_finished for one in outcome.served)
+        return outcome.inter_token["", 0].quantile(1.0)
+
+    assert longest() > 0.15
+    assert longest(inter_token_target_ms=target) < (0.03 if target == 30 else 0.021)
+
+
 # ---------------------------------------------------------------------- reports
 
 

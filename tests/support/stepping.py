@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from charonia.control import Limits, Policy, Request, Scheduler, Speculation
+from charonia.control.prompt_budget import PromptBudget
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor
 from support.invariants import check_invariants
@@ -34,12 +35,17 @@ class Bench:
         policy: Policy | None = None,
         *,
         speculation: Speculation | None = None,
+        prompt_budget: PromptBudget | None = None,
         vocab_size: int = 256,
         **limits,
     ) -> None:
         limits = replace(LIMITS, **limits)
         self.scheduler = Scheduler(
-            limits, hash_secret=b"test", policy=policy, speculation=speculation
+            limits,
+            hash_secret=b"test",
+            policy=policy,
+            speculation=speculation,
+            prompt_budget=prompt_budget,
         )
         self.engine = EchoExecutor(
             num_blocks=limits.num_blocks,

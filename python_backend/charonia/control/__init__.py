@@ -9,6 +9,7 @@ from charonia.control.drafter import Drafter
 from charonia.control.limits import Limits
 from charonia.control.ngram import NgramDrafter
 from charonia.control.policies import Policy
+from charonia.control.prompt_budget import PromptBudget
 from charonia.control.request import Request, Update
 from charonia.control.scheduler import Scheduler
 from charonia.control.speculation import Speculation
@@ -25,6 +26,7 @@ __all__ = [
     "Limits",
     "NgramDrafter",
     "Policy",
+    "PromptBudget",
     "Request",
     "Scheduler",
     "SchedulerStats",

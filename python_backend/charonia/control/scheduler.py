@@ -40,6 +40,7 @@ from charonia.control.fitting import Admission, Fitting
 from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
 from charonia.control.policies import Deadlines, Late, Policy, by_arrival, ranked
+from charonia.control.prompt_budget import PromptBudget
 from charonia.control.request import Request, Update
 from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
@@ -58,6 +59,8 @@ class Scheduler:
         stats: counts to go on from, those of a scheduler that this one replaces.
         speculation: drafts for rows that sample; None for none.
         policy: of this scheduler alone; None is first come first served.
+        prompt_budget: how many tokens of prompts a step computes beside rows that decode; None is
+            all that fit.
     """
 
     def __init__(
@@ -69,11 +72,13 @@ class Scheduler:
         stats: SchedulerStats | None = None,
         speculation: Speculation | None = None,
         policy: Policy | None = None,
+        prompt_budget: PromptBudget | None = None,
     ) -> None:
         self.stats = stats or SchedulerStats()
         self._speculation = speculation
         self._requests: dict[str, Request] = {}
         self._policy = policy or ranked(by_arrival)
+        self._prompt_budget = prompt_budget
         self._waiting = self._policy.waiting
         self._running = self._policy.running
         self._next_number = 0
@@ -84,6 +89,7 @@ class Scheduler:
         self._ended: list[Request] = []  # that are in flight yet: their rows and blocks are kept
         self._epoch = epoch
         self._in_flight: deque[Step]  # in the order of their plans
+        self._num_sampling: deque[int]  # rows of the last steps, one of each stage
         self._leaves: list[int]
         self._applied_at: float
         self._is_short: bool  # somebody lacks what requests in flight hold
@@ -171,7 +177,8 @@ class Scheduler:
         self._started = []
         self._isolate_suspect()
         self.stats.draft_depth = 0.0
-        step = Step(self._step_id, now, budget=self.limits.max_num_batched_tokens)
+        budget = self.limits.max_num_batched_tokens
+        step = Step(self._step_id, now, budget, self._tokens_for_prompts(budget))
         num_preempted = self.stats.preemptions
         self._admit_urgent(step)
         if step.joins or not self._is_short:
@@ -185,6 +192,7 @@ class Scheduler:
             return None
         if is_ahead and self._speculation is not None:
             self._speculation.note_rest()
+        self._num_sampling.append(step.num_sampling)
         self._in_flight.append(step)
         self._step_id += 1
         leaves, self._leaves = self._leaves, []
@@ -211,6 +219,8 @@ class Scheduler:
             is_alone = self.limits.num_stages == 1
             seconds = now - max(step.planned_at, self._applied_at) if is_alone else result.seconds
             self._speculation.observe_step(step, seconds, result, self.stats.drafts)
+        if self._prompt_budget is not None and not step.drafts:
+            self._learn_time(self._prompt_budget, step, result, now)
         self._applied_at = now
         if self._policy.deadlines is not None:
             num_tokens = sum(row.num_tokens + row.num_drafts for row in step.rows)
@@ -284,6 +294,7 @@ class Scheduler:
         self._epoch += 1
         self._step_id = 0
         self._in_flight = deque()
+        self._num_sampling = deque(maxlen=limits.num_stages)
         self._is_short = False
         self._applied_at = 0.0
         self._leaves = []
@@ -291,6 +302,27 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._blocks = BlockTables(limits, self._hash_secret)
         self._fitting = Fitting(limits, self._policy, self._blocks)
+
+    def _tokens_for_prompts(self, budget: int) -> int:
+        """How many a step may compute, whose rows that decode should not wait for them long.
+
+        Those that decode are the ones that were given a token when last their stage had a step.
+        """
+        in_turn = len(self._num_sampling) == self.limits.num_stages
+        num_decodes = self._num_sampling[0] if in_turn else 0
+        if self._prompt_budget is None or not num_decodes:
+            return budget
+        return min(budget, self._prompt_budget.tokens(num_decodes))
+
+    def _learn_time(
+        self, prompt_budget: PromptBudget, step: Step, result: StepResult, now: float
+    ) -> None:
+        """Tell what a step took that had no drafts."""
+        seconds = result.seconds
+        if self.limits.num_stages == 1:
+            seconds = now - max(step.planned_at, self._applied_at)
+        num_decodes = len(step.rows) - step.num_prompts
+        prompt_budget.observe(num_decodes, step.num_prompt_tokens, seconds)
 
     def _wait(self, request: Request) -> None:
         self._waiting.push(request)
@@ -345,8 +377,10 @@ class Scheduler:
         As few are preempted as it takes, and after one for whom somebody was, no other is admitted.
         """
         num_preempted = self.stats.preemptions
+        num_tokens = 0
         while self.stats.preemptions == num_preempted and self._suspects.first is None:
-            if len(step.joins) >= self._share(1):  # it would join without being in the step
+            # Beyond either it would join without being in the step.
+            if len(step.joins) >= self._share(1) or num_tokens >= step.prompt_budget:
                 return
             budget = step.budget
             if not self.limits.enable_chunked_prefill:  # those that run come first
@@ -360,13 +394,14 @@ class Scheduler:
             for victim in found.victims:
                 self._preempt(victim)
             self._admit(step, found)
+            num_tokens += found.request.num_to_compute
 
     def _plan_running(self, step: Step) -> None:
         """Plan those that have a row, as far as budget and blocks go."""
         max_rows = self._share(0)
         order = self._running.in_order()
-        if step.joins and not self.limits.enable_chunked_prefill:
-            # There is room for their whole prompts in this step, perhaps in no other one.
+        if step.joins and (not self.limits.enable_chunked_prefill or self._prompt_budget):
+            # There is room for them in this step: without chunks perhaps in no other one.
             joined = {join.row for join in step.joins}
             order.sort(key=lambda request: request.row not in joined)
         for request in order:  # which gets shorter at its end
@@ -390,6 +425,10 @@ class Scheduler:
         num_left = num_tokens = request.num_to_compute
         if num_tokens > step.budget:
             num_tokens = step.budget
+        if num_tokens > 1:
+            if step.prompt_budget <= 0:
+                return True
+            num_tokens = min(num_tokens, step.prompt_budget)
         end = request.num_computed + request.num_computing + num_tokens
         num_new = self._blocks.num_missing(request, end)
         while num_new > self.kv.num_free:
@@ -408,7 +447,13 @@ class Scheduler:
             row_step = RowStep(request.row, num_tokens, new_block_ids)
         request.num_in_flight += 1
         request.num_computing += num_tokens
-        request.num_sampling += num_tokens == num_left
+        if num_tokens == num_left:
+            request.num_sampling += 1
+            step.num_sampling += 1
+        if num_left > 1:
+            step.prompt_budget -= num_tokens
+            step.num_prompts += 1
+            step.num_prompt_tokens += num_tokens
         step.requests.append(request)
         step.rows.append(row_step)
         step.budget -= num_tokens
@@ -424,7 +469,9 @@ class Scheduler:
             return
         owed = self._fitting.num_owed()
         max_rows = self._share(min(len(self._waiting), len(self._free_rows)))
-        while step.budget > 0 and self._free_rows and len(step.rows) < max_rows:
+        while min(step.budget, step.prompt_budget) > 0 and self._free_rows:
+            if len(step.rows) >= max_rows:
+                return
             found = self._fitting.next_admissible(step.budget, owed, self._suspects.first)
             if found is None:
                 return

@@ -56,7 +56,10 @@ class Step:
 
     Attributes:
         planned_at: the time given to `plan()`.
-        budget: tokens that it may still take.
+        budget: tokens that it may still take. prompt_budget: of these, such that are not the one
+            token of a row that decodes.
+        num_sampling: rows that will give a token.
+        num_prompts, num_prompt_tokens: rows that compute more than a token of their own, and these.
         joins: rows that begin with it.
         requests, rows: who computes, and what the plan says of each.
         drafts: of some of them, by their places in these lists.
@@ -65,6 +68,10 @@ class Step:
     step_id: int
     planned_at: float
     budget: int
+    prompt_budget: int
+    num_sampling: int = 0
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
     joins: list[NewRow] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     rows: list[RowStep] = field(default_factory=list)

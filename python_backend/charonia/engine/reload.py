@@ -13,7 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from charonia.control import Limits, Policy, Request, Scheduler, SchedulerStats, Speculation
+from charonia.control import (
+    Limits,
+    Policy,
+    PromptBudget,
+    Request,
+    Scheduler,
+    SchedulerStats,
+    Speculation,
+)
 from charonia.protocol import EngineInfo
 
 Phase = Literal["waiting", "draining", "loading", "done", "failed"]
@@ -93,6 +101,7 @@ def take_over(
     stats: SchedulerStats,
     speculation: Speculation | None,
     policy: Policy,
+    prompt_budget: PromptBudget | None = None,
 ) -> Scheduler:
     """Make a scheduler for another engine, with all live requests of the old one in their order.
 
@@ -105,6 +114,7 @@ def take_over(
         stats=stats,
         speculation=speculation,
         policy=policy,
+        prompt_budget=prompt_budget,
     )
     if old is not None:
         old.reset()  # nothing is in flight, and no request has a row

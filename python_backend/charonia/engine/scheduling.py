@@ -1,12 +1,12 @@
-"""The scheduling policy as the configuration asks for it.
+"""The scheduling policy, and the budget of prompts, as the configuration asks for them.
 
-Owns the choice. Must not know what a policy does.
+Owns the choice. Must not know what either does.
 """
 
 from collections.abc import Callable
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Policy
+from charonia.control import Policy, PromptBudget
 from charonia.control.policies import (
     Deadlines,
     DeadlineWatch,
@@ -45,3 +45,13 @@ def make_policy(
     if scheduler_args.fair_share:
         return fair(rank, weight_of, displacement, deadlines)
     return ranked(rank, displacement, deadlines)
+
+
+def make_prompt_budget(
+    engine_args: EngineArgs, scheduler_args: SchedulerArgs
+) -> PromptBudget | None:
+    """Set up the budget of prompts of one scheduler; None where they take all that fits."""
+    target_ms = scheduler_args.inter_token_target_ms
+    if target_ms is None or not engine_args.enable_chunked_prefill:
+        return None
+    return PromptBudget(None if target_ms == "auto" else target_ms / 1000)

@@ -1,0 +1,63 @@
+"""How many tokens of prompts a step computes beside requests that generate.
+
+Owns the estimate of what these tokens cost, learned from the steps that ran. Must not know
+requests.
+
+Stall-free batching as in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310, section 4.3): a
+prompt is computed in chunks so small that a step takes no longer than the time between two tokens
+may be. There the budget comes from a profile made beforehand; here it follows the steps::
+
+    tokens = (target - a step without prompts) / what a token of a prompt adds to it
+
+What a token adds grows along a prompt, as it looks back on more of it, and the mean follows.
+"""
+
+from charonia.control.step_cost import CostCurve
+
+LEAST_TOKENS = 4
+"""What prompts get in any case: they are to be computed in the end."""
+IDLE_FACTOR = 2.0
+_MARGIN = 0.85  # of the target, because steps scatter
+_RATE_SHARE = 0.3  # that the last step has in the mean
+_MAX_GROWTH = 2  # times as many tokens as in the step before
+_LEAST_RATE = 1e-9
+
+
+class PromptBudget:
+    """The tokens of prompts that fit beside decodes into a time between tokens.
+
+    Args:
+        target_s: seconds from one step to the next; None is `IDLE_FACTOR` times as long as steps
+            without prompts take.
+    """
+
+    def __init__(self, target_s: float | None = None) -> None:
+        self._target_s = target_s
+        self._decodes = CostCurve()  # of steps without prompts, by their rows
+        self._rate: float | None = None  # seconds that a token of a prompt adds
+        self._last = LEAST_TOKENS
+
+    def tokens(self, num_decodes: int) -> int:
+        """At most so many in a step in which other rows generate; at least `LEAST_TOKENS`."""
+        decode_s = self._decodes.at(num_decodes)
+        target_s = IDLE_FACTOR * decode_s if self._target_s is None else self._target_s
+        if self._rate is None or target_s <= 0.0:
+            return LEAST_TOKENS
+        fitting = int((_MARGIN * target_s - decode_s) / self._rate)
+        return max(LEAST_TOKENS, min(fitting, _MAX_GROWTH * self._last))
+
+    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Learn from a step beside which there was no waiting.
+
+        Args:
+            seconds: from the end of the step before it to its own.
+        """
+        if not num_decodes or seconds <= 0.0:
+            return
+        if not num_prompt_tokens:
+            self._decodes.observe(num_decodes, seconds)
+            return
+        self._last = max(LEAST_TOKENS, num_prompt_tokens)
+        rate = (seconds - self._decodes.at(num_decodes)) / num_prompt_tokens
+        rate = max(rate, _LEAST_RATE)
+        self._rate = rate if self._rate is None else self._rate + _RATE_SHARE * (rate - self._rate)

@@ -1,0 +1,148 @@
+"""How many tokens of prompts go beside rows that decode, learned from what steps take."""
+
+from itertools import pairwise
+
+import pytest
+
+from charonia.control.policies import DisplacementByPriority, by_priority, ranked
+from charonia.control.prompt_budget import IDLE_FACTOR, LEAST_TOKENS, PromptBudget
+from support.stepping import Bench, make_request
+
+
+class Machine:
+    """Steps of 10 ms, and so much per token of a prompt; each as large as the budget says."""
+
+    def __init__(self, budget: PromptBudget, per_token: float = 0.0001, num_decodes: int = 8):
+        self.budget = budget
+        self.per_token = per_token
+        self.num_decodes = num_decodes
+        for _ in range(20):
+            budget.observe(num_decodes, 0, 0.01)
+
+    def run(self, num_steps: int) -> list[int]:
+        sizes = []
+        for _ in range(num_steps):
+            size = self.budget.tokens(self.num_decodes)
+            self.budget.observe(self.num_decodes, size, 0.01 + size * self.per_token)
+            sizes.append(size)
+        return sizes
+
+
+def test_without_any_knowledge_prompts_get_the_least():
+    assert PromptBudget(1.0).tokens(1) == LEAST_TOKENS
+    assert PromptBudget().tokens(1) == LEAST_TOKENS
+
+
+@pytest.mark.parametrize(("target_s", "least", "most"), [(0.03, 140, 200), (0.1, 700, 900)])
+def test_steps_come_near_the_target_and_stay_below(target_s, least, most):
+    sizes = Machine(PromptBudget(target_s)).run(40)
+    assert least <= sizes[-1] <= most
+    assert 0.01 + max(sizes) * 0.0001 <= target_s
+    assert all(after <= 2 * before for before, after in pairwise(sizes))
+
+
+def test_without_a_target_it_is_a_multiple_of_steps_without_prompts():
+    size = Machine(PromptBudget()).run(40)[-1]
+    assert 0.8 * IDLE_FACTOR * 0.01 < 0.01 + size * 0.0001 < IDLE_FACTOR * 0.01
+
+
+def test_it_follows_prompts_that_become_dearer():
+    machine = Machine(PromptBudget(0.05))
+    before = machine.run(40)[-1]
+    for step in range(100):
+        machine.per_token *= 1.02
+        size = machine.run(1)[0]
+        assert 0.01 + size * machine.per_token < 0.05 or step < 3
+    assert size < before / 4
+
+
+def test_what_cannot_be_kept_leaves_the_least():
+    assert Machine(PromptBudget(0.001)).run(10)[-1] == LEAST_TOKENS
+    assert Machine(PromptBudget(0.03), per_token=0.1).run(10)[-1] == LEAST_TOKENS
+
+
+def test_tokens_that_seem_to_cost_nothing_are_no_error():
+    machine = Machine(PromptBudget(0.03), per_token=-0.0001)
+    assert machine.run(5)[-1] > LEAST_TOKENS
+
+
+def test_steps_without_decodes_or_time_say_nothing():
+    budget = PromptBudget(0.03)
+    budget.observe(0, 500, 1.0)
+    budget.observe(5, 500, 0.0)
+    assert budget.tokens(5) == LEAST_TOKENS
+
+
+# ---------------------------------------------------------------------- in the scheduler
+
+
+class Fixed(PromptBudget):
+    def tokens(self, num_decodes: int) -> int:
+        self.asked = num_decodes
+        return 3
+
+
+def bench_with(budget: PromptBudget, **limits) -> Bench:
+    bench = Bench(prompt_budget=budget, max_num_seqs=4, num_blocks=100, **limits)
+    bench.add(make_request("a", max_tokens=30))
+    return bench
+
+
+def chunks(bench: Bench) -> list[int]:
+    """Tokens of all rows of a step."""
+    return [row.num_tokens for row in bench.step().rows]
+
+
+def test_prompts_are_cut_only_beside_rows_that_decode():
+    budget = Fixed()
+    bench = bench_with(budget)
+    assert chunks(bench) == [8]
+    bench.add(make_request("b", max_tokens=2), make_request("c", max_tokens=2))
+    assert [chunks(bench) for _ in range(7)] == [
+        [1, 3],
+        [1, 3],
+        [1, 2, 1],
+        [1, 1, 3],
+        [1, 3],
+        [1, 1],
+        [1, 1],
+    ]
+    assert budget.asked == 2
+
+
+def test_an_urgent_request_is_computed_first_and_alone():
+    rank = by_priority()
+    bench = Bench(
+        ranked(rank, DisplacementByPriority(rank)),
+        prompt_budget=Fixed(),
+        max_num_seqs=4,
+        num_blocks=100,
+    )
+    bench.add(make_request("a", max_tokens=30))
+    bench.step()
+    bench.add(make_request("b"))
+    assert chunks(bench) == [1, 3]
+    bench.add(make_request("u", -1), make_request("v", -1))
+    plan = bench.step()
+    assert [join.token_ids[0] for join in plan.joins] == [ord("u")]
+    assert [row.num_tokens for row in plan.rows] == [3, 1]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_scheduler_tells_what_steps_took(num_stages):
+    class Noting(PromptBudget):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noted: list[tuple[int, int, float]] = []
+
+        def observe(self, num_decodes, num_prompt_tokens, seconds):
+            self.noted.append((num_decodes, num_prompt_tokens, round(seconds, 6)))
+
+    budget = Noting()
+    bench = bench_with(budget, num_stages=num_stages)
+    scheduler, engine = bench.scheduler, bench.engine
+    for now in (10.0, 20.0, 30.0):
+        plan = scheduler.plan(now)
+        scheduler.apply(engine.submit(plan).result(None), now + 0.5)
+    seconds = 0.5 if num_stages == 1 else 0.001
+    assert budget.noted == [(0, 8, seconds), (1, 0, seconds), (1, 0, seconds)]
