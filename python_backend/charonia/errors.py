@@ -94,8 +94,7 @@ class RateLimitedError(UnavailableError):
     kind = "rate_limited"
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        wait = "" if retry_after_s is None else f"; retry after {max(retry_after_s, 0.001):.3f} s"
-        super().__init__(f"{message}{wait}")
+        super().__init__(_with_wait(message, retry_after_s))
 
 
 class EngineDownError(UnavailableError):
@@ -121,9 +120,16 @@ class RequestTimeoutError(UnavailableError):
 
 
 class LateRequestError(RequestTimeoutError):
-    """The request waits and cannot be answered before its `deadline_ms` any more."""
+    """The request cannot be answered before its `deadline_ms` any more, or would wait for longer.
+
+    Args:
+        retry_after_s: when it would be in time, as far as is known; the message ends with it.
+    """
 
     kind = "late"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(_with_wait(message, retry_after_s))
 
 
 class RequestCancelledError(CharoniaError):
@@ -137,6 +143,12 @@ class RequestQuarantinedError(CharoniaError):
     """The request stops the engine each time it runs."""
 
     kind = "quarantined"
+
+
+def _with_wait(message: str, retry_after_s: float | None) -> str:
+    if retry_after_s is None:
+        return message
+    return f"{message}; retry after {max(retry_after_s, 0.001):.3f} s"
 
 
 KINDS: dict[str, type[CharoniaError]] = {

@@ -7,8 +7,23 @@ import pytest
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.gate import MAX_REMEMBERED, Gate
 from charonia.engine.tenants import Tenants
-from charonia.errors import InvalidRequestError, QueueFullError, RateLimitedError
+from charonia.errors import (
+    InvalidRequestError,
+    LateRequestError,
+    QueueFullError,
+    RateLimitedError,
+)
 from charonia.protocol import SamplingParams
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+clock = Clock()
 
 
 @pytest.fixture
@@ -16,17 +31,28 @@ def make_gate(tmp_path):
     def make(max_queue_tokens=None, **file) -> Gate:
         path = tmp_path / "tenants.json"
         path.write_text(json.dumps(file))
-        return Gate(Tenants(path, log=print), max_queue_tokens)
+        clock.now = 0.0
+        return Gate(Tenants(path, log=print), max_queue_tokens, clock=clock)
 
     return make
 
 
-def enter(gate: Gate, key: str, now: float = 0.0, *, num_tokens: int = 1, is_probe: bool = False):
+def enter(
+    gate: Gate,
+    key: str,
+    now: float | None = None,
+    *,
+    num_tokens: int = 1,
+    is_probe: bool = False,
+    predicts: bool = True,
+    **params,
+):
     """Let a request in, of the tenant whose name is the key's first character."""
-    params = SamplingParams(tenant=key[0])
+    clock.now = clock.now if now is None else now
+    params = SamplingParams(tenant=key[0], **params)
     prompt_ids = [0] * num_tokens
     request = GenerationRequest(key=key, prompt_ids=prompt_ids, params=params, is_probe=is_probe)
-    gate.enter(request, now)
+    gate.enter(request, predicts=predicts)
 
 
 def test_without_limits_everybody_comes_in(make_gate):
@@ -145,3 +171,74 @@ def test_idle_tenants_are_forgotten_when_there_are_too_many_and_busy_ones_never(
     assert len(gate._accounts) <= 2 * MAX_REMEMBERED
     with pytest.raises(RateLimitedError):
         enter(gate, "!2")
+
+
+# ---------------------------------------------------------------------- how long they would wait
+
+
+def make_predicting(*, by_tenant: bool = False) -> Gate:
+    """A gate that has let eight requests of 10 tokens wait for a second each, one at a time."""
+    clock.now = 0.0
+    gate = Gate(Tenants(log=print), by_tenant=by_tenant, clock=clock)
+    for number in range(8):
+        enter(gate, f"a{number}", num_tokens=10)
+        clock.now += 1.0
+        gate.note_started(f"a{number}")
+        gate.leave(f"a{number}")
+        clock.now += 100.0  # in which nobody waits
+    return gate
+
+
+def test_who_would_wait_beyond_the_deadline_is_refused_and_told_when_to_come():
+    gate = make_predicting()
+    enter(gate, "a", num_tokens=10, deadline_ms=1)  # nobody is ahead of it
+    enter(gate, "b", num_tokens=20)
+    reason = r"deadline_ms = 2000 cannot be met: it would wait for about 3\.00 s; retry after 1\.0"
+    with pytest.raises(LateRequestError, match=reason):
+        enter(gate, "c", deadline_ms=2000)
+    enter(gate, "c", deadline_ms=3500)
+    enter(gate, "d")
+    gate.leave("b")
+    enter(gate, "e", deadline_ms=2000)
+
+
+def test_who_does_not_wait_in_line_is_not_refused_for_it():
+    gate = make_predicting()
+    enter(gate, "b", num_tokens=100)
+    enter(gate, "c", deadline_ms=10, predicts=False)
+    enter(gate, "d", deadline_ms=10, priority=-1)
+    with pytest.raises(LateRequestError):
+        enter(gate, "e", deadline_ms=10, priority=1)
+
+
+def test_with_fair_shares_a_tenant_waits_for_its_own_requests_alone():
+    gate = make_predicting(by_tenant=True)
+    enter(gate, "a", num_tokens=100)
+    enter(gate, "b", num_tokens=100)
+    enter(gate, "b2", deadline_ms=10)  # nothing is known of this tenant
+    with pytest.raises(LateRequestError):
+        enter(gate, "a2", deadline_ms=10)
+
+
+def test_before_anything_is_known_nobody_is_refused():
+    clock.now = 0.0
+    gate = Gate(Tenants(log=print), clock=clock)
+    for number in range(20):
+        enter(gate, f"a{number}", now=0.01 * number, num_tokens=1000, deadline_ms=1)
+    for number in range(8):
+        gate.note_started(f"a{number}")
+    enter(gate, "b", deadline_ms=1)  # a fifth of a second is too short
+    clock.now = 5.0
+    with pytest.raises(LateRequestError):
+        enter(gate, "c", deadline_ms=1)
+
+
+def test_what_was_long_ago_counts_little():
+    gate = make_predicting()
+    for number in range(100):  # ten times as fast
+        enter(gate, f"b{number}", num_tokens=100)
+        clock.now += 1.0
+        gate.note_started(f"b{number}")
+    enter(gate, "c", num_tokens=1000)
+    with pytest.raises(LateRequestError, match=r"about 1[01]\... s"):
+        enter(gate, "d", deadline_ms=10)

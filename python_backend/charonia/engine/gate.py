@@ -1,4 +1,4 @@
-"""Who is let in: requests and tokens that wait, in all and per tenant, and how fast they come.
+"""Who is let in: what waits, in all and per tenant, how fast it comes, and how long it would wait.
 
 Owns the counts, and the refusals. Must not know what becomes of a request, but that it has started
 and that it has left. For all threads.
@@ -9,12 +9,20 @@ to the size of its bucket.
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from charonia.engine.admission import GenerationRequest
+from charonia.engine.queue_wait import QueueWait
 from charonia.engine.tenants import TenantArgs, Tenants
-from charonia.errors import InvalidRequestError, QueueFullError, RateLimitedError, shown
+from charonia.errors import (
+    InvalidRequestError,
+    LateRequestError,
+    QueueFullError,
+    RateLimitedError,
+    shown,
+)
 
 MAX_REMEMBERED = 4096
 """Tenants without a request whose buckets are kept."""
@@ -32,6 +40,7 @@ class _Account:
     num_live: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
+    wait: QueueWait = field(default_factory=QueueWait)
     filling: float | None = None
     filled_at: float = 0.0
 
@@ -39,6 +48,7 @@ class _Account:
 class _Entry(NamedTuple):
     tenant: str
     num_tokens: int
+    priority: int
 
 
 class Gate:
@@ -46,10 +56,22 @@ class Gate:
 
     Args:
         max_queue_tokens: prompt tokens of all requests that wait; None for any number.
+        by_tenant: whether each tenant's requests wait for each other alone, as with fair shares.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, tenants: Tenants, max_queue_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        tenants: Tenants,
+        max_queue_tokens: int | None = None,
+        *,
+        by_tenant: bool = False,
+        clock: Callable[[], float],
+    ) -> None:
         self._tenants = tenants
+        self._by_tenant = by_tenant
+        self._clock = clock
+        self._wait = QueueWait()
         self._max_queue_tokens = max_queue_tokens
         self._num_waiting_tokens = 0
         self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the last used one is last
@@ -62,20 +84,23 @@ class Gate:
         """Requests that are in, without probes."""
         return len(self._live)
 
-    def enter(self, request: GenerationRequest, now: float) -> None:
+    def enter(self, request: GenerationRequest, *, predicts: bool = True) -> None:
         """Let a request in, which must leave again. A probe is always let in.
 
         Args:
-            now: seconds, monotonic.
+            predicts: whether requests of one priority are served as they come, so that what waits
+                tells how long this one will.
 
         Raises:
             InvalidRequestError: its tenant is not served.
             QueueFullError: too much waits, in all or of its tenant.
             RateLimitedError: its tenant has too many requests at once, or sends them too fast.
+            LateRequestError: it would wait until after its deadline.
         """
         if request.is_probe:
             return
         tenant, num_tokens = request.params.tenant, len(request.prompt_ids)
+        now = self._clock()
         if not self._tenants.accepts(tenant):
             raise InvalidRequestError(f"tenant {shown(tenant)} is not known here")
         args = self._tenants.of(tenant)
@@ -83,33 +108,56 @@ class Gate:
             _check_tokens(self._num_waiting_tokens, num_tokens, self._max_queue_tokens)
             account = self._accounts.get(tenant) or _Account()
             _check(tenant, account, num_tokens, args)
+            if predicts and request.params.deadline_ms is not None:
+                self._check_wait(request.params.deadline_ms, request.params.priority, account)
             _take_from_bucket(tenant, account, args, now)
             self._accounts[tenant] = account
             self._accounts.move_to_end(tenant)
             account.num_live += 1
-            self._live[request.key] = _Entry(tenant, num_tokens)
+            self._live[request.key] = _Entry(tenant, num_tokens, request.params.priority)
             self._waiting.add(request.key)
             self._count_waiting(account, 1, num_tokens)
+            for wait in (self._wait, account.wait):
+                wait.note_arrival(num_tokens, request.params.priority, now)
             self._forget_some()
 
     def note_started(self, key: str) -> None:
         """A request waits no longer."""
         with self._lock:
-            self._wait_no_longer(key)
+            self._wait_no_longer(key, has_started=True)
 
     def leave(self, key: str) -> None:
         """A request has had its end; nothing happens when it is not in."""
         with self._lock:
-            self._wait_no_longer(key)
+            self._wait_no_longer(key, has_started=False)
             entry = self._live.pop(key, None)
             if entry is not None:
                 self._accounts[entry.tenant].num_live -= 1
 
-    def _wait_no_longer(self, key: str) -> None:
-        if key in self._waiting:
-            self._waiting.remove(key)
-            entry = self._live[key]
-            self._count_waiting(self._accounts[entry.tenant], -1, -entry.num_tokens)
+    def _wait_no_longer(self, key: str, *, has_started: bool) -> None:
+        if key not in self._waiting:
+            return
+        self._waiting.remove(key)
+        entry, now = self._live[key], self._clock()
+        account = self._accounts[entry.tenant]
+        self._count_waiting(account, -1, -entry.num_tokens)
+        for wait in (self._wait, account.wait):
+            if has_started:
+                wait.note_start(entry.num_tokens, entry.priority, now)
+            else:
+                wait.note_leaving(entry.num_tokens, entry.priority, now)
+
+    def _check_wait(self, deadline_ms: int, priority: int, account: _Account) -> None:
+        """Refuse who would wait for longer than it has, by what waits that comes before it."""
+        wait = account.wait if self._by_tenant else self._wait
+        seconds = wait.seconds(priority, self._clock())
+        left_s = deadline_ms / 1000
+        if seconds is not None and seconds > left_s:
+            raise LateRequestError(
+                f"deadline_ms = {deadline_ms} cannot be met: it would wait for about"
+                f" {seconds:.2f} s",
+                retry_after_s=seconds - left_s,
+            )
 
     def _count_waiting(self, account: _Account, num: int, num_tokens: int) -> None:
         account.num_waiting += num

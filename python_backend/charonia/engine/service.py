@@ -84,7 +84,12 @@ class EngineService:
             has_shares=scheduler_args.fair_share,
             log=log,
         )
-        self._gate = Gate(self._tenants, scheduler_args.max_queue_tokens)
+        self._gate = Gate(
+            self._tenants,
+            scheduler_args.max_queue_tokens,
+            by_tenant=scheduler_args.fair_share,
+            clock=time.monotonic,
+        )
         self._recorder: Recorder | None = None
         if scheduler_args.record_dir is not None:
             directory, max_bytes = Path(scheduler_args.record_dir), scheduler_args.record_max_bytes
@@ -156,7 +161,8 @@ class EngineService:
             arrived_at: when it came, by the monotonic clock; None is now.
 
         Raises:
-            InvalidRequestError, QueueFullError, UnavailableError: at once; `sink` is not called.
+            InvalidRequestError, QueueFullError, UnavailableError, LateRequestError: at once; `sink`
+                is not called.
         """
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
         try:
@@ -241,7 +247,9 @@ class EngineService:
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")
         self._core.check_queue(len(self._sinks))
-        self._gate.enter(request, time.monotonic())
+        # By deadlines, who comes last may be the first.
+        predicts = self._core.engine_args.scheduling_policy != "deadline"
+        self._gate.enter(request, predicts=predicts)
         self._sinks[request.key] = sink
         self._inbox.append(partial(self._core.add, request, arrived_at))
         self._wake.notify()

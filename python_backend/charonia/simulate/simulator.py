@@ -188,7 +188,10 @@ class Simulation:
         self._deadlines = Deadlines()
         path = None if args.tenants_file is None else Path(args.tenants_file)
         tenants = Tenants(path, has_shares=args.fair_share, log=_no_log)
-        self._gate = Gate(tenants, args.max_queue_tokens)
+        self._gate = Gate(
+            tenants, args.max_queue_tokens, by_tenant=args.fair_share, clock=self._clock
+        )
+        self._predicts = setting.engine_args.scheduling_policy != "deadline"
         self._max_queue_size = args.max_queue_size
         self._metrics = Metrics()
         self._served: list[Served] = []
@@ -275,7 +278,7 @@ class Simulation:
         limits, key = self._replica.limits, wanted.key
         limits.check_prompt(len(wanted.prompt_ids))
         check_queue(len(self._live), self._max_queue_size, limits.max_num_seqs)
-        self._gate.enter(wanted, at)
+        self._gate.enter(wanted, predicts=self._predicts)
         served = self._live[key] = self._served[int(key)]
         try:
             admitted = admit(wanted, self._info, limits, at, self._next_seed)

@@ -1,0 +1,65 @@
+"""How long a request that comes now will wait for its first step, from how fast others began.
+
+Owns the measurement. Must not know requests: their prompts' tokens stand for them. After Little
+(1961, "A Proof for the Queuing Formula: L = lambda W"): what waits, divided by the rate at which it
+leaves.
+"""
+
+from math import exp
+
+_MEMORY_S = 60.0
+"""Seconds in which somebody waited after which what was seen counts for a third."""
+_MIN_SECONDS = 1.0
+_MIN_STARTS = 4
+
+
+class QueueWait:
+    """One queue, in which smaller priorities come first.
+
+    Only the time counts in which somebody waits: else nobody could begin.
+    """
+
+    def __init__(self) -> None:
+        self._num_waiting = 0
+        self._waiting: dict[int, int] = {}  # tokens by priority
+        self._since = 0.0
+        self._seconds = 0.0
+        self._tokens = 0.0
+        self._starts = 0.0
+
+    def note_arrival(self, num_tokens: int, priority: int, now: float) -> None:
+        """A request with so many tokens waits from now on."""
+        self._pass_time(now)
+        self._num_waiting += 1
+        self._waiting[priority] = self._waiting.get(priority, 0) + num_tokens
+
+    def note_start(self, num_tokens: int, priority: int, now: float) -> None:
+        """One of those who waited has had its first step."""
+        self.note_leaving(num_tokens, priority, now)
+        self._tokens += num_tokens
+        self._starts += 1
+
+    def note_leaving(self, num_tokens: int, priority: int, now: float) -> None:
+        """One of them waits no longer, and did not begin."""
+        self._pass_time(now)
+        self._num_waiting -= 1
+        self._waiting[priority] -= num_tokens
+        if not self._waiting[priority]:
+            del self._waiting[priority]
+
+    def seconds(self, priority: int, now: float) -> float | None:
+        """That one would wait which comes now; None where that is not known yet."""
+        self._pass_time(now)
+        if self._seconds < _MIN_SECONDS or self._starts < _MIN_STARTS:
+            return None
+        ahead = sum(tokens for other, tokens in self._waiting.items() if other <= priority)
+        return ahead * self._seconds / self._tokens
+
+    def _pass_time(self, now: float) -> None:
+        if self._num_waiting:
+            passed = max(0.0, now - self._since)
+            kept = exp(-passed / _MEMORY_S)
+            self._seconds = self._seconds * kept + passed
+            self._tokens *= kept
+            self._starts *= kept
+        self._since = now
