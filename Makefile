@@ -18,7 +18,7 @@ MIN_GLIBC_MINOR := 35
 # files, so that what a file's tests share is started once.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-control bench-stall bench-simulator bench-policies bench-parallel bench-faults bench-endurance bench-hostile clean
+.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-control bench-stall bench-flood bench-simulator bench-policies bench-parallel bench-faults bench-endurance bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench-control   measure what planning a step costs, by policy and by what waits; arguments in ARGS"
 	@echo "make bench-simulator   measure how far the simulator is from a real server; arguments in ARGS"
 	@echo "make bench-stall   measure how long a stream stands still beside long prompts; arguments in ARGS"
+	@echo "make bench-flood   flood a server from three tenants, and judge what each got; arguments in ARGS"
 	@echo "make bench-policies   simulate every policy on traffic of all kinds; arguments in ARGS"
 	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
 	@echo "make bench-faults   break the server 300 times while clients call, and judge what they got; arguments in ARGS"
@@ -109,6 +110,9 @@ bench-simulator: $(KERNELS)
 
 bench-stall: $(KERNELS)
 	@$(BIN)/python loadtests/stall_bench.py $(ARGS)
+
+bench-flood: $(KERNELS)
+	@$(BIN)/python loadtests/flood_bench.py $(ARGS)
 
 bench-policies: $(STAMP)
 	@$(BIN)/python loadtests/policy_bench.py $(ARGS)

@@ -32,7 +32,7 @@ def charge(counters: VirtualCounters, request, num_input: int, num_output: int) 
 
 def test_the_tenant_that_has_had_the_least_is_next():
     counters = VirtualCounters()
-    queue = FairWaiting(counters, by_arrival)
+    queue = FairWaiting(counters, by_arrival, running=["b", "a", "c"])
     many = [request_of("a", i) for i in range(3)]
     few = [request_of("b", i) for i in range(3, 5)]
     for request in [*many, *few]:
@@ -45,6 +45,17 @@ def test_the_tenant_that_has_had_the_least_is_next():
     assert [one.key for one in queue.foremost()] == ["b3", "a1"]
     charge(counters, few[0], 0, 6)
     assert next(queue.in_order()).key == "a1"
+
+
+def test_only_who_runs_or_has_had_the_least_may_take_anything():
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival, running=["b"])
+    requests = [request_of(tenant, number) for number, tenant in enumerate("abc")]
+    for request in requests:
+        queue.push(request)
+    for number, request in enumerate(requests):
+        charge(counters, request, 10 - number, 0)
+    assert [one.key for one in queue.foremost()] == ["c2", "b1"]
 
 
 def test_a_generated_token_costs_twice_a_prompt_token_and_weights_divide():
@@ -93,7 +104,7 @@ def test_one_that_comes_back_from_a_preemption_lifts_nobody():
 )
 def test_the_order_is_that_of_the_counters_whoever_comes_and_goes(moves):
     counters = VirtualCounters()
-    queue = FairWaiting(counters, by_arrival)
+    queue = FairWaiting(counters, by_arrival, running=[f"t{number}" for number in range(4)])
     waiting = []
     for number, (tenant, move, amount) in enumerate(moves):
         request = request_of(f"t{tenant}", number)
@@ -216,3 +227,23 @@ def test_backlogged_tenants_stay_within_the_bound_of_the_paper(weights, data):
 
 def _num_waiting(bench: Bench) -> Counter:
     return Counter(one.tenant for one in bench.scheduler.requests if one.row is None)
+
+
+def test_an_urgent_request_takes_from_its_own_tenant_or_from_one_that_has_had_more():
+    rank = by_priority()
+
+    def running_after(num_served: int) -> set[str]:
+        """With both rows running requests of "b", which was given so much more before."""
+        policy = fair(rank, equal, DisplacementByPriority(rank))
+        bench = Bench(policy)
+        bench.add(*[make_request(f"b{n}", tenant="b", max_tokens=30) for n in range(3)])
+        bench.step()
+        bench.add(make_request("u", -1, tenant="a"), make_request("v", -1, tenant="b"))
+        assert isinstance(policy.service, VirtualCounters)
+        charge(policy.service, request_of("a", 9), 10, 0)
+        charge(policy.service, request_of("b", 9), num_served, 0)
+        bench.step()
+        return bench.running
+
+    assert running_after(num_served=0) == {"b0", "v"}
+    assert running_after(num_served=100) == {"b0", "u"}

@@ -417,6 +417,20 @@ def test_no_more_urgent_prompts_join_a_step_than_it_computes_where_they_may_not_
     check_tokens(replace(scenario, policy="deadline"))
 
 
+def test_a_prompt_that_displaces_makes_the_share_of_a_step_smaller():
+    """The second of two urgent ones takes the row of the only one that ran beside them."""
+    short = Arrival(0, 0, 0, 1, 1, 0, 0, False, True, None)
+    arrivals = [
+        *[replace(short) for _ in range(2)],
+        replace(short, shared=2, own=3, max_tokens=3),
+        *[replace(short) for _ in range(4)],
+        replace(short, at_step=2, shared=1, own=12, due_in=5),
+        replace(short, at_step=3, own=3, due_in=5),
+    ]
+    scenario = Scenario(arrivals, 14, 2, 5, 1, True, chunked=False, num_stages=2)
+    check_tokens(replace(scenario, policy="deadline"))
+
+
 @long
 @settings(patient, max_examples=1200)
 @given(scenarios)

@@ -219,6 +219,34 @@ def test_a_target_between_tokens_is_kept_beside_a_long_prompt(target):
     assert longest(inter_token_target_ms=target) < (0.03 if target == 30 else 0.021)
 
 
+def test_urgent_requests_are_in_the_next_plan_beside_a_flood_of_tenants(tmp_path):
+    """But for the few that come when their tenant runs nothing else and has had its share."""
+    weights = {"light": 1, "middle": 2, "heavy": 4}
+    file = tmp_path / "tenants.json"
+    tenants = {tenant: {"weight": weight} for tenant, weight in weights.items()}
+    file.write_text(json.dumps({"tenants": tenants}))
+    flood = [request(20, 24, tenant=tenant) for tenant in [*weights] * 300]
+    urgent = [
+        request(20, 24, tenant="heavy", priority=-1, timestamp=1000.0 + 47.3 * number)
+        for number in range(200)
+    ]
+    setting = make_setting(
+        tenants_file=str(file),
+        fair_share=True,
+        scheduling_policy="priority",
+        async_scheduling=True,
+        max_num_seqs=16,
+        max_queue_size=10_000,
+        step_times=StepTimes(curve=[(0, 0.006)]),
+    )
+    outcome = run(setting, *flood, *urgent)
+    assert all(one.is_finished for one in outcome.served)
+    waits = [one.started_at - one.arrived_at for one in outcome.served[-len(urgent) :]]
+    # Two steps may be in flight when it comes, and nobody is displaced from those.
+    assert sum(wait > 0.0121 for wait in waits) <= 4
+    assert outcome.num_preemptions > 10
+
+
 # ---------------------------------------------------------------------- reports
 
 

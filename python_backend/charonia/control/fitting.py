@@ -88,18 +88,26 @@ class Fitting:
             self._num_changes = self._policy.running.num_changes
             self._harmless.clear()
         passed: list[Request] = []
-        for request in _candidates(self._policy.waiting.foremost()):
-            below = self._below(request, displacement)
-            hits = self._blocks.hits(request) if below else []
-            if below and self._has_budget(request, hits, budget):
+        for request, below in islice(self._displacers(displacement), MAX_CONSIDERED):
+            hits = self._blocks.hits(request)
+            if self._has_budget(request, hits, budget):
                 spare = self._spare(request, hits, self.num_owed())
                 if spare >= 0 and has_free_row:
                     return None if passed else Admission(request, hits, [], [])
                 victims = self._victims(-spare, hits, below)
                 if victims is not None:
                     return Admission(request, hits, victims, passed)
+            if not _may_be_passed(request):
+                return None
             passed.append(request)
         return None
+
+    def _displacers(self, displacement: Displacement) -> Iterator[tuple[Request, list[Request]]]:
+        """Waiting requests that may displace somebody, and whom; they pass those that may not."""
+        for request in self._policy.waiting.foremost():
+            below = self._below(request, displacement)
+            if below:
+                yield request, below
 
     def _below(self, request: Request, displacement: Displacement) -> list[Request]:
         """Whom a waiting request may displace, the last in order first."""
@@ -109,7 +117,7 @@ class Fitting:
         below = [one for one in reversed(running) if displacement.may_displace(request, one)]
         if not below:
             self._harmless.add(request.number)
-        return below
+        return [one for one in below if displacement.is_due(request, one)]
 
     def _has_budget(self, request: Request, hits: list[int], budget: int) -> bool:
         """Whether a step with so many tokens left can begin a waiting request."""
@@ -160,5 +168,9 @@ def _candidates(waiting: Iterator[Request]) -> Iterator[Request]:
     """
     for request in islice(waiting, MAX_CONSIDERED):
         yield request
-        if request.num_preemptions or request.num_passed >= MAX_PASSES:
+        if not _may_be_passed(request):
             return
+
+
+def _may_be_passed(request: Request) -> bool:
+    return not request.num_preemptions and request.num_passed < MAX_PASSES

@@ -363,11 +363,14 @@ class Scheduler:
     def _share(self, num_joining: int) -> int:
         """Rows that a step takes at most, so that each step that may be in flight has as many.
 
+        Who joins is in the step that it joins with, so no more may join.
+
         All rows count alike. What prompts compute is not shared out: a chunk fills the budget of
         its step, which keeps every stage busy for long, however few rows come with it.
 
         Args:
-            num_joining: requests that may get a row beside those that have one.
+            num_joining: requests that may get a row beside those that have one, less such as lose
+                theirs.
         """
         return -(-(len(self._running) + num_joining) // self.limits.num_stages)
 
@@ -379,14 +382,13 @@ class Scheduler:
         num_preempted = self.stats.preemptions
         num_tokens = 0
         while self.stats.preemptions == num_preempted and self._suspects.first is None:
-            # Beyond either it would join without being in the step.
-            if len(step.joins) >= self._share(1) or num_tokens >= step.prompt_budget:
+            if num_tokens >= step.prompt_budget:  # it would join without being in the step
                 return
             budget = step.budget
             if not self.limits.enable_chunked_prefill:  # those that run come first
                 budget -= sum(request.num_to_compute for request in self._running.in_order())
             found = self._fitting.next_urgent(budget, has_free_row=bool(self._free_rows))
-            if found is None:
+            if found is None or len(step.joins) >= self._share(1 - len(found.victims)):
                 return
             if any(victim.num_in_flight for victim in found.victims):
                 self._is_short = True

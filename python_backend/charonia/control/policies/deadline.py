@@ -32,6 +32,10 @@ class DisplacementByDeadline:
         """Whether the one that waits may have the other preempted."""
         return _due_at(waiting) < _due_at(running)
 
+    def is_due(self, waiting: Request, running: Request) -> bool:
+        """See `policy.Displacement`."""
+        return True
+
 
 class DeadlineWatch:
     """The waiting requests by the time at which they must start.

@@ -18,7 +18,7 @@ another engine makes be computed again.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import heappop, heappush, heapreplace
 
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
@@ -39,14 +39,14 @@ def fair(
 
     Args:
         weight_of: of a tenant, > 0; asked whenever it is charged.
-        displacement: among the requests of one tenant.
+        displacement: by rank; see `FairDisplacement`.
     """
     counters = VirtualCounters(weight_of)
     running = FairRunning(counters, rank)
     return Policy(
-        FairWaiting(counters, rank, running.has),
+        FairWaiting(counters, rank, running.tenants),
         running,
-        displacement and WithinTenant(displacement),
+        displacement and FairDisplacement(displacement, counters),
         counters,
         deadlines,
     )
@@ -112,15 +112,24 @@ class VirtualCounters:
             del self._counters[tenant]
 
 
-class WithinTenant:
-    """Displacement among the requests of one tenant alone."""
+class FairDisplacement:
+    """Displacement among the requests of one tenant, and of tenants that have had more.
 
-    def __init__(self, inner: Displacement) -> None:
+    Whoever displaces another's request has had less, so it makes nobody's share unfair.
+    """
+
+    def __init__(self, inner: Displacement, counters: VirtualCounters) -> None:
         self._inner = inner
+        self._counters = counters
 
     def may_displace(self, waiting: Request, running: Request) -> bool:
-        """Whether the one that waits may have the other preempted."""
-        return waiting.tenant == running.tenant and self._inner.may_displace(waiting, running)
+        """See `policy.Displacement`."""
+        return self._inner.may_displace(waiting, running)
+
+    def is_due(self, waiting: Request, running: Request) -> bool:
+        """See `policy.Displacement`."""
+        one, other = waiting.tenant, running.tenant
+        return one == other or self._counters[one] < self._counters[other]
 
 
 class FairRunning:
@@ -136,9 +145,10 @@ class FairRunning:
     def __len__(self) -> int:
         return self._num_running
 
-    def has(self, tenant: str) -> bool:
-        """Whether a tenant has requests that run."""
-        return tenant in self._of
+    @property
+    def tenants(self) -> Collection[str]:
+        """Those that have requests that run, now and later."""
+        return self._of.keys()
 
     def add(self, request: Request) -> None:
         """Add a request that was given a row."""
@@ -170,15 +180,16 @@ class FairWaiting:
     back to where it belongs when it comes to the top.
 
     Args:
-        runs: whether a tenant has requests that run, so that its counter is kept.
+        running: the tenants that have requests that run: their counters are kept, and they have
+            something that one of their own may take.
     """
 
     def __init__(
-        self, counters: VirtualCounters, rank: RankOf, runs: Callable[[str], bool] = lambda _: False
+        self, counters: VirtualCounters, rank: RankOf, running: Collection[str] = ()
     ) -> None:
         self._counters = counters
         self._rank = rank
-        self._runs = runs
+        self._running = running
         self._of: dict[str, RankedWaiting] = {}
         self._heap: list[tuple[float, str]] = []  # tenants in `_of`, and some that have left it
         self._in_heap: set[str] = set()
@@ -197,7 +208,7 @@ class FairWaiting:
         if tenant not in self._of:
             if request.started_at is None:  # it has just come
                 self._counters.lift(tenant, self._least())
-                self._counters.forget_some(lambda one: one in self._of or self._runs(one))
+                self._counters.forget_some(lambda one: one in self._of or one in self._running)
             self._of[tenant] = RankedWaiting(self._rank)
             if tenant not in self._in_heap:
                 self._in_heap.add(tenant)
@@ -224,8 +235,15 @@ class FairWaiting:
             yield from self._of[self._heap[0][1]].in_order()
 
     def foremost(self) -> Iterator[Request]:
-        """The first of each tenant, as their counters say; it takes from its own tenant alone."""
-        for tenant in sorted(self._of, key=lambda tenant: (self._counters[tenant], tenant)):
+        """The first of each tenant that runs, and of the one that has had the least.
+
+        Others have nothing of their own to take, and their turn to take from others comes.
+        """
+        tenants = {tenant for tenant in self._running if tenant in self._of}
+        self._settle()
+        if self._heap:
+            tenants.add(self._heap[0][1])
+        for tenant in sorted(tenants, key=lambda tenant: (self._counters[tenant], tenant)):
             yield next(self._of[tenant].in_order())
 
     def _least(self) -> float:

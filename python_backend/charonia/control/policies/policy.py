@@ -37,7 +37,7 @@ class WaitingOrder(Protocol):
         ...
 
     def foremost(self) -> Iterator[Request]:
-        """Those that may displace others, first one first; as `in_order`."""
+        """Those to be looked at that may displace others, first one first; as `in_order`."""
         ...
 
 
@@ -71,7 +71,11 @@ class Displacement(Protocol):
     """Who may take rows and blocks of whom."""
 
     def may_displace(self, waiting: Request, running: Request) -> bool:
-        """Whether the one that waits may have the other preempted."""
+        """Whether the one that waits may have the other preempted, now or later."""
+        ...
+
+    def is_due(self, waiting: Request, running: Request) -> bool:
+        """Whether that may be now; asked of those that may displace."""
         ...
 
 

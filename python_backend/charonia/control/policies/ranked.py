@@ -6,9 +6,13 @@ Owns the ranks and both orders by them. Must not know whose a request is.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.request import Request
+
+MAX_FOREMOST = 4
+"""Waiting requests that a step looks at which may displace others."""
 
 Rank = tuple[float, int]
 """Smaller is sooner. The second part is the request's number, so that no two are equal."""
@@ -62,6 +66,10 @@ class DisplacementByPriority:
     def may_displace(self, waiting: Request, running: Request) -> bool:
         """Whether the one that waits may have the other preempted."""
         return waiting.priority < running.priority and self._rank(waiting) < self._rank(running)
+
+    def is_due(self, waiting: Request, running: Request) -> bool:
+        """See `policy.Displacement`."""
+        return True
 
 
 class RankedRunning:
@@ -147,5 +155,5 @@ class RankedWaiting:
         return request if request is not None and self._rank(request) == rank else None
 
     def foremost(self) -> Iterator[Request]:
-        """All of them, too."""
-        return self.in_order()
+        """The first ones, too: where they may displace nobody, nobody else may."""
+        return islice(self.in_order(), MAX_FOREMOST)

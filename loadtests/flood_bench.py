@@ -1,0 +1,354 @@
+"""Flood a real server with ten times what it can do, from three tenants, and judge what each got.
+
+    python loadtests/flood_bench.py                                  # 2,000 requests by each way in
+    python loadtests/flood_bench.py --requests 200 --ways scheduler
+
+Tenants of weights 1, 2 and 4 send all their requests at once, under fair shares with priorities
+within; meanwhile one of them sends a request of high priority every so often. Judged is:
+
+- nothing is lost: each request has all its tokens, or was refused with the right error and code;
+- the tokens of each tenant, while all three had requests waiting, are in proportion to its weight;
+- requests of high priority are in the next plan, and have their first token almost as fast as on an
+  idle server;
+- memory does not grow from flood to flood.
+
+Times are the scheduler's own, from what it records (`record_dir`): beside so many requests a client
+in Python sees everything late.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import tritonclient.grpc.aio as grpc_aio
+from tritonclient.utils import InferenceServerException
+
+from charonia.engine.recorder import REQUESTS, STEPS
+from charonia.launch.run import running_server
+from charonia.traces import StepRecord, TraceRequest, read_requests, read_steps
+from record import circumstances, output_stem
+from report import markdown_table
+
+WEIGHTS = {"light": 1.0, "middle": 2.0, "heavy": 4.0}
+URGENT = "heavy"
+WAYS = ("scheduler", "llm", "generate")
+ROWS = 16
+MAX_TOKENS = 24
+NUM_IDLE = 30
+QUEUE = 1024
+WAIT_FOR_RECORD_S = 2.5
+SHARE_BAR, NEXT_PLAN_BAR, MEMORY_BAR = 0.10, 0.99, 1.10
+PLANNING_S = 0.0005
+"""A plan that is sent so soon after a request has come was made before."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One thing that is judged: what was seen, in words, and whether it is as it should be.
+
+    Attributes:
+        is_timed: whether it depends on the machine's speed.
+    """
+
+    way: str
+    what: str
+    seen: str
+    is_good: bool
+    is_timed: bool = False
+
+
+@dataclass
+class Answer:
+    """What a client got: tokens and when they came, or an error."""
+
+    tenant: str
+    is_urgent: bool
+    num_tokens: int = 0
+    error: str = ""
+
+
+class Flood:
+    """Requests of one way in, at one server."""
+
+    def __init__(self, url: str, way: str, seed: int) -> None:
+        self._url = url
+        self._way = way
+        self._drawn = random.Random(seed)
+        self.answers: list[Answer] = []
+
+    async def run(self, count: int, num_urgent: int) -> None:
+        """Send all at once, and urgent ones until the others are over."""
+        async with grpc_aio.InferenceServerClient(self._url) as client:
+            await client.is_server_live()
+            tenants = [tenant for tenant in WEIGHTS for _ in range(count // len(WEIGHTS))]
+            self._drawn.shuffle(tenants)
+            flood = [asyncio.create_task(self._send(client, tenant)) for tenant in tenants]
+            await asyncio.sleep(1.0)
+            urgent = []
+            for _ in range(num_urgent):
+                urgent.append(asyncio.create_task(self._send(client, URGENT, is_urgent=True)))
+                await asyncio.sleep(self._drawn.uniform(0.02, 0.08))
+                if all(task.done() for task in flood):
+                    break
+            await asyncio.gather(*flood, *urgent)
+
+    async def idle(self, count: int) -> None:
+        """One urgent request after the other."""
+        async with grpc_aio.InferenceServerClient(self._url) as client:
+            for _ in range(count):
+                await self._send(client, URGENT, is_urgent=True)
+
+    async def _send(
+        self, client: grpc_aio.InferenceServerClient, tenant: str, *, is_urgent: bool = False
+    ) -> None:
+        answer = Answer(tenant, is_urgent)
+        self.answers.append(answer)
+        sampling = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
+        sampling |= {"tenant": tenant, "priority": -1 if is_urgent else 0}
+        try:
+            await self._ask(client, json.dumps(sampling), answer)
+        except InferenceServerException as error:
+            answer.error = f"{error.status()}: {error.message()}"
+
+    def _prompt(self) -> grpc_aio.InferInput:
+        if self._way == "scheduler":
+            ids = [self._drawn.randrange(10, 1000) for _ in range(20)]
+            return _tensor("input_ids", "INT32", ids)
+        text = "".join(self._drawn.choice("abcdefgh ") for _ in range(20))
+        return _tensor("text_input", "BYTES", [text])
+
+    async def _ask(
+        self, client: grpc_aio.InferenceServerClient, sampling: str, answer: Answer
+    ) -> None:
+        inputs = [
+            self._prompt(),
+            _tensor("sampling_parameters", "BYTES", [sampling]),
+            _tensor("return_num_output_tokens", "BOOL", [True]),
+        ]
+        if self._way == "generate":
+            result = await client.infer("generate", inputs)
+            answer.num_tokens = int(result.as_numpy("num_output_tokens")[0])
+            return
+        inputs.append(_tensor("stream", "BOOL", [True]))
+
+        async def requests():
+            yield {"model_name": self._way, "inputs": inputs}
+
+        async for result, error in client.stream_infer(requests()):
+            if error is not None:
+                raise error
+            answer.num_tokens += int(result.as_numpy("num_output_tokens")[0])
+
+
+def _tensor(name: str, kind: str, values: list[Any]) -> grpc_aio.InferInput:
+    array = np.array(values, dtype={"BOOL": bool, "INT32": np.int32}.get(kind, object))
+    tensor = grpc_aio.InferInput(name, [len(values)], kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+class Record:
+    """What the server writes of itself, part by part."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_requests = self._num_steps = 0
+
+    def take(self) -> tuple[list[TraceRequest], list[StepRecord]]:
+        """All since the last call."""
+        time.sleep(WAIT_FOR_RECORD_S)
+        requests = read_requests(self._folder / REQUESTS)
+        steps = read_steps(self._folder / STEPS)
+        fresh = requests[self._num_requests :], steps[self._num_steps :]
+        self._num_requests, self._num_steps = len(requests), len(steps)
+        return fresh
+
+
+def judge_answers(way: str, answers: Sequence[Answer]) -> list[Verdict]:
+    """Whether each has an end, and the right one."""
+    ends: Counter[str] = Counter()
+    wrong = []
+    for answer in answers:
+        # On a stream there is no code beside the text; elsewhere there is.
+        refused = "[charonia:queue_full]" in answer.error
+        refused &= answer.error.startswith(("None: ", "StatusCode.UNAVAILABLE: "))
+        if not answer.error and answer.num_tokens == MAX_TOKENS:
+            ends["answered"] += 1
+        elif refused and not answer.num_tokens:
+            ends["refused: the queue is full"] += 1
+        else:
+            wrong.append(f"{answer.num_tokens} tokens, {answer.error!r}")
+    seen = ", ".join(f"{count:,} {end}" for end, count in sorted(ends.items()))
+    seen += f", {len(wrong)} wrong ({wrong[0]})" if wrong else ""
+    return [Verdict(way, "each is answered or refused", seen, not wrong)]
+
+
+def judge_shares(way: str, requests: Sequence[TraceRequest]) -> list[Verdict]:
+    """Tokens of each tenant while all had requests waiting, by the scheduler's own times."""
+    served = [one for one in requests if one.outcome == "length" and one.queue_ms is not None]
+    came = {tenant: [one for one in served if one.tenant == tenant] for tenant in WEIGHTS}
+    flood = {
+        tenant: [one for one in of_tenant if one.priority == 0]
+        for tenant, of_tenant in came.items()
+    }
+    begin = max(min(one.timestamp for one in of_tenant) for of_tenant in flood.values())
+    end = min(max(_started_ms(one) for one in of_tenant) for of_tenant in flood.values())
+    tokens = {
+        tenant: sum(one.output_length * _share_within(one, begin, end) for one in of_tenant)
+        for tenant, of_tenant in came.items()
+    }
+    total, weights = sum(tokens.values()), sum(WEIGHTS.values())
+    off = {
+        tenant: tokens[tenant] / total / (weight / weights) - 1
+        for tenant, weight in WEIGHTS.items()
+    }
+    seen = ", ".join(f"{tenant} {tokens[tenant]:,.0f} ({off[tenant]:+.1%})" for tenant in WEIGHTS)
+    is_good = all(abs(value) <= SHARE_BAR for value in off.values())
+    return [Verdict(way, f"tokens by weight, within {SHARE_BAR:.0%}", seen, is_good)]
+
+
+def _started_ms(one: TraceRequest) -> float:
+    return one.timestamp + (one.queue_ms or 0.0)
+
+
+def _share_within(one: TraceRequest, begin: float, end: float) -> float:
+    """Of a request's tokens, which come evenly from its start to its end."""
+    start, over = _started_ms(one), one.timestamp + (one.total_ms or 0.0)
+    return max(0.0, min(over, end) - max(start, begin)) / max(over - start, 1e-9)
+
+
+def judge_urgent(
+    way: str,
+    requests: Sequence[TraceRequest],
+    steps: Sequence[StepRecord],
+    idle: Sequence[TraceRequest],
+) -> list[Verdict]:
+    """Whether they were in the next plan, and how soon they had a token."""
+    urgent = [one for one in requests if one.priority < 0 and one.outcome == "length"]
+    offset = time.time() - time.monotonic()
+    sent = np.array([step.submitted_at for step in steps])
+    passed = 0
+    for one in urgent:
+        arrived = one.timestamp / 1000 - offset
+        started = arrived + (one.queue_ms or 0.0) / 1000
+        passed += bool(np.any((sent > arrived + PLANNING_S) & (sent < started)))
+    share = 1 - passed / max(1, len(urgent))
+    full = [step.seconds for step in steps if step.num_rows == ROWS]
+    idle_ms = float(np.percentile([one.ttft_ms for one in idle], 50))
+    bar_ms = idle_ms + 2000 * statistics.median(full)
+    p50, p99 = np.percentile([one.ttft_ms for one in urgent], (50, 99))
+    seen = f"p50 {p50:.1f} ms, p99 {p99:.1f} ms; idle p50 {idle_ms:.1f} ms, full step "
+    seen += f"{1000 * statistics.median(full):.1f} ms"
+    return [
+        Verdict(
+            way,
+            f"urgent ones in the next plan, {NEXT_PLAN_BAR:.0%}",
+            f"{share:.1%} of {len(urgent)}",
+            share >= NEXT_PLAN_BAR,
+            is_timed=True,
+        ),
+        Verdict(
+            way,
+            "their TTFT p99 at most idle and two full steps",
+            seen,
+            bool(p99 <= bar_ms),
+            is_timed=True,
+        ),
+    ]
+
+
+def memory(pid: int) -> int:
+    """Resident bytes of the server and its models' processes."""
+    process = psutil.Process(pid)
+    return sum(one.memory_info().rss for one in [process, *process.children(recursive=True)])
+
+
+def flood(ways: Sequence[str], count: int, num_urgent: int, model: Path | None) -> list[Verdict]:
+    """Flood one server by each way in, one after the other."""
+    verdicts: list[Verdict] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tenants = {tenant: {"weight": weight} for tenant, weight in WEIGHTS.items()}
+        (folder / "tenants.json").write_text(json.dumps({"tenants": tenants}), encoding="utf-8")
+        settings = (
+            "speculative_config=null",
+            f"max_num_seqs={ROWS}",
+            "scheduling_policy=priority",
+            "scheduler.priority_aging_s=0",
+            "scheduler.fair_share=true",
+            f"scheduler.max_queue_size={QUEUE}",
+            f"scheduler.tenants_file={folder / 'tenants.json'}",
+            f"scheduler.record_dir={folder / 'record'}",
+        )
+        with running_server(model=model, settings=settings) as server:
+            record = Record(folder / "record")
+
+            def run(way: str, go: Callable[[Flood], Coroutine[Any, Any, None]]) -> list[Answer]:
+                one = Flood(server.grpc_url, way, 0)
+                asyncio.run(go(one))
+                return one.answers
+
+            run("scheduler", lambda one: one.run(count, 0))  # memory grows to what floods take
+            record.take()
+            before = memory(server.pid)
+            for way in ways:
+                run(way, lambda one: one.idle(NUM_IDLE))
+                idle, _ = record.take()
+                answers = run(way, lambda one: one.run(count, num_urgent))
+                requests, steps = record.take()
+                verdicts += judge_answers(way, answers)
+                verdicts += judge_shares(way, requests)
+                verdicts += judge_urgent(way, requests, steps, idle)
+                after = memory(server.pid)
+                seen = f"{before / 2**20:,.0f} MiB before, {after / 2**20:,.0f} MiB after"
+                is_good = after <= MEMORY_BAR * before
+                verdicts.append(Verdict(way, "memory stays", seen, is_good))
+                print(table(verdicts[-5:]), flush=True)
+    return verdicts
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts as Markdown."""
+    return markdown_table(
+        ["way in", "what", "seen", "verdict"],
+        [[one.way, one.what, one.seen, "good" if one.is_good else "BAD"] for one in verdicts],
+    )
+
+
+def main() -> int:
+    """Flood as the command line says; returns whether anything was bad."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="default: 2000")
+    parser.add_argument("--urgent", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: the demo model")
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="default: results/DATE-flood, beside this"
+    )
+    options = parser.parse_args()
+    stem = output_stem(options.output, "flood")
+    about = circumstances("flood_bench.py")
+    verdicts = flood(options.ways, options.requests, options.urgent, options.model)
+    found = about | {"verdicts": [asdict(one) for one in verdicts]}
+    path = stem.with_name(f"{stem.name}.json")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {path.name}")
+    return int(not all(one.is_good for one in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
