@@ -300,10 +300,10 @@ def flood(ways: Sequence[str], count: int, num_urgent: int, model: Path | None) 
                 asyncio.run(go(one))
                 return one.answers
 
-            run("scheduler", lambda one: one.run(count, 0))  # memory grows to what floods take
-            record.take()
-            before = memory(server.pid)
             for way in ways:
+                run(way, lambda one: one.run(count, 0))  # memory grows to what a flood takes
+                record.take()
+                before = memory(server.pid)
                 run(way, lambda one: one.idle(NUM_IDLE))
                 idle, _ = record.take()
                 answers = run(way, lambda one: one.run(count, num_urgent))
