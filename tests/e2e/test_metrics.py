@@ -49,7 +49,10 @@ COUNTERS = {
     "prompt_tokens_total": ("source", {"computed", "cached"}),
     "finished_total": ("reason", {"stop", "length"}),
     "step_phase_seconds_total": ("phase", {"deliver", "transit", "apply", "draft", "verify"}),
-    "rejections_total": ("reason", {"invalid", "queue_full", "rate_limited", "unavailable"}),
+    "rejections_total": (
+        "reason",
+        {"invalid", "late", "queue_full", "rate_limited", "unavailable"},
+    ),
     "generation_tokens_total": None,
     "cancellations_total": None,
     "preemptions_total": None,

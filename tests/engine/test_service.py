@@ -14,6 +14,7 @@ from charonia.engine.service import EngineService
 from charonia.errors import (
     EngineUnloadedError,
     InvalidRequestError,
+    LateRequestError,
     QueueFullError,
     RateLimitedError,
     ShuttingDownError,
@@ -187,6 +188,16 @@ def test_what_a_tenant_may_have_is_counted_from_coming_to_end(tmp_path):
         assert client.wait(key)[-1].finish_reason == "length"
     client.submit("third", tenant="a")
     assert client.wait("third")[-1].finish_reason == "length"
+    service.close()
+
+
+def test_who_would_be_late_is_counted_as_that():
+    service = make_service(Gated(max_num_seqs=1))
+    service.count_rejection(LateRequestError("it would wait", retry_after_s=1.5))
+    service.count_rejection(UnavailableError("it is down"))
+    rejections = service.metrics.counters
+    assert rejections["charonia_rejections_total", "late"] == 1
+    assert rejections["charonia_rejections_total", "unavailable"] == 1
     service.close()
 
 

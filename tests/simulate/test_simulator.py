@@ -161,6 +161,18 @@ def test_deadlines_end_requests_wherever_they_are():
     assert run(setting, *requests).served[0].num_tokens > 0
 
 
+def test_who_would_wait_beyond_the_deadline_is_refused_at_the_door():
+    flood = [request(90, 10) for _ in range(100)]
+    hasty = [
+        request(10, 1, deadline_ms=deadline_ms, timestamp=2000.0) for deadline_ms in (500, 60_000)
+    ]
+    served = run(make_setting(), *flood, *hasty).served
+    assert [one.outcome for one in served[-2:]] == ["late", "length"]
+    assert served[-2].ended_at == pytest.approx(2.0, abs=0.03)
+    by_deadline = run(make_setting(scheduling_policy="deadline"), *flood, *hasty).served
+    assert by_deadline[-2].outcome == "length"  # it is the first there
+
+
 def test_fair_shares_are_within_their_bound_and_first_come_is_not():
     flood = [request(50, 50, tenant="flood") for _ in range(300)]
     small = [request(50, 50, tenant="small", timestamp=1.0) for _ in range(100)]

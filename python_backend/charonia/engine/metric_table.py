@@ -148,7 +148,7 @@ METRICS = (
         kind="counter",
         help="Requests that were refused before they were queued.",
         label="reason",
-        values=("invalid", "queue_full", "rate_limited", "unavailable"),
+        values=("invalid", "late", "queue_full", "rate_limited", "unavailable"),
     ),
     Metric(
         name="charonia_cancellations_total",

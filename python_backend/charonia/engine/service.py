@@ -25,6 +25,7 @@ from charonia.engine.tenants import Tenants
 from charonia.errors import (
     CharoniaError,
     InvalidRequestError,
+    LateRequestError,
     QueueFullError,
     RateLimitedError,
     ShuttingDownError,
@@ -327,6 +328,6 @@ class EngineService:
 
 
 def _rejection(error: CharoniaError) -> str:
-    if isinstance(error, QueueFullError | RateLimitedError):
+    if isinstance(error, QueueFullError | RateLimitedError | LateRequestError):
         return error.kind
     return "unavailable" if isinstance(error, UnavailableError) else "invalid"
