@@ -51,7 +51,7 @@ QUEUE = 1024
 WAIT_FOR_RECORD_S = 2.5
 SHARE_BAR, NEXT_PLAN_BAR, MEMORY_BAR = 0.10, 0.99, 1.10
 PLANNING_S = 0.0005
-"""A plan that is sent so soon after a request has come was made before."""
+"""A plan that is sent so soon after the scheduler has a request was made before."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,8 @@ def judge_urgent(
     for one in urgent:
         arrived = one.timestamp / 1000 - offset
         started = arrived + (one.queue_ms or 0.0) / 1000
-        passed += bool(np.any((sent > arrived + PLANNING_S) & (sent < started)))
+        taken_in = arrived + (one.intake_ms or 0.0) / 1000
+        passed += bool(np.any((sent > taken_in + PLANNING_S) & (sent < started)))
     share = 1 - passed / max(1, len(urgent))
     full = [step.seconds for step in steps if step.num_rows == ROWS]
     idle_ms = float(np.percentile([one.ttft_ms for one in idle], 50))

@@ -49,6 +49,10 @@ class QueueFull(Unavailable):
     """The server's bounded queue is full."""
 
 
+class Overloaded(Unavailable):
+    """The server has more to do than it can, and takes no requests of low priority."""
+
+
 class RateLimited(Unavailable):
     """The tenant has as many requests at once as it may have, or sends them too fast."""
 
@@ -85,6 +89,7 @@ KINDS: dict[str, type[CharoniaClientError]] = {
     "unavailable": Unavailable,
     "queue_full": QueueFull,
     "rate_limited": RateLimited,
+    "overloaded": Overloaded,
     "engine_down": Unavailable,
     "shutting_down": Unavailable,
     "timeout": Timeout,

@@ -30,6 +30,9 @@ _MAX_REASON = 200  # characters of a text that is not ours
 DEMO_CHECKPOINT = Path(__file__).parent / "demo" / "checkpoints" / "charonia-demo"
 DEMO_DRAFT_CHECKPOINT = DEMO_CHECKPOINT.with_name("charonia-demo-draft")
 
+RUNGS = ("speculation", "chunks", "max_tokens", "rejection")
+"""What a server can give up under pressure, see `SchedulerArgs.degradation_ladder`."""
+
 _GENERATION_CONFIG_WORDS = ("auto", "none", "vllm")
 MAX_SPECULATIVE_TOKENS = 64
 _SPECULATIVE_TOKENS = {"draft_model": 5, "ngram": 10, "suffix": 16}
@@ -348,12 +351,27 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             prompts may cause: beside rows that generate, prompts are computed in chunks so small
             that a step takes no longer, as far as steps before tell. "auto" is twice what steps
             without prompts take; None has no such limit. It needs `enable_chunked_prefill`.
+        degradation_wait_s: where a request that comes would wait for more seconds than this, the
+            server gives something up: the first rung of `degradation_ladder`, after a second the
+            next one, as long as that is so; while it is below half of it one less every five
+            seconds. None gives nothing up.
+        degradation_ladder: what is given up, in this order, some or all of: "speculation", drafts;
+            "chunks", three quarters of the tokens of prompts that a step computes beside rows that
+            generate; "max_tokens", answers longer than `degradation_max_tokens`, of requests of low
+            priority that come from then on; "rejection", these requests, with `overloaded`. Of low
+            priority are those whose `priority` is above 0, and those of tenants whose
+            `low_priority` is true.
+        degradation_max_tokens: see `degradation_ladder`.
         fair_share: tenants get equal shares of the engine, or as their weights say, whatever each
             asks for, and the scheduling policy holds among the requests of each; see
             `control.policies.fair`.
         tenants_file: a JSON file of the tenants' weights and limits, which is read again when it
             changes. A relative path is relative to the scheduler's directory. None has all tenants
             alike, without limits of their own.
+        tenant_header: a header whose value is a request's tenant, set by whatever stands in front
+            of the server; a `tenant` that the request names must be the same then. The server must
+            forward it (`--http-header-forward-pattern`, `--grpc-header-forward-pattern`). None
+            has requests say themselves whose they are.
         record_dir: a directory into which requests and steps are recorded, for `charonia simulate`:
             when a request came, how long it was, what became of it, and keyed hashes of its blocks
             of 64 tokens, but no text and no token. A relative path is relative to the scheduler's
@@ -375,13 +393,30 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     inter_token_target_ms: (
         Annotated[float, msgspec.Meta(gt=0, le=1000 * _MAX_SECONDS)] | Literal["auto"] | None
     ) = None
+    degradation_wait_s: Seconds | None = None
+    degradation_ladder: str = ",".join(RUNGS)
+    degradation_max_tokens: PositiveInt = 256
     fair_share: bool = False
     tenants_file: str | None = None
+    tenant_header: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,256}$")] | None = None
     record_dir: str | None = None
     record_max_bytes: PositiveInt = 2**30
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")
+
+    def __post_init__(self) -> None:
+        rungs = self.degradation_rungs
+        if not set(rungs) <= set(RUNGS) or len(set(rungs)) < len(rungs):
+            raise ValueError(
+                f"degradation_ladder = {shown(self.degradation_ladder)} must name some of"
+                f" {', '.join(RUNGS)}, each once, with commas between them"
+            )
+
+    @property
+    def degradation_rungs(self) -> tuple[str, ...]:
+        """What is given up under pressure, in this order."""
+        return tuple(rung.strip() for rung in self.degradation_ladder.split(","))
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> "SchedulerArgs":

@@ -97,6 +97,19 @@ class RateLimitedError(UnavailableError):
         super().__init__(_with_wait(message, retry_after_s))
 
 
+class OverloadedError(UnavailableError):
+    """The server has more to do than it can, and takes no requests of low priority.
+
+    Args:
+        retry_after_s: when that may be over; the message ends with it.
+    """
+
+    kind = "overloaded"
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(_with_wait(message, retry_after_s))
+
+
 class EngineDownError(UnavailableError):
     """There is no engine to serve the request."""
 
@@ -161,6 +174,7 @@ KINDS: dict[str, type[CharoniaError]] = {
         UnavailableError,
         QueueFullError,
         RateLimitedError,
+        OverloadedError,
         EngineDownError,
         ShuttingDownError,
         RequestTimeoutError,

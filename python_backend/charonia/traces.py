@@ -44,8 +44,8 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         max_tokens: generated tokens that were asked for; 0 is those that there were.
         priority, deadline_ms, tenant: as the request's parameters; a deadline of 0 is none.
         outcome: "stop", "length", or the kind of the error that it ended with.
-        queue_ms, ttft_ms, total_ms: until its first step, its first token and its end, where that
-            was measured.
+        intake_ms, queue_ms, ttft_ms, total_ms: until the scheduler had it, until its first step,
+            its first token and its end, where that was measured.
     """
 
     timestamp: float
@@ -58,6 +58,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     priority: int = 0
     deadline_ms: _Length = 0
     outcome: str = ""
+    intake_ms: float | None = None
     queue_ms: float | None = None
     ttft_ms: float | None = None
     total_ms: float | None = None

@@ -4,7 +4,14 @@ from collections import deque
 
 import pytest
 
-from charonia.control import AdaptiveDepth, FixedDepth, Request, Speculation
+from charonia.control import (
+    NO_RELIEF,
+    AdaptiveDepth,
+    FixedDepth,
+    Relief,
+    Request,
+    Speculation,
+)
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from charonia.protocol import StepPlan
 from support import stepping
@@ -200,6 +207,21 @@ def test_a_step_waits_for_the_tokens_that_drafts_may_follow(changes, is_ahead):
     bench.plan()
     assert (bench.plan() is not None) == is_ahead
     bench.run()
+    assert bench.tokens["a"] == expected(request)
+
+
+def test_without_speculation_for_a_while_steps_overlap_and_nothing_is_drafted():
+    drafter = EchoDrafter(VOCAB)
+    bench = Bench(speculation=Speculation(max_drafts=3, policy=FixedDepth(), drafter=drafter))
+    bench.add(request := make_request("a"))
+    bench.scheduler.relief = Relief(speculates=False)
+    bench.plan()
+    assert bench.plan() is not None
+    bench.apply()
+    assert request.drafts.num_rounds == 0
+    bench.scheduler.relief = NO_RELIEF
+    bench.run()
+    assert request.drafts.num_rounds > 0
     assert bench.tokens["a"] == expected(request)
 
 

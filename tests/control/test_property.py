@@ -16,10 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from charonia.control import (
+    NO_RELIEF,
     AdaptiveDepth,
     FixedDepth,
     Limits,
     Policy,
+    Relief,
     Request,
     Scheduler,
     Speculation,
@@ -79,6 +81,7 @@ class Scenario:
     Attributes:
         is_early: which steps the engine executes at once, see `EchoExecutor`.
         prompt_tokens: of prompts in a step beside rows that decode; None is all that fit.
+        reliefs: what steps do without, in turns.
     """
 
     arrivals: list[Arrival]
@@ -98,6 +101,7 @@ class Scenario:
     is_early: tuple[bool, ...] = (False,)
     policy: str = "fcfs"
     prompt_tokens: int | None = None
+    reliefs: tuple[Relief, ...] = (NO_RELIEF,)
 
 
 class FewPromptTokens(PromptBudget):
@@ -185,6 +189,11 @@ scenarios = st.builds(
     is_early=st.lists(st.booleans(), min_size=1, max_size=5).map(tuple),
     policy=st.sampled_from(list(POLICIES)),
     prompt_tokens=st.sampled_from([None, None, 1, 4]),
+    reliefs=st.lists(
+        st.sampled_from([NO_RELIEF, Relief(speculates=False), Relief(prompt_share=0.25)]),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
 )
 
 
@@ -299,6 +308,8 @@ class Driver:
         return token_ids[len(arrival.prompt_ids) :]
 
     def _step(self) -> None:
+        reliefs = self.scenario.reliefs
+        self.scheduler.relief = reliefs[self.now % len(reliefs)]
         self.executor.fail_next = int(self.now in self.scenario.failures)
         self.executor.die_next = int(self.now in self.scenario.deaths)
         self._submit()

@@ -51,7 +51,7 @@ COUNTERS = {
     "step_phase_seconds_total": ("phase", {"deliver", "transit", "apply", "draft", "verify"}),
     "rejections_total": (
         "reason",
-        {"invalid", "late", "queue_full", "rate_limited", "unavailable"},
+        {"invalid", "late", "overloaded", "queue_full", "rate_limited", "unavailable"},
     ),
     "generation_tokens_total": None,
     "cancellations_total": None,
@@ -66,6 +66,17 @@ COUNTERS = {
     "engine_failures_total": ("kind", {"step_failed", "died", "hung", "load_failed"}),
     "requests_quarantined_total": None,
     "requests_recomputed_total": None,
+    "capped_requests_total": None,
+    "tenant_requests_total": ("tenant", {"other"}),
+    "tenant_rejections_total": ("tenant", {"other"}),
+    "tenant_prompt_tokens_total": ("tenant", {"other"}),
+    "tenant_generation_tokens_total": ("tenant", {"other"}),
+    "ttft_target_met_total": ("tenant", {"other"}),
+    "ttft_target_missed_total": ("tenant", {"other"}),
+    "inter_token_target_met_total": ("tenant", {"other"}),
+    "inter_token_target_missed_total": ("tenant", {"other"}),
+    "deadline_met_total": ("tenant", {"other"}),
+    "deadline_missed_total": ("tenant", {"other"}),
 }
 GAUGES = {
     "scheduler_up": None,
@@ -73,6 +84,9 @@ GAUGES = {
     "requests_waiting": None,
     "engine_up": None,
     "draft_depth": None,
+    "degradation_level": None,
+    "tenant_requests_running": ("tenant", {"other"}),
+    "tenant_requests_waiting": ("tenant", {"other"}),
     "kv_blocks": ("state", {"total", "used", "cached", "free"}),
 }
 VLLM_COUNTERS = ("prompt_tokens_total", "generation_tokens_total")

@@ -5,7 +5,9 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from charonia.launch.run import running_server
@@ -15,10 +17,14 @@ from charonia_client.errors import RateLimited
 from support.e2e import (
     ENDLESS,
     ENDLESS_BLOCKS,
+    HTTP,
     ONE_THREAD,
+    GrpcStream,
     error_of,
     generate,
+    generate_url,
     infer_grpc,
+    infer_http,
     one_torch_thread,
     request_inputs,
     scrape,
@@ -30,6 +36,7 @@ from support.live_stream import LiveStream
 
 PROMPT = [5, 6, 7]
 NUM_EACH = 8
+ODD_NAME = 'a "name", \\ = {odd}'
 TENANTS = {"tenants": {"heavy": {"weight": 3}, "single": {"max_concurrency": 1}}}
 
 
@@ -70,7 +77,7 @@ def test_tenants_that_wait_are_served_by_their_weights(shared_server: TritonServ
     holders = [LiveStream(url, PROMPT, tenant="x", **endless) for _ in range(2)]
     for holder in holders:
         holder.wait_tokens(1)
-    sampling = {"max_tokens": 16, "ignore_eos": True}
+    sampling = {"max_tokens": 128, "ignore_eos": True}  # longer than clients' threads wait
     streams = {
         tenant: [LiveStream(url, PROMPT, tenant=tenant, **sampling) for _ in range(NUM_EACH)]
         for tenant in ("heavy", "light")
@@ -139,3 +146,157 @@ def test_the_file_may_change_while_the_server_runs(
         assert 0 < error.retry_after_s <= 1000
         replace(tenants_file, TENANTS)
         assert wait_for(refusal, lambda found: found is None) is None
+
+
+@pytest.fixture(scope="module")
+def header_server(
+    small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """Whose a request is says a header; two tenants are served, of whom one has an odd name."""
+    path = tmp_path_factory.mktemp("tenants") / "tenants.json"
+    targets = {"ttft_target_ms": 1e6, "inter_token_target_ms": 1e-6}
+    replace(path, {"unknown": "refuse", "tenants": {"search": targets, ODD_NAME: {}}})
+    settings = (ONE_THREAD, "scheduler.tenant_header=X-Tenant", f"scheduler.tenants_file={path}")
+    patterns = ("--http-header-forward-pattern=(?i)x-.*", "--grpc-header-forward-pattern=x-.*")
+    with (
+        one_torch_thread(),
+        running_server(
+            model=small_checkpoint,
+            settings=settings,
+            facades=("tensorrt-llm",),
+            tritonserver=patterns,
+        ) as server,
+    ):
+        yield server
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "scheduler": {"text_input": "a", "sampling_parameters": {"max_tokens": 3, "ignore_eos": True}},
+    "llm": {"text_input": "a", "sampling_parameters": {"max_tokens": 3, "ignore_eos": True}},
+    "generate": {"text_input": "a", "sampling_parameters": {"max_tokens": 3, "ignore_eos": True}},
+    "ensemble": {
+        "text_input": np.array([[b"a"]], dtype=object),
+        "max_tokens": np.array([[3]], dtype=np.int32),
+    },
+}
+
+
+def ask(
+    server: TritonServer,
+    way: str,
+    headers: dict[str, str],
+    parameters: dict[str, Any] | None = None,
+) -> None:
+    """One request over gRPC.
+
+    Raises:
+        InferenceServerException: it is refused.
+    """
+    with GrpcStream(server, way, headers) as stream:
+        list(stream.send(WAYS[way], parameters=parameters))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_header_says_whose_a_request_is_on_every_way_in(
+    header_server: TritonServer, way: str
+) -> None:
+    before = wait_idle(header_server)
+    ask(header_server, way, {"x-tenant": "search", "x-other": "7"})
+    name = 'charonia_tenant_requests_total{tenant="search"}'
+    assert wait_idle(header_server)[name] - before.get(name, 0) == 1
+    for headers in ({}, {"x-tenant": "thief"}):
+        error = error_of(partial(ask, header_server, way, headers))
+        assert f"tenant '{headers.get('x-tenant', '')}' is not known here" in error.message()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["tenant", "x-tenant", "X-Tenant"])
+def test_a_request_cannot_say_that_it_is_another_ones(
+    header_server: TritonServer, way: str, name: str
+) -> None:
+    headers, own = {"x-tenant": "stranger"}, {name: "search"}
+    error = error_of(partial(ask, header_server, way, headers, own))
+    assert "more than once" in error.message() or "not what the header" in error.message()
+
+
+def test_over_http_the_header_counts_in_any_case(header_server: TritonServer) -> None:
+    """But for `generate`, to which Triton gives no header, so that it is nobody's."""
+    for header in ("X-Tenant", "x-tenant"):
+        infer_http(header_server, WAYS["generate"], headers={header: "search"})
+    error = error_of(
+        lambda: infer_http(header_server, WAYS["generate"], headers={"X-Tenant": "thief"})
+    )
+    assert "tenant 'thief' is not known here" in error.message()
+    body = {"text_input": "a", "max_tokens": 3}
+    answer = HTTP.post(
+        generate_url(header_server, "generate"), json=body, headers={"X-Tenant": "search"}
+    )
+    assert "tenant '' is not known here" in answer.text
+
+
+def test_the_page_of_metrics_knows_what_tenants_got(header_server: TritonServer) -> None:
+    before = wait_idle(header_server)
+    for tenant in ("search", ODD_NAME):
+        ask(header_server, "generate", {"x-tenant": tenant})
+    error_of(partial(ask, header_server, "generate", {"x-tenant": "thief"}))
+    after = wait_idle(header_server)
+    grown = {name: after[name] - before.get(name, 0) for name in after if "tenant=" in name}
+    for metric, tenant, value in (
+        ("tenant_requests_total", "search", 1),
+        ("tenant_generation_tokens_total", "search", 3),
+        ("ttft_target_met_total", "search", 1),
+        ("inter_token_target_missed_total", "search", 1),
+        ("tenant_rejections_total", "other", 1),
+        ("tenant_requests_running", "search", 0),
+    ):
+        assert grown[f'charonia_{metric}{{tenant="{tenant}"}}'] == value, metric
+    assert grown[f'charonia_tenant_requests_total{{tenant="{ODD_NAME}"}}'] == 1
+
+
+@pytest.fixture(scope="module")
+def pressed_server(small_checkpoint: Path) -> Iterator[TritonServer]:
+    """It runs one request at a time, and soon finds that others wait for too long."""
+    settings = (
+        ONE_THREAD,
+        "max_num_seqs=1",
+        "scheduling_policy=priority",
+        "scheduler.degradation_wait_s=0.001",
+        "scheduler.degradation_ladder=max_tokens,rejection",
+        "scheduler.degradation_max_tokens=8",
+    )
+    with (
+        one_torch_thread(),
+        running_server(model=small_checkpoint, settings=settings) as server,
+    ):
+        yield server
+
+
+def test_under_pressure_answers_become_shorter_and_then_are_refused(
+    pressed_server: TritonServer,
+) -> None:
+    def level() -> float:
+        return scrape(pressed_server)["charonia_degradation_level"]
+
+    sampling = {"max_tokens": 100, "ignore_eos": True}
+    low = request_inputs(PROMPT, sampling | {"priority": 1}, return_num_output_tokens=True)
+    assert level() == 0
+    streams: list[LiveStream] = []
+
+    def press() -> float:
+        streams.extend(LiveStream(pressed_server.grpc_url, PROMPT, **sampling) for _ in range(4))
+        return level()
+
+    assert wait_for(press, lambda found: found == 2) == 2
+    refused = error_of(lambda: infer_grpc(pressed_server, low))
+    assert refused.status() == "StatusCode.UNAVAILABLE"
+    assert "takes no requests of low priority; retry after" in refused.message()
+    assert "[charonia:overloaded]" in refused.message()
+    for stream in streams:
+        assert stream.wait_over().error is None
+        assert len(stream.token_ids) == sampling["max_tokens"], "those of others are what they were"
+    assert wait_for(level, lambda found: found == 1) == 1
+    answer = infer_grpc(pressed_server, low)
+    assert answer.outputs["num_output_tokens"] == [8]
+    after = wait_idle(pressed_server)
+    assert after["charonia_capped_requests_total"] == 1
+    assert after['charonia_rejections_total{reason="overloaded"}'] == 1

@@ -10,6 +10,7 @@ from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.outputs import Chunk
+from charonia.engine.tenants import Tenants
 from charonia.errors import CharoniaError
 from charonia.protocol import SamplingParams
 from charonia.text.tokenizer import Tokenizer
@@ -38,8 +39,10 @@ class Bench:
         speculative_config=None,
         *,
         async_scheduling: bool = True,
+        tenants: Tenants | None = None,
         **args,
     ) -> None:
+        self._tenants = tenants
         self.now = 0.0
         self.lines: list[str] = []
         self.chunks: dict[str, list[Chunk]] = defaultdict(list)
@@ -65,6 +68,7 @@ class Bench:
             deliver=self._take,
             clock=lambda: self.now,
             log=self.lines.append,
+            tenants=self._tenants,
         )
 
     def _take(self, chunk: Chunk) -> None:

@@ -242,3 +242,22 @@ def test_what_was_long_ago_counts_little():
     enter(gate, "c", num_tokens=1000)
     with pytest.raises(LateRequestError, match=r"about 1[01]\... s"):
         enter(gate, "d", deadline_ms=10)
+
+
+def test_it_tells_who_waits_and_who_runs(make_gate):
+    gate = make_gate(tenants={"a": {}, "b": {}})
+    for key in ("a1", "a2", "a3", "c1"):
+        enter(gate, key)
+    gate.note_started("a1")
+    assert gate.num_of_tenants() == {"a": (2, 1), "b": (0, 0), "other": (1, 0)}
+
+
+def test_the_wait_behind_all_others_is_not_known_at_first(make_gate):
+    gate = make_gate()
+    assert gate.wait_s() == 0.0
+    for number in range(10):
+        enter(gate, f"a{number}", now=0.0, priority=number)
+    for number in range(5):
+        clock.now += 1.0
+        gate.note_started(f"a{number}")
+    assert gate.wait_s() == pytest.approx(5.0, rel=0.1)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from charonia.engine.tenants import LOOK_EVERY_S, TenantArgs, Tenants
+from charonia.engine.metric_table import OTHERS
+from charonia.engine.tenants import LOOK_EVERY_S, MAX_LABELS, TenantArgs, Tenants
 from charonia.errors import ConfigError
 
 FILE = {
@@ -113,3 +114,21 @@ def test_a_file_that_becomes_wrong_changes_nothing_and_is_told_of_once(path, con
     write(path, {})
     tenants.refresh(4 * LOOK_EVERY_S)
     assert tenants.weight_of("search") == 1
+
+
+def test_metrics_know_those_of_the_file_by_name_and_all_others_together(path):
+    tenants = read(path, has_shares=True)
+    assert tenants.label_of("search") == "search"
+    assert {tenants.label_of(name) for name in ("", "anybody", OTHERS)} == {OTHERS}
+    assert tenants.labels == ["search", "batch", OTHERS]
+
+
+def test_there_are_only_so_many_names_however_often_the_file_changes(path):
+    tenants = read(path, has_shares=True)
+    for number in range(5):
+        names = [f"{number}-{index}" for index in range(20)]
+        write(path, {"tenants": {name: {} for name in names}})
+        tenants.refresh(10.0 * (number + 1))
+    assert len(tenants.labels) == MAX_LABELS + 1
+    assert tenants.label_of("search") == "search", "its series are there for ever"
+    assert tenants.label_of("4-19") == OTHERS

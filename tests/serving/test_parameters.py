@@ -13,6 +13,7 @@ from charonia.serving.parameters import (
     PARAMETER_NAMES,
     parse_sampling_params,
     parse_timeout,
+    tenant_of_header,
     without_headers,
 )
 
@@ -179,3 +180,18 @@ def test_what_triton_made_of_headers_is_left_out() -> None:
     assert without_headers(parameters, lambda name: name.startswith("X-")) == {
         name: value for name, value in parameters.items() if name != "X-Id"
     }
+
+
+@pytest.mark.parametrize("name", ["X-Tenant", "x-tenant", "X-TENANT"])
+def test_a_tenant_is_what_the_header_says_in_any_case(name: str) -> None:
+    assert tenant_of_header({name: "search", "tenant": "other"}, "X-Tenant") == "search"
+
+
+def test_without_the_header_there_is_no_tenant() -> None:
+    assert tenant_of_header({"tenant": "other"}, "X-Tenant") == ""
+
+
+@pytest.mark.parametrize("parameters", [{"x-tenant": "a", "X-Tenant": "a"}, {"x-tenant": 5}])
+def test_a_header_that_cannot_be_trusted_is_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="the header X-Tenant"):
+        tenant_of_header(parameters, "X-Tenant")

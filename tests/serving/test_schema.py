@@ -346,3 +346,37 @@ def test_a_misspelled_name_in_the_tensor_is_no_header(strings: Any) -> None:
     with pytest.raises(InvalidRequestError, match="unknown sampling parameter 'max_token'"):
         parse(raw, is_forwarded=lambda name: True)
     assert generate_call(RawRequest({"input_ids": ids(1)}, {})).params.max_tokens == 16
+
+
+def test_a_parameter_that_is_given_twice_is_refused(pb_utils: Any) -> None:
+    """As Triton gives what a client says itself and what its header says, in this order or not."""
+    text = '{"x-tenant": "a", "top_k": 5, "x-tenant": "b"}'
+    request = pb_utils.Request([], parameters_json=text)
+    with pytest.raises(InvalidRequestError, match="'x-tenant' is given more than once"):
+        read_request(request)
+
+
+def parse_with_header(strings: Any, sampling: str, parameters: dict[str, Any]) -> Any:
+    tensors = {"input_ids": ids(1), "sampling_parameters": strings(sampling)}
+    raw = RawRequest(tensors, parameters, request_id="7")
+    return parse(raw, is_forwarded=lambda name: name == "X-Tenant", tenant_header="x-tenant")
+
+
+def test_a_header_says_whose_a_request_is(strings: Any) -> None:
+    for sampling in ("{}", '{"tenant": "search"}'):
+        assert parse_with_header(strings, sampling, {"X-Tenant": "search"}).params.tenant == (
+            "search"
+        )
+    assert parse_with_header(strings, "{}", {}).params.tenant == ""
+    cancel = RawRequest({"cancel": flag(True)}, {"X-Tenant": "search"}, request_id="7")
+    assert parse(cancel, is_forwarded=lambda name: True, tenant_header="x-tenant") == CancelCall(
+        "7", "search"
+    )
+
+
+@pytest.mark.parametrize("parameters", [{"X-Tenant": "search"}, {}, {"tenant": "other"}])
+def test_a_request_cannot_say_otherwise(strings: Any, parameters: dict[str, Any]) -> None:
+    with pytest.raises(
+        InvalidRequestError, match="tenant = 'other' is not what the header x-tenant says"
+    ):
+        parse_with_header(strings, '{"tenant": "other"}', parameters)

@@ -103,6 +103,15 @@ def test_a_process_that_has_ended_was_started_in_no_explicit_mode() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "is_forwarded"),
+    [("x-tenant", True), ("X-Tenant", True), ("(?i)^X-TENANT$", True), ("X-Other", False)],
+)
+def test_a_header_may_be_forwarded_in_another_case(pattern: str, is_forwarded: bool) -> None:
+    options = ServerOptions(["tritonserver", f"--http-header-forward-pattern={pattern}"])
+    assert options.forwards_in_any_case("X-Tenant") == is_forwarded
+
+
+@pytest.mark.parametrize(
     ("command_line", "name", "is_forwarded"),
     [
         ([], "X-Id", False),

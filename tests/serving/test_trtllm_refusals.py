@@ -194,9 +194,16 @@ def test_a_model_that_is_not_decoupled_says_what_it_cannot_do_as_theirs_does() -
 def test_of_a_requests_own_parameters_only_tritons_count() -> None:
     row = TOKENS | {"stop": True}
     raw = raw_request("tensorrt_llm", [row], request_id="7")
-    parameters = {"Streaming": True, "timeout": 5, "temperature": 3}
+    parameters = {"Streaming": True, "timeout": 5, "temperature": "3", "x-tenant": "a"}
     ((request, _),) = facade().split(replace(raw, parameters=parameters))
-    assert request.parameters == {"timeout": 5}
+    assert request.parameters == {"timeout": 5, "x-tenant": "a"}, "it may be a header"
+
+
+def test_what_may_be_headers_is_bounded_because_each_sequence_takes_it_along() -> None:
+    raw = raw_request("tensorrt_llm", [TOKENS])
+    parameters = {f"x-{number}": "y" * 1000 for number in range(70)}
+    with pytest.raises(InvalidRequestError, match="at most 65536 characters are accepted, but 70"):
+        facade().split(replace(raw, parameters=parameters))
 
 
 def test_a_stop_cancels_the_requests_of_its_id_and_needs_one() -> None:
@@ -206,7 +213,8 @@ def test_a_stop_cancels_the_requests_of_its_id_and_needs_one() -> None:
         split("tensorrt_llm", TOKENS | {"stop": True}, TOKENS | {"stop": False}, request_id="7")
     (part,) = split("tensorrt_llm", TOKENS | {"stop": True}, request_id="7")
     assert part.request.request_id == "7"
-    assert {name: value.item() for name, value in part.request.tensors.items()} == {"cancel": True}
+    tensors = {name: value.item() for name, value in part.request.tensors.items()}
+    assert tensors == {"cancel": True, "sampling_parameters": b"{}"}
     assert part.answer({"text_output": [""]}) is None
     error = InvalidRequestError("no")
     assert part.failure(error) is error

@@ -10,6 +10,7 @@ from charonia.control.limits import Limits
 from charonia.control.ngram import NgramDrafter
 from charonia.control.policies import Policy
 from charonia.control.prompt_budget import PromptBudget
+from charonia.control.relief import NO_RELIEF, Relief
 from charonia.control.request import Request, Update
 from charonia.control.scheduler import Scheduler
 from charonia.control.speculation import Speculation
@@ -18,6 +19,7 @@ from charonia.control.step_cost import CostCurve
 from charonia.control.suffix import SuffixDrafter
 
 __all__ = [
+    "NO_RELIEF",
     "AdaptiveDepth",
     "CostCurve",
     "DraftCounts",
@@ -27,6 +29,7 @@ __all__ = [
     "NgramDrafter",
     "Policy",
     "PromptBudget",
+    "Relief",
     "Request",
     "Scheduler",
     "SchedulerStats",

@@ -41,6 +41,7 @@ from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
 from charonia.control.policies import Deadlines, Late, Policy, by_arrival, ranked
 from charonia.control.prompt_budget import PromptBudget
+from charonia.control.relief import NO_RELIEF
 from charonia.control.request import Request, Update
 from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
@@ -61,6 +62,9 @@ class Scheduler:
         policy: of this scheduler alone; None is first come first served.
         prompt_budget: how many tokens of prompts a step computes beside rows that decode; None is
             all that fit.
+
+    Attributes:
+        relief: what steps do without; may be set at any time.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Scheduler:
         prompt_budget: PromptBudget | None = None,
     ) -> None:
         self.stats = stats or SchedulerStats()
+        self.relief = NO_RELIEF
         self._speculation = speculation
         self._requests: dict[str, Request] = {}
         self._policy = policy or ranked(by_arrival)
@@ -190,7 +195,7 @@ class Scheduler:
         if not step.rows:
             assert not step.joins
             return None
-        if is_ahead and self._speculation is not None:
+        if is_ahead and self._speculation is not None and self.relief.speculates:
             self._speculation.note_rest()
         self._num_sampling.append(step.num_sampling)
         self._in_flight.append(step)
@@ -310,9 +315,11 @@ class Scheduler:
         """
         in_turn = len(self._num_sampling) == self.limits.num_stages
         num_decodes = self._num_sampling[0] if in_turn else 0
-        if self._prompt_budget is None or not num_decodes:
+        if not num_decodes or not self.limits.enable_chunked_prefill:
             return budget
-        return min(budget, self._prompt_budget.tokens(num_decodes))
+        if self._prompt_budget is not None:
+            budget = min(budget, self._prompt_budget.tokens(num_decodes))
+        return max(1, int(budget * self.relief.prompt_share))
 
     def _learn_time(
         self, prompt_budget: PromptBudget, step: Step, result: StepResult, now: float
@@ -348,7 +355,9 @@ class Scheduler:
         last = self._in_flight[-1]
         if self._is_short or last.drafts or self._suspects.first is not None:
             return False
-        return self._speculation is None or self._speculation.rests_after(last)
+        if self._speculation is None or not self.relief.speculates:
+            return True
+        return self._speculation.rests_after(last)
 
     def _isolate_suspect(self) -> None:
         """While there are suspects, only the first of them may run.
@@ -402,7 +411,8 @@ class Scheduler:
         """Plan those that have a row, as far as budget and blocks go."""
         max_rows = self._share(0)
         order = self._running.in_order()
-        if step.joins and (not self.limits.enable_chunked_prefill or self._prompt_budget):
+        is_short = step.prompt_budget < step.budget
+        if step.joins and (is_short or not self.limits.enable_chunked_prefill):
             # There is room for them in this step: without chunks perhaps in no other one.
             joined = {join.row for join in step.joins}
             order.sort(key=lambda request: request.row not in joined)
@@ -483,7 +493,7 @@ class Scheduler:
 
     def _add_drafts(self, step: Step) -> None:
         """Have rows that decode verify drafts, with what the step leaves of budget and blocks."""
-        if self._speculation is None:
+        if self._speculation is None or not self.relief.speculates:
             return
         found = self._speculation.draft(step, self.limits)
         for place, wanted in found:

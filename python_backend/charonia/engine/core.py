@@ -24,8 +24,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Limits, Update
+from charonia.control import Limits, Relief, Update
 from charonia.engine.admission import GenerationRequest, admit, check, seeds_of
+from charonia.engine.attainment import Attainment
 from charonia.engine.deadlines import Deadlines
 from charonia.engine.gate import check_queue
 from charonia.engine.metrics import Metrics
@@ -34,6 +35,7 @@ from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN
 from charonia.engine.reload import Reload
 from charonia.engine.replica import Replica
 from charonia.engine.streams import OutputStreams
+from charonia.engine.tenants import Tenants
 from charonia.errors import (
     CharoniaError,
     RequestCancelledError,
@@ -65,7 +67,7 @@ class EngineCore:
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `step` has something to do that nobody else tells of.
         on_started: called with a request's key when its first step begins.
-        weight_of: of a tenant, for fair shares.
+        tenants: what holds for each; None has all alike.
     """
 
     def __init__(
@@ -81,13 +83,20 @@ class EngineCore:
         read_args: Callable[[], EngineArgs] | None = None,
         wake: Callable[[], None] = lambda: None,
         on_started: Callable[[str], None] = lambda _: None,
-        weight_of: Callable[[str], float] = lambda _: 1.0,
+        tenants: Tenants | None = None,
     ) -> None:
+        tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
         self._max_queue_size = scheduler_args.max_queue_size
         self._clock = clock
         self._log = log
-        self._streams = OutputStreams(tokenizer, self.metrics, deliver=deliver, clock=clock)
+        self._streams = OutputStreams(
+            tokenizer,
+            self.metrics,
+            Attainment(tenants, self.metrics),
+            deliver=deliver,
+            clock=clock,
+        )
         self._updates: list[Update] = []
         self._held: dict[str, _Held] = {}
         self._seed, self._next_seed = engine_args.seed, seeds_of(engine_args.seed)
@@ -100,7 +109,7 @@ class EngineCore:
             metrics=self.metrics,
             fail=self._fail,
             on_started=on_started,
-            weight_of=weight_of,
+            weight_of=tenants.weight_of,
             clock=clock,
             log=log,
             read_args=read_args,
@@ -199,6 +208,10 @@ class EngineCore:
             self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
             self._end(key, RequestCancelledError("the request was cancelled"))
 
+    def relieve(self, relief: Relief) -> None:
+        """Have steps do without something from now on."""
+        self._replica.relieve(relief)
+
     def reload(self, reload: Reload) -> None:
         """Go on with the engine that `reload` configures: soon, or when all live is over."""
         if self._reload is not None:
@@ -227,6 +240,15 @@ class EngineCore:
 
     # ------------------------------------------------------------------ one step
 
+    def deliver(self) -> None:
+        """Deliver what the last step gave, if the engine has another one to compute meanwhile.
+
+        So a text that has met its stop string is in no further step. `step` begins with it; who
+        calls it before can bring requests that have come meanwhile into the next plan.
+        """
+        if self._replica.is_fed:
+            self._deliver_updates()
+
     def step(self) -> bool:
         """Do all that is due, fill the engine, and apply the oldest step in flight if it has ended.
 
@@ -235,6 +257,7 @@ class EngineCore:
             another method, or some tenth of a second.
         """
         replica = self._replica
+        self.deliver()
         self._expire(self._clock())
         if not replica.is_serving:
             replica.follow()
@@ -242,8 +265,6 @@ class EngineCore:
             self._go_on_with_reload(self._reload)
         if self._held:
             self._place_held()
-        if replica.is_fed:  # so that a text that has met its stop string is in no further step
-            self._deliver_updates()
         if replica.is_serving:
             replica.fill()
         self._deliver_updates()

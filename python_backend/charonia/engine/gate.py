@@ -79,6 +79,18 @@ class Gate:
         self._waiting: set[str] = set()
         self._lock = threading.Lock()
 
+    def num_of_tenants(self) -> dict[str, tuple[int, int]]:
+        """By what metrics call a tenant: requests that wait for their first step, and others."""
+        found = dict.fromkeys(self._tenants.labels, (0, 0))
+        with self._lock:
+            for tenant, account in self._accounts.items():
+                label = self._tenants.label_of(tenant)
+                num_waiting, num_others = found.get(label, (0, 0))
+                num_waiting += account.num_waiting
+                num_others += account.num_live - account.num_waiting
+                found[label] = num_waiting, num_others
+        return found
+
     @property
     def num_live(self) -> int:
         """Requests that are in, without probes."""
@@ -120,6 +132,11 @@ class Gate:
             for wait in (self._wait, account.wait):
                 wait.note_arrival(num_tokens, request.params.priority, now)
             self._forget_some()
+
+    def wait_s(self) -> float:
+        """How long one would wait that comes behind all others; 0 while that is not known."""
+        with self._lock:
+            return self._wait.seconds(None, self._clock()) or 0.0
 
     def note_started(self, key: str) -> None:
         """A request waits no longer."""

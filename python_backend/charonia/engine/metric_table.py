@@ -27,6 +27,9 @@ hung: it lives, but a step passed its deadline or a question was not answered.
 load_failed: it cannot be loaded, or not in time; counted at every try.
 """
 
+OTHERS = "other"
+"""All tenants that have no name in metrics."""
+
 _PLAN_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _REQUEST_SECONDS = (*_STEP_SECONDS, 30.0, 60.0, 120.0)
@@ -148,12 +151,22 @@ METRICS = (
         kind="counter",
         help="Requests that were refused before they were queued.",
         label="reason",
-        values=("invalid", "late", "queue_full", "rate_limited", "unavailable"),
+        values=("invalid", "late", "overloaded", "queue_full", "rate_limited", "unavailable"),
     ),
     Metric(
         name="charonia_cancellations_total",
         kind="counter",
         help="Requests whose client cancelled them or went away.",
+    ),
+    Metric(
+        name="charonia_degradation_level",
+        kind="gauge",
+        help="How many rungs of the degradation ladder are climbed, 0 without pressure.",
+    ),
+    Metric(
+        name="charonia_capped_requests_total",
+        kind="counter",
+        help="Requests of low priority whose max_tokens was lowered under pressure.",
     ),
     Metric(
         name="charonia_preemptions_total",
@@ -279,6 +292,90 @@ METRICS = (
         kind="counter",
         help="Time that the engine's first rank spent in exchanges, waiting included.",
         label="operation",
+    ),
+    Metric(
+        name="charonia_tenant_requests_running",
+        kind="gauge",
+        help="Requests of a tenant that have had a step.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_tenant_requests_waiting",
+        kind="gauge",
+        help="Requests of a tenant that wait for their first step.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_tenant_requests_total",
+        kind="counter",
+        help="Requests of a tenant that are over.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_tenant_rejections_total",
+        kind="counter",
+        help="Requests of a tenant that were refused before they were queued.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_tenant_prompt_tokens_total",
+        kind="counter",
+        help="Tokens of the prompts of a tenant that were answered.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_tenant_generation_tokens_total",
+        kind="counter",
+        help="Tokens that were generated for a tenant.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_ttft_target_met_total",
+        kind="counter",
+        help="Requests whose first token came within the tenant's target.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_ttft_target_missed_total",
+        kind="counter",
+        help="Requests whose first token came too late for the tenant's target, or never.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_inter_token_target_met_total",
+        kind="counter",
+        help="Requests whose tokens came as fast as the tenant's target says.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_inter_token_target_missed_total",
+        kind="counter",
+        help="Requests whose tokens came slower than the tenant's target says.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_deadline_met_total",
+        kind="counter",
+        help="Requests with a deadline that were answered in time.",
+        label="tenant",
+        values=(OTHERS,),
+    ),
+    Metric(
+        name="charonia_deadline_missed_total",
+        kind="counter",
+        help="Requests with a deadline that were accepted and not answered in time.",
+        label="tenant",
+        values=(OTHERS,),
     ),
     TRITON_BLOCKS,
 )

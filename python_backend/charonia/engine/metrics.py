@@ -93,6 +93,12 @@ class Metrics:
         """Add to a counter."""
         self.counters[name, label] += amount
 
+    def name_tenant(self, label: str) -> None:
+        """Show what is counted of a tenant from now on, be it nothing yet."""
+        for metric in METRICS:
+            if metric.kind == "counter" and metric.label == "tenant":
+                self.count(metric.name, 0, label)
+
     def count_phase(self, phase: str, seconds: float) -> None:
         """Add to what steps spend beside computing, see `metric_table.PHASES`."""
         self.counters["charonia_step_phase_seconds_total", phase] += max(seconds, 0.0)

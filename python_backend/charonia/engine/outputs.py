@@ -117,6 +117,19 @@ class OutputStream:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
 
+    @property
+    def first_token_s(self) -> float | None:
+        """From the request's arrival to its first token, None before that."""
+        at = self.first_token_at
+        return None if at is None else at - self.request.arrived_at
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """From one token to the next in the mean, None before the second one."""
+        if self.num_tokens < 2 or self.first_token_at is None or self.last_token_at is None:
+            return None
+        return (self.last_token_at - self.first_token_at) / (self.num_tokens - 1)
+
     def take(self, update: Update, now: float) -> Chunk | None:
         """Take what a step committed; return a chunk when there is text, or the end.
 
@@ -203,8 +216,8 @@ class OutputStream:
             "preemptions": request.num_preemptions,
             "restarts": request.num_restarts,
         }
-        if self.first_token_at is not None:
-            timing["first_token_seconds"] = self.first_token_at - request.arrived_at
+        if self.first_token_s is not None:
+            timing["first_token_seconds"] = self.first_token_s
         if drafts.num_rounds:
             timing["draft_rounds"] = drafts.num_rounds
             timing["drafted_at_position"] = drafts.drafted_at

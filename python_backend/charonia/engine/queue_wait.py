@@ -47,12 +47,20 @@ class QueueWait:
         if not self._waiting[priority]:
             del self._waiting[priority]
 
-    def seconds(self, priority: int, now: float) -> float | None:
-        """That one would wait which comes now; None where that is not known yet."""
+    def seconds(self, priority: int | None, now: float) -> float | None:
+        """That one would wait which comes now; None where that is not known yet.
+
+        Args:
+            priority: of that one; None is behind all others.
+        """
         self._pass_time(now)
         if self._seconds < _MIN_SECONDS or self._starts < _MIN_STARTS:
             return None
-        ahead = sum(tokens for other, tokens in self._waiting.items() if other <= priority)
+        ahead = sum(
+            tokens
+            for other, tokens in self._waiting.items()
+            if priority is None or other <= priority
+        )
         return ahead * self._seconds / self._tokens
 
     def _pass_time(self, now: float) -> None:

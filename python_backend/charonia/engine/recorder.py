@@ -70,7 +70,9 @@ class Recorder:
         """
         if request.is_probe:
             return sink
-        line = self._line_of(request, time.monotonic() - arrived_at)
+        age_s = time.monotonic() - arrived_at
+        line = self._line_of(request, age_s)
+        line = msgspec.structs.replace(line, intake_ms=_milliseconds(age_s))
         num_tokens = 0
 
         def take(chunk: Chunk) -> None:

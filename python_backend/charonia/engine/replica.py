@@ -18,7 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import CostCurve, Limits, Request, Scheduler, SchedulerStats, Update
+from charonia.control import (
+    NO_RELIEF,
+    CostCurve,
+    Limits,
+    Relief,
+    Request,
+    Scheduler,
+    SchedulerStats,
+    Update,
+)
 from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN, Recovery
@@ -102,6 +111,7 @@ class Replica:
         self._read_args = read_args or (lambda: engine_args)
         self._wake = wake
         self._stats = SchedulerStats()
+        self._relief = NO_RELIEF
         self._step_seconds = CostCurve()
         self._recovery = Recovery(metrics=metrics, clock=clock, log=log)
         self._opening: Opening | None = None
@@ -198,6 +208,12 @@ class Replica:
         if reason := misfit(request, self.info, self._scheduler.limits):
             raise UnavailableError(reason)
         self._scheduler.add(request)
+
+    def relieve(self, relief: Relief) -> None:
+        """Have steps do without something from now on, on any engine."""
+        self._relief = relief
+        if self._scheduler is not None:
+            self._scheduler.relief = relief
 
     def finish(self, key: str) -> None:
         """End a request; nothing happens when it is not here."""
@@ -446,6 +462,7 @@ class Replica:
                 policy=make_policy(args, self._scheduler_args, self._weight_of),
                 prompt_budget=make_prompt_budget(args, self._scheduler_args),
             )
+            self._scheduler.relief = self._relief
         self._limits = limits
         self.engine_args = args
 

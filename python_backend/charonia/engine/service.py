@@ -17,6 +17,7 @@ from charonia.control import Limits
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.gate import Gate
+from charonia.engine.ladder import Ladder
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
 from charonia.engine.recorder import Recorder, RecordingExecutor
@@ -26,6 +27,7 @@ from charonia.errors import (
     CharoniaError,
     InvalidRequestError,
     LateRequestError,
+    OverloadedError,
     QueueFullError,
     RateLimitedError,
     ShuttingDownError,
@@ -37,6 +39,8 @@ from charonia.text.tokenizer import Tokenizer
 
 Sink = Callable[[Chunk], None]
 IDLE_WAIT_S = 0.1
+LOOK_EVERY_S = 0.25
+"""How often it is seen how long requests wait, and who has how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +111,10 @@ class EngineService:
             read_args=read_args,
             wake=self._wake_up,
             on_started=self._gate.note_started,
-            weight_of=self._tenants.weight_of,
+            tenants=self._tenants,
         )
+        self._ladder = Ladder(scheduler_args, self._tenants, self._core.metrics, log=log)
+        self._looked_at = 0.0
         self._log = log
         self._sinks: dict[str, Sink] = {}  # of the requests that were accepted and have had no end
         self._inbox: list[Callable[[], None]] = []
@@ -174,15 +180,22 @@ class EngineService:
                 self._accept(request, sink, arrived_at)
         except CharoniaError as error:
             if not request.is_probe:
-                self.count_rejection(error)
+                self.count_rejection(error, request.params.tenant)
             if self._recorder is not None:
                 self._recorder.note_refused(request, error)
             raise
 
-    def count_rejection(self, error: CharoniaError) -> None:
-        """Count a request that is refused, here or before it could be submitted."""
+    def count_rejection(self, error: CharoniaError, tenant: str | None = None) -> None:
+        """Count a request that is refused, here or before it could be submitted.
+
+        Args:
+            tenant: whose it is, where that is known.
+        """
         with self._wake:
             self.metrics.count("charonia_rejections_total", label=_rejection(error))
+            if tenant is not None:
+                label = self._tenants.label_of(tenant)
+                self.metrics.count("charonia_tenant_rejections_total", label=label)
 
     @property
     def limits(self) -> Limits:
@@ -247,10 +260,12 @@ class EngineService:
             raise ShuttingDownError
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")
+        self._ladder.check(request)
         self._core.check_queue(len(self._sinks))
         # By deadlines, who comes last may be the first.
         predicts = self._core.engine_args.scheduling_policy != "deadline"
         self._gate.enter(request, predicts=predicts)
+        request = self._ladder.capped(request)
         self._sinks[request.key] = sink
         self._inbox.append(partial(self._core.add, request, arrived_at))
         self._wake.notify()
@@ -286,8 +301,11 @@ class EngineService:
     def _turn(self) -> None:
         self._last_turn_at = time.monotonic()
         self._tenants.refresh(self._last_turn_at)
+        if self._last_turn_at - self._looked_at >= LOOK_EVERY_S:
+            self._look(self._last_turn_at)
         if self._recorder is not None:
             self._recorder.flush(now=self._last_turn_at)
+        self._core.deliver()
         self._take_inbox()
         if self._core.step():
             return
@@ -297,6 +315,18 @@ class EngineService:
             if not (self._inbox or self._is_closing or self._is_woken):
                 self._wake.wait(IDLE_WAIT_S)
             self._is_woken = False
+
+    def _look(self, now: float) -> None:
+        """See how long requests wait, and who has how many."""
+        self._looked_at = now
+        if self._ladder.observe(self._gate.wait_s(), now):
+            self._core.relieve(self._ladder.relief)
+        gauges = self.metrics.gauges
+        for label, (num_waiting, num_running) in self._gate.num_of_tenants().items():
+            if ("charonia_tenant_requests_waiting", label) not in gauges:
+                self.metrics.name_tenant(label)
+            gauges["charonia_tenant_requests_waiting", label] = num_waiting
+            gauges["charonia_tenant_requests_running", label] = num_running
 
     def _wake_up(self) -> None:
         with self._wake:
@@ -328,6 +358,6 @@ class EngineService:
 
 
 def _rejection(error: CharoniaError) -> str:
-    if isinstance(error, QueueFullError | RateLimitedError | LateRequestError):
+    if isinstance(error, QueueFullError | RateLimitedError | LateRequestError | OverloadedError):
         return error.kind
     return "unavailable" if isinstance(error, UnavailableError) else "invalid"

@@ -5,9 +5,11 @@ not know steps, nor why a request ends.
 """
 
 from collections.abc import Callable, Iterator
+from math import inf
 
 from charonia.control import Request, Update
 from charonia.engine.admission import GenerationRequest
+from charonia.engine.attainment import Attainment, RequestEnd
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk, OutputStream
 from charonia.errors import CharoniaError
@@ -25,12 +27,14 @@ class OutputStreams:
         self,
         tokenizer: Tokenizer,
         metrics: Metrics,
+        attainment: Attainment,
         *,
         deliver: Callable[[Chunk], None],
         clock: Callable[[], float],
     ) -> None:
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._attainment = attainment
         self._deliver = deliver
         self._clock = clock
         self._streams: dict[str, OutputStream] = {}
@@ -117,6 +121,14 @@ class OutputStreams:
                 num_prompt=len(request.prompt_ids),
                 num_tokens=0,
             )
+            self._attainment.note_end(
+                RequestEnd(
+                    tenant=request.params.tenant,
+                    reason=error.code.lower(),
+                    num_prompt=len(request.prompt_ids),
+                    has_deadline=request.params.deadline_ms is not None,
+                )
+            )
         self._deliver(Chunk(request.key, error=error))
 
     def _forget(self, key: str, reason: str, now: float) -> None:
@@ -133,6 +145,17 @@ class OutputStreams:
             total_s=now - request.arrived_at,
             num_prompt=request.num_prompt,
             num_tokens=stream.num_tokens,
+        )
+        self._attainment.note_end(
+            RequestEnd(
+                tenant=request.tenant,
+                reason=reason,
+                num_prompt=request.num_prompt,
+                num_tokens=stream.num_tokens,
+                first_token_s=stream.first_token_s,
+                inter_token_s=stream.inter_token_s,
+                has_deadline=request.expires_at < inf,
+            )
         )
 
     def _observe_tokens(

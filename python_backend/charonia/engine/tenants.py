@@ -19,11 +19,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from charonia.config import PositiveInt
+from charonia.engine.metric_table import OTHERS
 from charonia.errors import ConfigError, shown
 from charonia.events import event
 
 LOOK_EVERY_S = 1.0
 """How often the file is looked at."""
+MAX_LABELS = 64
+"""Tenants that have a name in metrics, those that were in the file before included: to the
+metrics' readers each is a series for ever."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
@@ -39,6 +43,10 @@ class TenantArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         max_queue_tokens: prompt tokens of these; a request that waits alone may have more.
         requests_per_s: how many may come per second in the long run.
         burst: how many may come at once beyond that; None is those of one second, at least one.
+        ttft_target_ms: until a request's first token; metrics say how many had it in time.
+        inter_token_target_ms: from one token to the next in the mean of a request; as above.
+        low_priority: its requests are the first to get less under pressure, as are those of any
+            tenant whose `priority` is above 0; see the scheduler's `degradation_ladder`.
     """
 
     weight: Positive = 1.0
@@ -47,6 +55,9 @@ class TenantArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_queue_tokens: PositiveInt | None = None
     requests_per_s: Positive | None = None
     burst: PositiveInt | None = None
+    ttft_target_ms: Positive | None = None
+    inter_token_target_ms: Positive | None = None
+    low_priority: bool = False
 
     def __post_init__(self) -> None:
         if self.burst is not None and self.requests_per_s is None:
@@ -107,6 +118,7 @@ class Tenants:
         self._log = log
         self._seen: object = _state_of(path) if path is not None else None
         self._looked_at = 0.0
+        self._labels: dict[str, None] = {}
         self._table = self._read(path) if path is not None else TenantTable()
 
     def of(self, tenant: str) -> TenantArgs:
@@ -122,6 +134,15 @@ class Tenants:
     def weight_of(self, tenant: str) -> float:
         """Its share, in proportion to the others' weights."""
         return self.of(tenant).weight
+
+    def label_of(self, tenant: str) -> str:
+        """What metrics call it: by its name where it is in the file, else `OTHERS`."""
+        return tenant if tenant in self._labels else OTHERS
+
+    @property
+    def labels(self) -> list[str]:
+        """All names that metrics have for tenants."""
+        return [*self._labels, OTHERS]
 
     def refresh(self, now: float) -> None:
         """Read the file again if it has changed. One that is wrong changes nothing, and is told of.
@@ -152,6 +173,9 @@ class Tenants:
                     f"{path.name}: the weight of {shown(name)} has no effect without the"
                     " scheduler's parameter fair_share"
                 )
+        for name in table.tenants:
+            if name and len(self._labels) < MAX_LABELS:
+                self._labels[name] = None
         return table
 
 

@@ -64,6 +64,7 @@ class Intake:
 
     Args:
         is_forwarded: whether Triton makes a parameter of a header with such a name.
+        tenant_header: see `schema.parse`.
         log: takes one line, from any thread.
 
     Raises:
@@ -79,6 +80,7 @@ class Intake:
         sealer: Sealer,
         *,
         is_forwarded: Callable[[str], bool],
+        tenant_header: str | None = None,
         log: Callable[[str], None],
     ) -> None:
         self._service = service
@@ -87,6 +89,7 @@ class Intake:
         self._tokenizing = tokenizing
         self._sealer = sealer
         self._is_forwarded = is_forwarded
+        self._tenant_header = tenant_header
         self._prober = Prober(service, tokenizer)
         self._cancellations = Cancellations()
         self._log = log
@@ -110,6 +113,7 @@ class Intake:
                     sealer=self._sealer,
                     defaults=self._sampling_defaults(),
                     is_forwarded=self._is_forwarded,
+                    tenant_header=self._tenant_header,
                 )
             match call:
                 case GenerateCall():

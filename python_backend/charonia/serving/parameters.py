@@ -66,6 +66,20 @@ def without_headers(
     }
 
 
+def tenant_of_header(parameters: Mapping[str, Any], header: str) -> str:
+    """Whose a request is, as a header says, of which Triton made a parameter; "" without one.
+
+    Over gRPC headers have names in lower case; over HTTP they keep theirs.
+
+    Raises:
+        InvalidRequestError: the header is there twice, so that it is not known which to trust.
+    """
+    values = [value for name, value in parameters.items() if name.lower() == header.lower()]
+    if len(values) > 1:
+        raise InvalidRequestError(f"the header {header} is given more than once")
+    return _string(f"the header {header}", values[0]) if values else ""
+
+
 def parse_timeout(value: Any) -> int:
     """`timeout` of the request's own parameters, in microseconds; 0 is none.
 

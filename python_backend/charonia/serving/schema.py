@@ -31,6 +31,7 @@ from charonia.serving.parameters import (
     OF_REQUESTS,
     parse_sampling_params,
     parse_timeout,
+    tenant_of_header,
     without_headers,
 )
 from charonia.serving.request_key import Sealer, arrival_of
@@ -171,6 +172,7 @@ def parse(
     sealer: Sealer,
     defaults: SamplingDefaults = NO_DEFAULTS,
     is_forwarded: Callable[[str], bool] = lambda name: False,
+    tenant_header: str | None = None,
 ) -> Call:
     """Say what a request asks for.
 
@@ -178,17 +180,27 @@ def parse(
         relayed_key: names a request that `relay` brought; only its caller gets to see it.
         sealer: of the names that are taken from `tokenizer`.
         defaults: of sampling parameters. is_forwarded: see `without_headers`.
+        tenant_header: which alone says whose a request is; None where the request itself does.
 
     Raises:
         InvalidRequestError: it is malformed; the text names the tensor or parameter.
         PromptTooLongError: by its size.
         NotSupportedError: it asks for something that charonia does not do.
     """
+    tenant = None if tenant_header is None else tenant_of_header(raw.parameters, tenant_header)
     raw = replace(raw, parameters=without_headers(raw.parameters, is_forwarded))
     tensors = raw.tensors
     if read_flag(tensors, "probe"):
         return ProbeCall(wants_text="text_output" in raw.output_names)
-    params = parse_sampling_params(_sampling_values(raw), defaults)
+    values = _sampling_values(raw)
+    if tenant is not None:
+        if values.get("tenant") not in (None, tenant):
+            raise InvalidRequestError(
+                f"tenant = {shown(values['tenant'])} is not what the header {tenant_header} says;"
+                " leave it out"
+            )
+        values = {**values, "tenant": tenant}
+    params = parse_sampling_params(values, defaults)
     if read_flag(tensors, "cancel"):
         if not raw.request_id:
             raise InvalidRequestError("cancel needs the id of the request that it cancels")

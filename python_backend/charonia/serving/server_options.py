@@ -97,6 +97,10 @@ class ServerOptions:
         """
         return any(pattern.search(name) for pattern in self._header_patterns.values())
 
+    def forwards_in_any_case(self, name: str) -> bool:
+        """Whether a header of this name becomes a parameter, as it is or in another case."""
+        return any(map(self.forwards, (name, name.lower(), name.upper(), name.title())))
+
     def control_name(self, model: str) -> str:
         """What a model is called when it is to be loaded or unloaded."""
         return keyed_name(self._key, model) if self._key else model

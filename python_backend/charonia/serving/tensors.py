@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError
+from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError, shown
 from charonia.serving.interface import MODELS, OUTPUTS, Datatype
 
 Array = npt.NDArray[Any]
@@ -78,7 +78,7 @@ def _read_request(request: Any) -> RawRequest:
     num_bytes = sum(map(num_bytes_of, arrays.values()))
     _check_size("tensors", num_bytes, MAX_REQUEST_BYTES)
     try:
-        parameters = json.loads(text)
+        parameters = json.loads(text, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError):
         raise InvalidRequestError("the request's parameters are not valid JSON") from None
     if not isinstance(parameters, dict):
@@ -91,6 +91,19 @@ def _read_request(request: Any) -> RawRequest:
         output_names=frozenset(request.requested_output_names()),
         num_bytes=num_bytes + len(text) + len(request_id),
     )
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises InvalidRequestError: a name is there twice, and it is not known which value counts."""
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        given = [name for name, _ in pairs]
+        name = next(name for name in names if given.count(name) > 1)
+        raise InvalidRequestError(
+            f"the request's parameter {shown(name)} is given more than once; a header may have its"
+            " name"
+        )
+    return names
 
 
 def num_bytes_of(array: Array) -> int:

@@ -26,7 +26,7 @@ from charonia.errors import (
 from charonia.protocol import MAX_ENTRIES, UINT64_MAX
 from charonia.serving.convention import Part
 from charonia.serving.interface import FLAGS
-from charonia.serving.parameters import OF_REQUESTS
+from charonia.serving.parameters import OF_REQUESTS, PARAMETER_NAMES
 from charonia.serving.schema import PromptLimits
 from charonia.serving.tensors import Array, Outputs, RawRequest, num_bytes_of
 from charonia.serving.trtllm.answers import OUTPUTS, Answer, End
@@ -47,6 +47,8 @@ _NAME = re.compile(r"^\w+|\b\w+_\w+\b")
 """In the text of an error: what it begins with, and what is no word of English."""
 _COUNTED = (*OF_REQUESTS, "timeout")
 """Parameters of a request that count; TensorRT-LLM has none, and its clients send any."""
+_MAX_KEPT = 2**16
+"""Characters of parameters that may be headers, which go with each sequence of a batch."""
 _LIMITS = PromptLimits()
 _NO_END = -1
 _NO_IDS = np.array([], dtype=np.int32)
@@ -112,8 +114,7 @@ class Facade(ABC):
         """
         rows = rows_of(raw, self._tensors)
         check_words(raw.tensors)
-        kept = {name: raw.parameters[name] for name in _COUNTED if name in raw.parameters}
-        raw = replace(raw, parameters=kept)
+        raw = replace(raw, parameters=_kept(raw.parameters))
         stops = [bool(row.one("stop", False)) for row in rows]
         if any(stops):
             if not all(stops):
@@ -368,10 +369,29 @@ def _in_batch(error: CharoniaError, place: tuple[int, int]) -> CharoniaError:
     return error if num == 1 else error_of(f"request {index} of the batch: {error}", error.kind)
 
 
+def _kept(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that count, and texts: the scheduler knows which of these is a header that does.
+
+    Raises:
+        InvalidRequestError: they are too long.
+    """
+    kept = {
+        name: value
+        for name, value in parameters.items()
+        if name in _COUNTED or (isinstance(value, str) and name not in PARAMETER_NAMES)
+    }
+    if (size := sum(len(name) + len(str(value)) for name, value in kept.items())) > _MAX_KEPT:
+        raise InvalidRequestError(
+            f"of the request's parameters at most {_MAX_KEPT} characters are accepted, but {size}"
+            " came"
+        )
+    return kept
+
+
 def _stop(raw: RawRequest) -> RawRequest:
     if not raw.request_id:
         raise ExactTextError(STOP_NEEDS_ID)
-    tensors = {"cancel": np.array([True])}
+    tensors = {"cancel": np.array([True]), "sampling_parameters": _json({})}
     return replace(raw, tensors=tensors, output_names=frozenset(), num_bytes=1)
 
 

@@ -1,0 +1,67 @@
+"""What each tenant got of the server, and whether it was what was promised.
+
+Owns which end of a request counts as what. Must not know how requests are served.
+
+A request that its client cancelled says nothing of what was promised. One that ended with an error
+before its first token has missed the target for that.
+"""
+
+from dataclasses import dataclass
+
+from charonia.engine.metrics import Metrics
+from charonia.engine.tenants import Tenants
+
+_FINISHED = ("stop", "length")
+_CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestEnd:
+    """A request that was accepted and is over.
+
+    Attributes:
+        reason: "stop", "length", or the code of its error in small letters.
+        num_prompt: tokens. num_tokens: that it generated.
+        first_token_s: from its arrival; None where there was no token.
+        inter_token_s: in the mean of its tokens after the first; None without such.
+        has_deadline: whether it had a `deadline_ms`.
+    """
+
+    tenant: str
+    reason: str
+    num_prompt: int
+    num_tokens: int = 0
+    first_token_s: float | None = None
+    inter_token_s: float | None = None
+    has_deadline: bool = False
+
+
+class Attainment:
+    """Counts the ends of requests by tenant."""
+
+    def __init__(self, tenants: Tenants, metrics: Metrics) -> None:
+        self._tenants = tenants
+        self._metrics = metrics
+
+    def note_end(self, end: RequestEnd) -> None:
+        """Count a request that is over."""
+        args, label = self._tenants.of(end.tenant), self._tenants.label_of(end.tenant)
+        count = self._metrics.count
+        count("charonia_tenant_requests_total", 1, label)
+        count("charonia_tenant_generation_tokens_total", end.num_tokens, label)
+        if end.num_tokens:
+            count("charonia_tenant_prompt_tokens_total", end.num_prompt, label)
+        if end.reason == _CANCELLED:
+            return
+        if end.has_deadline:
+            self._count("charonia_deadline", label, is_met=end.reason in _FINISHED)
+        if args.ttft_target_ms is not None:
+            is_met = end.first_token_s is not None
+            is_met = is_met and 1000 * (end.first_token_s or 0.0) <= args.ttft_target_ms
+            self._count("charonia_ttft_target", label, is_met=is_met)
+        if args.inter_token_target_ms is not None and end.inter_token_s is not None:
+            is_met = 1000 * end.inter_token_s <= args.inter_token_target_ms
+            self._count("charonia_inter_token_target", label, is_met=is_met)
+
+    def _count(self, what: str, label: str, *, is_met: bool) -> None:
+        self._metrics.count(f"{what}_{'met' if is_met else 'missed'}_total", 1, label)

@@ -1,0 +1,96 @@
+"""What each tenant got, and whether it was what was promised."""
+
+import json
+
+import pytest
+
+from charonia.engine.attainment import Attainment, RequestEnd
+from charonia.engine.metrics import Metrics
+from charonia.engine.tenants import Tenants
+from engine.bench import Bench
+
+FILE = {
+    "tenants": {
+        "search": {"ttft_target_ms": 200, "inter_token_target_ms": 50},
+        "plain": {},
+    }
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "tenants.json"
+    path.write_text(json.dumps(FILE))
+    return path
+
+
+def counts(metrics: Metrics) -> dict[str, float]:
+    """What is not zero of promises, by metric and tenant."""
+    words = ("target", "deadline")
+    return {
+        f"{name.removeprefix('charonia_').removesuffix('_total')} {tenant}": value
+        for (name, tenant), value in metrics.counters.items()
+        if value and any(word in name for word in words)
+    }
+
+
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        (
+            {"first_token_s": 0.2, "inter_token_s": 0.05},
+            {"ttft_target_met search": 1, "inter_token_target_met search": 1},
+        ),
+        (
+            {"first_token_s": 0.21, "inter_token_s": 0.06},
+            {"ttft_target_missed search": 1, "inter_token_target_missed search": 1},
+        ),
+        ({"first_token_s": 0.1}, {"ttft_target_met search": 1}),
+        ({"reason": "unavailable"}, {"ttft_target_missed search": 1}),
+        ({"reason": "cancelled", "has_deadline": True}, {}),
+        (
+            {"reason": "stop", "first_token_s": 0.1, "has_deadline": True},
+            {"ttft_target_met search": 1, "deadline_met search": 1},
+        ),
+        (
+            {"reason": "unavailable", "has_deadline": True},
+            {"ttft_target_missed search": 1, "deadline_missed search": 1},
+        ),
+        ({"tenant": "plain", "first_token_s": 100.0}, {}),
+        ({"tenant": "unknown", "has_deadline": True}, {"deadline_met other": 1}),
+    ],
+)
+def test_what_was_promised_is_met_or_missed(path, end, found):
+    metrics = Metrics()
+    attainment = Attainment(Tenants(path, log=print), metrics)
+    end = {"tenant": "search", "reason": "length", "num_prompt": 5, "num_tokens": 3} | end
+    attainment.note_end(RequestEnd(**end))
+    assert counts(metrics) == found
+
+
+def test_a_core_counts_what_its_tenants_got(path):
+    bench = Bench(tenants=Tenants(path, log=print))
+    bench.add("a", tenant="search", max_tokens=5)
+    bench.add("b", tenant="search", max_tokens=5, deadline_ms=100000)
+    bench.add("c", tenant="nobody", max_tokens=5, timeout_s=0.0)
+    bench.run()
+    counters = bench.core.metrics.counters
+    assert counters["charonia_tenant_requests_total", "search"] == 2
+    assert counters["charonia_tenant_requests_total", "other"] == 1
+    assert counters["charonia_tenant_prompt_tokens_total", "search"] == 20
+    assert counters["charonia_tenant_prompt_tokens_total", "other"] == 0
+    assert counters["charonia_tenant_generation_tokens_total", "search"] == 10
+    assert counts(bench.core.metrics) == {
+        "ttft_target_met search": 2,
+        "inter_token_target_met search": 2,
+        "deadline_met search": 1,
+    }
+
+
+def test_a_deadline_that_passes_is_missed():
+    bench = Bench()
+    bench.add("a", deadline_ms=50)
+    bench.add("b", deadline_ms=50)
+    bench.core.cancel("b")
+    bench.run()
+    assert counts(bench.core.metrics) == {"deadline_missed other": 1}
