@@ -42,26 +42,28 @@ def make_recorder(tmp_path, lines):
 def test_a_request_is_one_line_and_its_chunks_pass(make_recorder, tmp_path):
     recorder, seen = make_recorder(), []
     wanted = request(max_tokens=9, tenant="t", priority=2, deadline_ms=700)
-    sink = recorder.follow(wanted, seen.append, time.monotonic())
+    followed = recorder.follow(wanted, seen.append, time.monotonic() - 2.0)
+    followed.note_taken_in()
     chunks = [
         Chunk("a", "x", (1, 2)),
         Chunk("a", "y", (3,), finish_reason="stop", timing=dict(TIMING)),
     ]
     for chunk in chunks:
-        sink(chunk)
+        followed.take(chunk)
     recorder.close()
     assert seen == chunks
     (line,) = read_requests(tmp_path / "record" / REQUESTS)
     assert (line.input_length, line.output_length, line.max_tokens) == (200, 3, 9)
     assert (line.tenant, line.priority, line.deadline_ms) == ("t", 2, 700)
     assert (line.outcome, line.queue_ms, line.ttft_ms, line.total_ms) == ("stop", 250, 500, 1500)
+    assert line.intake_ms == pytest.approx(2000, abs=500)
     assert (len(line.hash_ids), line.hash_block_length) == (3, 64)
 
 
 def test_no_token_is_written(make_recorder, tmp_path):
     recorder = make_recorder()
     secret = 987654321
-    recorder.follow(request([secret] * 200), lambda chunk: None, time.monotonic())(
+    recorder.follow(request([secret] * 200), lambda chunk: None, time.monotonic()).take(
         Chunk("a", "secret text", (secret,), finish_reason="stop")
     )
     recorder.close()
@@ -76,7 +78,9 @@ def test_ids_are_equal_where_prefixes_are(make_recorder, tmp_path):
     wanted = [request(prompt) for prompt in prompts] + [request(prompts[0], tenant="other")]
     wanted.append(request(prompts[0], cache_salt="salt"))
     for one in wanted:
-        recorder.follow(one, lambda chunk: None, time.monotonic())(Chunk("a", finish_reason="stop"))
+        recorder.follow(one, lambda chunk: None, time.monotonic()).take(
+            Chunk("a", finish_reason="stop")
+        )
     recorder.close()
     ids = [line.hash_ids for line in read_requests(tmp_path / "record" / REQUESTS)]
     assert ids[0][0] == ids[1][0]
@@ -87,17 +91,14 @@ def test_ids_are_equal_where_prefixes_are(make_recorder, tmp_path):
 def test_refusals_errors_and_probes(make_recorder, tmp_path):
     recorder = make_recorder()
     recorder.note_refused(request(), QueueFullError.of("3"))
-    recorder.follow(request(), lambda chunk: None, time.monotonic())(
+    recorder.follow(request(), lambda chunk: None, time.monotonic()).take(
         Chunk("a", error=RequestCancelledError("gone"))
     )
     probe = GenerationRequest(key="p", prompt_ids=[1], is_probe=True)
-    seen = []
-    recorder.follow(probe, seen.append, time.monotonic())(Chunk("p", finish_reason="stop"))
     recorder.note_refused(probe, QueueFullError.of("3"))
     recorder.close()
     outcomes = [line.outcome for line in read_requests(tmp_path / "record" / REQUESTS)]
     assert outcomes == ["queue_full", "cancelled"]
-    assert len(seen) == 1
 
 
 def test_a_record_goes_on_and_ends_at_its_limit(make_recorder, tmp_path, lines):

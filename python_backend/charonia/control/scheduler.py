@@ -386,11 +386,13 @@ class Scheduler:
     def _admit_urgent(self, step: Step) -> None:
         """Admit those first in order that may displace others, before these are planned.
 
-        As few are preempted as it takes, and after one for whom somebody was, no other is admitted.
+        As few are preempted as it takes. None of those has a row of this step in turn: they were
+        the last ones in order, so there is nobody whom they might displace. Who has joined the step
+        stays in it, though a prompt may have made another tenant the one that has had less.
         """
-        num_preempted = self.stats.preemptions
         num_tokens = 0
-        while self.stats.preemptions == num_preempted and self._suspects.first is None:
+        joined: set[int | None] = set()  # rows
+        while self._suspects.first is None:
             if num_tokens >= step.prompt_budget:  # it would join without being in the step
                 return
             budget = step.budget
@@ -399,12 +401,15 @@ class Scheduler:
             found = self._fitting.next_urgent(budget, has_free_row=bool(self._free_rows))
             if found is None or len(step.joins) >= self._share(1 - len(found.victims)):
                 return
+            if any(victim.row in joined for victim in found.victims):
+                return
             if any(victim.num_in_flight for victim in found.victims):
                 self._is_short = True
                 return
             for victim in found.victims:
                 self._preempt(victim)
             self._admit(step, found)
+            joined.add(found.request.row)
             num_tokens += found.request.num_to_compute
 
     def _plan_running(self, step: Step) -> None:

@@ -59,30 +59,14 @@ class Recorder:
                 f"record_dir: {directory} cannot be written: {error.strerror}"
             ) from None
 
-    def follow(self, request: GenerationRequest, sink: Sink, arrived_at: float) -> Sink:
-        """Take note of a request that is about to be let in.
+    def follow(self, request: GenerationRequest, sink: Sink, arrived_at: float) -> "Followed":
+        """Take note of a request that is about to be let in, and is no probe.
 
         Args:
-            arrived_at: when it came, by the monotonic clock.
-
-        Returns:
-            What is to be called with its chunks in place of `sink`.
+            sink: for its chunks. arrived_at: when it came, by the monotonic clock.
         """
-        if request.is_probe:
-            return sink
-        age_s = time.monotonic() - arrived_at
-        line = self._line_of(request, age_s)
-        line = msgspec.structs.replace(line, intake_ms=_milliseconds(age_s))
-        num_tokens = 0
-
-        def take(chunk: Chunk) -> None:
-            nonlocal num_tokens
-            num_tokens += len(chunk.token_ids)
-            if chunk.is_final:
-                self._note_end(line, num_tokens, chunk)
-            sink(chunk)
-
-        return take
+        line = self._line_of(request, time.monotonic() - arrived_at)
+        return Followed(line, sink, arrived_at, self._note_end)
 
     def note_refused(self, request: GenerationRequest, error: CharoniaError) -> None:
         """Take note of a request that was not let in."""
@@ -125,9 +109,9 @@ class Recorder:
             deadline_ms=params.deadline_ms or 0,
         )
 
-    def _note_end(self, line: TraceRequest, num_tokens: int, last: Chunk) -> None:
+    def _note_end(self, line: TraceRequest, last: Chunk) -> None:
         outcome = last.finish_reason or (last.error.kind if last.error else "")
-        line = msgspec.structs.replace(line, output_length=num_tokens, outcome=outcome)
+        line = msgspec.structs.replace(line, outcome=outcome)
         if last.timing is not None:
             line = msgspec.structs.replace(
                 line,
@@ -167,6 +151,45 @@ class Recorder:
         self._files = {}
         if reason is not None:
             self._log(event("recording_stopped", reason=reason))
+
+
+class Followed:
+    """A request whose line is written at its end.
+
+    Args:
+        line: what is known of it. sink: for its chunks. arrived_at: by the monotonic clock.
+        note_end: called with its line and its last chunk.
+    """
+
+    def __init__(
+        self,
+        line: TraceRequest,
+        sink: Sink,
+        arrived_at: float,
+        note_end: Callable[[TraceRequest, Chunk], None],
+    ) -> None:
+        self._line = line
+        self._sink = sink
+        self._arrived_at = arrived_at
+        self._note_end = note_end
+        self._intake_s = 0.0
+        self._num_tokens = 0
+
+    def note_taken_in(self) -> None:
+        """It waits for the scheduler from now on."""
+        self._intake_s = time.monotonic() - self._arrived_at
+
+    def take(self, chunk: Chunk) -> None:
+        """Take a chunk, and hand it on."""
+        self._num_tokens += len(chunk.token_ids)
+        if chunk.is_final:
+            line = msgspec.structs.replace(
+                self._line,
+                output_length=self._num_tokens,
+                intake_ms=_milliseconds(self._intake_s),
+            )
+            self._note_end(line, chunk)
+        self._sink(chunk)
 
 
 class RecordingExecutor:

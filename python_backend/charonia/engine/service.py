@@ -174,10 +174,14 @@ class EngineService:
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
         try:
             self._core.check(request)
-            if self._recorder is not None:
-                sink = self._recorder.follow(request, sink, arrived_at)
+            followed = None
+            if self._recorder is not None and not request.is_probe:
+                followed = self._recorder.follow(request, sink, arrived_at)
+                sink = followed.take
             with self._wake:
                 self._accept(request, sink, arrived_at)
+                if followed is not None:
+                    followed.note_taken_in()
         except CharoniaError as error:
             if not request.is_probe:
                 self.count_rejection(error, request.params.tenant)

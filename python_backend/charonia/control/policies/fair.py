@@ -27,6 +27,8 @@ from charonia.control.request import Request, Update
 
 MAX_REMEMBERED = 4096
 """Tenants without a request whose counters are kept."""
+_FOREMOST = 4  # tenants without a running request of which somebody may displace others
+_OUTPUT_SHARE = 0.05  # that the last request has in the mean of their lengths
 
 
 def fair(
@@ -46,7 +48,7 @@ def fair(
     return Policy(
         FairWaiting(counters, rank, running.tenants),
         running,
-        displacement and FairDisplacement(displacement, counters),
+        displacement and FairDisplacement(displacement, counters, running),
         counters,
         deadlines,
     )
@@ -72,6 +74,7 @@ class VirtualCounters:
         self._input_cost = input_cost
         self._output_cost = output_cost
         self._counters: dict[str, float] = {}
+        self._mean_output = 0.0  # tokens of a request
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
@@ -90,8 +93,15 @@ class VirtualCounters:
             request = update.request
             if not request.is_probe:
                 tokens[request.tenant] += len(update.token_ids)
+                if update.finish_reason is not None:
+                    longer = request.num_generated - self._mean_output
+                    self._mean_output += _OUTPUT_SHARE * longer
         for tenant, num_tokens in tokens.items():
             self._charge(tenant, self._output_cost * num_tokens)
+
+    def swing(self, tenant: str, num_requests: int) -> float:
+        """How far a tenant's counter goes up while so many requests of common length run."""
+        return num_requests * self._output_cost * self._mean_output / self._weight_of(tenant)
 
     def _charge(self, tenant: str, cost: float) -> None:
         self._counters[tenant] = self[tenant] + cost / self._weight_of(tenant)
@@ -113,14 +123,21 @@ class VirtualCounters:
 
 
 class FairDisplacement:
-    """Displacement among the requests of one tenant, and of tenants that have had more.
+    """Displacement among the requests of one tenant, and of tenants that have had more or as much.
 
-    Whoever displaces another's request has had less, so it makes nobody's share unfair.
+    Requests that begin together are charged as they generate, so the counters of tenants that are
+    served fairly differ by what all running ones may be charged yet. Who is ahead by no more than
+    that counts as having had as much: else an urgent request would wait whenever its tenant has
+    none of the running ones for the moment. In the long run nobody gets more by that: what an
+    urgent request is given is charged, too.
     """
 
-    def __init__(self, inner: Displacement, counters: VirtualCounters) -> None:
+    def __init__(
+        self, inner: Displacement, counters: VirtualCounters, running: "FairRunning"
+    ) -> None:
         self._inner = inner
         self._counters = counters
+        self._running = running
 
     def may_displace(self, waiting: Request, running: Request) -> bool:
         """See `policy.Displacement`."""
@@ -129,7 +146,10 @@ class FairDisplacement:
     def is_due(self, waiting: Request, running: Request) -> bool:
         """See `policy.Displacement`."""
         one, other = waiting.tenant, running.tenant
-        return one == other or self._counters[one] < self._counters[other]
+        if one == other:
+            return True
+        ahead = self._counters[one] - self._counters[other]
+        return ahead < 0 or ahead < self._counters.swing(one, len(self._running))
 
 
 class FairRunning:
@@ -235,14 +255,13 @@ class FairWaiting:
             yield from self._of[self._heap[0][1]].in_order()
 
     def foremost(self) -> Iterator[Request]:
-        """The first of each tenant that runs, and of the one that has had the least.
+        """The first of each tenant that runs, and of those that have had the least.
 
         Others have nothing of their own to take, and their turn to take from others comes.
         """
         tenants = {tenant for tenant in self._running if tenant in self._of}
         self._settle()
-        if self._heap:
-            tenants.add(self._heap[0][1])
+        tenants.update(tenant for _, tenant in self._heap[:_FOREMOST] if tenant in self._of)
         for tenant in sorted(tenants, key=lambda tenant: (self._counters[tenant], tenant)):
             yield next(self._of[tenant].in_order())
 
