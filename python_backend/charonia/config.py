@@ -362,6 +362,11 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             priority are those whose `priority` is above 0, and those of tenants whose
             `low_priority` is true.
         degradation_max_tokens: see `degradation_ladder`.
+        capacity_scheduler_policy: when a waiting request gets a row, by the KV cache: with
+            "max_utilization" as soon as its prompt has room; with "guaranteed_no_evict" once all
+            that run have room until they end, be their answers as long as they may, so that none is
+            preempted for want of blocks; with "expected_peak" the same, but with answers as long as
+            others were lately. The names are TensorRT-LLM's, where it has them.
         fair_share: tenants get equal shares of the engine, or as their weights say, whatever each
             asks for, and the scheduling policy holds among the requests of each; see
             `control.policies.fair`.
@@ -396,6 +401,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     degradation_wait_s: Seconds | None = None
     degradation_ladder: str = ",".join(RUNGS)
     degradation_max_tokens: PositiveInt = 256
+    capacity_scheduler_policy: Literal[
+        "max_utilization", "expected_peak", "guaranteed_no_evict"
+    ] = "max_utilization"
     fair_share: bool = False
     tenants_file: str | None = None
     tenant_header: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,256}$")] | None = None

@@ -20,6 +20,7 @@ from charonia.control import (
     AdaptiveDepth,
     FixedDepth,
     Limits,
+    PeakMemory,
     Policy,
     Relief,
     Request,
@@ -82,6 +83,7 @@ class Scenario:
         is_early: which steps the engine executes at once, see `EchoExecutor`.
         prompt_tokens: of prompts in a step beside rows that decode; None is all that fit.
         reliefs: what steps do without, in turns.
+        expects: how long answers are taken to be, see `PeakMemory`; None is without it.
     """
 
     arrivals: list[Arrival]
@@ -102,6 +104,7 @@ class Scenario:
     policy: str = "fcfs"
     prompt_tokens: int | None = None
     reliefs: tuple[Relief, ...] = (NO_RELIEF,)
+    expects: bool | None = None
 
 
 class FewPromptTokens(PromptBudget):
@@ -194,6 +197,7 @@ scenarios = st.builds(
         min_size=1,
         max_size=4,
     ).map(tuple),
+    expects=st.sampled_from([None, None, True, False]),
 )
 
 
@@ -227,6 +231,7 @@ class Driver:
             speculation=self._speculation(),
             policy=self.policy,
             prompt_budget=self._prompt_budget(),
+            peak_memory=self._peak_memory(),
         )
         self.in_flight: deque[Pending] = deque()
         self.most_in_flight = 0
@@ -253,6 +258,10 @@ class Driver:
             return None
         return FewPromptTokens(num_tokens)
 
+    def _peak_memory(self) -> PeakMemory | None:
+        expects = self.scenario.expects
+        return None if expects is None else PeakMemory(expects=expects)
+
     def run(self) -> None:
         last = max(arrival.at_step for arrival in self.scenario.arrivals)
         while self.now <= last or self.scheduler.requests or self.in_flight:
@@ -263,6 +272,8 @@ class Driver:
             assert self.now < 5000, "a request hangs"
         assert self.scheduler.kv.num_used == 0
         assert self.scheduler.kv.num_free == self.limits.num_blocks - 1
+        if self.scenario.expects is False and "fcfs" in self.scenario.policy:
+            assert self.scheduler.stats.preemptions == 0 or self.scenario.deaths
         if self.drafter is not None:
             assert sorted(self.drafter.forgotten) == sorted(self.outputs)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from charonia.control import Limits, Policy, Request, Scheduler, Speculation
+from charonia.control import Limits, PeakMemory, Policy, Request, Scheduler, Speculation
 from charonia.control.prompt_budget import PromptBudget
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor
@@ -36,6 +36,7 @@ class Bench:
         *,
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
+        peak_memory: PeakMemory | None = None,
         vocab_size: int = 256,
         **limits,
     ) -> None:
@@ -46,6 +47,7 @@ class Bench:
             policy=policy,
             speculation=speculation,
             prompt_budget=prompt_budget,
+            peak_memory=peak_memory,
         )
         self.engine = EchoExecutor(
             num_blocks=limits.num_blocks,

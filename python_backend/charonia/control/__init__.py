@@ -8,6 +8,7 @@ from charonia.control.depth import AdaptiveDepth, FixedDepth
 from charonia.control.drafter import Drafter
 from charonia.control.limits import Limits
 from charonia.control.ngram import NgramDrafter
+from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Policy
 from charonia.control.prompt_budget import PromptBudget
 from charonia.control.relief import NO_RELIEF, Relief
@@ -27,6 +28,7 @@ __all__ = [
     "FixedDepth",
     "Limits",
     "NgramDrafter",
+    "PeakMemory",
     "Policy",
     "PromptBudget",
     "Relief",

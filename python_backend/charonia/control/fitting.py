@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from charonia.control.block_tables import BlockTables
 from charonia.control.limits import Limits
+from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Displacement, Policy
 from charonia.control.request import Request
 
@@ -41,12 +42,18 @@ class Fitting:
 
     A request is admitted only when its whole known prompt fits beside what the running ones still
     need for theirs.
+
+    Args:
+        peak: whether they have room until they end, too; None where nobody asks.
     """
 
-    def __init__(self, limits: Limits, policy: Policy, blocks: BlockTables) -> None:
+    def __init__(
+        self, limits: Limits, policy: Policy, blocks: BlockTables, peak: PeakMemory | None = None
+    ) -> None:
         self._limits = limits
         self._policy = policy
         self._blocks = blocks
+        self._peak = peak
         self._harmless: set[int] = set()  # numbers of waiting requests that displace nobody
         self._num_changes = 0  # of the running ones, when that was found
 
@@ -68,7 +75,9 @@ class Fitting:
         passed: list[Request] = []
         for request in candidates:
             hits = self._blocks.hits(request)
-            if self._has_budget(request, hits, budget) and self._spare(request, hits, owed) >= 0:
+            has_room = self._has_budget(request, hits, budget)
+            has_room = has_room and self._spare(request, hits, owed) >= 0
+            if has_room and self._has_room_later(request, hits):
                 return Admission(request, hits, [], passed)
             passed.append(request)
         return None
@@ -92,9 +101,9 @@ class Fitting:
             hits = self._blocks.hits(request)
             if self._has_budget(request, hits, budget):
                 spare = self._spare(request, hits, self.num_owed())
-                if spare >= 0 and has_free_row:
+                if spare >= 0 and has_free_row and self._has_room_later(request, hits):
                     return None if passed else Admission(request, hits, [], [])
-                victims = self._victims(-spare, hits, below)
+                victims = self._victims(request, -spare, hits, below)
                 if victims is not None:
                     return Admission(request, hits, victims, passed)
             if not _may_be_passed(request):
@@ -129,8 +138,17 @@ class Fitting:
         num_free = self._blocks.kv.num_free - self._blocks.num_taken(request, hits)
         return num_free - owed - (self._limits.watermark if self._policy.running else 0)
 
+    def _has_room_later(
+        self, request: Request, hits: list[int], victims: Iterable[Request] = ()
+    ) -> bool:
+        """Whether a waiting request has room beside the running ones but these, to their ends."""
+        if self._peak is None:
+            return True
+        running = [one for one in self._policy.running.in_order() if one not in victims]
+        return self._peak.fits(self._limits, running, request, len(hits))
+
     def _victims(
-        self, num_lacking: int, hits: list[int], below: Iterable[Request]
+        self, request: Request, num_lacking: int, hits: list[int], below: Iterable[Request]
     ) -> list[Request] | None:
         """The fewest of `below`, from the first on, that give up a row and enough blocks.
 
@@ -155,7 +173,7 @@ class Fitting:
             )
             if len(victims) == num_running:
                 num_lacking -= self._limits.watermark
-            if num_lacking <= 0:
+            if num_lacking <= 0 and self._has_room_later(request, hits, victims):
                 return victims
         return None
 

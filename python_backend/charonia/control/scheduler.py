@@ -39,6 +39,7 @@ from charonia.control.block_tables import BlockTables
 from charonia.control.fitting import Admission, Fitting
 from charonia.control.kv_cache import KVCache
 from charonia.control.limits import Limits
+from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Deadlines, Late, Policy, by_arrival, ranked
 from charonia.control.prompt_budget import PromptBudget
 from charonia.control.relief import NO_RELIEF
@@ -62,6 +63,8 @@ class Scheduler:
         policy: of this scheduler alone; None is first come first served.
         prompt_budget: how many tokens of prompts a step computes beside rows that decode; None is
             all that fit.
+        peak_memory: requests get a row only where all have room until they end; None is where they
+            have it now.
 
     Attributes:
         relief: what steps do without; may be set at any time.
@@ -77,6 +80,7 @@ class Scheduler:
         speculation: Speculation | None = None,
         policy: Policy | None = None,
         prompt_budget: PromptBudget | None = None,
+        peak_memory: PeakMemory | None = None,
     ) -> None:
         self.stats = stats or SchedulerStats()
         self.relief = NO_RELIEF
@@ -84,6 +88,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._policy = policy or ranked(by_arrival)
         self._prompt_budget = prompt_budget
+        self._peak_memory = peak_memory
         self._waiting = self._policy.waiting
         self._running = self._policy.running
         self._next_number = 0
@@ -306,7 +311,7 @@ class Scheduler:
         self._one_token = [RowStep(row, 1) for row in range(limits.max_num_seqs)]
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._blocks = BlockTables(limits, self._hash_secret)
-        self._fitting = Fitting(limits, self._policy, self._blocks)
+        self._fitting = Fitting(limits, self._policy, self._blocks, self._peak_memory)
 
     def _tokens_for_prompts(self, budget: int) -> int:
         """How many a step may compute, whose rows that decode should not wait for them long.
@@ -589,6 +594,8 @@ class Scheduler:
         if reason is not None:
             if self._policy.deadlines is not None:
                 self._policy.deadlines.note_end(request)
+            if self._peak_memory is not None:
+                self._peak_memory.note_end(request)
             self._end(request)
         elif not token_ids and row_result.prompt_logprobs is None:
             return None

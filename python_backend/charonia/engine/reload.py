@@ -15,6 +15,7 @@ from typing import Literal
 
 from charonia.control import (
     Limits,
+    PeakMemory,
     Policy,
     PromptBudget,
     Request,
@@ -102,6 +103,7 @@ def take_over(
     speculation: Speculation | None,
     policy: Policy,
     prompt_budget: PromptBudget | None = None,
+    peak_memory: PeakMemory | None = None,
 ) -> Scheduler:
     """Make a scheduler for another engine, with all live requests of the old one in their order.
 
@@ -115,6 +117,7 @@ def take_over(
         speculation=speculation,
         policy=policy,
         prompt_budget=prompt_budget,
+        peak_memory=peak_memory,
     )
     if old is not None:
         old.reset()  # nothing is in flight, and no request has a row

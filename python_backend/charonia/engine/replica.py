@@ -32,7 +32,7 @@ from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN, Recovery
 from charonia.engine.reload import Reload, misfit, take_over
-from charonia.engine.scheduling import make_policy, make_prompt_budget
+from charonia.engine.scheduling import make_peak_memory, make_policy, make_prompt_budget
 from charonia.engine.transitions import Event, State
 from charonia.errors import (
     CharoniaError,
@@ -461,6 +461,7 @@ class Replica:
                 speculation=make_speculation(args.speculative_config),
                 policy=make_policy(args, self._scheduler_args, self._weight_of),
                 prompt_budget=make_prompt_budget(args, self._scheduler_args),
+                peak_memory=make_peak_memory(self._scheduler_args),
             )
             self._scheduler.relief = self._relief
         self._limits = limits

@@ -1,12 +1,12 @@
-"""The scheduling policy, and the budget of prompts, as the configuration asks for them.
+"""What the scheduler decides by, as the configuration asks for it.
 
-Owns the choice. Must not know what either does.
+Owns the choice. Must not know what any of it does.
 """
 
 from collections.abc import Callable
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Policy, PromptBudget
+from charonia.control import PeakMemory, Policy, PromptBudget
 from charonia.control.policies import (
     Deadlines,
     DeadlineWatch,
@@ -55,3 +55,10 @@ def make_prompt_budget(
     if target_ms is None or not engine_args.enable_chunked_prefill:
         return None
     return PromptBudget(None if target_ms == "auto" else target_ms / 1000)
+
+
+def make_peak_memory(scheduler_args: SchedulerArgs) -> PeakMemory | None:
+    """Set up the estimate of memory of one scheduler; None where nobody asks for it."""
+    if scheduler_args.capacity_scheduler_policy == "max_utilization":
+        return None
+    return PeakMemory(expects=scheduler_args.capacity_scheduler_policy == "expected_peak")

@@ -1,0 +1,107 @@
+"""Room until requests end: how long answers will be, and what they need at most together."""
+
+from dataclasses import replace
+
+import pytest
+
+from charonia.control.peak_memory import OutputLengths, PeakMemory
+from charonia.control.policies import DisplacementByPriority, by_priority, ranked
+from support.stepping import LIMITS, Bench, make_request
+
+
+def lengths_of(*past: int) -> OutputLengths:
+    lengths = OutputLengths()
+    for num_tokens in past:
+        lengths.note(num_tokens)
+    return lengths
+
+
+def test_an_answer_is_expected_to_be_as_long_as_longer_ones_were():
+    lengths = lengths_of(*range(1, 11))
+    assert lengths.expected(0) == 9
+    assert lengths.expected(5) == 10
+    assert lengths.expected(9) == 10
+    assert lengths.expected(10) is None
+    assert lengths_of().expected(0) is None
+
+
+def test_only_the_last_ones_are_remembered():
+    lengths = lengths_of(*[1000] * 100, *[5] * 512)
+    assert lengths.expected(0) == 5
+    assert lengths.expected(5) is None
+
+
+def running(num_known: int, num_left: int):
+    request = make_request("a", token_ids=[1] * num_known, max_tokens=num_left)
+    request.max_known = num_known + num_left
+    return request
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_blocks"),
+    [
+        ([(10, 5)], 0),  # alone it always has room
+        ([(10, 5), (10, 5)], 30),
+        ([(10, 50), (10, 5)], 60),  # of the longer one alone, when the other is gone
+        ([(10, 50), (100, 5)], 120),  # at the end of the shorter one
+        ([(10, 10), (20, 5), (1, 20)], 46),
+    ],
+)
+def test_the_peak_is_at_one_of_the_ends(batch, num_blocks):
+    """With blocks of one token, so that tokens are what counts."""
+    peak = PeakMemory(expects=False)
+    requests = [running(*one) for one in batch]
+    for room in (num_blocks - 1, num_blocks):
+        limits = replace(LIMITS, block_size=1, num_blocks=room + 1, max_model_len=2000)
+        for first in requests:
+            others = [one for one in requests if one is not first]
+            assert peak.fits(limits, others, first, 0) == (room == num_blocks or not others)
+
+
+def test_what_others_hold_is_not_needed_again_where_lengths_are_expected():
+    limits = replace(LIMITS, num_blocks=11, block_size=4)
+    others = [running(12, 4)]
+    request = running(20, 4)
+    assert not PeakMemory(expects=True).fits(limits, others, request, 0)
+    assert PeakMemory(expects=True).fits(limits, others, request, 3)
+    assert not PeakMemory(expects=False).fits(limits, others, request, 3)
+
+
+def preemptions_with(peak: PeakMemory | None, max_tokens: int) -> int:
+    """Of 6 requests in 16 blocks of 4 tokens; each needs 2 for its prompt and one per 4 tokens."""
+    bench = Bench(peak_memory=peak, max_num_seqs=6)
+    bench.add(*[make_request(f"{n}", max_tokens=max_tokens) for n in range(6)])
+    assert len(bench.ends()) == 6
+    return bench.scheduler.stats.preemptions
+
+
+def test_nobody_is_preempted_where_all_have_room_to_the_end():
+    assert preemptions_with(None, 32) > 0
+    assert preemptions_with(PeakMemory(expects=False), 32) == 0
+
+
+def test_answers_that_were_short_leave_room_for_more():
+    def num_running(past: list[int]) -> int:
+        peak = PeakMemory(expects=True)
+        for length in past:
+            peak._lengths.note(length)
+        bench = Bench(peak_memory=peak, max_num_seqs=6)
+        bench.add(*[make_request(f"{n}", max_tokens=50) for n in range(6)])
+        bench.step()
+        return len(bench.running)
+
+    assert num_running([]) == 1
+    assert num_running([4] * 20) == 4
+
+
+def test_an_urgent_request_displaces_as_many_as_its_end_needs():
+    rank = by_priority()
+    policy = ranked(rank, DisplacementByPriority(rank))
+    bench = Bench(policy, peak_memory=PeakMemory(expects=False), max_num_seqs=4)
+    bench.add(*[make_request(f"{n}", max_tokens=10) for n in range(3)])
+    bench.step()
+    assert len(bench.running) == 3
+    bench.add(make_request("u", -1, token_ids=[7] * 24, max_tokens=30))
+    bench.step()
+    assert bench.running == {"0", "u"}, "now there would be room for all of them"
+    assert len(bench.ends()) == 4
