@@ -150,3 +150,13 @@ def test_the_draft_models_path_in_model_json_is_relative_to_it(tmp_path: Path):
     config = EngineArgs.from_file(path).speculative_config
     assert config is not None
     assert config.model == str(tmp_path.parent / "d")
+
+
+def test_rows_and_tokens_of_a_step_may_be_left_to_the_scheduler():
+    fixed = EngineArgs.from_dict({"model": "m", "max_num_seqs": 3, "max_num_batched_tokens": 5})
+    assert (fixed.most_rows, fixed.most_step_tokens) == (3, 5)
+    adapts = {"model": "m", "max_num_seqs": "auto", "max_num_batched_tokens": "auto"}
+    args = EngineArgs.from_dict(adapts)
+    assert (args.most_rows, args.most_step_tokens) == (256, 4096)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        EngineArgs.from_dict({"model": "m", "max_num_seqs": "many"})

@@ -20,6 +20,7 @@ SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 _MAX_INTEGER = 2**31 - 1
 _MAX_SECONDS = 365 * 24 * 3600.0
 _MAX_THREADS = 256
+_MOST_ROWS, _MOST_STEP_TOKENS = 256, 4096  # of those that adapt
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INTEGER)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=_MAX_SECONDS)]
 T = TypeVar("T")
@@ -124,8 +125,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         tokenizer: directory of its tokenizer; None is `model`.
         dtype: of the weights and the KV cache; "auto" is what the checkpoint says.
         max_model_len: tokens of prompt and output together; None is what the model supports.
-        max_num_seqs: rows, i.e. requests that run at once.
-        max_num_batched_tokens: token budget of one step.
+        max_num_seqs: rows, i.e. requests that run at once. "auto" has as many as make steps more
+            productive, by what steps take, and as the KV cache has room for, 256 at most; where
+            the scheduler's `inter_token_target_ms` is a number, no more than keep it.
+        max_num_batched_tokens: token budget of one step. "auto" has as many as make steps more
+            productive, 4,096 at most. It needs `enable_chunked_prefill`.
         block_size: tokens per KV block.
         gpu_memory_utilization: share of a GPU's memory that weights and KV cache may take.
         num_gpu_blocks_override: KV blocks, whatever the memory; None sizes the cache by memory.
@@ -171,8 +175,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokenizer: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     max_model_len: PositiveInt | None = None
-    max_num_seqs: PositiveInt = 64
-    max_num_batched_tokens: PositiveInt = 2048
+    max_num_seqs: PositiveInt | Literal["auto"] = 64
+    max_num_batched_tokens: PositiveInt | Literal["auto"] = 2048
     block_size: Annotated[int, msgspec.Meta(ge=1, le=256)] = 16
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.9
     num_gpu_blocks_override: Annotated[int, msgspec.Meta(ge=2, le=_MAX_INTEGER)] | None = None
@@ -226,6 +230,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             host, _, port = self.rendezvous.rpartition(":")
             if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 2**16:
                 raise ConfigError(f"rendezvous = {shown(self.rendezvous)} is not HOST:PORT")
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that the engine has, of which a scheduler that adapts may use fewer."""
+        return _MOST_ROWS if self.max_num_seqs == "auto" else self.max_num_seqs
+
+    @property
+    def most_step_tokens(self) -> int:
+        """Tokens that a step may have; a scheduler that adapts may use fewer."""
+        tokens = self.max_num_batched_tokens
+        return _MOST_STEP_TOKENS if tokens == "auto" else tokens
 
     @property
     def num_ranks(self) -> int:

@@ -236,8 +236,8 @@ def _num_waiting(bench: Bench) -> Counter:
 def test_who_has_joined_a_step_stays_in_it_although_another_tenant_has_had_less_now():
     rank = by_priority()
     policy = fair(rank, equal, DisplacementByPriority(rank))
-    bench = Bench(policy, max_num_seqs=1)
-    bench.add(make_request("c", tenant="c"))
+    bench = Bench(policy)
+    bench.add(make_request("c", tenant="c"), make_request("d", -3, tenant="d", max_tokens=30))
     bench.step()
     assert isinstance(policy.service, VirtualCounters)
     charge(policy.service, request_of("b", 9), 5, 0)

@@ -78,6 +78,7 @@ def preemptions_with(peak: PeakMemory | None, max_tokens: int) -> int:
 def test_nobody_is_preempted_where_all_have_room_to_the_end():
     assert preemptions_with(None, 32) > 0
     assert preemptions_with(PeakMemory(expects=False), 32) == 0
+    assert preemptions_with(PeakMemory(expects=True), 32) == 0, "all answers are as long"
 
 
 def test_answers_that_were_short_leave_room_for_more():
@@ -92,6 +93,19 @@ def test_answers_that_were_short_leave_room_for_more():
 
     assert num_running([]) == 1
     assert num_running([4] * 20) == 4
+
+
+@pytest.mark.parametrize(("num_preemptions", "running"), [(0, {"h", "v"}), (1, {"h", "l"})])
+def test_nobody_passes_an_urgent_request_that_was_preempted(num_preemptions, running):
+    """It has no room beside one that is still more urgent; another has, in the place of a third."""
+    rank = by_priority()
+    bench = Bench(ranked(rank, DisplacementByPriority(rank)))
+    bench.add(make_request("h", -5, max_tokens=30), make_request("l", max_tokens=30))
+    bench.step()
+    large = make_request("u", -1, token_ids=[7] * 56, num_preemptions=num_preemptions)
+    bench.add(large, make_request("v", -1))
+    bench.step()
+    assert bench.running == running
 
 
 def test_an_urgent_request_displaces_as_many_as_its_end_needs():

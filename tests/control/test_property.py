@@ -26,6 +26,7 @@ from charonia.control import (
     Request,
     Scheduler,
     Speculation,
+    StepSize,
 )
 from charonia.control.fitting import MAX_PASSES
 from charonia.control.policies import (
@@ -84,6 +85,7 @@ class Scenario:
         prompt_tokens: of prompts in a step beside rows that decode; None is all that fit.
         reliefs: what steps do without, in turns.
         expects: how long answers are taken to be, see `PeakMemory`; None is without it.
+        max_rows: how far a choice of rows and tokens goes that changes all the time; None is none.
     """
 
     arrivals: list[Arrival]
@@ -105,6 +107,7 @@ class Scenario:
     prompt_tokens: int | None = None
     reliefs: tuple[Relief, ...] = (NO_RELIEF,)
     expects: bool | None = None
+    max_rows: int | None = None
 
 
 class FewPromptTokens(PromptBudget):
@@ -117,6 +120,21 @@ class FewPromptTokens(PromptBudget):
     def tokens(self, num_decodes: int) -> int:
         assert num_decodes > 0
         return self._num_tokens
+
+
+class Restless(StepSize):
+    """Chooses other sizes after every step."""
+
+    def __init__(self, max_rows: int) -> None:
+        super().__init__(max_rows, 20, adapts_rows=True, adapts_tokens=True)
+        self._num_steps = 0
+
+    def observe(
+        self, num_decodes: int, num_prompt_tokens: int, num_rows: int, seconds: float
+    ) -> None:
+        self._num_steps += 1
+        self.max_rows = 1 + self._num_steps % self._max_rows
+        self.max_tokens = 1 + self._num_steps % 5
 
 
 RANKS = {
@@ -198,6 +216,7 @@ scenarios = st.builds(
         max_size=4,
     ).map(tuple),
     expects=st.sampled_from([None, None, True, False]),
+    max_rows=st.sampled_from([None, None, 1, 3]),
 )
 
 
@@ -232,6 +251,7 @@ class Driver:
             policy=self.policy,
             prompt_budget=self._prompt_budget(),
             peak_memory=self._peak_memory(),
+            step_size=self._step_size(),
         )
         self.in_flight: deque[Pending] = deque()
         self.most_in_flight = 0
@@ -257,6 +277,10 @@ class Driver:
         if num_tokens is None or not self.scenario.chunked:
             return None
         return FewPromptTokens(num_tokens)
+
+    def _step_size(self) -> StepSize | None:
+        max_rows = self.scenario.max_rows
+        return None if max_rows is None else Restless(max_rows)
 
     def _peak_memory(self) -> PeakMemory | None:
         expects = self.scenario.expects

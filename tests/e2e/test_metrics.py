@@ -85,6 +85,8 @@ GAUGES = {
     "engine_up": None,
     "draft_depth": None,
     "degradation_level": None,
+    "max_rows": None,
+    "max_step_tokens": None,
     "tenant_requests_running": ("tenant", {"other"}),
     "tenant_requests_waiting": ("tenant", {"other"}),
     "kv_blocks": ("state", {"total", "used", "cached", "free"}),

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,14 @@ def header_server(
     path = tmp_path_factory.mktemp("tenants") / "tenants.json"
     targets = {"ttft_target_ms": 1e6, "inter_token_target_ms": 1e-6}
     replace(path, {"unknown": "refuse", "tenants": {"search": targets, ODD_NAME: {}}})
-    settings = (ONE_THREAD, "scheduler.tenant_header=X-Tenant", f"scheduler.tenants_file={path}")
+    settings = (
+        ONE_THREAD,
+        "scheduler.tenant_header=X-Tenant",
+        f"scheduler.tenants_file={path}",
+        "max_num_seqs=auto",
+        "max_num_batched_tokens=auto",
+        "scheduler.capacity_scheduler_policy=expected_peak",
+    )
     patterns = ("--http-header-forward-pattern=(?i)x-.*", "--grpc-header-forward-pattern=x-.*")
     with (
         one_torch_thread(),
@@ -232,6 +240,18 @@ def test_over_http_the_header_counts_in_any_case(header_server: TritonServer) ->
         generate_url(header_server, "generate"), json=body, headers={"X-Tenant": "search"}
     )
     assert "tenant '' is not known here" in answer.text
+
+
+def test_rows_and_tokens_of_a_step_may_be_chosen_by_the_scheduler(
+    header_server: TritonServer,
+) -> None:
+    headers = {"x-tenant": "search"}
+    with ThreadPoolExecutor(40) as pool:
+        ends = [pool.submit(ask, header_server, way, headers) for way in ("llm", "scheduler") * 20]
+        assert [end.result() for end in ends] == [None] * 40
+    after = wait_idle(header_server)
+    assert 16 <= after["charonia_max_rows"] <= 256
+    assert 64 <= after["charonia_max_step_tokens"] < 4096
 
 
 def test_the_page_of_metrics_knows_what_tenants_got(header_server: TritonServer) -> None:

@@ -21,6 +21,8 @@ NO_UNIT = {  # what they count is in their name
     "charonia_tenant_requests_running",
     "charonia_tenant_requests_waiting",
     "charonia_degradation_level",
+    "charonia_max_rows",
+    "charonia_max_step_tokens",
     "charonia_kv_blocks",
     "charonia_draft_depth",
     "nv_trt_llm_kv_cache_block_metrics",

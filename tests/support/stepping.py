@@ -2,7 +2,15 @@
 
 from dataclasses import replace
 
-from charonia.control import Limits, PeakMemory, Policy, Request, Scheduler, Speculation
+from charonia.control import (
+    Limits,
+    PeakMemory,
+    Policy,
+    Request,
+    Scheduler,
+    Speculation,
+    StepSize,
+)
 from charonia.control.prompt_budget import PromptBudget
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor
@@ -37,6 +45,7 @@ class Bench:
         speculation: Speculation | None = None,
         prompt_budget: PromptBudget | None = None,
         peak_memory: PeakMemory | None = None,
+        step_size: StepSize | None = None,
         vocab_size: int = 256,
         **limits,
     ) -> None:
@@ -48,6 +57,7 @@ class Bench:
             speculation=speculation,
             prompt_budget=prompt_budget,
             peak_memory=peak_memory,
+            step_size=step_size,
         )
         self.engine = EchoExecutor(
             num_blocks=limits.num_blocks,

@@ -17,6 +17,7 @@ from charonia.control.scheduler import Scheduler
 from charonia.control.speculation import Speculation
 from charonia.control.stats import DraftCounts, SchedulerStats
 from charonia.control.step_cost import CostCurve
+from charonia.control.step_size import StepSize
 from charonia.control.suffix import SuffixDrafter
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Scheduler",
     "SchedulerStats",
     "Speculation",
+    "StepSize",
     "SuffixDrafter",
     "Update",
 ]

@@ -47,6 +47,7 @@ from charonia.control.request import Request, Update
 from charonia.control.speculation import Speculation
 from charonia.control.stats import SchedulerStats
 from charonia.control.step import NO_BLOCKS, NO_DRAFT, Draft, Step
+from charonia.control.step_size import StepSize
 from charonia.control.suspects import Suspects
 from charonia.protocol import NewRow, RowResult, RowStep, StepPlan, StepResult
 
@@ -65,6 +66,7 @@ class Scheduler:
             all that fit.
         peak_memory: requests get a row only where all have room until they end; None is where they
             have it now.
+        step_size: chooses how many rows and tokens a step has; None is as many as there may be.
 
     Attributes:
         relief: what steps do without; may be set at any time.
@@ -81,6 +83,7 @@ class Scheduler:
         policy: Policy | None = None,
         prompt_budget: PromptBudget | None = None,
         peak_memory: PeakMemory | None = None,
+        step_size: StepSize | None = None,
     ) -> None:
         self.stats = stats or SchedulerStats()
         self.relief = NO_RELIEF
@@ -89,6 +92,7 @@ class Scheduler:
         self._policy = policy or ranked(by_arrival)
         self._prompt_budget = prompt_budget
         self._peak_memory = peak_memory
+        self._step_size = step_size
         self._waiting = self._policy.waiting
         self._running = self._policy.running
         self._next_number = 0
@@ -187,7 +191,7 @@ class Scheduler:
         self._started = []
         self._isolate_suspect()
         self.stats.draft_depth = 0.0
-        budget = self.limits.max_num_batched_tokens
+        budget = self._max_tokens()
         step = Step(self._step_id, now, budget, self._tokens_for_prompts(budget))
         num_preempted = self.stats.preemptions
         self._admit_urgent(step)
@@ -229,8 +233,8 @@ class Scheduler:
             is_alone = self.limits.num_stages == 1
             seconds = now - max(step.planned_at, self._applied_at) if is_alone else result.seconds
             self._speculation.observe_step(step, seconds, result, self.stats.drafts)
-        if self._prompt_budget is not None and not step.drafts:
-            self._learn_time(self._prompt_budget, step, result, now)
+        if not step.drafts:
+            self._learn_time(step, result, now)
         self._applied_at = now
         if self._policy.deadlines is not None:
             num_tokens = sum(row.num_tokens + row.num_drafts for row in step.rows)
@@ -312,6 +316,7 @@ class Scheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._blocks = BlockTables(limits, self._hash_secret)
         self._fitting = Fitting(limits, self._policy, self._blocks, self._peak_memory)
+        self._show_sizes()
 
     def _tokens_for_prompts(self, budget: int) -> int:
         """How many a step may compute, whose rows that decode should not wait for them long.
@@ -326,15 +331,39 @@ class Scheduler:
             budget = min(budget, self._prompt_budget.tokens(num_decodes))
         return max(1, int(budget * self.relief.prompt_share))
 
-    def _learn_time(
-        self, prompt_budget: PromptBudget, step: Step, result: StepResult, now: float
-    ) -> None:
+    def _max_tokens(self) -> int:
+        """Of the next step. Those that were chosen are beside the one of each row."""
+        most = self.limits.max_num_batched_tokens
+        if self._step_size is None or not self.limits.enable_chunked_prefill:
+            return most
+        return min(most, len(self._running) + self._step_size.max_tokens)
+
+    def _num_free_rows(self) -> int:
+        """Rows that requests may be given."""
+        if self._step_size is None:
+            return len(self._free_rows)
+        num_more = self._step_size.max_rows * self.limits.num_stages - len(self._running)
+        return max(0, min(len(self._free_rows), num_more))
+
+    def _show_sizes(self) -> None:
+        sizes, limits = self._step_size, self.limits
+        self.stats.max_rows = sizes.max_rows if sizes else limits.max_num_seqs
+        self.stats.max_step_tokens = self._max_tokens()
+
+    def _learn_time(self, step: Step, result: StepResult, now: float) -> None:
         """Tell what a step took that had no drafts."""
+        if self._prompt_budget is None and self._step_size is None:
+            return
         seconds = result.seconds
         if self.limits.num_stages == 1:
             seconds = now - max(step.planned_at, self._applied_at)
-        num_decodes = len(step.rows) - step.num_prompts
-        prompt_budget.observe(num_decodes, step.num_prompt_tokens, seconds)
+        num_rows = len(step.rows)
+        num_decodes = num_rows - step.num_prompts
+        if self._prompt_budget is not None:
+            self._prompt_budget.observe(num_decodes, step.num_prompt_tokens, seconds)
+        if self._step_size is not None:
+            self._step_size.observe(num_decodes, step.num_prompt_tokens, num_rows, seconds)
+            self._show_sizes()
 
     def _wait(self, request: Request) -> None:
         self._waiting.push(request)
@@ -403,7 +432,7 @@ class Scheduler:
             budget = step.budget
             if not self.limits.enable_chunked_prefill:  # those that run come first
                 budget -= sum(request.num_to_compute for request in self._running.in_order())
-            found = self._fitting.next_urgent(budget, has_free_row=bool(self._free_rows))
+            found = self._fitting.next_urgent(budget, has_free_row=self._num_free_rows() > 0)
             if found is None or len(step.joins) >= self._share(1 - len(found.victims)):
                 return
             if any(victim.row in joined for victim in found.victims):
@@ -459,6 +488,8 @@ class Scheduler:
             if victim.num_in_flight or any(join.row == victim.row for join in step.joins):
                 return not self.limits.overlaps
             self._preempt(order.pop())
+            if self._step_size is not None:
+                self._step_size.note_preemption(len(self._running))
             if victim is request:
                 return True
         assert request.row is not None
@@ -487,11 +518,12 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step) -> None:
         """Admit those that wait, while there are tokens, rows and blocks left."""
-        if not self._free_rows or not self._waiting:
+        num_free_rows = self._num_free_rows()
+        if not num_free_rows or not self._waiting:
             return
         owed = self._fitting.num_owed()
-        max_rows = self._share(min(len(self._waiting), len(self._free_rows)))
-        while min(step.budget, step.prompt_budget) > 0 and self._free_rows:
+        max_rows = self._share(min(len(self._waiting), num_free_rows))
+        while min(step.budget, step.prompt_budget) > 0 and self._num_free_rows():
             if len(step.rows) >= max_rows:
                 return
             found = self._fitting.next_admissible(step.budget, owed, self._suspects.first)

@@ -44,7 +44,8 @@ class DraftCounts:
 class SchedulerStats:
     """Counts since the start. Tokens count once per request for the prompt's source.
 
-    `draft_depth` is of the step that was planned last: drafts per row that decodes.
+    `draft_depth` is of the step that was planned last: drafts per row that decodes. `max_rows` and
+    `max_step_tokens` are what a step may have at this moment.
     """
 
     prompt_tokens_computed: int = 0
@@ -54,3 +55,5 @@ class SchedulerStats:
     preemptions: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
     draft_depth: float = 0.0
+    max_rows: int = 0
+    max_step_tokens: int = 0

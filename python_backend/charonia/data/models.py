@@ -172,21 +172,20 @@ class Models:
         # as much again for sampling.
         head_widths = 4 * spec.num_heads * spec.head_dim
         widths = 4 * spec.hidden_size + 3 * spec.intermediate_size + head_widths
-        num_lines = args.max_num_seqs
+        num_lines = args.most_rows
         if args.speculative_config:
             num_lines *= 1 + args.speculative_config.max_drafts
-        lines = max(min(num_lines, args.max_num_batched_tokens), PROMPT_LOGPROBS_SLICE)
+        lines = max(min(num_lines, args.most_step_tokens), PROMPT_LOGPROBS_SLICE)
         if args.pipeline_parallel_size > 1:  # those of prompts are received as they come
-            lines = args.max_num_batched_tokens
+            lines = args.most_step_tokens
         reserved_bytes = (
-            args.max_num_batched_tokens * widths * basis.dtype.itemsize
-            + lines * spec.vocab_size * 16
+            args.most_step_tokens * widths * basis.dtype.itemsize + lines * spec.vocab_size * 16
         )
         models = [model for model in (self.target, self.draft) if model]
         return num_blocks_that_fit(
             sum(model.layout.bytes_per_block for model in models),
             basis.device,
-            max_useful_blocks=args.max_num_seqs * -(-basis.max_model_len // args.block_size),
+            max_useful_blocks=args.most_rows * -(-basis.max_model_len // args.block_size),
             gpu_memory_utilization=args.gpu_memory_utilization,
             reserved_bytes=reserved_bytes,
             num_local_ranks=basis.local_rank.count,

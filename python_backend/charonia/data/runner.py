@@ -109,10 +109,10 @@ class Runner:
             num_blocks = team.agree(num_blocks)
         self._model = self._lead("target", models.target, num_blocks, basis)
         self._tensors = StepTensors(
-            num_rows=args.max_num_seqs,
+            num_rows=args.most_rows,
             max_model_len=basis.max_model_len,
             block_size=args.block_size,
-            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_batched_tokens=args.most_step_tokens,
             device=basis.device,
         )
         native = NativeDraw(ops.kernels) if isinstance(ops, NativeOps) else None
@@ -359,8 +359,8 @@ def _describe(basis: Basis, model: LoadedModel, num_blocks: int) -> EngineInfo:
         num_blocks=num_blocks,
         kv=model.layout,
         max_model_len=basis.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_seqs=args.most_rows,
+        max_num_batched_tokens=args.most_step_tokens,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
         architecture=spec.architecture,

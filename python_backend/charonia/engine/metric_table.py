@@ -238,6 +238,16 @@ METRICS = (
         help="Guessed tokens per decoding request in the last step.",
     ),
     Metric(
+        name="charonia_max_rows",
+        kind="gauge",
+        help="Requests that may run at once, as set or as chosen with max_num_seqs auto.",
+    ),
+    Metric(
+        name="charonia_max_step_tokens",
+        kind="gauge",
+        help="Tokens that a step may have, as set or as chosen with max_num_batched_tokens auto.",
+    ),
+    Metric(
         name="charonia_engine_up",
         kind="gauge",
         help="Whether there is an engine that steps can run on.",

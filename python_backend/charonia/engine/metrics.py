@@ -135,6 +135,8 @@ class Metrics:
         counters["charonia_prefix_cache_queried_tokens_total", ""] = stats.prefix_queried_tokens
         counters["charonia_prefix_cache_hit_tokens_total", ""] = stats.prefix_hit_tokens
         self.gauges["charonia_draft_depth", ""] = stats.draft_depth
+        self.gauges["charonia_max_rows", ""] = stats.max_rows
+        self.gauges["charonia_max_step_tokens", ""] = stats.max_step_tokens
         self.show_drafts(stats.drafts)
 
     def show_drafts(self, drafts: DraftCounts) -> None:

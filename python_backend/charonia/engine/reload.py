@@ -22,6 +22,7 @@ from charonia.control import (
     Scheduler,
     SchedulerStats,
     Speculation,
+    StepSize,
 )
 from charonia.protocol import EngineInfo
 
@@ -104,6 +105,7 @@ def take_over(
     policy: Policy,
     prompt_budget: PromptBudget | None = None,
     peak_memory: PeakMemory | None = None,
+    step_size: StepSize | None = None,
 ) -> Scheduler:
     """Make a scheduler for another engine, with all live requests of the old one in their order.
 
@@ -118,6 +120,7 @@ def take_over(
         policy=policy,
         prompt_budget=prompt_budget,
         peak_memory=peak_memory,
+        step_size=step_size,
     )
     if old is not None:
         old.reset()  # nothing is in flight, and no request has a row

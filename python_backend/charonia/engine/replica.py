@@ -32,7 +32,12 @@ from charonia.engine.drafting import make_speculation
 from charonia.engine.metrics import Metrics
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN, Recovery
 from charonia.engine.reload import Reload, misfit, take_over
-from charonia.engine.scheduling import make_peak_memory, make_policy, make_prompt_budget
+from charonia.engine.scheduling import (
+    make_peak_memory,
+    make_policy,
+    make_prompt_budget,
+    make_step_size,
+)
 from charonia.engine.transitions import Event, State
 from charonia.errors import (
     CharoniaError,
@@ -462,6 +467,7 @@ class Replica:
                 policy=make_policy(args, self._scheduler_args, self._weight_of),
                 prompt_budget=make_prompt_budget(args, self._scheduler_args),
                 peak_memory=make_peak_memory(self._scheduler_args),
+                step_size=make_step_size(args, self._scheduler_args, limits),
             )
             self._scheduler.relief = self._relief
         self._limits = limits

@@ -6,7 +6,7 @@ Owns the choice. Must not know what any of it does.
 from collections.abc import Callable
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import PeakMemory, Policy, PromptBudget
+from charonia.control import Limits, PeakMemory, Policy, PromptBudget, StepSize
 from charonia.control.policies import (
     Deadlines,
     DeadlineWatch,
@@ -41,7 +41,7 @@ def make_policy(
     elif engine_args.scheduling_policy == "deadline":
         rank, displacement = by_deadline, DisplacementByDeadline()
         demotes = scheduler_args.late_requests == "demote"
-        deadlines = DeadlineWatch(engine_args.max_num_batched_tokens, demotes=demotes)
+        deadlines = DeadlineWatch(engine_args.most_step_tokens, demotes=demotes)
     if scheduler_args.fair_share:
         return fair(rank, weight_of, displacement, deadlines)
     return ranked(rank, displacement, deadlines)
@@ -62,3 +62,21 @@ def make_peak_memory(scheduler_args: SchedulerArgs) -> PeakMemory | None:
     if scheduler_args.capacity_scheduler_policy == "max_utilization":
         return None
     return PeakMemory(expects=scheduler_args.capacity_scheduler_policy == "expected_peak")
+
+
+def make_step_size(
+    engine_args: EngineArgs, scheduler_args: SchedulerArgs, limits: Limits
+) -> StepSize | None:
+    """Set up the choice of a step's size of one scheduler; None where both sizes are fixed."""
+    adapts_rows = engine_args.max_num_seqs == "auto"
+    adapts_tokens = engine_args.max_num_batched_tokens == "auto"
+    if not (adapts_rows or adapts_tokens):
+        return None
+    target_ms = scheduler_args.inter_token_target_ms
+    return StepSize(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        adapts_rows=adapts_rows,
+        adapts_tokens=adapts_tokens,
+        target_s=None if target_ms is None or target_ms == "auto" else target_ms / 1000,
+    )

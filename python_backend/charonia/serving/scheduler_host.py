@@ -88,7 +88,7 @@ class SchedulerHost:
         _check_tenant_header(scheduler_args.tenant_header, server_options)
         if engine_args.speculative_config and engine_args.speculative_config.model:
             check_draft_tokenizer(self._tokenizer, Path(engine_args.speculative_config.model))
-        most_requests = scheduler_args.max_queue_size + engine_args.max_num_seqs
+        most_requests = scheduler_args.max_queue_size + engine_args.most_rows
         self._sessions = Sessions(
             self._tokenizer,
             scheduler_args.num_sender_threads,
