@@ -3,10 +3,11 @@
     python loadtests/simulator_bench.py                              # the demo model, three loads
     python loadtests/simulator_bench.py --trace ../shared/traces/tenants.jsonl.gz --seconds 60
 
-For each load the server is asked twice, with traffic of two seeds. From the first one's record the
-times of steps are learned; the second one is what the simulator has to foretell, which sees only
-when its requests came and how long they were. A load is a share of what the server can do, which is
-measured before; the last one is all requests at once.
+For each load the server is asked three times, with traffic of three seeds. The second one is what
+the simulator has to foretell, which sees only when its requests came and how long they were; from
+the records of the others the times of steps are learned, of both, because a machine is faster now
+and slower then. A load is a share of what the server can do, which is measured before; the last one
+is all requests at once.
 """
 
 import argparse
@@ -193,9 +194,13 @@ def measure(
                     10 * number + one,
                     folder / f"{number}-{one}",
                 )
-                for one in range(2)
+                for one in range(3)
             ]
-            times = StepTimes.fit(read_steps(parts[0] / STEPS))
+            around = [parts[0], parts[2]]
+            times = StepTimes.fit(
+                [step for part in around for step in read_steps(part / STEPS)],
+                [request for part in around for request in read_requests(part / REQUESTS)],
+            )
             truth = recorded(read_requests(parts[1] / REQUESTS))
             assert truth is not None
             foretold = simulated(parts[1], times, args, scheduler_args, blocks)

@@ -71,6 +71,12 @@ def test_what_lies_around_the_engine_counts():
     assert served.ended_at == pytest.approx(3 * 0.015)
 
 
+def test_a_request_is_taken_in_before_it_is_planned():
+    times = StepTimes(curve=[(0, 0.01)], intake=0.002)
+    (served,) = run(make_setting(step_times=times), request(10, 3)).served
+    assert served.ended_at == pytest.approx(0.032)
+
+
 def test_overlap_hides_the_host_but_not_the_gap():
     times = StepTimes(curve=[(0, 0.01)], host=0.003, transit=0.002, gap=0.001)
     (served,) = run(make_setting(step_times=times, async_scheduling=True), request(10, 3)).served

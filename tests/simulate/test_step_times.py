@@ -7,7 +7,7 @@ import pytest
 
 from charonia.errors import ConfigError
 from charonia.simulate.step_times import StepClock, StepTimes
-from charonia.traces import StepRecord, StepWork
+from charonia.traces import StepRecord, StepWork, TraceRequest, write_requests
 
 
 def records_of(times: StepTimes, count: int = 2000, noise: float = 0.0) -> list[StepRecord]:
@@ -21,7 +21,7 @@ def records_of(times: StepTimes, count: int = 2000, noise: float = 0.0) -> list[
         work = StepWork(rows, tokens, context, context * tokens // rows)
         seconds = times.of(work) * drawn.uniform(1 - noise, 1 + noise)
         if number % 2:
-            submitted, ended = now - 1e-4, now + times.gap + seconds
+            submitted, ended = now - 1e-4, now + times.gap + times.gap_row * rows + seconds
         else:
             submitted = now + times.host + times.host_row * rows
             ended = submitted + times.transit + seconds
@@ -137,3 +137,24 @@ def test_noise_comes_from_the_seed():
     assert StepClock(times, 1).seconds(StepWork(1, 200, 1, 1)) == pytest.approx(
         2 * times.of(StepWork(1, 200, 1, 1))
     )
+
+
+def test_requests_beside_the_steps_say_how_fast_they_were_taken_in(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records_of(TIMES)))
+    queued = [0.5] * 5 + [200.0] * 15
+    lines = [
+        TraceRequest(timestamp=n, input_length=5, output_length=5, queue_ms=queue_ms)
+        for n, queue_ms in enumerate(queued)
+    ]
+    lines.append(TraceRequest(timestamp=30, input_length=5, output_length=0))
+    write_requests(tmp_path / "requests.jsonl", lines)
+    assert StepTimes.load(str(path)).intake == pytest.approx(0.0005)
+
+
+def test_gaps_grow_with_the_rows():
+    times = msgspec.structs.replace(TIMES, gap_row=2e-5)
+    found = StepTimes.fit(records_of(times))
+    assert found.gap_row == pytest.approx(2e-5, rel=0.1)
+    clock = StepClock(found, 0)
+    assert clock.gap_s(10) - clock.gap_s(0) == pytest.approx(2e-4, rel=0.1)

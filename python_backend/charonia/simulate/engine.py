@@ -96,7 +96,7 @@ class SimulatedExecutor:
         clock.now += times.host_s(len(plan.rows))
         work = self._meter.measure(plan)
         seconds = times.seconds(work)
-        began = max(clock.now + times.transit_s, self._free_at + times.gap_s)
+        began = max(clock.now + times.transit_s, self._free_at + times.gap_s(work.num_rows))
         self._free_at = began + seconds
         self.busy_s += seconds
         self.num_steps += 1

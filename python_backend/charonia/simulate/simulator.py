@@ -183,6 +183,7 @@ class Simulation:
         self._arrivals = arrivals
         self._block_length = block_length
         self._next = next(arrivals, None)
+        self._intake_s = setting.step_times.intake
         self._clock = VirtualClock()
         self._next_seed = seeds_of(setting.seed)
         self._deadlines = Deadlines()
@@ -237,7 +238,7 @@ class Simulation:
             elif self._live:  # they wait for a time limit
                 clock.now += RESULT_WAIT_S
             elif self._next is not None:
-                clock.advance_to(self._next.at)
+                clock.advance_to(self._next.at + self._intake_s)
         return self._outcome()
 
     # ------------------------------------------------------------------ requests come
@@ -246,7 +247,7 @@ class Simulation:
         return self._served[number].request.output_length
 
     def _take_arrivals(self) -> None:
-        now = self._clock.now
+        now = self._clock.now - self._intake_s
         while self._next is not None and self._next.at <= now:
             arrival, self._next = self._next, next(self._arrivals, None)
             self._arrive(arrival)

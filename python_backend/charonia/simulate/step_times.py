@@ -22,7 +22,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from charonia.errors import ConfigError
-from charonia.traces import StepRecord, StepWork, read_steps
+from charonia.traces import StepRecord, StepWork, TraceRequest, read_requests, read_steps
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _SECONDS = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)(s|ms|us|ns)")
@@ -33,15 +33,18 @@ _CONSTANTS = {
     "context": "more for each cached token that is read",
     "pair": "more for each query and key",
     "gap": "between two steps of which one waited in the engine",
+    "gap_row": "more of that for each request",
     "transit": "to the engine and back",
+    "intake": "from a request's coming until the scheduler plans with it",
     "host": "from a result to the next plan's sending",
     "host_row": "more of that for each request",
 }
 Numbers = npt.NDArray[np.float64]
 _MIN_RECORDS = 50
 _NUM_QUANTILES = 101
+_MAX_RESIDUAL = 10.0  # times as long as predicted: it was interrupted, which is noise
+_LEAST_QUEUED = 0.1  # of the requests, which did not have to wait for others
 _SAME_SIZE = 4  # times as many tokens are another size
-_MAX_RESIDUAL = 3.0  # times as long as predicted, or as short: no part of the second fit
 _MAX_PAUSE_S = 1.0  # what lies longer between two steps is not the scheduler's work
 
 
@@ -51,8 +54,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Attributes:
         curve: (tokens, seconds), ascending in both; the last two points give the slope beyond.
         row, context, pair: more for each of these, see `StepWork`.
-        gap, transit, host, host_row: beside the engine's own time, see `--step-times` of
-            `charonia simulate`.
+        gap, gap_row, transit, intake, host, host_row: beside the engine's own time, see
+            `--step-times` of `charonia simulate`.
         noise: for steps of at least so many tokens, quantiles of measured by predicted time, evenly
             spaced from 0 to 1; none for none.
     """
@@ -62,7 +65,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     context: float = 0.0
     pair: float = 0.0
     gap: float = 0.0
+    gap_row: float = 0.0
     transit: float = 0.0
+    intake: float = 0.0
     host: float = 0.0
     host_row: float = 0.0
     noise: list[tuple[int, list[float]]] = []
@@ -78,6 +83,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def load(cls, text: str) -> "StepTimes":
         """Read what `--step-times` says: constants, a file of this model, or a record of steps.
 
+        A record of requests that lies beside that of the steps says how fast they were taken in.
+
         Raises:
             ConfigError: it is none of these, with the reason.
         """
@@ -85,7 +92,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             return cls._of_constants(text)
         path = Path(text)
         if path.name.removesuffix(".gz").endswith(".jsonl"):
-            return cls.fit(read_steps(path))
+            requests = path.with_name(path.name.replace("steps", "requests"))
+            return cls.fit(read_steps(path), read_requests(requests) if requests.exists() else ())
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
@@ -94,10 +102,18 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ConfigError(f"{path.name}: {error}") from None
 
     @classmethod
-    def fit(cls, records: Sequence[StepRecord]) -> "StepTimes":
-        """Fit the model to what steps took, by least squares of the relative errors.
+    def fit(
+        cls, records: Sequence[StepRecord], requests: Sequence[TraceRequest] = ()
+    ) -> "StepTimes":
+        """Fit the model to what steps took, by least squares.
+
+        Errors count by the root of the predicted time, as if steps were made of many pieces of
+        work: so the sum of the times is right, be the steps short or long.
 
         Steps with drafts are left out: what drafting takes is not in the model.
+
+        Args:
+            requests: of the same record; none where it is not to be learned how they are taken in.
 
         Raises:
             ConfigError: there are too few steps.
@@ -111,19 +127,20 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         knots = _knots([one.num_tokens for one in plain])
         features = np.array([_features(one.work, knots) for one in plain])
         seconds = np.array([one.seconds for one in plain])
-        kept = np.ones(len(plain), dtype=bool)
-        for _ in range(2):  # the second time without what was interrupted
-            found = _non_negative_fit(features[kept], seconds[kept])
-            ratio = seconds / np.maximum(features @ found, 1e-9)
-            kept = (ratio < _MAX_RESIDUAL) & (ratio > 1 / _MAX_RESIDUAL)
+        errors, kept = np.sqrt(seconds), np.ones(len(plain), dtype=bool)
+        for _ in range(3):  # by what was measured, what is fast by chance would count for more
+            found = _non_negative_fit(features[kept], seconds[kept], errors[kept])
+            predicted = np.maximum(features @ found, 1e-9)
+            errors, kept = np.sqrt(predicted), seconds < _MAX_RESIDUAL * predicted
         curve = np.maximum.accumulate(np.maximum(found[: len(knots)], seconds.min() / 1000))
         fitted = cls(
             curve=[(int(k), float(s)) for k, s in zip(knots, curve, strict=True)],
+            row=float(found[-3]),
             context=float(found[-2]),
             pair=float(found[-1]),
             noise=_noise([one.num_tokens for one in plain], seconds, features @ found),
         )
-        return replace(fitted, **_around(records))
+        return replace(fitted, intake=_intake(requests), **_around(records))
 
     def of(self, work: StepWork) -> float:
         """Seconds of a step in the engine, without noise."""
@@ -174,7 +191,6 @@ class StepClock:
         self._times = times
         self._drawn = random.Random(seed)
         self._sizes = [size for size, _ in times.noise]
-        self.gap_s = times.gap
         self.transit_s = times.transit
 
     def seconds(self, work: StepWork) -> float:
@@ -184,6 +200,10 @@ class StepClock:
             place = bisect_right(self._sizes, work.num_tokens) - 1
             seconds *= self._drawn.choice(self._times.noise[max(place, 0)][1])
         return seconds
+
+    def gap_s(self, num_rows: int) -> float:
+        """Before a step of so many rows that waited in the engine."""
+        return self._times.gap + self._times.gap_row * num_rows
 
     def host_s(self, num_rows: int) -> float:
         """Until a plan of so many rows is sent."""
@@ -224,7 +244,7 @@ def _noise(
 
 
 def _features(work: StepWork, knots: Sequence[int]) -> list[float]:
-    """What the model is linear in: the share of each knot, and the cached tokens and pairs."""
+    """What the model is linear in: the share of each knot; rows, cached tokens and pairs."""
     shares = [0.0] * len(knots)
     place = bisect_right(knots, work.num_tokens)
     if place == len(knots):
@@ -233,22 +253,22 @@ def _features(work: StepWork, knots: Sequence[int]) -> list[float]:
         low, high = knots[place - 1], knots[place]
         shares[place] = (work.num_tokens - low) / (high - low)
         shares[place - 1] = 1.0 - shares[place]
-    return [*shares, float(work.num_context), float(work.num_pairs)]
+    return [*shares, float(work.num_rows), float(work.num_context), float(work.num_pairs)]
 
 
-def _non_negative_fit(features: Numbers, seconds: Numbers) -> Numbers:
-    """Least squares of relative errors; a coefficient that would be negative is 0.
+def _non_negative_fit(features: Numbers, seconds: Numbers, errors: Numbers) -> Numbers:
+    """Least squares of errors in units of `errors`; a coefficient that would be negative is 0.
 
     By leaving out the most negative one, again and again: not always the optimum of Lawson and
     Hanson (1974, "Solving Least Squares Problems", chapter 23), but no worse than the data.
     """
     found = np.zeros(features.shape[1])
     used = list(np.flatnonzero(features.any(axis=0)))
-    weighted = features / seconds[:, None]
+    weighted = features / errors[:, None]
     scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
-    ones = np.ones(len(seconds))
+    wanted = seconds / errors
     while used:
-        solution = np.linalg.lstsq(weighted[:, used] / scale[used], ones, rcond=None)[0]
+        solution = np.linalg.lstsq(weighted[:, used] / scale[used], wanted, rcond=None)[0]
         if solution.min() >= 0:
             found[used] = solution / scale[used]
             break
@@ -257,23 +277,33 @@ def _non_negative_fit(features: Numbers, seconds: Numbers) -> Numbers:
 
 
 def _around(records: Sequence[StepRecord]) -> dict[str, float]:
-    """What lies around the engine's own time: gap, transit, and the host's work by rows."""
+    """What lies around the engine's own time: transit, and gaps and the host's work by rows."""
     gaps, transits, hosts = [], [], []
     for before, step in pairwise(records):
         if step.submitted_at <= before.ended_at:
-            gaps.append(step.ended_at - before.ended_at - step.seconds)
+            gap = step.ended_at - before.ended_at - step.seconds
+            if gap < _MAX_PAUSE_S:
+                gaps.append((step.num_rows, gap))
             continue
         transits.append(step.ended_at - step.submitted_at - step.seconds)
         pause = step.submitted_at - before.ended_at
         if step.num_rows > step.num_joins and pause < _MAX_PAUSE_S:
             hosts.append((step.num_rows, pause))
     host, host_row = _line(hosts)
+    gap, gap_row = _line(gaps)
     return {
-        "gap": _mean(gaps),
+        "gap": gap,
+        "gap_row": gap_row,
         "transit": _mean(transits),
         "host": host,
         "host_row": host_row,
     }
+
+
+def _intake(requests: Sequence[TraceRequest]) -> float:
+    """What those waited that did not have to wait for others."""
+    queued = [one.queue_ms / 1000 for one in requests if one.queue_ms is not None]
+    return float(np.quantile(queued, _LEAST_QUEUED)) if queued else 0.0
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -282,7 +312,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
         return 0.0, 0.0
     rows, seconds = np.array(points).T
     features = np.stack([np.ones_like(rows), rows], axis=1)
-    base, slope = _non_negative_fit(features, np.maximum(seconds, 1e-9))
+    base, slope = _non_negative_fit(features, seconds, np.ones_like(seconds))
     return float(base), float(slope)
 
 
