@@ -9,7 +9,6 @@ a step each, so that the machine's drift is everybody's.
 """
 
 import argparse
-import functools
 import json
 import random
 import statistics
@@ -17,18 +16,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from charonia.control import Limits, Policy, Request, Scheduler
+from charonia.control import Limits, PeakMemory, Request, Scheduler, StepSize
 from charonia.control.policies import (
+    DeadlineWatch,
+    DisplacementByDeadline,
     DisplacementByPriority,
     by_arrival,
+    by_deadline,
     by_priority,
     fair,
     ranked,
 )
+from charonia.control.prompt_budget import PromptBudget
 from charonia.protocol import RowResult, RowSampling, StepPlan, StepResult
 from record import circumstances, output_stem
 from report import markdown_table
@@ -39,21 +43,35 @@ PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
 BUDGET = 4096
 BAR_MS = 0.5
+FAR = 1e6
+"""Seconds, of deadlines that nobody misses."""
 
 
-def policies() -> Mapping[str, Callable[[], Policy]]:
-    """Each policy that can be configured, by name."""
+def policies(rows: int) -> Mapping[str, Callable[[], dict[str, Any]]]:
+    """Each policy that can be configured, by name: arguments of a scheduler with so many rows."""
     aged = by_priority(60.0)
     displacement = DisplacementByPriority(aged)
+    sooner = DisplacementByDeadline()
 
     def equal(tenant: str) -> float:
         return 1.0
 
+    def watch() -> DeadlineWatch:
+        return DeadlineWatch(BUDGET, demotes=False)
+
     return {
-        "first come first served": functools.partial(ranked, by_arrival),
-        "priority with aging": functools.partial(ranked, aged, displacement),
-        "fair": functools.partial(fair, by_arrival, equal),
-        "fair, priority within": functools.partial(fair, aged, equal, displacement),
+        "first come first served": lambda: {"policy": ranked(by_arrival)},
+        "priority with aging": lambda: {"policy": ranked(aged, displacement)},
+        "earliest deadline first": lambda: {"policy": ranked(by_deadline, sooner, watch())},
+        "fair": lambda: {"policy": fair(by_arrival, equal)},
+        "fair, priority within": lambda: {"policy": fair(aged, equal, displacement)},
+        "fair, deadline within": lambda: {"policy": fair(by_deadline, equal, sooner, watch())},
+        "first come, all options": lambda: {
+            "policy": ranked(by_arrival),
+            "peak_memory": PeakMemory(expects=True),
+            "prompt_budget": PromptBudget(),
+            "step_size": StepSize(rows, BUDGET, adapts_rows=True, adapts_tokens=True),
+        },
     }
 
 
@@ -75,7 +93,7 @@ class Bench:
     it is timed.
     """
 
-    def __init__(self, policy: Policy, rows: int, waiting: int, steps: int) -> None:
+    def __init__(self, arguments: dict[str, Any], rows: int, waiting: int, steps: int) -> None:
         num_tokens = PROMPT_TOKENS + steps + 64
         limits = Limits(
             num_blocks=2 + rows * (-(-num_tokens // BLOCK_SIZE) + 1) * 102 // 100,
@@ -84,7 +102,7 @@ class Bench:
             max_num_seqs=rows,
             max_num_batched_tokens=BUDGET,
         )
-        self._scheduler = Scheduler(limits, hash_secret=b"benchmark", policy=policy)
+        self._scheduler = Scheduler(limits, hash_secret=b"benchmark", **arguments)
         drawn = random.Random(0)
         for number in range(rows + waiting):
             request = Request(
@@ -97,6 +115,7 @@ class Bench:
                 arrived_at=float(number),
                 tenant=str(number % NUM_TENANTS),
                 priority=0 if number < rows else number % NUM_PRIORITIES,
+                expires_at=FAR + number,
             )
             self._scheduler.add(request)
         while self._scheduler.num_running < rows:
@@ -128,7 +147,7 @@ class Bench:
 
 def measure(rows: int, waiting: int, steps: int) -> list[Case]:
     """Time so many steps of each policy, in turns."""
-    benches = {name: Bench(make(), rows, waiting, steps) for name, make in policies().items()}
+    benches = {name: Bench(make(), rows, waiting, steps) for name, make in policies(rows).items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in benches}
     order, names = random.Random(0), list(benches)
     for _ in range(steps):
@@ -167,7 +186,7 @@ def table(cases: Sequence[Case]) -> str:
 def write_plot(cases: Sequence[Case], path: Path) -> None:
     """Milliseconds of a step against what waits, a line per policy."""
     figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for name in policies():
+    for name in dict.fromkeys(case.policy for case in cases):
         own = [case for case in cases if case.policy == name]
         together = [case.plan_ms + case.apply_ms for case in own]
         axis.plot([case.waiting for case in own], together, marker="o", label=name)

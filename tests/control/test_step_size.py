@@ -132,3 +132,13 @@ def test_chunks_are_as_long_as_chosen_beside_rows_that_decode():
     bench.add(make_request("b", max_tokens=2))
     assert [row.num_tokens for row in bench.step().rows] == [1, 5]
     assert bench.scheduler.stats.max_step_tokens == 7
+
+
+def test_what_was_long_ago_is_forgotten():
+    """The machine was slow once; of sizes that were not tried again since nothing is left."""
+    size = size_of(adapts_tokens=False)
+    run(size, 200, lambda num_tokens: 1.0 + 0.1 * num_tokens, load=20)
+    run(size, 200, lambda num_tokens: 1.0 + 0.1 * num_tokens, load=3)
+    run(size, 50_000, lambda num_tokens: 0.0001 * num_tokens, load=9)
+    run(size, 200, lambda num_tokens: 0.0001 * num_tokens, load=16)
+    assert size.max_rows == 16, "nothing is gained by more"

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from charonia.errors import ConfigError
 from charonia.serving.server_options import (
     ENCRYPTED,
     KEY_VARIABLE,
@@ -108,7 +109,11 @@ def test_a_process_that_has_ended_was_started_in_no_explicit_mode() -> None:
 )
 def test_a_header_may_be_forwarded_in_another_case(pattern: str, is_forwarded: bool) -> None:
     options = ServerOptions(["tritonserver", f"--http-header-forward-pattern={pattern}"])
-    assert options.forwards_in_any_case("X-Tenant") == is_forwarded
+    if is_forwarded:
+        options.check_forwarded("X-Tenant")
+    else:
+        with pytest.raises(ConfigError, match="does not forward the header X-Tenant; start it"):
+            options.check_forwarded("X-Tenant")
 
 
 @pytest.mark.parametrize(

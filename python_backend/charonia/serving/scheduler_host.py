@@ -17,7 +17,7 @@ import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.service import EngineService
-from charonia.errors import ConfigError, shown
+from charonia.errors import ConfigError
 from charonia.serving.bls import BlsExecutor
 from charonia.serving.engine_host import MODEL_FILE
 from charonia.serving.grpc_control import GrpcControl
@@ -85,7 +85,8 @@ class SchedulerHost:
         engine_args = EngineArgs.from_file(model_file)
         self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
         server_options = ServerOptions.of_process(os.getppid())
-        _check_tenant_header(scheduler_args.tenant_header, server_options)
+        if scheduler_args.tenant_header is not None:
+            server_options.check_forwarded(scheduler_args.tenant_header)
         if engine_args.speculative_config and engine_args.speculative_config.model:
             check_draft_tokenizer(self._tokenizer, Path(engine_args.speculative_config.model))
         most_requests = scheduler_args.max_queue_size + engine_args.most_rows
@@ -240,16 +241,6 @@ def _needing_a_socket(name: str) -> Iterator[None]:
         raise ConfigError(
             f"the scheduler's directory must take a socket, {name}: {error.strerror}"
         ) from None
-
-
-def _check_tenant_header(header: str | None, server_options: ServerOptions) -> None:
-    """Raises ConfigError where the server forwards no such header, so that anybody could be it."""
-    if header is not None and not server_options.forwards_in_any_case(header):
-        raise ConfigError(
-            f"tenant_header: tritonserver does not forward the header {shown(header)}; start it"
-            f" with --http-header-forward-pattern='(?i)^{header}$' and"
-            f" --grpc-header-forward-pattern='^{header.lower()}$', as far as it serves these"
-        )
 
 
 def _read_args(model_file: Path, tokenizer: str) -> EngineArgs:

@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from charonia.errors import ConfigError
+
 _NAMES = (
     "allow-grpc",
     "grpc-address",
@@ -97,9 +99,14 @@ class ServerOptions:
         """
         return any(pattern.search(name) for pattern in self._header_patterns.values())
 
-    def forwards_in_any_case(self, name: str) -> bool:
-        """Whether a header of this name becomes a parameter, as it is or in another case."""
-        return any(map(self.forwards, (name, name.lower(), name.upper(), name.title())))
+    def check_forwarded(self, name: str) -> None:
+        """Raises ConfigError where a header of this name becomes no parameter in any case."""
+        if not any(map(self.forwards, (name, name.lower(), name.upper(), name.title()))):
+            raise ConfigError(
+                f"tritonserver does not forward the header {name}; start it with"
+                f" --http-header-forward-pattern='(?i){name}' and"
+                f" --grpc-header-forward-pattern={name.lower()}"
+            )
 
     def control_name(self, model: str) -> str:
         """What a model is called when it is to be loaded or unloaded."""
