@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from charonia.control import Limits, PeakMemory, Request, Scheduler, StepSize
+from charonia.control import Limits, Policy, Request, Scheduler
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByDeadline,
@@ -32,7 +31,6 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
-from charonia.control.prompt_budget import PromptBudget
 from charonia.protocol import RowResult, RowSampling, StepPlan, StepResult
 from record import circumstances, output_stem
 from report import markdown_table
@@ -47,8 +45,8 @@ FAR = 1e6
 """Seconds, of deadlines that nobody misses."""
 
 
-def policies(rows: int) -> Mapping[str, Callable[[], dict[str, Any]]]:
-    """Each policy that can be configured, by name: arguments of a scheduler with so many rows."""
+def policies() -> Mapping[str, Callable[[], Policy]]:
+    """Each policy that can be configured, by name."""
     aged = by_priority(60.0)
     displacement = DisplacementByPriority(aged)
     sooner = DisplacementByDeadline()
@@ -60,18 +58,12 @@ def policies(rows: int) -> Mapping[str, Callable[[], dict[str, Any]]]:
         return DeadlineWatch(BUDGET, demotes=False)
 
     return {
-        "first come first served": lambda: {"policy": ranked(by_arrival)},
-        "priority with aging": lambda: {"policy": ranked(aged, displacement)},
-        "earliest deadline first": lambda: {"policy": ranked(by_deadline, sooner, watch())},
-        "fair": lambda: {"policy": fair(by_arrival, equal)},
-        "fair, priority within": lambda: {"policy": fair(aged, equal, displacement)},
-        "fair, deadline within": lambda: {"policy": fair(by_deadline, equal, sooner, watch())},
-        "first come, all options": lambda: {
-            "policy": ranked(by_arrival),
-            "peak_memory": PeakMemory(expects=True),
-            "prompt_budget": PromptBudget(),
-            "step_size": StepSize(rows, BUDGET, adapts_rows=True, adapts_tokens=True),
-        },
+        "first come first served": lambda: ranked(by_arrival),
+        "priority with aging": lambda: ranked(aged, displacement),
+        "earliest deadline first": lambda: ranked(by_deadline, sooner, watch()),
+        "fair": lambda: fair(by_arrival, equal),
+        "fair, priority within": lambda: fair(aged, equal, displacement),
+        "fair, deadline within": lambda: fair(by_deadline, equal, sooner, watch()),
     }
 
 
@@ -93,7 +85,7 @@ class Bench:
     it is timed.
     """
 
-    def __init__(self, arguments: dict[str, Any], rows: int, waiting: int, steps: int) -> None:
+    def __init__(self, policy: Policy, rows: int, waiting: int, steps: int) -> None:
         num_tokens = PROMPT_TOKENS + steps + 64
         limits = Limits(
             num_blocks=2 + rows * (-(-num_tokens // BLOCK_SIZE) + 1) * 102 // 100,
@@ -102,7 +94,7 @@ class Bench:
             max_num_seqs=rows,
             max_num_batched_tokens=BUDGET,
         )
-        self._scheduler = Scheduler(limits, hash_secret=b"benchmark", **arguments)
+        self._scheduler = Scheduler(limits, hash_secret=b"benchmark", policy=policy)
         drawn = random.Random(0)
         for number in range(rows + waiting):
             request = Request(
@@ -147,7 +139,7 @@ class Bench:
 
 def measure(rows: int, waiting: int, steps: int) -> list[Case]:
     """Time so many steps of each policy, in turns."""
-    benches = {name: Bench(make(), rows, waiting, steps) for name, make in policies(rows).items()}
+    benches = {name: Bench(make(), rows, waiting, steps) for name, make in policies().items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in benches}
     order, names = random.Random(0), list(benches)
     for _ in range(steps):

@@ -149,7 +149,7 @@ class FairDisplacement:
         if one == other:
             return True
         ahead = self._counters[one] - self._counters[other]
-        return ahead < 0 or ahead < self._counters.swing(one, len(self._running))
+        return ahead < self._counters.swing(one, len(self._running))
 
 
 class FairRunning:
