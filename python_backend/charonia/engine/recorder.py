@@ -176,7 +176,7 @@ class Followed:
         self._num_tokens = 0
 
     def note_taken_in(self) -> None:
-        """It waits for the scheduler from now on."""
+        """The scheduler has it: the next plan is the first that it can be in."""
         self._intake_s = time.monotonic() - self._arrived_at
 
     def take(self, chunk: Chunk) -> None:

@@ -181,7 +181,7 @@ class EngineService:
             with self._wake:
                 self._accept(request, sink, arrived_at)
                 if followed is not None:
-                    followed.note_taken_in()
+                    self._inbox.append(followed.note_taken_in)
         except CharoniaError as error:
             if not request.is_probe:
                 self.count_rejection(error, request.params.tenant)
