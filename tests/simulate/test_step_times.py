@@ -142,10 +142,10 @@ def test_noise_comes_from_the_seed():
 def test_requests_beside_the_steps_say_how_fast_they_were_taken_in(tmp_path):
     path = tmp_path / "steps.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records_of(TIMES)))
-    queued = [0.5] * 5 + [200.0] * 15
+    intake = [0.5] * 5 + [200.0] * 15
     lines = [
-        TraceRequest(timestamp=n, input_length=5, output_length=5, queue_ms=queue_ms)
-        for n, queue_ms in enumerate(queued)
+        TraceRequest(timestamp=n, input_length=5, output_length=5, intake_ms=intake_ms)
+        for n, intake_ms in enumerate(intake)
     ]
     lines.append(TraceRequest(timestamp=30, input_length=5, output_length=0))
     write_requests(tmp_path / "requests.jsonl", lines)

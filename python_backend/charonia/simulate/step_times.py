@@ -43,7 +43,7 @@ Numbers = npt.NDArray[np.float64]
 _MIN_RECORDS = 50
 _NUM_QUANTILES = 101
 _MAX_RESIDUAL = 10.0  # times as long as predicted: it was interrupted, which is noise
-_LEAST_QUEUED = 0.1  # of the requests, which did not have to wait for others
+_FASTEST = 0.1  # of the requests, which came when there was no step, or at its end
 _SAME_SIZE = 4  # times as many tokens are another size
 _MAX_PAUSE_S = 1.0  # what lies longer between two steps is not the scheduler's work
 
@@ -301,9 +301,9 @@ def _around(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _intake(requests: Sequence[TraceRequest]) -> float:
-    """What those waited that did not have to wait for others."""
-    queued = [one.queue_ms / 1000 for one in requests if one.queue_ms is not None]
-    return float(np.quantile(queued, _LEAST_QUEUED)) if queued else 0.0
+    """Until the scheduler had those that did not have to wait for the end of a step."""
+    seconds = [one.intake_ms / 1000 for one in requests if one.intake_ms is not None]
+    return float(np.quantile(seconds, _FASTEST)) if seconds else 0.0
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
