@@ -40,7 +40,6 @@ def test_text_and_json_tell_the_same_over_every_way_in(
     assert "".join(chunk["text"] for chunk in chunks) + "\n" == text
     assert sum(len(chunk["token_ids"]) for chunk in chunks) == 8
     assert chunks[-1]["finish_reason"] == "length"
-    assert len(chunks) > 1
 
 
 def test_sampling_options_reach_the_server(
@@ -107,3 +106,10 @@ def test_the_demo_streams_its_prompts_and_stops(
     assert shown.out.count("tokens/s, first token after") == 3
     assert shown.out.count("drafted tokens accepted (") == 3
     assert "loaded engine" in shown.err
+
+
+def test_a_text_comes_in_pieces(server: TritonServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a machine that is busy a few tokens may come as one piece, but not hundreds."""
+    arguments = ["hello", "--max-tokens", "300", "--temperature", "0", "--json"]
+    assert generate(server, "grpc", *arguments) == 0
+    assert len(capsys.readouterr().out.split("\n")[:-1]) > 1

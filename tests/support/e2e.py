@@ -28,7 +28,8 @@ from charonia.launch.server import TritonServer
 ANSWER_TIMEOUT_S = 240.0
 # Made once, because making one takes longer than most requests. It keeps no connections, which a
 # server would wait for when it stops.
-HTTP = httpx.Client(timeout=ANSWER_TIMEOUT_S, limits=httpx.Limits(max_keepalive_connections=0))
+HTTP = httpx.Client(timeout=ANSWER_TIMEOUT_S, headers={"Connection": "close"})
+"""A connection per request: in a pool one thread may close as idle what another has just taken."""
 T = TypeVar("T")
 
 ONE_THREAD = "cpu_threads=1"
