@@ -56,8 +56,8 @@ class Attainment:
         if end.has_deadline:
             self._count("charonia_deadline", label, is_met=end.reason in _FINISHED)
         if args.ttft_target_ms is not None:
-            is_met = end.first_token_s is not None
-            is_met = is_met and 1000 * (end.first_token_s or 0.0) <= args.ttft_target_ms
+            first_s = end.first_token_s
+            is_met = first_s is not None and 1000 * first_s <= args.ttft_target_ms
             self._count("charonia_ttft_target", label, is_met=is_met)
         if args.inter_token_target_ms is not None and end.inter_token_s is not None:
             is_met = 1000 * end.inter_token_s <= args.inter_token_target_ms

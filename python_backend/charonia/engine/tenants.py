@@ -45,8 +45,8 @@ class TenantArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         burst: how many may come at once beyond that; None is those of one second, at least one.
         ttft_target_ms: until a request's first token; metrics say how many had it in time.
         inter_token_target_ms: from one token to the next in the mean of a request; as above.
-        low_priority: its requests are the first to get less under pressure, as are those of any
-            tenant whose `priority` is above 0; see the scheduler's `degradation_ladder`.
+        low_priority: its requests are the first to get less under pressure, as are those of all
+            tenants that have a `priority` above 0; see the scheduler's `degradation_ladder`.
     """
 
     weight: Positive = 1.0
