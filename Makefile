@@ -18,7 +18,7 @@ MIN_GLIBC_MINOR := 35
 # files, so that what a file's tests share is started once.
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-control bench-stall bench-flood bench-simulator bench-policies bench-parallel bench-faults bench-endurance bench-hostile clean
+.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -36,6 +36,10 @@ help:
 	@echo "make bench-stall   measure how long a stream stands still beside long prompts; arguments in ARGS"
 	@echo "make bench-flood   flood a server from three tenants, and judge what each got; arguments in ARGS"
 	@echo "make bench-policies   simulate every policy on traffic of all kinds; arguments in ARGS"
+	@echo "make bench-cache   simulate every policy of eviction on recorded traffic; arguments in ARGS"
+	@echo "make bench-prefix   measure what cached prefixes are worth on a real server; arguments in ARGS"
+	@echo "make bench-samples   measure what several samples of one prompt cost, beside as many requests; arguments in ARGS"
+	@echo "make bench-kv   measure what K and V in fewer bits are worth, and what they lose; arguments in ARGS"
 	@echo "make bench-parallel   measure what a second rank is worth; arguments in ARGS"
 	@echo "make bench-faults   break the server 300 times while clients call, and judge what they got; arguments in ARGS"
 	@echo "make bench-endurance   stop a server 100 times and load its models 100 times, and judge each; arguments in ARGS"
@@ -78,7 +82,7 @@ test: $(KERNELS)
 	    --cov-report=term-missing:skip-covered $(ARGS)
 
 test-long: $(KERNELS)
-	$(PYTEST) -m long $(ARGS)
+	$(PYTEST) -m long --timeout 1200 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -116,6 +120,18 @@ bench-flood: $(KERNELS)
 
 bench-policies: $(STAMP)
 	@$(BIN)/python loadtests/policy_bench.py $(ARGS)
+
+bench-cache: $(STAMP)
+	@$(BIN)/python loadtests/cache_bench.py $(ARGS)
+
+bench-prefix: $(KERNELS)
+	@$(BIN)/python loadtests/prefix_bench.py $(ARGS)
+
+bench-samples: $(KERNELS)
+	@$(BIN)/python loadtests/samples_bench.py $(ARGS)
+
+bench-kv: $(KERNELS)
+	@$(BIN)/python loadtests/kv_bench.py $(ARGS)
 
 bench-parallel: $(KERNELS)
 	@$(BIN)/python loadtests/parallel_bench.py $(ARGS)

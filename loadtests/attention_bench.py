@@ -2,6 +2,7 @@
 
     python loadtests/attention_bench.py                       # llama-135m's heads
     python loadtests/attention_bench.py --heads 32 --kv-heads 8
+    python loadtests/attention_bench.py --kv-cache-dtype int8
 
 Blocks lie anywhere in a KV cache of the engine's own, as they do in one that is in use, and layers
 take turns, so that what is read comes from memory where all layers together exceed the last-level
@@ -19,8 +20,10 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from charonia.data.kv_store import KVStore
+from charonia.data.ops.kv_format import FORMATS
 from charonia.data.ops.native.build import best_isa, load_kernels
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.native.threads import ThreadLayout
@@ -48,6 +51,14 @@ class Case:
     read_gb_s: float
 
 
+def fill(pages: Tensor) -> None:
+    """Have something in the pages; of codes and scales it does not matter what, but zeros do."""
+    if pages.dtype == torch.bfloat16:
+        pages.normal_()
+    else:  # every byte and every pair of bytes is a finite number
+        pages.view(torch.uint8).random_(0, 127)
+
+
 def measure(
     kernels: ModuleType,
     store: KVStore,
@@ -61,9 +72,10 @@ def measure(
     blocks_per_row = -(-context // BLOCK_SIZE)
     anywhere = torch.randperm(store.num_blocks - 1) + 1
     tables = anywhere[: rows * blocks_per_row].view(rows, blocks_per_row)
-    none = torch.zeros(1, dtype=torch.int64)
+    none = torch.zeros(rows, dtype=torch.int64)
+    angles = torch.zeros(1, layout.head_dim // 2, dtype=torch.bfloat16)
     starts, lengths = list(range(rows + 1)), [context] * rows
-    step = kernels.Step(none, none, starts, lengths, tables, none, none)
+    step = kernels.Step(none, none, starts, lengths, tables, angles, angles)
     query = torch.randn(rows, heads, layout.head_dim).to(torch.bfloat16)
     seconds: list[float] = []
     until = time.perf_counter() + MIN_SECONDS
@@ -73,7 +85,7 @@ def measure(
         kernels.paged_attention(query, step, pages)
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds)
-    num_bytes = 2 * 2 * rows * context * layout.num_kv_heads * layout.head_dim
+    num_bytes = rows * context * layout.bytes_per_block // BLOCK_SIZE // NUM_LAYERS
     read = limits.measure()["read_gb_s"]
     cache = NUM_LAYERS * num_bytes / 2**20
     return Case(rows, context, cache, 1e6 * median, num_bytes / median / 1e9, read)
@@ -105,6 +117,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=9)
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument(
+        "--kv-cache-dtype", default="bfloat16", choices=["bfloat16", "int8", "fp8", "int4"]
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[192, 2048])
     parser.add_argument("--output", type=Path, help="write JSON there, too")
@@ -113,25 +128,32 @@ def main() -> None:
     kernels = load_kernels(best_isa(), print)
     threads = ThreadLayout.of(None, "auto")
     kernels.set_threads(threads.num_threads, list(threads.cores[1:]))
+    kv_format = FORMATS[options.kv_cache_dtype]
     layout = KVLayout(
         num_layers=NUM_LAYERS,
         num_kv_heads=options.kv_heads,
         head_dim=options.head_dim,
         block_size=BLOCK_SIZE,
-        dtype="bfloat16",
-        bytes_per_block=0,
+        dtype=options.kv_cache_dtype,
+        bytes_per_block=2
+        * NUM_LAYERS
+        * BLOCK_SIZE
+        * options.kv_heads
+        * kv_format.width(options.head_dim)
+        * kv_format.storage.itemsize,
     )
     num_blocks = 1 + max(options.rows) * -(-max(options.context) // BLOCK_SIZE)
     store = KVStore(layout, NativeOps.page_shapes(layout), num_blocks, torch.device("cpu"))
     for pages in store.pages:
-        pages.keys.normal_()
-        pages.values.normal_()
+        for part in pages:
+            fill(part)
     cases = [
         measure(kernels, store, layout, options.heads, rows, context, limits)
         for context in options.context
         for rows in options.rows
     ]
-    print(f"{best_isa()}, {threads}; {NUM_LAYERS} layers take turns\n\n{table(cases)}")
+    kept = options.kv_cache_dtype
+    print(f"{best_isa()}, {threads}, {kept}; {NUM_LAYERS} layers take turns\n\n{table(cases)}")
     if options.output is not None:
         found = circumstances("attention_bench.py") | {"cases": [asdict(case) for case in cases]}
         options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -48,16 +48,15 @@ FIVE = replace(COMMON, num_tenants=5)
 
 @dataclass(frozen=True)
 class Traffic:
-    """A trace, and what is made of it. `num_requests`: at most, where they are long."""
+    """A trace, and what is made of it."""
 
     trace: str
     shape: Shape
-    num_requests: int | None = None
 
 
 TRAFFIC = {
     "conversation": Traffic("conversation.jsonl.gz", FIVE),
-    "agents": Traffic("agents.jsonl.gz", FIVE, 20_000),
+    "agents": Traffic("agents.jsonl.gz", FIVE),
     "tenants": Traffic("tenants.jsonl.gz", COMMON),
     "azure_code": Traffic("azure_code.csv.gz", FIVE),
     "poisson": Traffic("tenants.jsonl.gz", replace(COMMON, arrivals="poisson")),
@@ -101,7 +100,6 @@ def simulate(
     """Run one traffic under one policy; its name, the report and the seconds that took."""
     traffic = TRAFFIC[name]
     trace = read_requests(folder / traffic.trace)
-    count = min(count, traffic.num_requests or count)
     wanted = replace(traffic.shape, num_requests=count, rate=rate)
     started = time.perf_counter()
     setting = setting_of(policy, trace, seed)
@@ -111,7 +109,12 @@ def simulate(
 
 
 def runs(
-    names: Sequence[str], folder: Path, count: int, seed: int, num_processes: int
+    names: Sequence[str],
+    policies: Sequence[str],
+    folder: Path,
+    count: int,
+    seed: int,
+    num_processes: int,
 ) -> Iterator[tuple[str, RunReport, float]]:
     """All of them, as they end."""
     with ProcessPoolExecutor(num_processes) as pool:
@@ -123,7 +126,7 @@ def runs(
         waiting = [
             pool.submit(simulate, name, policy, folder, count, rates[name], seed)
             for name in names
-            for policy in POLICIES
+            for policy in policies
         ]
         for done in as_completed(waiting):
             yield done.result()
@@ -138,9 +141,14 @@ def write_plot(found: dict[str, list[RunReport]], path: Path) -> None:
         ("in time, %", lambda one: 100 * (one.overall.attainment or 0.0)),
         ("service difference / bound", _unfairness),
     )
-    width = 0.8 / len(POLICIES)
+    policies = [
+        name
+        for name in POLICIES
+        if any(one.name == name for reports in found.values() for one in reports)
+    ]
+    width = 0.8 / len(policies)
     for axis, (label, value) in zip(axes, parts, strict=True):
-        for number, policy in enumerate(POLICIES):
+        for number, policy in enumerate(policies):
             heights = [
                 next((value(one) for one in reports if one.name == policy), None) or 0.0
                 for reports in found.values()
@@ -191,6 +199,7 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), metavar="DIR")
     parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--requests", type=int, default=100_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--processes", type=int, default=2, metavar="N")
@@ -202,8 +211,16 @@ def main() -> None:
     about = circumstances("policy_bench.py") | {"step_times": STEP_TIMES, "load": LOAD}
     about |= {"seconds": {}}
     found: dict[str, list[RunReport]] = {}
-    going = runs(options.traffic, options.traces, options.requests, options.seed, options.processes)
-    for name, one, seconds in tqdm(going, total=len(options.traffic) * len(POLICIES), unit="run"):
+    going = runs(
+        options.traffic,
+        options.policies,
+        options.traces,
+        options.requests,
+        options.seed,
+        options.processes,
+    )
+    total = len(options.traffic) * len(options.policies)
+    for name, one, seconds in tqdm(going, total=total, unit="run"):
         found.setdefault(name, []).append(one)
         about["seconds"][f"{name}, {one.name}"] = round(seconds, 1)
         _write(stem, about, found)

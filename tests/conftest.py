@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-WAITING = ("client", "e2e", "launch", "parallel")
+WAITING = ("client", "e2e", "gateway", "launch", "parallel")
 """Folders of tests that wait for servers and processes more than they compute."""
 
 COVERING = ("control", "engine", "text")

@@ -136,12 +136,85 @@ def test_one_length_of_an_n_gram_makes_room_for_the_other(values, lengths):
         ({"method": "ngram", "num_speculative_tokens": 65}, "<= 64"),
         ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, r"must be at most"),
         ({"method": "suffix", "synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate"),
-        ({"method": "suffix", "depth": 1}, "depth"),
+        (
+            {"method": "suffix", "depth": 1},
+            "unknown key of speculative_config 'depth'; accepted are method, model, ",
+        ),
     ],
 )
 def test_a_wrong_speculative_config_is_refused_by_name(values, message):
     with pytest.raises(ConfigError, match=message):
         speculative(**values)
+
+
+def kv_events(**values) -> EngineArgs:
+    return EngineArgs.from_dict({"model": "m", "kv_events_config": values})
+
+
+@pytest.mark.parametrize(
+    ("values", "is_on"),
+    [
+        ({}, False),
+        ({"enable_kv_cache_events": True}, True),
+        ({"enable_kv_cache_events": True, "publisher": "zmq", "topic": "kv-events"}, True),
+        ({"enable_kv_cache_events": True, "publisher": "null"}, False),
+        ({"enable_kv_cache_events": False, "publisher": "zmq"}, False),
+    ],
+)
+def test_kv_events_are_published_where_vllm_would_publish_them(values, is_on):
+    args = kv_events(**values)
+    assert args.kv_events == (args.kv_events_config if is_on else None)
+    assert EngineArgs(model="m").kv_events is None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_bound"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://0.0.0.0:5557", True),
+        ("tcp://[::]:5557", True),
+        ("tcp://127.0.0.1:5557", True),
+        ("tcp://[::1]:5557", True),
+        ("tcp://localhost:5557", True),
+        ("ipc:///run/events", True),
+        ("tcp://indexer.llm-d.svc:5557", False),
+        ("tcp://[fd00::7]:5557", False),
+        ("tcp://10.0.0.7:65535", False),
+    ],
+)
+def test_an_endpoint_of_this_machine_is_bound_and_another_one_is_connected_to(endpoint, is_bound):
+    assert kv_events(endpoint=endpoint).kv_events_config.is_bound == is_bound
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"end_point": "x"}, "unknown key of kv_events_config 'end_point'; accepted are .*topic"),
+        ({"publisher": "kafka"}, "Invalid enum value 'kafka' .*kv_events_config.publisher"),
+        ({"enable_kv_cache_events": "yes"}, "Expected `bool`, .*enable_kv_cache_events"),
+        ({"endpoint": "5557"}, "endpoint = '5557' is neither tcp://HOST:PORT nor ipc://PATH"),
+        ({"endpoint": "inproc://x"}, "endpoint = 'inproc://x' is neither"),
+        ({"endpoint": "tcp://*"}, "endpoint = 'tcp://\\*' is neither"),
+        ({"endpoint": "tcp://*:0"}, "endpoint = 'tcp://\\*:0' is neither"),
+        ({"endpoint": "tcp://*:65536"}, "endpoint = 'tcp://\\*:65536' is neither"),
+        ({"endpoint": "ipc://"}, "endpoint = 'ipc://' is neither"),
+        ({"endpoint": "tcp://\ud800:1"}, "endpoint = .* is neither"),
+        ({"replay_endpoint": "tcp:/x:1"}, "replay_endpoint = 'tcp:/x:1' is neither"),
+        ({"buffer_steps": 0}, "buffer_steps = 0 must be 1 to 2147483646"),
+        ({"hwm": -1}, "hwm = -1 must be 1 to"),
+        ({"max_queue_size": 2**31}, "max_queue_size = 2147483648 must be 1 to"),
+        ({"hwm": "many"}, "Expected `int`, got `str` .*kv_events_config.hwm"),
+    ],
+)
+def test_a_wrong_kv_events_config_is_refused_by_name(values, message):
+    with pytest.raises(ConfigError, match=message):
+        kv_events(**values)
+
+
+def test_kv_events_need_a_prefix_cache():
+    values = {"model": "m", "kv_events_config": {"enable_kv_cache_events": True}}
+    with pytest.raises(ConfigError, match="enable_prefix_caching = False has none"):
+        EngineArgs.from_dict(values | {"enable_prefix_caching": False})
 
 
 def test_the_draft_models_path_in_model_json_is_relative_to_it(tmp_path: Path):

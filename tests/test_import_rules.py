@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -53,11 +54,11 @@ RULES = {
     "events": rule(),
     # No threads and no clock: time is an argument.
     "control": rule("protocol errors", never="threading concurrent asyncio multiprocessing time"),
-    "text": rule("protocol errors checkpoint_files", "tokenizers"),
+    "text": rule("protocol errors checkpoint_files", "tokenizers jinja2"),
     # psutil tells how much memory there is for the KV cache.
     "data": rule(
-        "protocol errors config checkpoint_files sampling_defaults",
-        "torch numpy safetensors msgspec psutil",
+        "protocol errors events config checkpoint_files sampling_defaults version",
+        "torch numpy safetensors msgspec psutil xxhash",
     ),
     # psutil tells which network interface an address belongs to.
     "parallel": rule(
@@ -65,7 +66,13 @@ RULES = {
     ),
     "traces": rule("errors", "msgspec"),
     "engine": rule(
-        "protocol control text config errors events traces", "msgspec", inside_functions="torch"
+        "protocol control text config errors events traces", "msgspec zmq", inside_functions="torch"
+    ),
+    # No torch: it runs beside the scheduling thread.
+    "embedding": rule(
+        "errors checkpoint_files",
+        "numpy safetensors tokenizers",
+        inside_functions="usearch threadpoolctl",
     ),
     # It drives what the engine's side does, and asks for no engine.
     "simulate": rule(
@@ -75,8 +82,15 @@ RULES = {
     ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
-        "engine text protocol config sampling_defaults sockets errors events checkpoint_files",
+        "engine text embedding protocol config sampling_defaults sockets errors events"
+        " checkpoint_files",
         "numpy msgspec grpc tritonclient",
+    ),
+    # It knows servers through the client alone.
+    "gateway": rule(
+        "config errors events text protocol checkpoint_files version",
+        "fastapi starlette uvicorn pydantic pydantic_core msgspec prometheus_client"
+        " charonia_client",
     ),
 }
 # These may import anything, and only each other may import them (and "" the Python API, lazily).
@@ -132,6 +146,22 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
         assert violations(part, path.read_text(encoding="utf-8")) == []
 
 
+def test_the_modules_of_the_control_plane_import_each_other_in_no_circle() -> None:
+    """Whoever is composed knows nothing of who composes it."""
+    modules: dict[str, Path] = {}
+    for path in SOURCES:
+        name = ".".join(("charonia", *path.relative_to(PACKAGE).with_suffix("").parts))
+        if part_of(name) == "control":
+            modules[name.removesuffix(".__init__")] = path
+    imports: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = {imported for imported, _ in imports_of(path.read_text(encoding="utf-8"))}
+        modules_found = {one if one in modules else one.rpartition(".")[0] for one in found}
+        imports[name] = modules_found & modules.keys()
+    assert imports["charonia.control.scheduler"]
+    TopologicalSorter(imports).prepare()  # which raises CycleError
+
+
 def test_every_rule_is_about_a_part_that_exists() -> None:
     parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in SOURCES}
     assert RULES.keys() - {""} <= parts
@@ -163,6 +193,8 @@ def test_every_rule_is_about_a_part_that_exists() -> None:
         ("serving", "from charonia.launch import serve"),
         ("config", "from charonia.protocol import SamplingParams"),
         ("errors", "import msgspec"),
+        ("gateway", "from charonia.engine.service import EngineService"),
+        ("gateway", "def run():\n    import torch"),
     ],
 )
 def test_an_import_against_the_rules_is_noticed(part: str, source: str) -> None:
@@ -198,8 +230,10 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
     [
         ("charonia.control", ["torch", "numpy", "tokenizers"]),
         ("charonia.text", ["torch"]),
-        ("charonia.engine", ["torch"]),
-        ("charonia.serving", ["torch"]),
+        ("charonia.engine", ["torch", "numpy"]),
+        ("charonia.embedding", ["torch", "usearch"]),
+        ("charonia.serving", ["torch", "usearch"]),
+        ("charonia.gateway", ["torch"]),
     ],
 )
 def test_importing_a_part_of_the_schedulers_process_does_not_load(

@@ -120,6 +120,11 @@ def test_arguments_that_contradict_each_other_are_refused_at_once(model: str) ->
         LLM(model, enable_chunked_prefill=False, max_num_batched_tokens=16, **ARGS)
 
 
+def test_kv_events_are_refused_because_no_router_sends_requests_here(model: str) -> None:
+    with pytest.raises(ConfigError, match="kv_events_config is for servers"):
+        LLM(model, kv_events_config={"enable_kv_cache_events": True}, **ARGS)
+
+
 def test_an_engines_seed_gives_requests_without_one_the_same_tokens(model: str) -> None:
     def answers(seed: int | None) -> list[list[int]]:
         params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=2.0)

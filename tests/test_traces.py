@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from charonia.errors import ConfigError
+from charonia.protocol import INT32_MAX, MAX_CHARACTERS
 from charonia.traces import (
     StepRecord,
     TraceRequest,
@@ -46,13 +47,27 @@ def test_keys_of_others_are_ignored(tmp_path):
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{", "truncated"),
+        ("{\n", "truncated"),
         ("[]", "Expected `object`"),
         ('{"timestamp": 1, "output_length": 3}', "input_length"),
         ('{"timestamp": 1, "input_length": 0, "output_length": 3}', ">= 1"),
         ('{"timestamp": 1, "input_length": 1, "output_length": -1}', ">= 0"),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "tenant": "'
+            + 257 * "x"
+            + '"}',
+            "256",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "priority": 2147483648}',
+            "<= 2147483647",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 1, "output_length": 1, "deadline_ms": 2147483649}',
+            "<= 2147483648",
+        ),
         ("[" * 100_000, ""),
-        ("\udcff", ""),
+        ("\udcff\n", ""),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, reason):
@@ -61,6 +76,32 @@ def test_a_wrong_line_is_named(tmp_path, line, reason):
     path.write_bytes(good.encode() + line.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=rf"trace\.jsonl, line 2: .*{reason}"):
         read_requests(path)
+
+
+@pytest.mark.parametrize("num_left", [1, 30, 54])
+def test_an_unfinished_last_line_is_left_out(tmp_path, num_left):
+    line = b'{"timestamp":1.0,"input_length":2,"output_length":345,"x":"y"}'
+    (tmp_path / "trace.jsonl").write_bytes(line + b"\n" + line[:num_left])
+    assert len(read_requests(tmp_path / "trace.jsonl")) == 1
+    step = b"[1.0,1.5,0.4,1,0,2,10,30,100]"
+    (tmp_path / "steps.jsonl").write_bytes(step + b"\n" + step[: num_left // 2])
+    assert len(read_steps(tmp_path / "steps.jsonl")) == 1
+
+
+def test_a_last_line_needs_no_end(tmp_path):
+    write_requests(tmp_path / "trace.jsonl", [request(1.0), request(2.0)])
+    whole = (tmp_path / "trace.jsonl").read_bytes()
+    (tmp_path / "trace.jsonl").write_bytes(whole.rstrip())
+    assert len(read_requests(tmp_path / "trace.jsonl")) == 2
+
+
+def test_what_a_request_may_have_a_trace_may_have(tmp_path):
+    written = [
+        request(tenant="x" * MAX_CHARACTERS["tenant"], priority=INT32_MAX, deadline_ms=2**31),
+        request(priority=-INT32_MAX),
+    ]
+    write_requests(tmp_path / "trace.jsonl", written)
+    assert read_requests(tmp_path / "trace.jsonl") == written
 
 
 def test_what_cannot_be_read_is_named(tmp_path):
@@ -92,6 +133,18 @@ def test_azures_files_are_read(tmp_path):
         ("TIMESTAMP,ContextTokens\n", "has no column 'GeneratedTokens'"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n", "line 2: .*yesterday"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,1\n", "line 2: "),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,0,1\n",
+            r"line 2: Expected `int` >= 1 - at `\$\.ContextTokens`",
+        ),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,1,-3\n",
+            r"line 2: Expected `int` >= 0 - at `\$\.GeneratedTokens`",
+        ),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9,2147483648,3\n",
+            r"line 2: Expected `int` <= 2147483647 - at `\$\.ContextTokens`",
+        ),
     ],
 )
 def test_a_wrong_csv_file_is_refused(tmp_path, text, reason):

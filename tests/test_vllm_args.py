@@ -16,7 +16,6 @@ OF_SAMPLES = {
     "enforce_eager": True,
     "load_format": "auto",
     "max_lora_rank": 16,
-    "swap_space": 4,
     "trust_remote_code": False,
 }
 

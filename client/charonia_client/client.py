@@ -13,7 +13,12 @@ from urllib.parse import urlsplit
 import httpx
 
 from charonia_client import wire
-from charonia_client.errors import CharoniaClientError, ConnectionFailed, from_http_status
+from charonia_client.errors import (
+    CharoniaClientError,
+    ConnectionFailed,
+    ServerError,
+    from_http_status,
+)
 from charonia_client.exchange import Limits
 from charonia_client.grpc_transport import AsyncGrpcTransport, GrpcTransport
 from charonia_client.http_transport import AsyncHttpTransport, HttpTransport
@@ -24,6 +29,7 @@ from charonia_client.values import (
     DEFAULT_INCLUDE,
     Chunk,
     Completion,
+    EngineState,
     Health,
     Include,
     Protocol,
@@ -35,6 +41,7 @@ from charonia_client.values import (
 _PORTS: Mapping[Protocol, int] = {"grpc": 8001, "http": 8000}
 _METRICS_PORT = 8002
 _CANCEL_S = 10.0
+_PROBE_S = 5.0
 _METRICS_S = 10.0
 
 
@@ -97,14 +104,16 @@ class _Settings:
 
         A completion is asked for in one response where nothing is lost by it: not over HTTP,
         where Triton would not notice that its client has gone, nor with a timeout to the first
-        token.
+        token. But the server streams no `best_of`.
         """
         timeouts = timeouts or self.timeouts
+        all_sampling: Sampling = {**(params or {}), **sampling}
         needs_chunks = self.protocol == "http" or timeouts.first_token_s is not None
+        needs_chunks = needs_chunks and all_sampling.get("best_of") is None
         request = wire.generation_request(
             self.model,
             prompt,
-            {**(params or {}), **sampling},
+            all_sampling,
             request_id=request_id,
             include=include,
             is_streaming=wants_chunks or needs_chunks,
@@ -162,7 +171,7 @@ class Client:
         timeouts: Timeouts | None = None,
         **sampling: Unpack[Sampling],
     ) -> CompletionStream:
-        """Stream one completion.
+        """Stream the answer to a prompt; with `n` above 1 the chunks of all samples as they come.
 
         Args:
             prompt: a text or token ids.
@@ -191,7 +200,7 @@ class Client:
         timeouts: Timeouts | None = None,
         **sampling: Unpack[Sampling],
     ) -> Completion:
-        """Generate one completion. Arguments as for `stream`.
+        """Generate the answer to a prompt, with all of its samples. Arguments as for `stream`.
 
         Raises:
             CharoniaClientError: it failed. Leaving early (KeyboardInterrupt) cancels the request.
@@ -202,9 +211,20 @@ class Client:
         with self._open(request, call) as stream:
             return join(request.request_id, stream)
 
-    def cancel(self, request_id: str, *, tenant: str = "") -> None:
-        """Cancel all live requests of this id and tenant; unknown ones are no error."""
-        request = wire.cancel_request(self._settings.model, request_id, tenant)
+    def cancel(
+        self, request_id: str, *, tenant: str = "", samples: Sequence[int] | None = None
+    ) -> None:
+        """Cancel all live requests of this id and tenant; unknown ones are no error.
+
+        Args:
+            samples: only the samples with these indexes. They end with the finish reason
+                "cancelled", and the others go on; those that have ended are no error. None cancels
+                the whole request, which ends with `Cancelled`.
+
+        Raises:
+            InvalidRequest: an index is out of range. CharoniaClientError: it failed.
+        """
+        request = wire.cancel_request(self._settings.model, request_id, tenant, samples)
         try:
             self._transport.send(request, Limits(_CANCEL_S, _CANCEL_S, None))
         except CharoniaClientError as error:
@@ -218,6 +238,23 @@ class Client:
             models: default the client's model.
         """
         return self._transport.health(self._models(models))
+
+    def probe(self) -> EngineState:
+        """Ask the scheduler whether it and its engine work. It answers while the engine is down.
+
+        Takes no place in the queue. `health` asks Triton alone, which does not know that much. The
+        client's model must be the scheduler: others know no probe.
+
+        Raises:
+            CharoniaClientError: it does not answer.
+        """
+        request = wire.probe_request(self._settings.model)
+        exchange = self._transport.open(request, Limits(_PROBE_S, _PROBE_S, None))
+        try:
+            chunks = exchange.receive()
+        finally:
+            exchange.finish()
+        return _read_state(chunks)
 
     def metrics(self) -> MetricsSnapshot:
         """All metrics of the server, now."""
@@ -281,7 +318,7 @@ class AsyncClient:
         timeouts: Timeouts | None = None,
         **sampling: Unpack[Sampling],
     ) -> AsyncCompletionStream:
-        """Stream one completion. See `Client.stream`."""
+        """See `Client.stream`."""
         request, call = self._settings.generation(
             prompt, params, sampling, request_id, include, timeouts, wants_chunks=True
         )
@@ -307,9 +344,11 @@ class AsyncClient:
                 chunks.append(chunk)  # noqa: PERF401
         return join(request.request_id, chunks)
 
-    async def cancel(self, request_id: str, *, tenant: str = "") -> None:
+    async def cancel(
+        self, request_id: str, *, tenant: str = "", samples: Sequence[int] | None = None
+    ) -> None:
         """See `Client.cancel`."""
-        request = wire.cancel_request(self._settings.model, request_id, tenant)
+        request = wire.cancel_request(self._settings.model, request_id, tenant, samples)
         try:
             await self._transport.send(request, Limits(_CANCEL_S, _CANCEL_S, None))
         except CharoniaClientError as error:
@@ -320,6 +359,16 @@ class AsyncClient:
         """See `Client.health`."""
         wanted = (self._settings.model,) if models is None else tuple(models)
         return await self._transport.health(wanted)
+
+    async def probe(self) -> EngineState:
+        """See `Client.probe`."""
+        request = wire.probe_request(self._settings.model)
+        exchange = await self._transport.open(request, Limits(_PROBE_S, _PROBE_S, None))
+        try:
+            chunks = await exchange.receive()
+        finally:
+            await exchange.finish()
+        return _read_state(chunks)
 
     async def metrics(self) -> MetricsSnapshot:
         """See `Client.metrics`."""
@@ -359,6 +408,12 @@ class AsyncClient:
     def _open(self, request: wire.Request, call: CallSettings) -> AsyncCompletionStream:
         transport = self._transport
         return AsyncCompletionStream(call, lambda limits: transport.open(request, limits))
+
+
+def _read_state(chunks: Sequence[Chunk] | None) -> EngineState:
+    if not chunks:
+        raise ServerError("a probe has no answer")
+    return wire.read_state(chunks[0].text)
 
 
 def _read_metrics(page: httpx.Response) -> MetricsSnapshot:

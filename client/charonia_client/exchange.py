@@ -2,12 +2,13 @@
 
 Owns nothing but the names. Diagram of one attempt::
 
-    open ──► receive() ──► Chunk … Chunk (final) ──► finish()      the answer is complete
+    open ──► receive() ──► Chunk, … Chunk (final) ──► finish()     the answer is complete
                     │
                     ├────► CharoniaClientError ────► abort()       the server's, or the connection's
                     └─ interrupt() from any thread or task ► abort()   nobody wants it any more
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +31,8 @@ class Limits:
 class Exchange(Protocol):
     """An attempt under way. One thread receives; any thread may interrupt."""
 
-    def receive(self) -> Chunk | None:
-        """The next chunk; None when the server has nothing more to send.
+    def receive(self) -> Sequence[Chunk] | None:
+        """What the next response brings of each sample; None when the server has no more to send.
 
         Raises:
             CharoniaClientError: whatever went wrong, typed.
@@ -54,7 +55,7 @@ class Exchange(Protocol):
 class AsyncExchange(Protocol):
     """The same for asyncio; a waiting `receive` ends by the cancellation of its task."""
 
-    async def receive(self) -> Chunk | None:
+    async def receive(self) -> Sequence[Chunk] | None:
         """See `Exchange.receive`."""
         ...
 

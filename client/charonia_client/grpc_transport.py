@@ -18,7 +18,7 @@ Two things about Triton 2.51.0 shape this file:
 import asyncio
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -46,6 +46,9 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Each stream takes 64 KB in before it is read, as HTTP/2 has it. gRPC would measure the line
+    # and take megabytes, of each stream whose reader has stopped.
+    ("grpc.http2.bdp_probe", 0),
 ]
 
 
@@ -116,6 +119,7 @@ class GrpcExchange:
     def __init__(self, call: Any, limits: Limits) -> None:
         self._call = call
         self._limits = limits
+        self._reader = wire.ResponseReader()
         self._has_begun = False
         self._end_reason: CharoniaClientError | None = None
         self._timer: threading.Timer | None = None
@@ -126,10 +130,10 @@ class GrpcExchange:
             self._timer.daemon = True
             self._timer.start()
 
-    def receive(self) -> Chunk | None:
+    def receive(self) -> Sequence[Chunk] | None:
         """See `exchange.Exchange`."""
         outputs = self.receive_outputs()
-        return None if outputs is None else wire.to_chunk(outputs)
+        return None if outputs is None else self._reader.read(outputs)
 
     def receive_outputs(self) -> wire.Outputs | None:
         """The next response's outputs as they are; None at the end of the call.
@@ -229,12 +233,13 @@ class AsyncGrpcExchange:
     def __init__(self, call: Any, limits: Limits) -> None:
         self._call = call
         self._limits = limits
+        self._reader = wire.ResponseReader()
         self._has_begun = False
 
-    async def receive(self) -> Chunk | None:
+    async def receive(self) -> Sequence[Chunk] | None:
         """See `exchange.AsyncExchange`."""
         outputs = await self.receive_outputs()
-        return None if outputs is None else wire.to_chunk(outputs)
+        return None if outputs is None else self._reader.read(outputs)
 
     async def receive_outputs(self) -> wire.Outputs | None:
         """See `GrpcExchange.receive_outputs`."""

@@ -15,7 +15,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -94,6 +94,7 @@ class HttpExchange:
         self._request = _build(client, request, limits)
         self._response: httpx.Response | None = None
         self._events: Iterator[Any] = iter(())
+        self._reader = wire.ResponseReader()
         self._has_begun = False
         self._end_reason: CharoniaClientError | None = None
         self._timer: threading.Timer | None = None
@@ -102,10 +103,10 @@ class HttpExchange:
             self._timer.daemon = True
             self._timer.start()
 
-    def receive(self) -> Chunk | None:
+    def receive(self) -> Sequence[Chunk] | None:
         """See `exchange.Exchange`."""
         outputs = self.receive_outputs()
-        return None if outputs is None else wire.to_chunk(outputs)
+        return None if outputs is None else self._reader.read(outputs)
 
     def receive_outputs(self) -> wire.Outputs | None:
         """The next event's outputs as they are; None at the end of the stream.
@@ -220,14 +221,15 @@ class AsyncHttpExchange:
         self._request = _build(client, request, limits)
         self._response: httpx.Response | None = None
         self._events: AsyncIterator[Any] | None = None
+        self._reader = wire.ResponseReader()
         self._has_begun = False
         left = limits.left_s
         self._deadline = None if left is None else asyncio.get_running_loop().time() + left
 
-    async def receive(self) -> Chunk | None:
+    async def receive(self) -> Sequence[Chunk] | None:
         """See `exchange.AsyncExchange`."""
         outputs = await self.receive_outputs()
-        return None if outputs is None else wire.to_chunk(outputs)
+        return None if outputs is None else self._reader.read(outputs)
 
     async def receive_outputs(self) -> wire.Outputs | None:
         """See `HttpExchange.receive_outputs`."""

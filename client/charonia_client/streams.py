@@ -12,7 +12,15 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -68,16 +76,17 @@ class Call:
             raise error from self._last_error
         return Limits(timeouts.total_s, left, timeouts.first_token_s)
 
-    def took(self, chunk: Chunk | None) -> Chunk:
-        """Note what was received.
+    def took(self, chunks: Sequence[Chunk] | None) -> Sequence[Chunk]:
+        """Note what a response brought.
 
         Raises:
             ServerError: the stream ended although its last chunk is not there.
         """
-        if chunk is None:
+        if chunks is None:
             raise ServerError(_TRUNCATED)
-        self.last = chunk
-        return chunk
+        if chunks:
+            self.last = chunks[-1]
+        return chunks
 
     def wait_after(self, error: CharoniaClientError) -> float:
         """Seconds to wait before the next attempt.
@@ -156,7 +165,7 @@ class _Control:
             if self._exchange is not None and self._is_receiving:
                 self._exchange.interrupt()
 
-    def receive(self, exchange: Exchange) -> Chunk | None:
+    def receive(self, exchange: Exchange) -> Sequence[Chunk] | None:
         """`exchange.receive()`, which `close` interrupts."""
         with self._lock:
             self._raise_if_closed()
@@ -192,7 +201,7 @@ def _attempt(call: Call, exchange: Exchange, control: _Control) -> Generator[Chu
     ends_by_itself = False
     try:
         while not call.is_complete:
-            yield call.took(control.receive(exchange))
+            yield from call.took(control.receive(exchange))
     except CharoniaClientError:
         ends_by_itself = not control.is_closed
         raise
@@ -261,7 +270,8 @@ async def _async_attempt(call: Call, exchange: AsyncExchange) -> AsyncGenerator[
     ends_by_itself = False
     try:
         while not call.is_complete:
-            yield call.took(await exchange.receive())
+            for chunk in call.took(await exchange.receive()):
+                yield chunk
     except CharoniaClientError:
         ends_by_itself = True
         raise

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
 Protocol = Literal["grpc", "http"]
 Include = Literal["token_ids", "num_tokens", "timing", "logprobs", "cumulative_logprob"]
 
@@ -47,6 +47,9 @@ class Sampling(TypedDict, total=False):
     tenant: str | None
     cache_salt: str | None
     speculation: bool | None
+    cache_priority: int | Sequence[Mapping[str, float | None]] | None
+    cache_ttl_s: float | None
+    use_answer_cache: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +68,23 @@ PositionLogprobs = tuple[TokenLogprob, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One response: text and tokens that are new since the last one.
+    """What one response brings of one sample: text and tokens that are new since the last one.
 
     What was not asked for (see `include`) is empty or None.
 
     Attributes:
-        finish_reason: None in all chunks but the last.
+        index: which of the request's `n` samples it is of.
+        finish_reason: of the sample, in its last chunk; None in all others.
+        is_final: whether this is the request's last chunk: all samples have ended.
         logprobs: per new token. prompt_logprobs: per prompt token, in the first chunk; None for
             the first token, which nothing predicts.
-        cumulative_logprob: of all tokens so far.
+        cumulative_logprob: of all tokens of the sample so far.
         num_input_tokens: of the prompt. num_output_tokens: of this chunk.
-        timing: seconds and counts that the server measured, in the last chunk.
+        timing: seconds and counts that the server measured, in the request's last chunk.
     """
 
     text: str
+    index: int = 0
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
@@ -87,53 +93,111 @@ class Chunk:
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
     timing: Mapping[str, Any] | None = None
-
-    @property
-    def is_final(self) -> bool:
-        """Whether this is the request's last chunk."""
-        return self.finish_reason is not None
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """A whole answer; the fields are those of `Chunk`, over all of them."""
+class Sample:
+    """One of the answers to a prompt; the fields are those of `Chunk`, over all of its chunks."""
 
-    request_id: str
+    index: int
     text: str
     finish_reason: FinishReason
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] | None = None
-    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
     cumulative_logprob: float | None = None
-    num_input_tokens: int | None = None
     num_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer.
+
+    Attributes:
+        samples: `n` of them, in their order. What a sample has, is there of the first one by
+            itself, too: `completion.text` is `completion.samples[0].text`.
+        prompt_logprobs, num_input_tokens, timing: as in `Chunk`.
+    """
+
+    request_id: str
+    samples: tuple[Sample, ...]
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    num_input_tokens: int | None = None
     timing: Mapping[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """Of the first sample."""
+        return self.samples[0].text
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the first sample."""
+        return self.samples[0].finish_reason
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of the first sample."""
+        return self.samples[0].token_ids
+
+    @property
+    def logprobs(self) -> tuple[PositionLogprobs, ...] | None:
+        """Of the first sample."""
+        return self.samples[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of the first sample."""
+        return self.samples[0].cumulative_logprob
+
+    @property
+    def num_output_tokens(self) -> int | None:
+        """Of all samples together."""
+        return _total(sample.num_output_tokens for sample in self.samples)
 
 
 def join(request_id: str, chunks: Iterable[Chunk]) -> Completion:
     """The completion that a stream's chunks make.
 
     Raises:
-        ValueError: the last chunk is not final.
+        ValueError: the last chunk is not final, or a sample has no last chunk.
     """
     parts = list(chunks)
-    last = parts[-1] if parts else None
-    if last is None or last.finish_reason is None:
-        raise ValueError("the last of the chunks must have a finish_reason")
-    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
-    counts = [part.num_output_tokens for part in parts if part.num_output_tokens is not None]
+    if not parts or not parts[-1].is_final:
+        raise ValueError("the last of the chunks must be final")
+    by_sample: dict[int, list[Chunk]] = {}
+    for part in parts:
+        by_sample.setdefault(part.index, []).append(part)
+    prompt_logprobs = (part.prompt_logprobs for part in parts if part.prompt_logprobs is not None)
     return Completion(
         request_id=request_id,
+        samples=tuple(_join_sample(by_sample[index]) for index in sorted(by_sample)),
+        prompt_logprobs=next(prompt_logprobs, None),
+        num_input_tokens=parts[-1].num_input_tokens,
+        timing=parts[-1].timing,
+    )
+
+
+def _join_sample(parts: Sequence[Chunk]) -> Sample:
+    last = parts[-1]
+    if last.finish_reason is None:
+        raise ValueError(f"the last chunk of sample {last.index} must have a finish_reason")
+    logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+    return Sample(
+        index=last.index,
         text="".join(part.text for part in parts),
         finish_reason=last.finish_reason,
         token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
         logprobs=tuple(entry for part in logprobs for entry in part) if logprobs else None,
-        prompt_logprobs=parts[0].prompt_logprobs,
         cumulative_logprob=last.cumulative_logprob,
-        num_input_tokens=last.num_input_tokens,
-        num_output_tokens=sum(counts) if counts else None,
-        timing=last.timing,
+        num_output_tokens=_total(part.num_output_tokens for part in parts),
     )
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """The sum of those that are known; None where none is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +216,26 @@ class Timeouts:
         for name, value in (("total_s", self.total_s), ("first_token_s", self.first_token_s)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0 or None, but is {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """How the scheduler and its engine are.
+
+    Attributes:
+        is_up: whether steps can run now. reason: why requests are refused at once; None while they
+            are taken.
+        step_age_s: seconds since a step of the engine was last applied; None where none was.
+        turn_age_s: seconds since the scheduling thread last looked for work; many seconds mean
+            that it hangs.
+        max_model_len: tokens of prompt and answer together; None while no engine says it.
+    """
+
+    is_up: bool
+    reason: str | None
+    step_age_s: float | None
+    turn_age_s: float | None
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

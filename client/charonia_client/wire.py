@@ -7,7 +7,7 @@ Must not know connections, timeouts or attempts.
 import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from tritonclient.utils import serialize_byte_tensor
 from charonia_client.errors import InvalidRequest, ServerError
 from charonia_client.values import (
     Chunk,
+    EngineState,
     FinishReason,
     Include,
     PositionLogprobs,
@@ -35,7 +36,11 @@ _FLAGS: Mapping[Include, tuple[str, ...]] = {
     "logprobs": ("return_logprobs",),
     "cumulative_logprob": ("return_cumulative_logprob",),
 }
-_FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
+_FINISH_REASONS: Mapping[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "cancelled",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +87,53 @@ def generation_request(
     if sampling.get("logprobs") is not None:
         wanted.add("logprobs")
     inputs |= {flag: True for name in wanted for flag in _FLAGS[name]}
+    if "token_ids" in wanted and sampling.get("n") not in (None, 1):
+        inputs["return_num_output_tokens"] = True  # which says whose each of them is
     return Request(model, request_id or uuid.uuid4().hex, inputs)
 
 
-def cancel_request(model: str, request_id: str, tenant: str) -> Request:
-    """A request that cancels the live requests of this id and tenant."""
+def cancel_request(
+    model: str, request_id: str, tenant: str, samples: Sequence[int] | None
+) -> Request:
+    """A request that cancels the live requests of this id and tenant.
+
+    Args:
+        samples: only these of each; None is all of it.
+
+    Raises:
+        InvalidRequest: no sample is named.
+    """
     sampling: Sampling = {"tenant": tenant} if tenant else {}
     inputs: Inputs = {"cancel": True, "sampling_parameters": _sampling_json(sampling)}
+    if samples is not None:
+        inputs["cancel_samples"] = _integers("samples", samples)
+        if not inputs["cancel_samples"]:
+            raise InvalidRequest("samples must name at least one, or be None for all")
     return Request(model, request_id, inputs)
+
+
+def probe_request(model: str) -> Request:
+    """A request that asks how the scheduler and its engine are."""
+    return Request(model, uuid.uuid4().hex, {"probe": True})
+
+
+def read_state(text: str) -> EngineState:
+    """What a probe is answered.
+
+    Raises:
+        ServerError: it is not what it should be.
+    """
+    try:
+        values = json.loads(text)
+        return EngineState(
+            is_up=values["engine_up"],
+            reason=values["reason"],
+            step_age_s=values["step_age_s"],
+            turn_age_s=values["turn_age_s"],
+            max_model_len=values.get("max_model_len"),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ServerError(f"the answer to a probe cannot be understood: {error!r}") from error
 
 
 def to_grpc(request: Request) -> service_pb2.ModelInferRequest:
@@ -143,29 +187,92 @@ def from_http(event: Mapping[str, Any]) -> Outputs:
     }
 
 
-def to_chunk(outputs: Outputs) -> Chunk:
-    """A response as a chunk. An output may be absent, or present and empty (in an ensemble).
+class ResponseReader:
+    """The responses of one request as chunks.
 
-    Raises:
-        ServerError: an output is not what it should be.
+    Each response has all samples, also those that have ended; of these there are no more chunks.
+    An output may be absent, or present and empty (in an ensemble).
     """
-    texts = outputs.get("text_output", ())
-    if len(texts) != 1:
-        raise ServerError(f"a response must carry one text_output, but carries {len(texts)}")
-    try:
+
+    def __init__(self) -> None:
+        self._num_samples: int | None = None
+        self._ended: set[int] = set()
+
+    def read(self, outputs: Outputs) -> tuple[Chunk, ...]:
+        """What a response brings: a chunk for each sample of which something is new.
+
+        Raises:
+            ServerError: an output is not what it should be.
+        """
+        num_samples = self._count_samples(outputs)
+        try:
+            chunks = [self._chunk(outputs, index) for index in range(num_samples)]
+            new = [one for one in chunks if self._has_news(one, num_samples)]
+            self._ended.update(one.index for one in chunks if one.finish_reason is not None)
+            if new:
+                prompt_logprobs = _prompt_logprobs(_first(outputs, "prompt_logprobs"))
+                new[0] = replace(new[0], prompt_logprobs=prompt_logprobs)
+                timing = json.loads(_first(outputs, "timing") or "null")
+                is_final = len(self._ended) == num_samples
+                new[-1] = replace(new[-1], timing=timing, is_final=is_final)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ServerError(f"a response cannot be understood: {error!r}") from error
+        return tuple(new)
+
+    def _count_samples(self, outputs: Outputs) -> int:
+        num_texts = len(outputs.get("text_output", ()))
+        if not num_texts:
+            raise ServerError("a response must carry a text_output of each sample, but has none")
+        self._num_samples = self._num_samples or num_texts
+        if num_texts != self._num_samples:
+            raise ServerError(
+                f"each response must carry {self._num_samples} text_output, as the first one did, "
+                f"but one carries {num_texts}"
+            )
+        return num_texts
+
+    def _chunk(self, outputs: Outputs, index: int) -> Chunk:
         return Chunk(
-            text=texts[0],
-            token_ids=tuple(outputs.get("output_ids", ())),
-            finish_reason=_finish_reason(_first(outputs, "finish_reason")),
-            logprobs=_logprobs(_first(outputs, "logprobs")),
-            prompt_logprobs=_prompt_logprobs(_first(outputs, "prompt_logprobs")),
-            cumulative_logprob=_first(outputs, "cumulative_logprob"),
+            text=outputs["text_output"][index],
+            index=index,
+            token_ids=_own_token_ids(outputs, index),
+            finish_reason=_finish_reason(_of(outputs, "finish_reason", index)),
+            logprobs=_logprobs(_of(outputs, "logprobs", index)),
+            cumulative_logprob=_of(outputs, "cumulative_logprob", index),
             num_input_tokens=_first(outputs, "num_input_tokens"),
-            num_output_tokens=_first(outputs, "num_output_tokens"),
-            timing=json.loads(_first(outputs, "timing") or "null"),
+            num_output_tokens=_of(outputs, "num_output_tokens", index),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ServerError(f"a response cannot be understood: {error!r}") from error
+
+    def _has_news(self, chunk: Chunk, num_samples: int) -> bool:
+        has_more = bool(chunk.text or chunk.token_ids)
+        if chunk.index not in self._ended:
+            return has_more or chunk.finish_reason is not None or num_samples == 1
+        if has_more:
+            raise ServerError(f"sample {chunk.index} goes on after its end")
+        return False
+
+
+def _of(outputs: Outputs, name: str, index: int) -> Any:
+    """A sample's element of an output; None where there are none."""
+    values = outputs.get(name, ())
+    num_samples = len(outputs["text_output"])
+    if values and len(values) != num_samples:
+        raise ServerError(
+            f"{name} must have {num_samples} elements, as text_output has, but has {len(values)}"
+        )
+    return values[index] if values else None
+
+
+def _own_token_ids(outputs: Outputs, index: int) -> tuple[int, ...]:
+    """A sample's part of the token ids, which lie one sample behind the other."""
+    ids = tuple(outputs.get("output_ids", ()))
+    if len(outputs["text_output"]) == 1 or not ids:
+        return ids
+    counts = [_of(outputs, "num_output_tokens", each) for each in range(index + 1)]
+    if None in counts:
+        raise ServerError("output_ids of several samples came without num_output_tokens")
+    first = sum(counts[:-1])
+    return ids[first : first + counts[-1]]
 
 
 def _first(outputs: Outputs, name: str) -> Any:
@@ -227,16 +334,20 @@ def _text(prompt: str) -> str:
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
+    return _integers("the prompt", prompt, "a text or a list of token ids")
+
+
+def _integers(name: str, values: Sequence[int], accepted: str = "a list of integers") -> list[int]:
     try:
-        array = np.asarray(prompt)
+        array = np.asarray(values)
     except ValueError:  # lists of several lengths
         array = np.empty((0, 0))
     if array.size == 0 and array.ndim == 1:
         return []  # the server says what it thinks of that
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise InvalidRequest("the prompt must be a text or a list of token ids")
+        raise InvalidRequest(f"{name} must be {accepted}")
     limits = np.iinfo(np.int32)
     if array.min() < limits.min or array.max() > limits.max:
-        raise InvalidRequest("token ids must fit into 32 bits")
-    ids: list[int] = array.tolist()
-    return ids
+        raise InvalidRequest(f"{name} must be integers of 32 bits")
+    integers: list[int] = array.tolist()
+    return integers

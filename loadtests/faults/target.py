@@ -21,7 +21,7 @@ from charonia.launch.run import prepared_server
 from charonia.launch.serve import HANG_MARGIN_S
 from charonia.launch.server import TritonServer
 from charonia.launch.supervisor import SupervisionLimits, Supervisor
-from support.e2e import read_page
+from support.e2e import read_page, samples_of
 
 RESTARTS = "charonia_engine_restarts_total"
 START_TIMEOUT_S = 120.0
@@ -87,9 +87,9 @@ class Target:
         return Counts(num_servers, int(samples[RESTARTS])) if RESTARTS in samples else None
 
     def samples(self) -> dict[str, float]:
-        """The metrics page, see `read_page`; nothing while there is none."""
+        """What the metrics page says, see `samples_of`; nothing while there is none."""
         try:
-            return read_page(self.server)
+            return samples_of(read_page(self.server.metrics_url))
         except httpx.HTTPError:
             return {}
 

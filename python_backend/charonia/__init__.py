@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from charonia.protocol import SamplingParams
+from charonia.protocol import CacheRange, SamplingParams
 from charonia.version import VERSION
 
 if TYPE_CHECKING:
     from charonia.llm import LLM
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "CacheRange", "SamplingParams"]
 __version__ = VERSION
 
 

@@ -20,7 +20,7 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
 from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import Chunk, Logprob, Timing, name_logprobs
+from charonia.engine.outputs import Chunk, Logprob, Timing, merge_samples, name_logprobs
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.parallel.engine import load_engine
 from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
@@ -75,6 +75,8 @@ class LLM:
         args = EngineArgs.from_dict(
             {"model": str(model), "async_scheduling": False, **engine_args}, log
         )
+        if args.kv_events is not None:
+            raise ConfigError("kv_events_config is for servers: no router sends requests here")
         self._tokenizer = Tokenizer.from_dir(args.tokenizer_dir)
         self._defaults = SamplingDefaults.of_engine(args)
         for line in self._defaults.describe():
@@ -156,7 +158,7 @@ class LLM:
             for request in requests:
                 self._stop(request.key)
         return [
-            self._output(prompt, request, Chunk.merge(chunks[request.key]))
+            self._output(prompt, request, chunks[request.key])
             for prompt, request in zip(many, requests, strict=True)
         ]
 
@@ -244,28 +246,34 @@ class LLM:
             raise chunk.error
         return chunk
 
-    def _output(self, prompt: Prompt, request: GenerationRequest, whole: Chunk) -> RequestOutput:
-        """What a prompt led to, by all its chunks in one."""
+    def _output(
+        self, prompt: Prompt, request: GenerationRequest, chunks: Sequence[Chunk]
+    ) -> RequestOutput:
+        """What a prompt led to, by all its chunks."""
+        whole = merge_samples(chunks, request.params.n)
+        prompt_logprobs = whole[0].prompt_logprobs
         return RequestOutput(
             request_id=request.key,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=request.prompt_ids,
             outputs=[
                 CompletionOutput(
-                    text=whole.text,
-                    token_ids=list(whole.token_ids),
-                    finish_reason=whole.finish_reason,
-                    logprobs=self._named(whole.logprobs),
-                    cumulative_logprob=whole.cumulative_logprob,
+                    index=one.index,
+                    text=one.text,
+                    token_ids=list(one.token_ids),
+                    finish_reason=one.finish_reason,
+                    logprobs=self._named(one.logprobs),
+                    cumulative_logprob=one.cumulative_logprob,
                 )
+                for one in whole
             ],
             prompt_logprobs=None
-            if whole.prompt_logprobs is None
+            if prompt_logprobs is None
             else [
                 None if entry is None else name_logprobs(entry, self._tokenizer)
-                for entry in whole.prompt_logprobs
+                for entry in prompt_logprobs
             ],
-            timing=whole.timing,
+            timing=chunks[-1].timing,
         )
 
     def _named(self, entries: tuple[TokenLogprobs, ...] | None) -> Logprobs | None:

@@ -25,10 +25,11 @@ from charonia.errors import ConfigError
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BLOCK_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-_MAX_LENGTH = 2**31 - 1
+_MAX_INTEGER = 2**31 - 1
 T = TypeVar("T")
 
-_Length = Annotated[int, msgspec.Meta(ge=0, le=_MAX_LENGTH)]
+_Length = Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER)]
+_InputLength = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INTEGER)]
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -49,19 +50,27 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """
 
     timestamp: float
-    input_length: Annotated[int, msgspec.Meta(ge=1, le=_MAX_LENGTH)]
+    input_length: _InputLength
     output_length: _Length
     hash_ids: list[int] = []
     hash_block_length: _Length = 0
     max_tokens: _Length = 0
-    tenant: str = ""
-    priority: int = 0
-    deadline_ms: _Length = 0
+    tenant: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    priority: Annotated[int, msgspec.Meta(ge=-_MAX_INTEGER, le=_MAX_INTEGER)] = 0
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0, le=_MAX_INTEGER + 1)] = 0
     outcome: str = ""
     intake_ms: float | None = None
     queue_ms: float | None = None
     ttft_ms: float | None = None
     total_ms: float | None = None
+
+
+class _AzureRequest(msgspec.Struct, frozen=True):
+    """One line of Azure's."""
+
+    came_at: str = msgspec.field(name="TIMESTAMP")
+    input_length: _InputLength = msgspec.field(name="ContextTokens")
+    output_length: _Length = msgspec.field(name="GeneratedTokens")
 
 
 class StepWork(NamedTuple):
@@ -110,7 +119,8 @@ def read_requests(path: Path) -> list[TraceRequest]:
     """Read a trace of requests, in the order of their times.
 
     Raises:
-        ConfigError: the file cannot be read, has no requests or is no trace; the line is named.
+        ConfigError: the file cannot be read, has no requests or is no trace; the line is named. A
+            last line that is unfinished is left out: whoever wrote it was killed.
     """
     name = path.name.removesuffix(".gz")
     requests = list(_azure(path) if name.endswith(".csv") else _lines(path, TraceRequest))
@@ -123,7 +133,7 @@ def read_steps(path: Path) -> list[StepRecord]:
     """Read a record of steps.
 
     Raises:
-        ConfigError: the file cannot be read or is no such record; the line is named.
+        ConfigError: as `read_requests`, but it may be empty.
     """
     return list(_lines(path, StepRecord))
 
@@ -167,7 +177,15 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
             try:
                 yield decoder.decode(line)
             except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too
+                if _is_cut(line, error):
+                    return
                 raise ConfigError(f"{path.name}, line {number}: {error}") from None
+
+
+def _is_cut(line: bytes, error: Exception) -> bool:
+    """Whether it is the end of a file whose writer did not come to the end of a line."""
+    is_json = isinstance(error, msgspec.ValidationError)
+    return not line.endswith(b"\n") and isinstance(error, msgspec.DecodeError) and not is_json
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -187,13 +205,15 @@ def _azure(path: Path) -> Iterator[TraceRequest]:
     first: datetime | None = None
     for row in rows:
         try:
+            values = {name: row[name] for name in _AZURE_COLUMNS}
+            request = msgspec.convert(values, _AzureRequest, strict=False)
             # Seven digits of a second, where Python takes six.
-            came_at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+            came_at = datetime.fromisoformat(request.came_at[:26])
             first = first or came_at
             yield TraceRequest(
                 timestamp=(came_at - first).total_seconds() * 1000,
-                input_length=int(row["ContextTokens"]),
-                output_length=int(row["GeneratedTokens"]),
+                input_length=request.input_length,
+                output_length=request.output_length,
             )
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path.name}, line {rows.line_num}: {error}") from None

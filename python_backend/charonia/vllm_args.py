@@ -58,11 +58,10 @@ BY_REASON: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         "max_lora_rank": _ANY,
         "max_loras": _ANY,
     },
-    "a preempted request is computed anew, and nothing is swapped or offloaded": {
+    "a preempted request is computed anew, and no weights are offloaded": {
         "cpu_offload_gb": (0,),
         "kv_transfer_config": (),
         "preemption_mode": ("recompute",),
-        "swap_space": _ANY,
     },
     "how the engine runs its steps and its ranks is its own": {
         "data_parallel_size": (1,),

@@ -10,7 +10,7 @@ import pytest
 
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
-from charonia_client import Client
+from charonia_client import Client, MetricsSnapshot, Unavailable
 from charonia_client.values import Protocol
 
 REPOSITORY = Path(__file__).parent / "repository"
@@ -38,6 +38,15 @@ def settings(server: TritonServer, protocol: Protocol) -> dict[str, Any]:
         "model": "scripted",
         "metrics_url": server.metrics_url,
     }
+
+
+def metrics_of(client: Client) -> MetricsSnapshot:
+    """All metrics; a slow machine may answer too late at first."""
+    while True:
+        try:
+            return client.metrics()
+        except Unavailable:
+            time.sleep(0.1)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from charonia_client import (
     ServerError,
     Timeout,
     Timeouts,
+    Unavailable,
 )
 from charonia_client.values import Protocol
 from client.conftest import LATE_S, endless, script, settings
@@ -175,7 +176,12 @@ def test_health_and_metrics_are_the_servers(run: Run) -> None:
         while not (await client.health()).is_serving:  # a slow machine may answer too late
             await asyncio.sleep(0.1)
         assert (await client.health(["nope"])).models == {"nope": False}
-        assert "nv_inference_request_success" in (await client.metrics()).families
+        while True:
+            with contextlib.suppress(Unavailable):
+                metrics = await client.metrics()
+                break
+            await asyncio.sleep(0.1)
+        assert "nv_inference_request_success" in metrics.families
 
     run(body)
 

@@ -23,7 +23,7 @@ from charonia_client import (
     Unavailable,
 )
 from charonia_client.values import Protocol
-from client.conftest import LATE_S, REPOSITORY, endless, script, settings
+from client.conftest import LATE_S, REPOSITORY, endless, metrics_of, script, settings
 from support.e2e import wait_for
 
 QUICK = RetryPolicy(max_attempts=3, initial_backoff_s=0.01)
@@ -39,6 +39,39 @@ def test_a_stream_gives_each_chunk_and_ends_after_the_final_one(client: Client) 
     assert [chunk.token_ids for chunk in chunks] == [(1, 2), (3,)]
     assert [chunk.is_final for chunk in chunks] == [False, True]
     assert chunks[-1].finish_reason == "length"
+
+
+def test_a_stream_of_several_samples_gives_chunks_of_each(client: Client) -> None:
+    prompt = script(
+        chunks=[["a", ""], ["", "b"], ["c", ""]],
+        token_ids=[[]] * 3,
+        reasons=[["None", "None"], ["None", "length"], ["stop", "length"]],
+    )
+    with client.stream(prompt, n=2) as stream:
+        chunks = list(stream)
+    assert [(chunk.index, chunk.text) for chunk in chunks] == [(0, "a"), (1, "b"), (0, "c")]
+    assert [chunk.finish_reason for chunk in chunks] == [None, "length", "stop"]
+    assert [chunk.is_final for chunk in chunks] == [False, False, True]
+    assert [one.text for one in client.generate(prompt, n=2).samples] == ["ac", "b"]
+
+
+def test_an_error_after_some_samples_have_ended_is_an_error(client: Client) -> None:
+    prompt = script(
+        chunks=[["a", "b"]], token_ids=[[]], reasons=[["None", "stop"]], error=f"no {FULL}"
+    )
+    stream = client.stream(prompt, n=2)
+    assert [next(stream).index, next(stream).index] == [0, 1]
+    with pytest.raises(QueueFull):
+        next(stream)
+
+
+def test_closing_between_the_last_chunks_of_samples_leaves_the_answer_complete(
+    client: Client, outcome: Callable[[str], str]
+) -> None:
+    prompt = script(chunks=[["a", "b"]], token_ids=[[]], reasons=[["stop", "stop"]])
+    with client.stream(prompt, n=2) as stream:
+        assert not next(stream).is_final
+    assert outcome(stream.request_id) == "done"
 
 
 @pytest.mark.parametrize(
@@ -82,12 +115,13 @@ def test_the_server_gets_what_was_asked_for(client: Client) -> None:
 def test_one_response_in_all_is_asked_for_only_where_nothing_is_lost(
     client: Client, protocol: Protocol
 ) -> None:
-    def is_streaming(timeouts: Timeouts | None) -> bool:
-        answer = client.generate(script(echo=True), timeouts=timeouts)
+    def is_streaming(timeouts: Timeouts | None, best_of: int | None = None) -> bool:
+        answer = client.generate(script(echo=True), timeouts=timeouts, best_of=best_of)
         return bool(json.loads(answer.text)["inputs"]["stream"])
 
     assert is_streaming(None) == (protocol == "http")
     assert is_streaming(Timeouts(first_token_s=60)) is True
+    assert is_streaming(Timeouts(first_token_s=60), best_of=2) is False  # which has no stream
 
 
 def test_many_threads_stream_from_one_client(client: Client) -> None:
@@ -273,7 +307,7 @@ def test_health_and_metrics_are_the_servers(client: Client) -> None:
     assert wait_for(lambda: client.health().is_serving, bool)
     assert client.health(["scripted", "nope"]).models == {"scripted": True, "nope": False}
     client.generate(script(chunks=["a"]))
-    metrics = client.metrics()
+    metrics = metrics_of(client)
     assert metrics.value("nv_inference_request_success", model="scripted") >= 1
     assert "nv_inference_request_success" in metrics.families
     with pytest.raises(KeyError, match="nonsense"):

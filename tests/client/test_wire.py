@@ -29,6 +29,12 @@ def request(prompt: Any = "hi", **options: Any) -> wire.Request:
     return wire.generation_request("m", prompt, values.pop("sampling"), **values)
 
 
+def chunk_of(outputs: wire.Outputs) -> Chunk:
+    """The chunk of the first response of a request with one sample."""
+    (chunk,) = wire.ResponseReader().read(outputs)
+    return chunk
+
+
 def test_the_sampling_parameters_are_those_of_the_server() -> None:
     server = {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert set(Sampling.__annotations__) == server
@@ -45,8 +51,8 @@ def test_a_chunk_has_every_output_of_the_server(output: Output) -> None:
     values = {"finish_reason": ["stop"], "logprobs": ["[{}]"], "prompt_logprobs": ["[null]"]}
     values |= {"timing": ['{"queue_seconds": 1}'], "text_output": ["b"]}
     given = values.get(output.name, [7])
-    without = wire.to_chunk({"text_output": ["a"]})
-    assert wire.to_chunk({"text_output": ["a"], output.name: given}) != without
+    without = chunk_of({"text_output": ["a"]})
+    assert chunk_of({"text_output": ["a"], output.name: given}) != without
 
 
 def test_the_client_needs_neither_the_servers_package_nor_torch() -> None:
@@ -114,21 +120,21 @@ def test_sampling_that_is_no_json_is_refused() -> None:
 def test_empty_and_absent_outputs_mean_the_same() -> None:
     names = ("finish_reason", "logprobs", "cumulative_logprob", "num_input_tokens", "timing")
     empty: dict[str, list[Any]] = {name: [] for name in (*names, "output_ids")}
-    assert wire.to_chunk({"text_output": ["a"]} | empty) == Chunk(text="a")
-    assert wire.to_chunk({"text_output": ["a"]}) == Chunk(text="a")
+    assert chunk_of({"text_output": ["a"]} | empty) == Chunk(text="a")
+    assert chunk_of({"text_output": ["a"]}) == Chunk(text="a")
 
 
 def test_an_sse_event_gives_the_same_chunk_whether_lists_of_one_are_scalars_or_not() -> None:
     event = {"text_output": "a", "output_ids": 7, "finish_reason": "None", "model_name": "m"}
     lists = {"text_output": ["a"], "output_ids": [7], "finish_reason": ["None"]}
     chunk = Chunk(text="a", token_ids=(7,))
-    assert wire.to_chunk(wire.from_http(event)) == wire.to_chunk(wire.from_http(lists)) == chunk
+    assert chunk_of(wire.from_http(event)) == chunk_of(wire.from_http(lists)) == chunk
 
 
 def test_logprobs_are_read_with_the_taken_token_first() -> None:
     taken = {"logprob": -2.0, "rank": 2, "decoded_token": "b"}
     best = {"logprob": -0.5, "rank": 1, "decoded_token": "a"}
-    chunk = wire.to_chunk(
+    chunk = chunk_of(
         {
             "text_output": ["b"],
             "logprobs": [json.dumps([{"9": taken, "4": best}])],
@@ -144,7 +150,9 @@ def test_logprobs_are_read_with_the_taken_token_first() -> None:
     "outputs",
     [
         {},
-        {"text_output": ["a", "b"]},
+        {"text_output": ["a", "b"], "finish_reason": ["stop"]},
+        {"text_output": ["a", "b"], "output_ids": [1, 2]},
+        {"text_output": ["a", "b"], "output_ids": [1, 2], "num_output_tokens": [2]},
         {"text_output": ["a"], "finish_reason": ["bored"]},
         {"text_output": ["a"], "logprobs": ["nope"]},
         {"text_output": ["a"], "logprobs": ['[{"x": {}}]']},
@@ -156,7 +164,7 @@ def test_a_response_that_cannot_be_understood_is_the_servers_fault(
     outputs: dict[str, list[str]],
 ) -> None:
     with pytest.raises(ServerError):
-        wire.to_chunk(outputs)
+        chunk_of(outputs)
 
 
 def test_joining_adds_up_what_is_per_chunk_and_takes_the_rest_from_the_last() -> None:
@@ -166,6 +174,7 @@ def test_joining_adds_up_what_is_per_chunk_and_takes_the_rest_from_the_last() ->
         [
             Chunk(text="a", token_ids=(1,), logprobs=(one,), num_output_tokens=1),
             Chunk(
+                is_final=True,
                 text="bc",
                 token_ids=(2, 3),
                 logprobs=(one, one),
@@ -184,10 +193,118 @@ def test_joining_adds_up_what_is_per_chunk_and_takes_the_rest_from_the_last() ->
     assert completion.timing == {"total_seconds": 0.5}
 
 
-@pytest.mark.parametrize("chunks", [[], [Chunk(text="a")]])
-def test_chunks_without_a_last_one_make_no_completion(chunks: list[Chunk]) -> None:
-    with pytest.raises(ValueError, match="finish_reason"):
+def test_joining_keeps_samples_apart_and_has_the_first_one_at_hand() -> None:
+    completion = join(
+        "r",
+        [
+            Chunk(text="a", index=1, num_output_tokens=1, prompt_logprobs=(None,)),
+            Chunk(text="b", num_output_tokens=2, finish_reason="stop", cumulative_logprob=-1.0),
+            Chunk(
+                text="c",
+                index=1,
+                num_output_tokens=3,
+                finish_reason="cancelled",
+                is_final=True,
+                timing={"total_seconds": 0.5},
+            ),
+        ],
+    )
+    assert [(one.index, one.text) for one in completion.samples] == [(0, "b"), (1, "ac")]
+    assert [one.finish_reason for one in completion.samples] == ["stop", "cancelled"]
+    assert [one.num_output_tokens for one in completion.samples] == [2, 4]
+    first = completion.samples[0]
+    assert (completion.text, completion.finish_reason) == (first.text, first.finish_reason)
+    assert completion.cumulative_logprob == -1.0
+    assert completion.num_output_tokens == 6
+    assert completion.prompt_logprobs == (None,)
+    assert completion.timing == {"total_seconds": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("chunks", "says"),
+    [
+        ([], "must be final"),
+        ([Chunk(text="a")], "must be final"),
+        ([Chunk(text="a", finish_reason="stop")], "must be final"),
+        (
+            [Chunk(text="a"), Chunk(text="b", index=1, finish_reason="stop", is_final=True)],
+            "sample 0 must have a finish_reason",
+        ),
+    ],
+)
+def test_chunks_without_a_last_one_make_no_completion(chunks: list[Chunk], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         join("r", chunks)
+
+
+def test_each_sample_has_a_chunk_where_it_has_something_new_and_ends_once() -> None:
+    reader = wire.ResponseReader()
+    none, stop = "None", "stop"
+    first = reader.read(
+        {
+            "text_output": ["a", "", "cd"],
+            "output_ids": [1, 2, 3],
+            "num_output_tokens": [1, 0, 2],
+            "finish_reason": [none, none, none],
+            "prompt_logprobs": ["[null]"],
+        }
+    )
+    assert [(one.index, one.text, one.token_ids) for one in first] == [
+        (0, "a", (1,)),
+        (2, "cd", (2, 3)),
+    ]
+    assert [one.prompt_logprobs for one in first] == [(None,), None]
+    second = reader.read({"text_output": ["", "", ""], "finish_reason": [none, stop, none]})
+    assert [(one.index, one.finish_reason) for one in second] == [(1, "stop")]
+    third = reader.read({"text_output": ["", "", "e"], "finish_reason": [none, stop, none]})
+    assert [(one.index, one.finish_reason) for one in third] == [(2, None)]
+    last = reader.read(
+        {
+            "text_output": ["f", "", ""],
+            "finish_reason": ["length", stop, "cancelled"],
+            "timing": ['{"restarts": 0}'],
+        }
+    )
+    assert [(one.index, one.finish_reason, one.is_final) for one in last] == [
+        (0, "length", False),
+        (2, "cancelled", True),
+    ]
+    assert [one.timing for one in last] == [None, {"restarts": 0}]
+    assert not any(one.is_final for one in (*first, *second, *third))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "says"),
+    [
+        ({"text_output": ["a"]}, "must carry 2 text_output, as the first one did"),
+        ({"text_output": ["", "b"], "finish_reason": ["None", "stop"]}, "goes on after its end"),
+    ],
+)
+def test_samples_neither_go_nor_come_back(outputs: dict[str, list[str]], says: str) -> None:
+    reader = wire.ResponseReader()
+    reader.read({"text_output": ["", "a"], "finish_reason": ["None", "stop"]})
+    with pytest.raises(ServerError, match=says):
+        reader.read(outputs)
+
+
+def test_the_token_ids_of_several_samples_come_with_their_numbers() -> None:
+    for n in (None, 1):
+        alone = request(include=("token_ids",), sampling={"n": n})
+        assert "return_num_output_tokens" not in alone.inputs
+    several = request(include=("token_ids",), sampling={"n": 2})
+    assert several.inputs["return_num_output_tokens"] is True
+
+
+def test_samples_are_cancelled_by_their_indexes() -> None:
+    asked = wire.cancel_request("m", "r", "t", [2, 0])
+    assert wire.to_http(asked, None)["cancel_samples"] == [2, 0]
+    assert "cancel_samples" not in wire.cancel_request("m", "r", "", None).inputs
+
+
+@pytest.mark.parametrize("samples", [[], [1.5], ["a"], [[1]], [2**31]])
+def test_samples_that_are_no_indexes_are_refused(samples: Any) -> None:
+    with pytest.raises(InvalidRequest, match="samples must"):
+        wire.cancel_request("m", "r", "", samples)
 
 
 @pytest.mark.parametrize("name", ["total_s", "first_token_s"])
@@ -195,3 +312,13 @@ def test_chunks_without_a_last_one_make_no_completion(chunks: list[Chunk]) -> No
 def test_a_timeout_that_is_not_above_zero_is_refused(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         Timeouts(**{name: value})
+
+
+def test_the_answer_to_a_probe_is_read_and_anything_else_is_an_error() -> None:
+    text = '{"engine_up": false, "reason": "no engine", "step_age_s": null, "turn_age_s": 0.5}'
+    state = wire.read_state(text)
+    assert (state.is_up, state.reason) == (False, "no engine")
+    assert (state.step_age_s, state.turn_age_s) == (None, 0.5)
+    for wrong in ("", "[]", "{}", "not ready"):
+        with pytest.raises(ServerError, match="the answer to a probe cannot be understood"):
+            wire.read_state(wrong)

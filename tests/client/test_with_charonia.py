@@ -13,9 +13,10 @@ from charonia_client import (
     Client,
     InvalidRequest,
     Timeout,
+    Timeouts,
 )
 from charonia_client.values import Protocol
-from client.conftest import settings
+from client.conftest import metrics_of, settings
 from support.e2e import wait_for
 
 PROMPT = "def f("
@@ -40,7 +41,7 @@ def wait_until_idle(client: Client) -> None:
     """Until no request runs and no block is in use."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        metrics = client.metrics()
+        metrics = metrics_of(client)
         running = metrics.value("charonia_requests_running")
         if running == metrics.value("charonia_kv_blocks", state="used") == 0:
             return
@@ -108,6 +109,73 @@ def test_cancel_ends_a_request_of_the_same_id_and_tenant_only(client: Client) ->
             list(stream)
 
 
+def test_several_samples_are_those_of_their_seeds(client: Client) -> None:
+    sampling = {"max_tokens": 12, "temperature": 1.2, "ignore_eos": True}
+    alone = [client.generate(PROMPT, sampling, seed=11 + i) for i in range(3)]  # type: ignore[arg-type]
+    whole = client.generate(PROMPT, sampling, seed=11, n=3)  # type: ignore[arg-type]
+    assert [one.text for one in whole.samples] == [one.text for one in alone]
+    assert [one.token_ids for one in whole.samples] == [one.token_ids for one in alone]
+    assert [one.index for one in whole.samples] == [0, 1, 2]
+    assert whole.num_output_tokens == 36
+    texts, ids = [""] * 3, [()] * 3
+    for chunk in client.stream(PROMPT, sampling, seed=11, n=3):  # type: ignore[arg-type]
+        texts[chunk.index] += chunk.text
+        ids[chunk.index] += chunk.token_ids  # type: ignore[assignment]
+    assert texts == [one.text for one in alone]
+    assert ids == [one.token_ids for one in alone]
+
+
+def test_the_best_samples_come_first(client: Client) -> None:
+    best = client.generate(
+        PROMPT,
+        n=2,
+        best_of=4,
+        max_tokens=6,
+        seed=3,
+        include=("cumulative_logprob",),
+        timeouts=Timeouts(first_token_s=240),
+    )
+    first, second = (one.cumulative_logprob for one in best.samples)
+    assert first is not None
+    assert second is not None
+    assert first >= second
+
+
+def test_cancel_ends_one_sample_and_the_others_go_on(client: Client) -> None:
+    with client.stream(PROMPT, max_tokens=ENDLESS, ignore_eos=True, n=3) as stream:
+        next(stream)
+        with pytest.raises(InvalidRequest, match="from 0 to 127, but has 128"):
+            client.cancel(stream.request_id, samples=[1, 128])
+        client.cancel(stream.request_id, samples=[1, 3])
+        ended = next(chunk for chunk in stream if chunk.finish_reason is not None)
+        assert (ended.index, ended.finish_reason, ended.is_final) == (1, "cancelled", False)
+        assert {next(stream).index for _ in range(60)} == {0, 2}
+        client.cancel(stream.request_id, samples=[0, 2])
+        *_, last = stream
+    assert last.is_final
+    assert last.finish_reason == "cancelled"
+    wait_until_idle(client)
+
+
+def test_asyncio_streams_and_cancels_samples(
+    real: TritonServer, protocol: Protocol, model: str
+) -> None:
+    async def main() -> list[tuple[int, bool]]:
+        async with AsyncClient(**settings(real, protocol) | {"model": model}) as client:
+            ends, to_cancel = [], [1, 0]
+            async with client.stream(PROMPT, max_tokens=ENDLESS, ignore_eos=True, n=2) as stream:
+                async for chunk in stream:
+                    if chunk.finish_reason is not None:
+                        assert chunk.finish_reason == "cancelled"
+                        ends.append((chunk.index, chunk.is_final))
+                    # Each once, lest chunks come faster than they are read.
+                    if to_cancel and len(ends) + len(to_cancel) == 2:
+                        await client.cancel(stream.request_id, samples=[to_cancel.pop(0)])
+            return ends
+
+    assert asyncio.run(main()) == [(1, False), (0, True)]
+
+
 def test_many_asyncio_completions_run_side_by_side(
     real: TritonServer, protocol: Protocol, model: str
 ) -> None:
@@ -120,6 +188,28 @@ def test_many_asyncio_completions_run_side_by_side(
     texts = asyncio.run(main())
     assert texts[:4] * 4 == texts
     assert len(set(texts)) == 4
+
+
+def test_a_probe_says_that_the_engine_is_up(real: TritonServer, protocol: Protocol) -> None:
+    with Client(**settings(real, protocol) | {"model": "scheduler"}) as client:
+        state = wait_for(client.probe, lambda state: state.step_age_s is not None)
+    assert (state.is_up, state.reason, state.max_model_len) == (True, None, 65536)
+    assert state.step_age_s is not None
+    assert state.turn_age_s is not None
+
+    async def ask() -> bool:
+        async with AsyncClient(**settings(real, protocol) | {"model": "scheduler"}) as client:
+            return (await client.probe()).is_up
+
+    assert asyncio.run(ask())
+
+
+def test_a_probe_that_nobody_answers_is_an_error(real: TritonServer, protocol: Protocol) -> None:
+    with (
+        Client(**settings(real, protocol) | {"model": "no_such"}) as client,
+        pytest.raises(InvalidRequest, match="no_such"),
+    ):
+        client.probe()
 
 
 def test_health_names_the_models_that_are_asked_for(client: Client) -> None:

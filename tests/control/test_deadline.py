@@ -4,6 +4,7 @@ from math import inf
 
 import pytest
 
+from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByDeadline,
@@ -12,6 +13,7 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
+from charonia.control.policies.deadline import MAX_LOOKED_UP
 from charonia.control.remaining_time import RemainingTime
 from support.stepping import Bench, make_request
 
@@ -26,6 +28,11 @@ def edf(*, demotes: bool = False) -> Policy:
 
 def due(key: str, expires_at: float = inf, **changes):
     return make_request(key, expires_at=expires_at, **changes)
+
+
+def nothing(request) -> int:
+    """What the prefix cache has of it."""
+    return 0
 
 
 def test_the_earliest_deadline_is_next_and_who_has_none_comes_last_in_order_of_arrival():
@@ -109,11 +116,48 @@ def test_a_latest_start_is_looked_at_again_when_it_has_come():
     watch.note_waiting(request := due("a", 10.0, max_tokens=60))
     for _ in range(200):
         watch.note_step(1, 0.05)
-    assert watch.take_late(5.0) == []
-    (late,) = watch.take_late(8.0)
+    assert watch.take_late(5.0, nothing) == []
+    (late,) = watch.take_late(8.0, nothing)
     assert late.request is request
     assert late.needed_s == pytest.approx(60 * 0.05, rel=0.1)
-    assert watch.take_late(8.0) == []
+    assert watch.take_late(8.0, nothing) == []
+
+
+def test_rounding_makes_nobody_looked_at_for_ever():
+    """A deadline less what is needed may be before now, and what is needed no more than is left."""
+    now, expires_at, needed_s = 0.671, 32.97, 32.299
+    assert expires_at - needed_s < now
+    assert needed_s <= expires_at - now
+    watch = DeadlineWatch(BUDGET, demotes=False)
+    for _ in range(2):
+        watch.note_step(8, needed_s)
+    watch.note_waiting(request := due("a", expires_at, max_tokens=1))
+    assert [late.request for late in watch.take_late(now, nothing)] == [request]
+
+
+def test_what_waits_no_longer_is_forgotten():
+    """Long before its deadline; what is left of it is outweighed by those that wait."""
+    watch = DeadlineWatch(BUDGET, demotes=False)
+    stays = [due("a", 1e6, number=number) for number in range(10)]
+    for request in stays:
+        watch.note_waiting(request)
+    for number in range(10, 1000):
+        request = due("b", 1e6, number=number)
+        for _ in range(2):  # it was preempted
+            watch.note_waiting(request)
+            watch.note_leaving(request)
+        assert len(watch._heap) <= 2 * 11 + 64
+    told = [one.request for _ in range(3) for one in watch.take_late(2e6, nothing)]
+    assert told == stays
+
+
+def test_the_scheduler_tells_who_waits_no_longer():
+    policy = edf()
+    bench = Bench(policy, max_num_seqs=1)
+    bench.add(due("a", 1e6), due("b", 1e6), due("c", 1e6))
+    bench.step()
+    bench.scheduler.finish("b")
+    assert [one.key for one in policy.deadlines._waiting.values()] == ["c"]
 
 
 def test_one_that_was_demoted_is_told_of_once():
@@ -121,11 +165,75 @@ def test_one_that_was_demoted_is_told_of_once():
     request = due("a", 1.0)
     for _ in range(2):  # it was preempted
         watch.note_waiting(request)
-    assert [late.request for late in watch.take_late(2.0)] == [request]
-    watch.note_waiting(request)
+    assert [late.request for late in watch.take_late(2.0, nothing)] == [request]
     request.is_demoted = True
     watch.note_waiting(request)
-    assert watch.take_late(2.0) == []
+    assert watch.take_late(2.0, nothing) == []
+
+
+def test_in_one_step_few_prompts_are_looked_up():
+    looked_up = []
+
+    def none_of_it(request) -> int:
+        looked_up.append(request)
+        return 0
+
+    watch = DeadlineWatch(BUDGET, demotes=False)
+    for number in range(3 * MAX_LOOKED_UP):
+        watch.note_waiting(due("a", 1.0, number=number))
+    told = [len(watch.take_late(2.0, none_of_it)) for _ in range(4)]
+    assert told == [MAX_LOOKED_UP] * 3 + [0]
+    assert len(looked_up) == 3 * MAX_LOOKED_UP
+
+
+def test_what_is_not_cached_any_more_is_looked_up_again():
+    num_cached = 20 * BUDGET - 1
+    watch = DeadlineWatch(BUDGET, demotes=False)
+    for _ in range(50):
+        watch.note_step(BUDGET, 0.1)
+        watch.note_step(1, 0.01)
+    watch.note_waiting(request := due("a", 10.0, token_ids=[5] * (20 * BUDGET), max_tokens=1))
+    assert watch.take_late(9.0, lambda _: num_cached) == []
+    num_cached = 10 * BUDGET
+    (late,) = watch.take_late(9.995, lambda _: num_cached)
+    assert late.request is request
+    assert late.needed_s == pytest.approx(1.0, rel=0.1)
+
+
+def test_what_is_cached_is_looked_up_only_where_it_matters():
+    looked_up = []
+
+    def all_but_one(request) -> int:
+        looked_up.append(request)
+        return len(request.token_ids) - 1
+
+    watch = DeadlineWatch(BUDGET, demotes=False)
+    for _ in range(50):
+        watch.note_step(BUDGET, 0.1)
+        watch.note_step(1, 0.01)
+    request = due("a", 10.0, token_ids=[5] * (20 * BUDGET), max_tokens=1)
+    watch.note_waiting(request)
+    assert watch.take_late(7.9, all_but_one) == []
+    assert looked_up == []
+    assert watch.take_late(9.9, all_but_one) == []
+    (late,) = watch.take_late(9.995, all_but_one)
+    assert late.needed_s == pytest.approx(0.01, rel=0.1)
+    assert looked_up == [request] * 2
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_prompt_that_is_cached_is_in_time_when_another_would_not_be(is_cached):
+    policy = ranked(by_deadline, None, DeadlineWatch(8, demotes=False))
+    bench = Bench(policy, max_num_seqs=1, max_num_batched_tokens=8)
+    prompt = list(range(41))
+    bench.add(due("a", token_ids=prompt, max_tokens=4))
+    bench.ends()
+    if not is_cached:
+        prompt = prompt[::-1]
+    bench.add(due("b", 1.0, token_ids=prompt, max_tokens=1))
+    bench.scheduler.plan(1.0 - 3 * STEP_S)
+    late = [one.request.key for one in bench.scheduler.take_late()]
+    assert late == ([] if is_cached else ["b"])
 
 
 def test_within_fair_shares_late_ones_end_as_well():
@@ -151,6 +259,35 @@ def test_an_answer_is_taken_to_be_as_long_as_others_but_not_longer_than_asked_fo
     request.token_ids += [7] * 30
     assert remaining.of(request) <= 0.06  # its tokens are computed again, and one more comes
     assert remaining.of(make_request("c", max_tokens=2)) == pytest.approx(0.02, rel=0.01)
+
+
+def test_an_answer_takes_fewer_steps_than_tokens_where_drafts_are_accepted():
+    remaining = RemainingTime(BUDGET)
+    for _ in range(50):
+        remaining.note_step(8, 0.01)
+    ended = make_request("a", max_tokens=100)
+    ended.token_ids += [7] * 100
+    ended.drafts.num_accepted = 75
+    remaining.note_end(ended)
+    request = make_request("b", max_tokens=100)
+    assert remaining.of(request) == pytest.approx(0.01 + 99 * 0.01 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(("is_complete", "num_expected"), [(True, 3), (False, 400)])
+def test_an_answer_that_ended_at_a_stop_string_tells_how_long_others_are(is_complete, num_expected):
+    """One whose client has gone does not."""
+    policy = fair(by_deadline, lambda _: 1.0, None, DeadlineWatch(BUDGET, demotes=False))
+    peak = PeakMemory(expects=True)
+    bench = Bench(policy, peak_memory=peak, max_model_len=500, num_blocks=200)
+    bench.add(due("a", max_tokens=400))
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.finish("a", is_complete=is_complete)
+    request = due("b", max_tokens=400)
+    needed_s = policy.deadlines._remaining.of(request)
+    assert needed_s == pytest.approx(num_expected * STEP_S, rel=0.1)
+    assert (peak._lengths.expected(0) or 400) == num_expected
+    assert (policy.service.swing("", 1) > 0) == is_complete
 
 
 def test_a_long_prompt_takes_steps_of_its_own():

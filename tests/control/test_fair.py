@@ -1,19 +1,25 @@
 """Fair shares between tenants: who is next, and how far two tenants can come apart."""
 
 from collections import Counter
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.control import Update
+from charonia.control import Request, Update
+from charonia.control.fitting import MAX_HARMLESS, MAX_PASSES
 from charonia.control.policies import DisplacementByPriority, by_arrival, by_priority, fair
-from charonia.control.policies.fair import MAX_REMEMBERED, FairWaiting, VirtualCounters
+from charonia.control.policies.fair import MAX_LOST, MAX_REMEMBERED, FairWaiting, VirtualCounters
 from support.stepping import Bench, make_request
 
 
 def equal(_: str) -> float:
     return 1.0
+
+
+def level(request: Request) -> float:
+    return request.priority
 
 
 def request_of(tenant: str, number: int, **changes):
@@ -32,34 +38,46 @@ def charge(counters: VirtualCounters, request, num_input: int, num_output: int) 
 
 def test_the_tenant_that_has_had_the_least_is_next():
     counters = VirtualCounters()
-    queue = FairWaiting(counters, by_arrival, running=["b", "a", "c"])
+    queue = FairWaiting(counters, by_arrival, running=["b", "a", "c"], level=level)
     many = [request_of("a", i) for i in range(3)]
     few = [request_of("b", i) for i in range(3, 5)]
     for request in [*many, *few]:
-        queue.push(request)
+        queue.push(request, is_new=True)
     assert [one.key for one in queue.in_order()] == ["a0", "a1", "a2"]
-    assert [one.key for one in queue.foremost()] == ["a0", "b3"]
+    assert [one.key for one in queue.foremost(inf)] == ["a0", "b3"]
     charge(counters, many[0], 10, 0)
     queue.remove(many[0])
     assert [one.key for one in queue.in_order()] == ["b3", "b4"]
-    assert [one.key for one in queue.foremost()] == ["b3", "a1"]
+    assert [one.key for one in queue.foremost(inf)] == ["b3", "a1"]
     charge(counters, few[0], 0, 6)
     assert next(queue.in_order()).key == "a1"
 
 
 def test_only_who_runs_or_has_had_little_may_take_anything():
     counters = VirtualCounters()
-    queue = FairWaiting(counters, by_arrival, running=["a"])
+    queue = FairWaiting(counters, by_arrival, running=["a"], level=level)
     requests = [request_of(tenant, number) for number, tenant in enumerate("abcdefgh")]
     for request in requests:
-        queue.push(request)
+        queue.push(request, is_new=True)
     for number, request in enumerate(requests):
         charge(counters, request, 10 - number, 0)
-    found = [one.key for one in queue.foremost()]
+    found = [one.key for one in queue.foremost(inf)]
     assert "a0" in found, "it runs"
     assert "h7" in found, "it has had the least"
     assert found == sorted(found, reverse=True)
     assert len(found) < len(requests)
+
+
+def test_nobody_is_looked_at_where_none_is_more_urgent_than_those_that_run():
+    queue = FairWaiting(VirtualCounters(), by_priority(), running=["a", "b"], level=level)
+    for number, (tenant, priority) in enumerate((("a", 2), ("b", 1), ("b", 3))):
+        queue.push(request_of(tenant, number, priority=priority), is_new=True)
+    assert [one.key for one in queue.foremost(2)] == ["a0", "b1"]
+    assert [one.key for one in queue.foremost(1)] == []
+    _, most_urgent = queue.foremost(2)
+    queue.remove(most_urgent)
+    assert [one.key for one in queue.foremost(2)] == []
+    assert [one.key for one in queue.foremost(3)] == ["a0", "b2"]
 
 
 def test_a_generated_token_costs_twice_a_prompt_token_and_weights_divide():
@@ -72,30 +90,52 @@ def test_a_generated_token_costs_twice_a_prompt_token_and_weights_divide():
 def test_who_comes_back_has_not_saved_up_service():
     counters = VirtualCounters()
     queue = FairWaiting(counters, by_arrival)
-    queue.push(busy := request_of("busy", 0))
+    queue.push(busy := request_of("busy", 0), is_new=True)
     charge(counters, busy, 100, 0)
-    queue.push(request_of("idle", 1))
+    queue.push(request_of("idle", 1), is_new=True)
     assert counters["idle"] == 100.0
-    queue.push(request_of("idle", 2))
+    queue.push(request_of("idle", 2), is_new=True)
     assert counters["idle"] == 100.0
 
 
 def test_who_comes_to_an_empty_queue_is_lifted_to_the_one_that_left_last():
     counters = VirtualCounters()
     queue = FairWaiting(counters, by_arrival)
-    queue.push(last := request_of("last", 0))
+    queue.push(last := request_of("last", 0), is_new=True)
     charge(counters, last, 50, 0)
     queue.remove(last)
-    queue.push(request_of("idle", 1))
+    queue.push(request_of("idle", 1), is_new=True)
     assert counters["idle"] == 50.0
 
 
-def test_one_that_comes_back_from_a_preemption_lifts_nobody():
+def test_who_comes_while_nobody_waits_is_lifted_to_what_the_last_one_has_had_since():
     counters = VirtualCounters()
     queue = FairWaiting(counters, by_arrival)
-    queue.push(busy := request_of("busy", 0))
+    queue.push(last := request_of("last", 0), is_new=True)
+    queue.remove(last)
+    charge(counters, last, 50, 10)
+    queue.push(request_of("idle", 1), is_new=True)
+    assert counters["idle"] == 70.0
+
+
+def test_who_was_lifted_is_not_forgotten_at_once():
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival)
+    for number in range(2 * MAX_REMEMBERED):
+        counters.lift(f"t{number}", 1000.0)
+    queue.push(busy := request_of("busy", 0), is_new=True)
+    charge(counters, busy, 500, 0)
+    queue.push(request_of("idle", 1), is_new=True)
+    assert counters["idle"] == 500.0
+    assert len(counters._counters) < 2 * MAX_REMEMBERED
+
+
+def test_one_that_comes_back_to_the_queue_is_not_lifted():
+    counters = VirtualCounters()
+    queue = FairWaiting(counters, by_arrival)
+    queue.push(busy := request_of("busy", 0), is_new=True)
     charge(counters, busy, 100, 0)
-    queue.push(request_of("other", 1, started_at=3.0))
+    queue.push(request_of("other", 1), is_new=False)
     assert counters["other"] == 0.0
     assert next(queue.in_order()).key == "other1"
 
@@ -108,13 +148,15 @@ def test_one_that_comes_back_from_a_preemption_lifts_nobody():
 )
 def test_the_order_is_that_of_the_counters_whoever_comes_and_goes(moves):
     counters = VirtualCounters()
-    queue = FairWaiting(counters, by_arrival, running=[f"t{number}" for number in range(4)])
+    queue = FairWaiting(
+        counters, by_arrival, running=[f"t{number}" for number in range(4)], level=level
+    )
     waiting = []
     for number, (tenant, move, amount) in enumerate(moves):
         request = request_of(f"t{tenant}", number)
         if move == "come":
             waiting.append(request)
-            queue.push(request)
+            queue.push(request, is_new=True)
         elif move == "charge":
             charge(counters, request, amount, 0)
         elif waiting:
@@ -122,7 +164,7 @@ def test_the_order_is_that_of_the_counters_whoever_comes_and_goes(moves):
             assert gone not in queue
         assert len(queue) == len(waiting)
         assert all(one in queue for one in waiting)
-        heads = list(queue.foremost())
+        heads = list(queue.foremost(inf))
         firsts = {one.tenant: one for one in reversed(waiting)}
         assert {one.tenant: one for one in heads} == firsts
         assert sorted(counters[one.tenant] for one in heads) == [counters[h.tenant] for h in heads]
@@ -139,12 +181,13 @@ def test_the_order_is_that_of_the_counters_whoever_comes_and_goes(moves):
 def test_counters_of_tenants_that_have_gone_do_not_pile_up():
     counters = VirtualCounters()
     queue = FairWaiting(counters, by_arrival)
-    queue.push(request_of("stays", 0))
+    queue.push(request_of("stays", 0), is_new=True)
     for number in range(1, 3 * MAX_REMEMBERED):
-        queue.push(passing := request_of(f"t{number}", number))
+        queue.push(passing := request_of(f"t{number}", number), is_new=True)
         charge(counters, passing, number, 0)
         queue.remove(passing)
     assert len(counters._counters) <= 2 * MAX_REMEMBERED + 1
+    assert len(queue._heap) < 100
     assert counters[f"t{3 * MAX_REMEMBERED - 1}"] == 3 * MAX_REMEMBERED - 1
 
 
@@ -153,7 +196,7 @@ def test_the_counter_of_a_tenant_that_runs_is_kept():
     policy.running.add(request_of("runs", 0))
     charge(policy.service, request_of("runs", 0), 5, 0)
     for number in range(1, 3 * MAX_REMEMBERED):
-        policy.waiting.push(passing := request_of(f"t{number}", number))
+        policy.waiting.push(passing := request_of(f"t{number}", number), is_new=True)
         charge(policy.service, passing, number + 5, 0)
         policy.waiting.remove(passing)
     assert policy.service["runs"] == 5
@@ -265,3 +308,70 @@ def test_an_urgent_request_takes_from_its_own_tenant_or_from_one_that_has_had_mo
 
     assert running_after(num_served=0) == {"b0", "v"}
     assert running_after(num_served=100) == {"u", "v"}
+
+
+def test_urgent_requests_do_not_take_what_is_free_for_ever_from_a_tenant_that_has_had_less():
+    """Its request needs more blocks than are free as long as others come and go."""
+    rank = by_priority()
+    policy = fair(rank, lambda _: 1.0, DisplacementByPriority(rank))
+    bench = Bench(policy, max_num_seqs=8, num_blocks=41, max_model_len=150)
+    bench.add(make_request("z", 1, tenant="B", max_tokens=140))  # whom the urgent ones outrank
+    bench.step()
+    large = make_request("a", 1, tenant="A", token_ids=[1] * 100, max_tokens=2)
+    coming = iter(range(1000))
+    for step in range(100):
+        while sum(one.key.startswith("b") for one in bench.scheduler.requests) < 6:
+            number = next(coming)
+            ids = [number % 251, *[3] * 11]
+            length = 4 + number % 3
+            bench.add(make_request(f"b{number}", tenant="B", token_ids=ids, max_tokens=length))
+        if step == 5:
+            bench.add(large)
+        bench.step()
+        if large.started_at is not None:
+            break
+    assert large.started_at is not None
+    assert 0 < large.num_passed <= MAX_PASSES
+
+
+def test_who_was_preempted_a_few_times_keeps_its_row_from_other_tenants():
+    rank = by_priority()
+    policy = fair(rank, equal, DisplacementByPriority(rank))
+    bench = Bench(policy, max_num_seqs=1)
+    bench.add(make_request("b0", tenant="b", max_tokens=30))
+    bench.step()
+    assert isinstance(policy.service, VirtualCounters)
+    for number in range(MAX_LOST + 1):
+        bench.add(make_request(f"u{number}", -1, tenant="a", max_tokens=2))
+        charge(policy.service, request_of("b", 9), 1000, 0)
+        bench.step()
+        assert bench.running == {f"u{number}" if number < MAX_LOST else "b0"}
+        while "b0" not in bench.running:
+            bench.step()
+    bench.add(make_request("w", -1, tenant="b", max_tokens=2))
+    bench.step()
+    assert bench.running == {"w"}
+
+
+@pytest.mark.parametrize("num_harmless", [MAX_HARMLESS - 1, MAX_HARMLESS])
+def test_a_step_looks_at_a_few_that_can_displace_nobody_and_the_next_one_at_others(num_harmless):
+    """What came long ago is displaced by nobody here, and who came last by its own tenant alone."""
+    rank = by_priority(aging_s=60.0)
+    policy = fair(rank, equal, DisplacementByPriority(rank))
+    num = num_harmless + 1
+    bench = Bench(policy, max_num_seqs=num, num_blocks=20 * num, max_num_batched_tokens=20 * num)
+    for number in range(num):
+        arrived_at = 0.0 if number < num_harmless else 1000.0
+        name = f"t{number}"
+        bench.add(make_request(name, 5, tenant=name, arrived_at=arrived_at, max_tokens=40))
+    *_, last = bench.scheduler.requests
+    last.num_preemptions = MAX_LOST
+    bench.step()
+    for number in range(num):
+        name = f"t{number}"
+        bench.add(make_request(f"u{number}", 4, tenant=name, arrived_at=1000.0))
+        charge(policy.service, request_of(name, 90 + number), 1000 * number, 0)
+    bench.step()
+    assert (f"u{num - 1}" in bench.running) == (num_harmless < MAX_HARMLESS)
+    bench.step()
+    assert f"u{num - 1}" in bench.running

@@ -6,6 +6,8 @@ import pytest
 
 from charonia.control.peak_memory import OutputLengths, PeakMemory
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
+from charonia.control.prompt_budget import PromptBudget
+from support.counting import count_calls
 from support.stepping import LIMITS, Bench, make_request
 
 
@@ -49,22 +51,40 @@ def running(num_known: int, num_left: int):
 )
 def test_the_peak_is_at_one_of_the_ends(batch, num_blocks):
     """With blocks of one token, so that tokens are what counts."""
-    peak = PeakMemory(expects=False)
+    peak = PeakMemory(expects=True)  # no answer has ended: all are as long as they may be
     requests = [running(*one) for one in batch]
     for room in (num_blocks - 1, num_blocks):
         limits = replace(LIMITS, block_size=1, num_blocks=room + 1, max_model_len=2000)
         for first in requests:
             others = [one for one in requests if one is not first]
-            assert peak.fits(limits, others, first, 0) == (room == num_blocks or not others)
+            assert peak.fits(limits, room, others, first, 0) == (room == num_blocks or not others)
+
+
+@pytest.mark.parametrize(("num_blocks", "has_room"), [(14, False), (15, True)])
+def test_where_nothing_is_expected_there_is_room_for_all_ends_at_once(num_blocks, has_room):
+    """Blocks of 4 tokens: 16, 25 and 13 are held at most, as the last ones are never computed."""
+    limits = replace(LIMITS, block_size=4, num_blocks=num_blocks + 1)
+    others = [running(12, 5), running(10, 16)]
+    assert PeakMemory(expects=False).fits(limits, num_blocks, others, running(10, 4), 0) == has_room
+
+
+@pytest.mark.parametrize("expects", [False, True])
+def test_what_ended_requests_in_flight_hold_is_no_room(expects):
+    limits = replace(LIMITS, block_size=4, num_blocks=5)
+    peak = PeakMemory(expects=expects)
+    assert peak.fits(limits, 4, [], running(10, 6), 0)
+    peak.num_held = 1
+    assert not peak.fits(limits, 4, [], running(10, 6), 0)
+    assert peak.fits(limits, 4, [], running(4, 4), 0)
 
 
 def test_what_others_hold_is_not_needed_again_where_lengths_are_expected():
-    limits = replace(LIMITS, num_blocks=11, block_size=4)
+    limits = replace(LIMITS, num_blocks=10, block_size=4)
     others = [running(12, 4)]
     request = running(20, 4)
-    assert not PeakMemory(expects=True).fits(limits, others, request, 0)
-    assert PeakMemory(expects=True).fits(limits, others, request, 3)
-    assert not PeakMemory(expects=False).fits(limits, others, request, 3)
+    assert not PeakMemory(expects=True).fits(limits, 9, others, request, 0)
+    assert PeakMemory(expects=True).fits(limits, 9, others, request, 3)
+    assert not PeakMemory(expects=False).fits(limits, 9, others, request, 3)
 
 
 def preemptions_with(peak: PeakMemory | None, max_tokens: int) -> int:
@@ -79,6 +99,36 @@ def test_nobody_is_preempted_where_all_have_room_to_the_end():
     assert preemptions_with(None, 32) > 0
     assert preemptions_with(PeakMemory(expects=False), 32) == 0
     assert preemptions_with(PeakMemory(expects=True), 32) == 0, "all answers are as long"
+
+
+class OneToken(PromptBudget):
+    def tokens(self, num_decodes: int) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(16, 16), (24, 8), (32, 2)])
+def test_nobody_is_preempted_while_a_prompt_is_computed_slowly_beside_one_that_decodes(
+    num_prompt, max_tokens
+):
+    """Then the one that decodes is at its end long before the other has begun to."""
+    bench = Bench(prompt_budget=OneToken(), peak_memory=PeakMemory(expects=False), max_num_seqs=2)
+    bench.add(make_request("a", max_tokens=32))
+    bench.step()
+    bench.add(make_request("b", token_ids=[2] * num_prompt, max_tokens=max_tokens))
+    assert bench.ends() == ["a", "b"]
+    assert bench.scheduler.stats.preemptions == 0
+
+
+def test_a_request_waits_for_the_blocks_of_one_that_has_ended_and_is_in_flight():
+    bench = Bench(peak_memory=PeakMemory(expects=False), num_stages=2)
+    scheduler = bench.scheduler
+    bench.add(make_request("a"))
+    plan = scheduler.plan(0.0)
+    scheduler.finish("a")
+    bench.add(make_request("b", max_tokens=50))
+    assert scheduler.plan(0.0) is None
+    scheduler.apply(bench.engine.submit(plan).result(None), 0.0)
+    assert scheduler.plan(0.0) is not None
 
 
 def test_answers_that_were_short_leave_room_for_more():
@@ -115,7 +165,30 @@ def test_an_urgent_request_displaces_as_many_as_its_end_needs():
     bench.add(*[make_request(f"{n}", max_tokens=10) for n in range(3)])
     bench.step()
     assert len(bench.running) == 3
-    bench.add(make_request("u", -1, token_ids=[7] * 24, max_tokens=30))
+    bench.add(make_request("u", -1, token_ids=[7] * 24, max_tokens=20))
     bench.step()
     assert bench.running == {"0", "u"}, "now there would be room for all of them"
     assert len(bench.ends()) == 4
+
+
+def test_how_many_must_give_way_is_found_with_few_looks_at_the_peak(monkeypatch):
+    calls = count_calls(monkeypatch, PeakMemory, "fits")
+    rank = by_priority()
+    policy = ranked(rank, DisplacementByPriority(rank))
+    peak = PeakMemory(expects=False)
+    limits = {
+        "max_num_seqs": 64,
+        "num_blocks": 257,
+        "max_num_batched_tokens": 1024,
+        "max_model_len": 400,
+    }
+    bench = Bench(policy, peak_memory=peak, **limits)
+    bench.add(*[make_request(f"{n}", max_tokens=8) for n in range(64)])
+    bench.step()
+    assert len(bench.running) == 64
+    bench.add(make_request("u", -1, token_ids=[7] * 24, max_tokens=300))
+    calls.clear()
+    bench.step()
+    assert "u" in bench.running
+    assert len(bench.running) < 50, "many must give way"
+    assert calls["fits"] < 12

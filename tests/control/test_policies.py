@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.control import Request, Scheduler
+from charonia.control.admission import MAX_DISPLACED
 from charonia.control.fitting import MAX_PASSES
 from charonia.control.policies import (
     DisplacementByPriority,
@@ -35,29 +36,16 @@ def test_the_waiting_come_by_rank_whoever_came_and_went(moves, num_again):
     for number, (priority, is_coming) in enumerate(moves):
         if is_coming or not waiting:
             waiting.append(make_request("x", priority, number=number))
-            queue.push(waiting[-1])
+            queue.push(waiting[-1], is_new=True)
         else:
             queue.remove(waiting.pop(priority % len(waiting)))
     for request in waiting[:num_again]:
         queue.remove(request)
         assert request not in queue
-        queue.push(request)
+        queue.push(request, is_new=True)
     assert all(request in queue for request in waiting)
     assert len(queue) == len(waiting)
     assert list(queue.in_order()) == sorted(waiting, key=lambda one: (one.priority, one.number))
-
-
-def test_those_who_left_the_queue_do_not_pile_up():
-    queue = ranked(by_arrival).waiting
-    waiting = [make_request("x", number=number) for number in (3, 5000, 9000)]
-    for request in waiting:
-        queue.push(request)
-    for number in range(10, 3010):
-        passing = make_request("x", number=number)
-        queue.push(passing)
-        queue.remove(passing)
-    assert len(queue._heap) < 100
-    assert list(queue.in_order()) == waiting
 
 
 # ---------------------------------------------------------------------- first come first served
@@ -118,15 +106,30 @@ def test_a_request_that_outranks_takes_the_row_of_the_last_in_the_next_plan():
     assert bench.ends() == ["a", "c", "b"]
 
 
-def test_it_takes_as_many_blocks_as_it_lacks_and_no_more():
-    bench = Bench(by_priority_alone(), max_num_seqs=8)
-    bench.add(*(make_request(key, 1, token_ids=[ord(key)] * 15, max_tokens=1) for key in "abc"))
-    bench.add(make_request("d", 0, token_ids=[1] * 3, max_tokens=20))
-    bench.scheduler.limits = replace(bench.scheduler.limits, max_num_batched_tokens=14)
-    bench.step()  # d and the beginning of a, which holds blocks for that
-    bench.scheduler.limits = replace(bench.scheduler.limits, max_num_batched_tokens=64)
+def test_of_a_burst_of_urgent_requests_each_step_admits_as_many_as_it_may_displace():
+    num = MAX_DISPLACED + 4
+    bench = Bench(
+        by_priority_alone(),
+        max_num_seqs=num,
+        num_blocks=10 * num,
+        max_num_batched_tokens=20 * num,
+    )
+    bench.add(*(make_request(f"a{i:02}", 1) for i in range(num)))
     bench.step()
-    assert bench.running == {"d"}  # the others were one token long
+    bench.add(*(make_request(f"b{i:02}", 0) for i in range(num)))
+    assert [len(bench.step().joins) for _ in range(2)] == [MAX_DISPLACED, 4]
+    assert all(key.startswith("b") for key in bench.running)
+
+
+@pytest.mark.parametrize(("num_blocks", "left"), [(3, "abc"), (6, "ab"), (10, "a"), (14, "")])
+def test_it_takes_as_many_blocks_as_it_lacks_and_no_more(num_blocks, left):
+    """Each that runs holds four of 16 blocks; one stays free, but for one that is alone."""
+    bench = Bench(by_priority_alone(), max_num_seqs=8)
+    bench.add(*(make_request(key, 1, token_ids=[ord(key)] * 13, max_tokens=9) for key in "abc"))
+    bench.step()
+    bench.add(make_request("u", 0, token_ids=[1] * 4 * num_blocks, max_tokens=1))
+    bench.scheduler.plan(0.0)
+    assert bench.running == {*left, "u"}
 
 
 def test_equals_do_not_displace_each_other():

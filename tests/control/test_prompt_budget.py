@@ -6,18 +6,24 @@ import pytest
 
 from charonia.control import NO_RELIEF, Relief
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
-from charonia.control.prompt_budget import IDLE_FACTOR, LEAST_TOKENS, PromptBudget
+from charonia.control.prompt_budget import IDLE_FACTOR, LEAST_TOKENS, LOOK_EVERY, PromptBudget
 from support.stepping import Bench, make_request
 
 
 class Machine:
     """Steps of 10 ms, and so much per token of a prompt; each as large as the budget says."""
 
-    def __init__(self, budget: PromptBudget, per_token: float = 0.0001, num_decodes: int = 8):
+    def __init__(
+        self,
+        budget: PromptBudget,
+        per_token: float = 0.0001,
+        num_decodes: int = 8,
+        num_without: int = 20,
+    ):
         self.budget = budget
         self.per_token = per_token
         self.num_decodes = num_decodes
-        for _ in range(20):
+        for _ in range(num_without):  # steps without prompts
             budget.observe(num_decodes, 0, 0.01)
 
     def run(self, num_steps: int) -> list[int]:
@@ -47,6 +53,40 @@ def test_without_a_target_it_is_a_multiple_of_steps_without_prompts():
     assert 0.8 * IDLE_FACTOR * 0.01 < 0.01 + size * 0.0001 < IDLE_FACTOR * 0.01
 
 
+@pytest.mark.parametrize("target_s", [None, 0.02])
+def test_where_no_step_is_without_prompts_it_is_found_as_well(target_s):
+    machine = Machine(PromptBudget(target_s), num_without=0)
+    assert 60 <= machine.run(40)[-1] <= 80
+    sizes = Machine(PromptBudget(), per_token=0.1, num_without=0).run(40)
+    assert max(sizes[20:]) < 10, "what is dear is computed in few tokens"
+
+
+def test_more_rows_than_ever_decoded_without_prompts_do_not_leave_the_least():
+    """Their steps take longer than the target that fewer rows have taught."""
+    machine = Machine(PromptBudget(), num_decodes=1)
+    machine.run(10)
+    budget, sizes = machine.budget, []
+    for _ in range(60):
+        sizes.append(budget.tokens(64))
+        budget.observe(64, sizes[-1], 0.03 + sizes[-1] * 0.0001)
+    assert LEAST_TOKENS in sizes
+    assert 150 <= sizes[-1] <= 250
+
+
+def test_a_short_prompt_does_not_shorten_those_after_it():
+    machine = Machine(PromptBudget(0.05))
+    before = machine.run(40)[-1]
+    machine.budget.observe(8, 3, 0.01 + 3 * 0.0001)
+    assert machine.run(1)[0] == pytest.approx(before, rel=0.01)
+
+
+def test_short_prompts_do_not_make_long_ones_longer_than_twice_what_was_tried():
+    machine = Machine(PromptBudget(0.05))
+    for _ in range(LOOK_EVERY - 1):
+        machine.budget.observe(8, 10, 0.01 + 10 * 0.0001)
+    assert machine.run(1) == [20]
+
+
 def test_it_follows_prompts_that_become_dearer():
     machine = Machine(PromptBudget(0.05))
     before = machine.run(40)[-1]
@@ -54,7 +94,27 @@ def test_it_follows_prompts_that_become_dearer():
         machine.per_token *= 1.02
         size = machine.run(1)[0]
         assert 0.01 + size * machine.per_token < 0.05 or step < 3
-    assert size < before / 4
+    assert max(machine.run(2)) < before / 4
+
+
+@pytest.mark.parametrize("factor", [1.3, 1.65, 2.5])
+def test_it_follows_rows_that_become_dearer_while_prompts_wait_all_the_time(factor):
+    budget = PromptBudget()
+    Machine(budget).run(100)
+    slower = Machine(budget, per_token=0.0001 * factor, num_without=0)
+
+    def run(num_steps: int) -> list[int]:
+        sizes = []
+        for _ in range(num_steps):
+            size = budget.tokens(8)
+            budget.observe(8, size, factor * 0.01 + size * slower.per_token)
+            sizes.append(size)
+        return sizes
+
+    run(2000)
+    sizes = run(LOOK_EVERY + 1)
+    assert LEAST_TOKENS in sizes, "now and then it looks what rows take"
+    assert 60 <= max(sizes) <= 80, "as many as at first: all takes longer alike"
 
 
 def test_what_cannot_be_kept_leaves_the_least():
@@ -109,6 +169,13 @@ def test_prompts_are_cut_only_beside_rows_that_decode():
         [1, 1],
     ]
     assert budget.asked == 2
+
+
+def test_a_prompt_is_not_cut_for_rows_that_are_there_no_more():
+    bench = bench_with(Fixed())
+    bench.ends()
+    bench.add(make_request("b", max_tokens=2))
+    assert chunks(bench) == [8]
 
 
 def test_a_relief_cuts_prompts_beside_rows_that_decode_and_no_others():

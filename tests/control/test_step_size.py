@@ -1,11 +1,13 @@
 """How many rows and tokens a step has where nobody says it, learned from what steps take."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from charonia.control import StepSize
-from support.stepping import Bench, make_request
+from charonia.control import SchedulerStats, StepSize
+from charonia.control.step_budget import StepBudget
+from support.stepping import LIMITS, Bench, make_request
 
 MOST_ROWS, MOST_TOKENS = 256, 4096
 
@@ -70,9 +72,16 @@ def test_rows_keep_a_time_between_tokens():
     size = size_of(target_s=0.02)
     run(size, 1500, lambda num_tokens: 0.010 + 0.0005 * num_tokens)
     assert 10 <= size.max_rows <= 22
-    slow = size_of(target_s=0.001)
-    run(slow, 500, lambda num_tokens: 0.010)
-    assert slow.max_rows == 1
+    few = size_of(target_s=0.02)
+    run(few, 1500, lambda num_tokens: 0.010 + 0.003 * num_tokens)
+    assert few.max_rows == 3
+
+
+@pytest.mark.parametrize("each", [0.0, 0.00001])
+def test_a_time_that_not_even_one_row_keeps_does_not_leave_one_row(each):
+    size = size_of(target_s=0.005)
+    run(size, 500, lambda num_tokens: 0.006 + each * num_tokens)
+    assert size.max_rows == 16
 
 
 def test_what_is_not_to_adapt_stays():
@@ -112,6 +121,15 @@ def test_a_scheduler_gives_no_more_rows_than_chosen():
     assert len(bench.running) == 4
     assert bench.scheduler.stats.max_rows == 4
     assert len(bench.ends()) == 4
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_rows_that_are_left_after_a_preemption_are_those_of_all_stages(num_stages):
+    size = StepSize(16, 64, adapts_rows=True, adapts_tokens=False)
+    budget = StepBudget(None, size, SchedulerStats())
+    budget.start_epoch(replace(LIMITS, max_num_seqs=64, num_stages=num_stages))
+    budget.note_preemption(8)
+    assert budget.num_rows(num_free=56, num_running=8) == 0
 
 
 def test_rows_without_blocks_are_given_up():

@@ -145,7 +145,13 @@ def reduce_until_lost(exchange: Any) -> str:
         return str(error)
 
 
-def endure(path: str, rank: int, size: int, timeout: float) -> list[str]:
+def meet(path: str, rank: int, size: int) -> None:
+    """Wait until all have begun, however late one is."""
+    exchange_at(path, rank, size, LONG).all_reduce(torch.ones(1000))
+
+
+def endure(meeting: str, path: str, rank: int, size: int, timeout: float) -> list[str]:
+    meet(meeting, rank, size)
     exchange = exchange_at(path, rank, size, timeout)
     reasons = [reduce_until_lost(exchange)]
     for again in (exchange.all_reduce, lambda x: exchange.broadcast(x, rank)):
@@ -155,8 +161,9 @@ def endure(path: str, rank: int, size: int, timeout: float) -> list[str]:
     return reasons
 
 
-def vanish(path: str, rank: int, size: int, sign: signal.Signals) -> None:
+def vanish(meeting: str, path: str, rank: int, size: int, sign: signal.Signals) -> None:
     """Exchange with the others for a while, and then no more."""
+    meet(meeting, rank, size)
     exchange = exchange_at(path, rank, size, LONG)
     exchange.all_reduce(torch.ones(1000))
     threading.Timer(0.1, os.kill, [os.getpid(), sign]).start()
@@ -173,11 +180,11 @@ def vanish(path: str, rank: int, size: int, sign: signal.Signals) -> None:
 def test_a_rank_that_is_no_more_ends_the_others_waiting(sign: signal.Signals) -> None:
     ranks = Ranks(3)
     ranks.run(3, ISAS[0], add_up, 0, 10, torch.float32)  # now they have all that takes time to load
-    with shared_memory(3) as fd:
-        path = f"/proc/{os.getpid()}/fd/{fd}"
-        ranks.start(2, vanish, path, 2, 3, sign)
+    with shared_memory(3) as first, shared_memory(3) as second:
+        paths = [f"/proc/{os.getpid()}/fd/{fd}" for fd in (first, second)]
+        ranks.start(2, vanish, *paths, 2, 3, sign)
         for rank in range(2):
-            ranks.start(rank, endure, path, rank, 3, 3.0)
+            ranks.start(rank, endure, *paths, rank, 3, 3.0)
         for rank in range(2):
             assert ranks.result(rank) == ["rank 2 of the group did not answer within 3 s"] * 3
     ranks.processes[2].kill()

@@ -208,6 +208,13 @@ def test_pages_of_another_shape_are_refused(dtype: torch.dtype) -> None:
             kernels().paged_attention(torch.zeros(TOKENS, 4, 16, dtype=dtype), step, wrong)
 
 
+def test_heads_that_groups_of_scales_do_not_divide_are_refused() -> None:
+    pages = Pages(*torch.zeros(2, BLOCKS, 2, 16, 9, dtype=torch.uint8))
+    query = torch.zeros(TOKENS, 4, 16)
+    words = "heads of 16 numbers have no scale for every 32"
+    assert_refused({words: lambda: kernels().paged_attention(query, begin(), pages)})
+
+
 def test_numbers_of_another_shape_or_type_are_refused() -> None:
     step, x = begin(), torch.zeros(TOKENS, HIDDEN)
     attend, whole = ops().attention(INPUTS.weights), layers()

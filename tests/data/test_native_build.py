@@ -212,7 +212,7 @@ def test_the_command_refuses_an_instruction_set_that_it_does_not_know(
     )
 
 
-AVX512 = "fpu avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16"
+AVX512 = "fpu avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni"
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,7 @@ AVX512 = "fpu avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16"
         (f"{AVX512} avx512vbmi amx_tile amx_bf16", list(build.FLAGS)),
         (f"{AVX512} avx512vbmi amx_bf16", list(build.FLAGS)[1:]),
         (AVX512, ["avx512_bf16", "avx512", "avx2", "portable"]),
+        (AVX512.replace("avx512_vnni", ""), ["avx512", "avx2", "portable"]),
         ("fpu avx2 fma avx512f avx512bw avx512dq avx512vl", ["avx512", "avx2", "portable"]),
         ("fpu avx2 fma avx512f avx512bw avx512dq", ["avx2", "portable"]),
         ("fpu avx2", ["portable"]),

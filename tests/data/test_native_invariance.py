@@ -31,6 +31,7 @@ Step = list[tuple[int, int]]
 """What a step computes: sequences and how many tokens of each."""
 
 DTYPES = (torch.float32, torch.bfloat16)
+KV_CACHE_DTYPES = ("auto", "int8", "fp8", "int4")
 
 
 def name_of(value: object) -> str:
@@ -77,6 +78,11 @@ SPECS = [
 ]
 
 
+def specs_for(kv_cache_dtype: str) -> list[ModelSpec]:
+    """Those whose heads can be kept so."""
+    return [spec for spec in SPECS if kv_cache_dtype != "int4" or spec.head_dim % 32 == 0]
+
+
 @dataclass
 class Model:
     """A random model over pages of its own.
@@ -90,6 +96,7 @@ class Model:
     block_size: int
     lengths: list[int]
     seed: int = 0
+    kv_cache_dtype: str = "auto"
     cursors: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +111,9 @@ class Model:
             torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in self.lengths
         ]
         self.decoder = Decoder(self.spec, parameters, self.ops, num_positions=MAX_LEN)
-        layout = kv_layout(self.spec, self.ops, self.block_size, self.dtype, Place())
+        layout = kv_layout(
+            self.spec, self.ops, self.block_size, self.dtype, Place(), self.kv_cache_dtype
+        )
         blocks = [-(-length // self.block_size) for length in self.lengths]
         shapes = self.ops.page_shapes(layout)
         self.pages = KVStore(layout, shapes, sum(blocks) + 5, CPU).pages
@@ -162,7 +171,7 @@ class Model:
         blocks = self.tables[sequence, : -(-length // self.block_size)]
         return torch.stack(
             [
-                part[blocks].flatten(0, 1)[:length]
+                part.contiguous().view(torch.uint8)[blocks].flatten(0, 1)[:length]
                 for pages in self.pages
                 for part in unpacked(pages, self.spec.head_dim)
             ]
@@ -201,14 +210,14 @@ def assert_equal(
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "is_int8"),
-    one_in(7, itertools.product(ISAS, DTYPES, (False, True))),
+    ("isa", "dtype", "is_int8", "kv_cache_dtype"),
+    one_in(7, itertools.product(ISAS, DTYPES, (False, True), KV_CACHE_DTYPES)),
     ids=name_of,
 )
 @settings(max_examples=25)
 @given(
     schedule=schedules(),
-    spec=st.sampled_from(SPECS),
+    data=st.data(),
     block_size=st.sampled_from([16, 32, 48]),
     seed=st.integers(0, 100),
     num_threads=st.sampled_from([1, 2, 3]),
@@ -217,39 +226,50 @@ def test_a_token_does_not_depend_on_its_batch_its_chunk_its_blocks_or_the_thread
     isa: str,
     dtype: torch.dtype,
     is_int8: bool,
+    kv_cache_dtype: str,
     schedule: tuple[list[int], list[Step]],
-    spec: ModelSpec,
+    data: st.DataObject,
     block_size: int,
     seed: int,
     num_threads: int,
 ) -> None:
     lengths, steps = schedule
+    spec = data.draw(st.sampled_from(specs_for(kv_cache_dtype)))
     ops = native_ops(isa, 1, is_int8=is_int8)
-    alone = Model(spec, dtype, ops, block_size, lengths)
+    alone = Model(spec, dtype, ops, block_size, lengths, kv_cache_dtype=kv_cache_dtype)
     expected = alone.run([[(sequence, length)] for sequence, length in enumerate(lengths)])
     assert all(part.isfinite().all() for part in expected[0])
     ops = native_ops(isa, num_threads, is_int8=is_int8)
-    assert_equal(Model(spec, dtype, ops, block_size, lengths, seed).run(steps), expected)
+    together = Model(spec, dtype, ops, block_size, lengths, seed, kv_cache_dtype)
+    assert_equal(together.run(steps), expected)
 
 
 @pytest.mark.parametrize(
-    ("isa", "dtype", "is_int8", "spec"),
-    one_in(7, itertools.product(ISAS, DTYPES, (False, True), SPECS)),
+    ("isa", "dtype", "is_int8", "kv_cache_dtype", "spec"),
+    one_in(
+        11,
+        (
+            case
+            for case in itertools.product(ISAS, DTYPES, (False, True), KV_CACHE_DTYPES, SPECS)
+            if case[-1] in specs_for(case[-2])
+        ),
+    ),
     ids=name_of,
 )
 def test_token_by_token_with_two_threads_equals_all_at_once_with_one(
-    isa: str, dtype: torch.dtype, is_int8: bool, spec: ModelSpec
+    isa: str, dtype: torch.dtype, is_int8: bool, kv_cache_dtype: str, spec: ModelSpec
 ) -> None:
     """Decoding past 512 tokens: with two threads few rows have their contexts split."""
     lengths = [530, 3, 270]
-    expected = Model(spec, dtype, native_ops(isa, 1, is_int8=is_int8), 16, lengths).run(
-        [[(0, 530), (1, 3), (2, 270)]]
-    )
+    ops = native_ops(isa, 1, is_int8=is_int8)
+    whole = Model(spec, dtype, ops, 16, lengths, kv_cache_dtype=kv_cache_dtype)
+    expected = whole.run([[(0, 530), (1, 3), (2, 270)]])
     steps: list[Step] = [[(0, 505)], [(2, 250)], [(0, 5), (2, 1)]]
     steps += [[(2, 1), (0, 1)] for _ in range(19)]
     steps += [[(0, 1)], [(1, 2)], [(1, 1)]]
     ops = native_ops(isa, 2, is_int8=is_int8)
-    assert_equal(Model(spec, dtype, ops, 16, lengths, seed=1).run(steps), expected)
+    by_token = Model(spec, dtype, ops, 16, lengths, 1, kv_cache_dtype)
+    assert_equal(by_token.run(steps), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)

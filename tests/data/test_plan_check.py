@@ -13,18 +13,25 @@ from charonia.data.plan_check import Progress, check_plan
 from charonia.data.step_tensors import RowState
 from charonia.errors import PlanRefusedError
 from charonia.protocol import (
+    BlockCopy,
+    BlockLoad,
+    BlockSave,
     EngineInfo,
+    KeptBlocks,
     KVLayout,
     NewRow,
     RowSampling,
     RowStep,
     StepPlan,
+    TierInfo,
     decode_request,
     encode,
 )
 from support.long import long
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, NUM_ROWS, BUDGET, VOCAB = 4, 10, 18, 3, 12, 50
+TIERS = {"host": 5, "file": 20}
+KEY = b"k" * 16
 INFO = EngineInfo(
     epoch=2,
     pids=[1],
@@ -47,6 +54,11 @@ INFO = EngineInfo(
     device="cpu",
     num_parameters=1,
     max_draft_len=12,
+    kept=KeptBlocks(
+        hash_secret=b"secret",
+        slot_bytes=64,
+        tiers=[TierInfo(name=name, num_slots=num, contents=[]) for name, num in TIERS.items()],
+    ),
 )
 PROGRESS = Progress(epoch=2, step_id=5, needs_reset=False)
 SAMPLING = RowSampling(seed=1)
@@ -97,6 +109,19 @@ GOOD = {
     "guesses up to the end of what the draft model can take": guessing(num_drafts=4),
     "the draft model catches up": guessing(num_drafts=0, new_block_ids=[], num_draft_tokens=2),
     "a row joins with KV of the draft model": join(num_draft_computed=4),
+    "a row joins with a copy of another's block": plan(
+        joins=join().joins, copies=[BlockCopy(2, 9)]
+    ),
+    "copies one after the other": plan(
+        joins=join().joins, copies=[BlockCopy(2, 9), BlockCopy(9, 8)]
+    ),
+    "saves and loads": plan(
+        saves=[BlockSave(9, 0, 4, KEY, True), BlockSave(9, 1, 19, KEY, True)],
+        loads=[BlockLoad(1, 19, 8, KEY), BlockLoad(0, 0, 9, KEY)],
+    ),
+    "a load into a block of a row that leaves": plan(leaves=[0], loads=[BlockLoad(0, 0, 1, KEY)]),
+    "discards": plan(leaves=[0], discards=[1, 8], rows=[], saves=[BlockSave(8, 0, 0, KEY, False)]),
+    "a save of a row's block": plan(saves=[BlockSave(1, 0, 0, KEY, False)]),
     "join and compute": plan(joins=join().joins, rows=[RowStep(2, 1), RowStep(0, 1)]),
     "the row of one that leaves": plan(
         leaves=[1],
@@ -120,6 +145,41 @@ GOOD = {
 }
 
 BAD = {
+    "a copy of the null block": plan(joins=join().joins, copies=[BlockCopy(0, 9)]),
+    "a copy of a block beyond the pool": plan(joins=join().joins, copies=[BlockCopy(10, 9)]),
+    "a copy into the null block": plan(joins=join().joins, copies=[BlockCopy(2, 0)]),
+    "a copy into a block beyond the pool": plan(joins=join().joins, copies=[BlockCopy(2, 10)]),
+    "a copy into the block of a row that goes on": plan(copies=[BlockCopy(2, 1)]),
+    "two copies into one block": plan(
+        joins=join().joins, copies=[BlockCopy(2, 9), BlockCopy(1, 9)]
+    ),
+    "a save of the null block": plan(saves=[BlockSave(0, 0, 0, KEY, False)]),
+    "a save of a block beyond the pool": plan(saves=[BlockSave(10, 0, 0, KEY, False)]),
+    "a save to a tier that is not there": plan(saves=[BlockSave(9, 2, 0, KEY, False)]),
+    "a save to a negative tier": plan(saves=[BlockSave(9, -1, 0, KEY, False)]),
+    "a save to a slot beyond the tier": plan(saves=[BlockSave(9, 0, 5, KEY, False)]),
+    "a save to a negative slot": plan(saves=[BlockSave(9, 0, -1, KEY, False)]),
+    "a save of a short key": plan(saves=[BlockSave(9, 0, 0, KEY[1:], False)]),
+    "a load into the null block": plan(loads=[BlockLoad(0, 0, 0, KEY)]),
+    "a load into a block beyond the pool": plan(loads=[BlockLoad(0, 0, 10, KEY)]),
+    "a load into a row's block": plan(loads=[BlockLoad(0, 0, 2, KEY)]),
+    "a load into the block of a row that joins": plan(
+        joins=join().joins, loads=[BlockLoad(0, 0, 9, KEY)]
+    ),
+    "a load into a row's new block": plan(
+        rows=[RowStep(0, 1, [8])], loads=[BlockLoad(0, 0, 8, KEY)]
+    ),
+    "two loads into one block": plan(loads=[BlockLoad(0, 0, 9, KEY), BlockLoad(0, 1, 9, KEY)]),
+    "a discard of the null block": plan(discards=[0]),
+    "a discard of a block beyond the pool": plan(discards=[10]),
+    "a discard twice": plan(discards=[9, 9]),
+    "a discard of a row's block": plan(discards=[1]),
+    "a discard of a row's new block": plan(rows=[RowStep(0, 1, [8])], discards=[8]),
+    "a discard of the block of a row that joins": plan(joins=join().joins, discards=[9]),
+    "a discard of a block that is loaded": plan(loads=[BlockLoad(0, 0, 9, KEY)], discards=[9]),
+    "a load from a tier that is not there": plan(loads=[BlockLoad(2, 0, 9, KEY)]),
+    "a load from a slot beyond the tier": plan(loads=[BlockLoad(1, 20, 9, KEY)]),
+    "a load of a long key": plan(loads=[BlockLoad(0, 0, 9, KEY + KEY)]),
     "a negative number of drafts": drafting(num_drafts=-1),
     "drafts without room for one more token": drafting(
         num_drafts=10, draft_ids=[1] * 10, new_block_ids=[8, 7, 9]
@@ -266,6 +326,13 @@ def test_the_message_names_the_value_and_what_is_accepted() -> None:
         check_plan(BAD["a block beyond the pool"], PROGRESS, occupied(), INFO)
 
 
+def test_without_slower_tiers_nothing_is_saved_or_loaded() -> None:
+    without = msgspec.structs.replace(INFO, kept=None)
+    for name in ("saves and loads", "a save of a row's block"):
+        with pytest.raises(PlanRefusedError, match=r"tier 0: there are no slower tiers"):
+            check_plan(GOOD[name], PROGRESS, occupied(), without)
+
+
 number = st.one_of(
     st.integers(-2, 12), st.sampled_from([17, 18, 49, 50, 2**31, 2**63, 2**64 - 1, -(2**63)])
 )
@@ -277,6 +344,11 @@ samplings = st.builds(
     logit_bias=st.dictionaries(st.integers(0, 49), st.floats(-100, 100), max_size=2),
     bad_words_ids=st.lists(st.lists(st.integers(0, 49), min_size=1, max_size=2), max_size=2),
     stop_ids=st.lists(st.integers(0, 49), max_size=2),
+)
+
+
+slots = st.one_of(
+    *(st.tuples(st.just(tier), st.integers(0, num - 1)) for tier, num in enumerate(TIERS.values()))
 )
 
 
@@ -321,9 +393,36 @@ def plans(draw: st.DrawFn) -> StepPlan:
         unused = [block_id for block_id in range(1, NUM_BLOCKS) if block_id not in tables[row]]
         new = unused[: max(missing, 0)]
         steps.append(RowStep(row, count, new, num_drafts, ids, catch_up))
+    targets = sorted({block_id for join in joins for block_id in join.block_ids})
+    copies = [
+        BlockCopy(draw(st.integers(1, NUM_BLOCKS - 1)), target)
+        for target in (draw(st.lists(st.sampled_from(targets), unique=True)) if targets else [])
+    ]
+    held = {block_id for table in tables.values() for block_id in table}
+    held.update(block_id for step in steps for block_id in step.new_block_ids)
+    free = sorted(set(range(1, NUM_BLOCKS)) - held)
+    saves = [
+        BlockSave(draw(st.integers(1, NUM_BLOCKS - 1)), *slot, KEY, draw(st.booleans()))
+        for slot in draw(st.lists(slots, max_size=2))
+    ]
+    loads = [
+        BlockLoad(*draw(slots), block_id, KEY)
+        for block_id in (draw(st.lists(st.sampled_from(free), unique=True)) if free else [])
+    ]
+    free = [block_id for block_id in free if block_id not in {load.block_id for load in loads}]
+    discards = draw(st.lists(st.sampled_from(free), unique=True)) if free else []
     epoch, step_id = (3, 0) if is_reset else (2, 6)
     good = StepPlan(
-        epoch=epoch, step_id=step_id, reset=is_reset, leaves=leaves, joins=joins, rows=steps
+        epoch=epoch,
+        step_id=step_id,
+        reset=is_reset,
+        leaves=leaves,
+        joins=joins,
+        saves=saves,
+        loads=loads,
+        discards=discards,
+        copies=copies,
+        rows=steps,
     )
     return with_one_number_changed(draw, good) if draw(st.booleans()) else good
 
@@ -384,6 +483,20 @@ def carry_out_if_accepted(plan: StepPlan) -> None:
             set(new.block_ids),
             new.num_draft_computed,
         )
+    joining = {block_id for new in plan.joins for block_id in new.block_ids}
+    for one in plan.copies:
+        assert one.source in range(1, NUM_BLOCKS)
+        assert one.target in joining
+    for one in (*plan.saves, *plan.loads):
+        assert one.block_id in range(1, NUM_BLOCKS)
+        assert one.tier in range(len(TIERS))
+        assert one.slot in range([*TIERS.values()][one.tier])
+    held = {block_id for state in tables.values() for block_id in state.block_ids}
+    held.update(block_id for step in plan.rows for block_id in step.new_block_ids)
+    loaded = {load.block_id for load in plan.loads}
+    assert not held & loaded
+    assert not (held | loaded) & set(plan.discards)
+    assert set(plan.discards) <= set(range(1, NUM_BLOCKS))
     computed = by_draft_model = 0
     for step in plan.rows:
         state = tables[step.row]

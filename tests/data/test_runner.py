@@ -57,6 +57,16 @@ def test_info_describes_the_engine(checkpoint: Checkpoint) -> None:
     assert info.num_parameters == 384 * 64 * 2 + 64 + 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128 + 128)
 
 
+def test_info_tells_checkpoints_apart_that_lie_at_the_same_place(checkpoint: Checkpoint) -> None:
+    one = checkpoint("LlamaForCausalLM")
+    other = checkpoint("LlamaForCausalLM", rms_norm_eps=0.02)
+    known = {make_runner(one).info().checkpoint for _ in range(2)}
+    assert len(known) == 1
+    assert make_runner(other).info().checkpoint not in known
+    draft = SpeculativeConfig(model=str(one), num_speculative_tokens=2)
+    assert make_runner(one, speculative_config=draft).info().checkpoint not in known
+
+
 @pytest.mark.parametrize(
     ("asked", "given", "has_line"), [(None, 512, False), (100, 100, False), (513, 512, True)]
 )

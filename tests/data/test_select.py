@@ -55,6 +55,12 @@ def test_kernels_are_taken_by_name(isa: str) -> None:
     assert lines[-1] == f"computing with the CPU kernels for {isa}, 1 thread, not bound"
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "int4"])
+def test_kernels_are_taken_whatever_keys_and_values_are_kept_in(kv_cache_dtype: str) -> None:
+    ops, _ = choose(kv_cache_dtype=kv_cache_dtype)
+    assert isinstance(ops, NativeOps)
+
+
 def test_torchs_operations_are_taken_by_name() -> None:
     ops, lines = choose(cpu_kernels="torch", cpu_threads=2)
     assert isinstance(ops, ComposedOps)

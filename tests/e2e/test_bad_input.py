@@ -70,7 +70,7 @@ def test_an_error_does_not_end_the_stream_that_it_came_on(server: TritonServer) 
 
 @pytest.mark.parametrize(
     ("sampling", "code"),
-    [({"top_p": 2}, "StatusCode.INVALID_ARGUMENT"), ({"n": 2}, "StatusCode.UNIMPLEMENTED")],
+    [({"top_p": 2}, "StatusCode.INVALID_ARGUMENT"), ({"num_beams": 2}, "StatusCode.UNIMPLEMENTED")],
 )
 def test_a_unary_error_has_a_code_that_tells_whose_fault_it_is(
     server: TritonServer, sampling: dict[str, Any], code: str

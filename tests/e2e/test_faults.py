@@ -267,7 +267,7 @@ def test_a_client_that_goes_away_leaves_a_line_and_no_blocks(target: Target) -> 
     stream.leave()
     stream.wait_over()
     after = target.settle()
-    (cancelled,) = target.events_since(before, "request_cancelled")
+    (cancelled,) = wait_for(lambda: target.events_since(before, "request_cancelled"), bool)
     assert cancelled["request_id"] == 'a "name"'
     assert int(cancelled["tokens"]) >= 3
     assert rises(before, after) == {}

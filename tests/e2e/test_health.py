@@ -35,7 +35,7 @@ from pathlib import Path
 from charonia.serving import liveness
 
 def _ask_few_times(self, _ask=liveness.EngineWatch._ask, _num_looks=liveness._NUM_LOOKS):
-    is_deaf = any(Path(__file__).parents[2].glob("deaf.*"))
+    is_deaf = (Path(__file__).parents[2] / f"deaf.{self._pid}").exists()
     liveness._NUM_LOOKS = 2 if is_deaf else _num_looks
     _ask(self)
 

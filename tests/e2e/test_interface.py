@@ -91,7 +91,7 @@ def test_a_model_has_the_tensors_of_the_interface(server: TritonServer, model: s
     flags = [*FLAGS, "exclude_input_in_output", "return_cancelled_output", "cancel"]
     expected = dict.fromkeys(flags, "TYPE_BOOL")
     expected |= {"text_input": "TYPE_STRING"}
-    expected |= {"input_ids": "TYPE_INT32", "draft_input_ids": "TYPE_INT32"}
+    expected |= dict.fromkeys(("input_ids", "draft_input_ids", "cancel_samples"), "TYPE_INT32")
     expected |= {"sampling_parameters": "TYPE_STRING"}
     if model != "generate":
         expected["stream"] = "TYPE_BOOL"
@@ -408,6 +408,12 @@ def test_every_accepted_parameter_is_accepted(server: TritonServer) -> None:
         "tenant": "a",
         "cache_salt": "b",
         "speculation": False,
+        "cache_priority": [
+            {"start": 0, "end": 16, "priority": 90, "ttl_s": 5},
+            {"start": 16, "priority": 0},
+        ],
+        "cache_ttl_s": 60,
+        "use_answer_cache": "false",
     }
     assert set(sampling) == set(SamplingParams.__struct_fields__)
     assert infer_grpc(server, request_inputs(PROMPT, sampling)).text.startswith(PROMPT)
@@ -442,7 +448,7 @@ def test_stop_tokens_minimum_and_bias_act(server: TritonServer) -> None:
 @pytest.mark.parametrize(
     ("sampling", "text"),
     [
-        ({"n": 2}, "n = 2 is not supported yet"),
+        ({"num_beams": 2}, "num_beams = 2 is for beam search"),
         ({"priority": 3}, "priority = 3 has no effect with scheduling_policy 'fcfs'"),
     ],
 )

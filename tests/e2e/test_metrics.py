@@ -34,13 +34,16 @@ from support.e2e import (
     infer_http,
     read_page,
     request_inputs,
+    samples_of,
     scrape,
     stream_grpc,
     wait_for,
     wait_idle,
+    whole_page,
 )
 from support.hostile.target import Target
 from support.serving import CHARONIA
+from support.supervised import ALLOWED_S
 
 REQUEST_HISTOGRAMS = ("queue_seconds", "time_to_first_token_seconds", "request_seconds")
 STEP_HISTOGRAMS = ("inter_token_seconds", "step_seconds", "plan_seconds")
@@ -56,8 +59,17 @@ COUNTERS = {
     "generation_tokens_total": None,
     "cancellations_total": None,
     "preemptions_total": None,
+    "kv_blocks_evicted_total": None,
+    "kv_blocks_saved_total": None,
+    "kv_blocks_loaded_total": None,
+    "kv_loads_failed_total": None,
+    "kv_event_batches_dropped_total": None,
+    "prefix_waits_total": None,
     "prefix_cache_queried_tokens_total": None,
     "prefix_cache_hit_tokens_total": None,
+    "answer_cache_hits_total": ("kind", {"exact", "joined", "semantic"}),
+    "answer_cache_misses_total": None,
+    "answer_cache_evicted_total": ("why", {"bytes", "age"}),
     "draft_rounds_total": None,
     "draft_tokens_total": None,
     "accepted_tokens_total": None,
@@ -89,7 +101,12 @@ GAUGES = {
     "max_step_tokens": None,
     "tenant_requests_running": ("tenant", {"other"}),
     "tenant_requests_waiting": ("tenant", {"other"}),
-    "kv_blocks": ("state", {"total", "used", "cached", "free"}),
+    "kv_blocks": ("state", {"total", "used", "cached", "free", "aside"}),
+    "kv_retained_blocks": None,
+    "kv_tier_blocks": ("tier", {"host", "file"}),
+    "engine_memory_bytes": ("part", {"weights", "step", "kv_cache", "left"}),
+    "answer_cache_answers": None,
+    "answer_cache_bytes": None,
 }
 VLLM_COUNTERS = ("prompt_tokens_total", "generation_tokens_total")
 VLLM_HISTOGRAMS = (
@@ -105,9 +122,8 @@ FINISHED = "charonia_finished_total"
 BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 
 
-def kinds(url: str) -> dict[str, str]:
+def kinds(page: str) -> dict[str, str]:
     """The kind of every family, as the page says."""
-    page = HTTP.get(url).raise_for_status().text
     return dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
 
 
@@ -118,14 +134,14 @@ def is_ours(name: str) -> bool:
 
 def our_families(server: TritonServer) -> list[Metric]:
     """The families of ours, as a client of Prometheus reads them."""
-    families = text_string_to_metric_families(HTTP.get(server.metrics_url).text)
+    families = text_string_to_metric_families(whole_page(server.metrics_url))
     return [family for family in families if is_ours(family.name)]
 
 
 def labels(server: TritonServer, prefix: str) -> dict[str, list[dict[str, str]]]:
     """The labels of every series whose name begins so, by name."""
     found = defaultdict(list)
-    for family in text_string_to_metric_families(HTTP.get(server.metrics_url).text):
+    for family in text_string_to_metric_families(whole_page(server.metrics_url)):
         for sample in family.samples:
             if sample.name.startswith(prefix):
                 found[sample.name].append(sample.labels)
@@ -163,13 +179,10 @@ def test_every_metric_has_its_name_and_kind(server: TritonServer) -> None:
     expected = {f"charonia_{name}": "counter" for name in COUNTERS}
     expected |= {f"charonia_{name}": "gauge" for name in GAUGES}
     expected |= {f"charonia_{name}": "histogram" for name in HISTOGRAMS}
-    ours = {
-        name: kind
-        for name, kind in kinds(server.metrics_url).items()
-        if name.startswith("charonia_")
-    }
+    page = whole_page(server.metrics_url)
+    ours = {name: kind for name, kind in kinds(page).items() if name.startswith("charonia_")}
     assert ours == expected
-    assert kinds(server.metrics_url)[BLOCKS] == "gauge"
+    assert kinds(page)[BLOCKS] == "gauge"
 
 
 def test_every_series_says_which_model_it_is_of(server: TritonServer) -> None:
@@ -231,7 +244,7 @@ def test_the_page_keeps_to_prometheus_conventions(any_server: TritonServer) -> N
     families = our_families(any_server)
     assert len(families) >= 30
     assert len({family.name for family in families}) == len(families)
-    page = HTTP.get(any_server.metrics_url).text
+    page = whole_page(any_server.metrics_url)
     for family in families:
         assert re.fullmatch(r"[A-Z].{15,}\.", family.documentation), family.name
         # The parser takes `_total` from a counter's name.
@@ -253,7 +266,7 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool")
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, on PATH or named by PROMTOOL")
 def test_prometheus_own_linter_finds_nothing_of_ours(any_server: TritonServer) -> None:
-    page = HTTP.get(any_server.metrics_url).content
+    page = whole_page(any_server.metrics_url).encode()
     assert PROMTOOL is not None
     command = [PROMTOOL, "check", "metrics"]
     done = subprocess.run(command, input=page, capture_output=True, timeout=60, check=False)
@@ -321,10 +334,15 @@ def test_triton_s_own_page_has_all_but_what_is_observed_per_token_or_step(
 ) -> None:
     own_url = any_server._triton_metrics_url()
     assert own_url is not None
-    own, whole = kinds(own_url), kinds(any_server.metrics_url)
-    assert own.items() <= whole.items()
-    missing = set(whole) - set(own)
-    assert missing - {"vllm:time_per_output_token_seconds"} == PAGE_ALONE
+    whole = kinds(whole_page(any_server.metrics_url))
+
+    def missing() -> set[str]:
+        own = kinds(HTTP.get(own_url).raise_for_status().text)
+        assert own.items() <= whole.items()
+        return set(whole) - set(own) - {"vllm:time_per_output_token_seconds"}
+
+    # Gauges are there once the scheduler has told Triton of them.
+    assert wait_for(missing, lambda names: names == PAGE_ALONE) == PAGE_ALONE
 
 
 def test_the_page_can_be_had_beside_a_server_that_was_started_by_hand(
@@ -337,9 +355,10 @@ def test_the_page_can_be_had_beside_a_server_that_was_started_by_hand(
         try:
             assert process.stderr is not None
             said = process.stderr.readline()
-            assert kinds(said.split()[-1]) == kinds(server.metrics_url)
+            pages = [whole_page(url) for url in (said.split()[-1], server.metrics_url)]
+            assert kinds(pages[0]) == kinds(pages[1])
             process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
+            assert process.wait(ALLOWED_S) == 0
         finally:
             process.kill()
 
@@ -357,7 +376,7 @@ def stopped(pid: int) -> Iterator[None]:
 def test_a_stopped_scheduler_does_not_hold_the_page(server: TritonServer) -> None:
     (pid,) = server.pids("scheduler")
     with stopped(pid):
-        samples = read_page(server)
+        samples = samples_of(wait_for(lambda: read_page(server.metrics_url), bool))
         assert is_stopped(pid)
     assert samples["charonia_scheduler_up"] == 0
     assert "charonia_generation_tokens_total" in samples
@@ -461,7 +480,7 @@ def test_hits_of_the_prefix_cache_are_counted(server: TritonServer) -> None:
 def test_refusals_are_counted_with_their_reason(server: TritonServer) -> None:
     watched = Watched(server)
     error_of(lambda: infer_grpc(server, request_inputs("abc", {"max_tokens": 0})))
-    error_of(lambda: infer_grpc(server, request_inputs("abc", {"n": 2})))
+    error_of(lambda: infer_grpc(server, request_inputs("abc", {"num_beams": 2})))
     error_of(lambda: stream_grpc(server, request_inputs([384])))
     watched.settle()
     assert watched.rise('charonia_rejections_total{reason="invalid"}') == 3
@@ -498,12 +517,12 @@ def test_blocks_are_shown_as_newer_servers_expect_them(samples: dict[str, float]
 
 
 def test_vllms_names_come_only_when_asked_for(server: TritonServer) -> None:
-    assert not [name for name in kinds(server.metrics_url) if name.startswith("vllm:")]
+    assert not [name for name in kinds(whole_page(server.metrics_url)) if name.startswith("vllm:")]
 
 
 def test_vllms_names_add_up_as_well(narrow_server: TritonServer) -> None:
     server = narrow_server
-    found = kinds(server.metrics_url)
+    found = kinds(whole_page(server.metrics_url))
     assert {name: found[f"vllm:{name}"] for name in VLLM_COUNTERS} == dict.fromkeys(
         VLLM_COUNTERS, "counter"
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from charonia.engine.recorder import REQUESTS
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
+from charonia.traces import read_requests
 from charonia_client import Client, RetryPolicy
 from charonia_client.errors import RateLimited
 from support.e2e import (
@@ -50,13 +53,14 @@ def tenants_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_server(endless_checkpoint: Path, tenants_file: Path) -> Iterator[TritonServer]:
-    """It runs two requests at a time."""
+    """It runs two requests at a time, and records all beside the tenants' file."""
     settings = (
         ONE_THREAD,
         ENDLESS_BLOCKS,
         "max_num_seqs=2",
         "scheduler.fair_share=true",
         f"scheduler.tenants_file={tenants_file}",
+        f"scheduler.record_dir={tenants_file.parent}",
     )
     with (
         one_torch_thread(),
@@ -71,31 +75,37 @@ def replace(path: Path, content: object) -> None:
     os.replace(draft, path)
 
 
-def test_tenants_that_wait_are_served_by_their_weights(shared_server: TritonServer) -> None:
+def test_tenants_that_wait_are_served_by_their_weights(
+    shared_server: TritonServer, tenants_file: Path
+) -> None:
     """Two requests of a third one keep both rows, until all others wait."""
     url, others = shared_server.grpc_url, 2 * NUM_EACH
     endless = {"max_tokens": ENDLESS, "ignore_eos": True}
     holders = [LiveStream(url, PROMPT, tenant="x", **endless) for _ in range(2)]
     for holder in holders:
         holder.wait_tokens(1)
-    sampling = {"max_tokens": 128, "ignore_eos": True}  # longer than clients' threads wait
-    streams = {
-        tenant: [LiveStream(url, PROMPT, tenant=tenant, **sampling) for _ in range(NUM_EACH)]
+    sampling = {"max_tokens": 32, "ignore_eos": True}
+    streams = [
+        LiveStream(url, PROMPT, tenant=tenant, **sampling)
         for tenant in ("heavy", "light")
-    }
+        for _ in range(NUM_EACH)
+    ]
     waiting = "charonia_requests_waiting"
     assert wait_for(lambda: scrape(shared_server)[waiting], lambda count: count == others) == others
     for holder in holders:
         holder.leave()
-    ends = sorted(
-        (stream.wait_over().ended_at, tenant, stream.error)
-        for tenant, of_tenant in streams.items()
-        for stream in of_tenant
-    )
-    assert {error for _, _, error in ends} == {None}
-    # By weight it is 6 of 8; clients may see the ends of neighbours the other way round.
-    num_heavy = sum(tenant == "heavy" for _, tenant, _ in ends[:NUM_EACH])
-    assert 5 <= num_heavy <= 7
+    assert {stream.wait_over().error for stream in streams} == {None}
+
+    record = tenants_file.parent / REQUESTS  # clients' threads see ends in another order
+
+    def num_written() -> int:
+        return len(re.findall(r'"(?:heavy|light)"', record.read_text()))
+
+    assert wait_for(num_written, lambda count: count == others) == others
+    requests = [one for one in read_requests(record) if one.tenant in ("heavy", "light")]
+    requests.sort(key=lambda one: one.timestamp + one.queue_ms)
+    num_heavy = sum(one.tenant == "heavy" for one in requests[:NUM_EACH])
+    assert 5 <= num_heavy <= 7, "it is 6 of 8 by weight"
 
 
 def test_what_a_tenant_may_not_have_is_refused_at_once_through_every_way_in(
@@ -267,9 +277,10 @@ def test_the_page_of_metrics_knows_what_tenants_got(header_server: TritonServer)
         ("ttft_target_met_total", "search", 1),
         ("inter_token_target_missed_total", "search", 1),
         ("tenant_rejections_total", "other", 1),
-        ("tenant_requests_running", "search", 0),
     ):
         assert grown[f'charonia_{metric}{{tenant="{tenant}"}}'] == value, metric
+    running = 'charonia_tenant_requests_running{tenant="search"}'
+    assert wait_for(lambda: scrape(header_server)[running], lambda value: value == 0) == 0
     assert grown[f'charonia_tenant_requests_total{{tenant="{ODD_NAME}"}}'] == 1
 
 

@@ -27,9 +27,9 @@ ANSWER_TIMEOUT_S = 30.0
 SILENCE_S = 0.5
 RENDEZVOUS_PORT = 29400
 PATIENT = ("rendezvous_timeout_s=120", "rank_timeout_s=60")
-IMPATIENT = ("rendezvous_timeout_s=30", "rank_timeout_s=2")
+IMPATIENT = ("rendezvous_timeout_s=30", "rank_timeout_s=10")
 """For tests in which the other host falls silent."""
-SERVES_AGAIN_S = 90.0
+SERVES_AGAIN_S = 120.0
 NUM_TOKENS = 600
 PROMPTS = [[7, 8, 9], [200], [*range(1, 100)]]
 

@@ -9,6 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
+from charonia.engine.kv_events import KVEvents
 from charonia.engine.outputs import Chunk
 from charonia.engine.tenants import Tenants
 from charonia.errors import CharoniaError
@@ -39,9 +40,12 @@ class Bench:
         speculative_config=None,
         *,
         async_scheduling: bool = True,
+        eviction_policy: str = "adaptive",
         tenants: Tenants | None = None,
+        kv_events: KVEvents | None = None,
         **args,
     ) -> None:
+        self._kv_events = kv_events
         self._tenants = tenants
         self.now = 0.0
         self.lines: list[str] = []
@@ -51,7 +55,10 @@ class Bench:
         self.executor.clock = lambda: self.now
         self.tokenizer = byte_tokenizer()
         self._engine_args = EngineArgs(
-            model="echo", speculative_config=speculative_config, async_scheduling=async_scheduling
+            model="echo",
+            speculative_config=speculative_config,
+            async_scheduling=async_scheduling,
+            eviction_policy=eviction_policy,
         )
         self._scheduler_args = SchedulerArgs(**args)
         self.restart_scheduler()
@@ -69,6 +76,7 @@ class Bench:
             clock=lambda: self.now,
             log=self.lines.append,
             tenants=self._tenants,
+            kv_events=self._kv_events,
         )
 
     def _take(self, chunk: Chunk) -> None:

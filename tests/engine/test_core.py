@@ -3,9 +3,10 @@
 import pytest
 
 from charonia.engine.admission import GenerationRequest, seeds_of
+from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
 from charonia.errors import InvalidRequestError, QueueFullError
-from charonia.protocol import SamplingParams
+from charonia.protocol import MemoryReport, SamplingParams
 from engine.bench import Bench, expected
 from support.echo import EchoExecutor
 
@@ -140,3 +141,12 @@ def test_an_engines_seed_gives_seeds_in_order() -> None:
     assert [again() for _ in range(3)] == drawn
     assert negative() != drawn[0]
     assert seeds_of(None)() != seeds_of(None)()
+
+
+def test_what_an_engine_says_of_its_memory_is_shown_until_another_one_says_otherwise():
+    report = MemoryReport(weights=7, step=None, kv_cache=3, left=5, total=20, source="machine")
+    metrics = Metrics()
+    for memory, shown in ((report, [7, 0, 3, 5]), (None, [0, 0, 0, 0])):
+        metrics.show_memory(memory)
+        parts = ("weights", "step", "kv_cache", "left")
+        assert [metrics.gauges["charonia_engine_memory_bytes", part] for part in parts] == shown

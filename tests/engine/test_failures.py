@@ -292,7 +292,7 @@ def test_a_scheduler_in_an_impossible_state_does_not_keep_its_requests_from_thei
     bench = Bench()
     bench.add("a")
     bench.run(3)
-    bench.core._replica._scheduler._running._requests.clear()  # so nothing can be taken out
+    bench.core._replica._scheduler._policy.running._requests.clear()  # so nothing can be taken out
     with pytest.raises(IndexError):
         bench.core.cancel("a")
     bench.core.abandon(CharoniaError("internal error: IndexError"))

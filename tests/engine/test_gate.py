@@ -45,6 +45,7 @@ def enter(
     num_tokens: int = 1,
     is_probe: bool = False,
     predicts: bool = True,
+    arrived_at: float | None = None,
     **params,
 ):
     """Let a request in, of the tenant whose name is the key's first character."""
@@ -52,7 +53,7 @@ def enter(
     params = SamplingParams(tenant=key[0], **params)
     prompt_ids = [0] * num_tokens
     request = GenerationRequest(key=key, prompt_ids=prompt_ids, params=params, is_probe=is_probe)
-    gate.enter(request, predicts=predicts)
+    gate.enter(request, arrived_at, predicts=predicts)
 
 
 def test_without_limits_everybody_comes_in(make_gate):
@@ -73,6 +74,22 @@ def test_the_tokens_of_all_that_wait_are_bounded(make_gate):
         enter(gate, "d1")
     gate.leave("b1")
     enter(gate, "d1", num_tokens=4)
+
+
+def test_who_gets_what_another_ones_steps_give_waits_no_longer_and_is_still_there(make_gate):
+    gate = make_gate(max_queue_tokens=10, default={"max_concurrency": 2})
+    enter(gate, "a1", num_tokens=6)
+    with pytest.raises(QueueFullError):
+        enter(gate, "a2", num_tokens=6)
+    gate.note_joined("a1")
+    gate.note_started("a1")
+    assert gate.num_of_tenants()["other"] == (0, 1)
+    enter(gate, "a2", num_tokens=6)
+    with pytest.raises(RateLimitedError):
+        enter(gate, "a3")
+    gate.leave("a1")
+    gate.leave("a2")
+    assert gate.num_live == 0
 
 
 def test_a_prompt_beyond_the_bound_comes_in_alone(make_gate):
@@ -147,6 +164,29 @@ def test_a_request_that_is_refused_costs_nothing(make_gate):
     enter(gate, "a2", now=1.0)
 
 
+def test_whom_no_prompt_would_let_in_is_refused_before_it_is_known(make_gate):
+    limits = {"a": {"max_concurrency": 2}, "b": {"max_queue_size": 2}, "c": {"requests_per_s": 1}}
+    gate = make_gate(unknown="refuse", tenants=limits)
+    for tenant in "abc":
+        gate.check(tenant, 0)
+        gate.check(tenant, 0)  # it takes nothing
+        enter(gate, f"{tenant}1")
+    gate.check("a", 0)
+    with pytest.raises(RateLimitedError, match="has 2 requests here"):
+        gate.check("a", 1)
+    gate.check("b", 0)
+    with pytest.raises(QueueFullError):
+        gate.check("b", 1)
+    with pytest.raises(RateLimitedError, match="retry after"):
+        gate.check("c", 0)
+    clock.now += 2.0
+    gate.check("c", 0)
+    with pytest.raises(RateLimitedError, match=r"retry after 1\.000 s"):
+        gate.check("c", 1)
+    with pytest.raises(InvalidRequestError, match="'d' is not known"):
+        gate.check("d", 0)
+
+
 def test_a_tenant_that_the_file_does_not_name_may_be_refused(make_gate):
     gate = make_gate(unknown="refuse", tenants={"a": {}})
     enter(gate, "a1")
@@ -202,6 +242,43 @@ def test_who_would_wait_beyond_the_deadline_is_refused_and_told_when_to_come():
     enter(gate, "e", deadline_ms=2000)
 
 
+def test_what_a_request_has_spent_on_its_way_is_no_part_of_what_is_left():
+    gate = make_predicting()
+    enter(gate, "b", num_tokens=30)
+    enter(gate, "c", deadline_ms=3500, arrived_at=clock.now)
+    gate.leave("c")
+    with pytest.raises(
+        LateRequestError, match=r"deadline_ms = 3500 .* about 3\.00 s; .* after 0\.5"
+    ):
+        enter(gate, "c", deadline_ms=3500, arrived_at=clock.now - 1.0)
+
+
+def test_while_nobody_begins_the_wait_grows_and_stays_known():
+    gate = make_predicting()
+    for number in range(20):
+        enter(gate, f"b{number}", num_tokens=10)
+    waits = []
+    for _ in range(12):
+        clock.now += 30.0
+        waits.append(gate.wait_s())
+    assert waits == sorted(waits)
+    assert waits[0] > 20 * 3
+    assert waits[-1] > 20 * 60
+    with pytest.raises(LateRequestError):
+        enter(gate, "c", deadline_ms=60_000)
+
+
+def test_where_requests_begin_seldom_the_wait_is_known_all_the_same():
+    clock.now = 0.0
+    gate = Gate(Tenants(log=print), clock=clock)
+    for number in range(50):
+        enter(gate, f"a{number}")
+    for number in range(20):
+        clock.now += 20.0
+        gate.note_started(f"a{number}")
+    assert gate.wait_s() == pytest.approx(30 * 20.0, rel=0.2)
+
+
 def test_who_does_not_wait_in_line_is_not_refused_for_it():
     gate = make_predicting()
     enter(gate, "b", num_tokens=100)
@@ -250,11 +327,14 @@ def test_it_tells_who_waits_and_who_runs(make_gate):
         enter(gate, key)
     gate.note_started("a1")
     assert gate.num_of_tenants() == {"a": (2, 1), "b": (0, 0), "other": (1, 0)}
+    gate.leave("c1")
+    gate.leave("a1")
+    assert gate.num_of_tenants() == {"a": (2, 0), "b": (0, 0), "other": (0, 0)}
 
 
 def test_the_wait_behind_all_others_is_not_known_at_first(make_gate):
     gate = make_gate()
-    assert gate.wait_s() == 0.0
+    assert gate.wait_s() is None
     for number in range(10):
         enter(gate, f"a{number}", now=0.0, priority=number)
     for number in range(5):

@@ -30,7 +30,7 @@ class Bench:
         self.ladder = Ladder(scheduler_args, tenants, self.metrics, log=self.lines.append)
         self.now = 100.0
 
-    def observe(self, wait_s: float, *, after: float) -> int:
+    def observe(self, wait_s: float | None, *, after: float) -> int:
         self.now += after
         self.ladder.observe(wait_s, self.now)
         return self.ladder.level
@@ -104,18 +104,19 @@ def test_answers_of_low_priority_become_shorter(make, params, max_tokens):
 
 def test_in_the_end_requests_of_low_priority_are_refused(make):
     bench = make(degradation_ladder="rejection")
-    bench.ladder.check(request_of(priority=1))
+    bench.ladder.check(SamplingParams(priority=1))
     bench.climb(1)
-    for params in ({"priority": 1}, {"tenant": "batch"}):
+    for params in (SamplingParams(priority=1), SamplingParams(tenant="batch")):
         with pytest.raises(OverloadedError, match=r"low priority; retry after 9\.000 s$"):
-            bench.ladder.check(request_of(**params))
-    bench.ladder.check(request_of())
-    bench.ladder.check(GenerationRequest(key="p", prompt_ids=[1], is_probe=True))
-    bench.ladder.check(
-        GenerationRequest(
-            key="p", prompt_ids=[1], params=SamplingParams(tenant="batch"), is_probe=True
-        )
-    )
+            bench.ladder.check(params)
+    bench.ladder.check(SamplingParams())
+
+
+def test_what_nobody_knows_moves_nobody(make):
+    bench = make()
+    assert bench.observe(None, after=100) == 0
+    bench.climb(2)
+    assert bench.observe(None, after=100) == 2
 
 
 def test_one_may_give_up_other_things_in_another_order(make):

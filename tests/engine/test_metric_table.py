@@ -24,6 +24,9 @@ NO_UNIT = {  # what they count is in their name
     "charonia_max_rows",
     "charonia_max_step_tokens",
     "charonia_kv_blocks",
+    "charonia_kv_retained_blocks",
+    "charonia_kv_tier_blocks",
+    "charonia_answer_cache_answers",
     "charonia_draft_depth",
     "nv_trt_llm_kv_cache_block_metrics",
     "vllm:request_prompt_tokens",
@@ -48,7 +51,7 @@ def test_a_name_says_kind_and_base_unit(metric: Metric) -> None:
     assert not re.search(r"_(bucket|sum|count|ms|us|milli|micro|minutes|kib|mib)", metric.name)
     stem = metric.name.removesuffix("_total")
     if metric.kind != "counter":
-        assert stem.endswith("_seconds") != (metric.name in NO_UNIT)
+        assert stem.endswith(("_seconds", "_bytes")) != (metric.name in NO_UNIT)
 
 
 @EVERY

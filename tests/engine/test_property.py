@@ -1,8 +1,8 @@
 """Random requests, faults and departures: everybody is answered exactly once, and rightly.
 
 The scheduler's own property test is in tests/control; here the whole core is driven, with text,
-stop strings, time limits, cancellation, failing steps, deaths, engines that cannot be loaded or
-take their time, operators, and the end of the server.
+stop strings, time limits, cancellation of requests and of single samples, failing steps, deaths,
+engines that cannot be loaded or take their time, operators, and the end of the server.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from charonia.config import SpeculativeConfig
+from charonia.engine.outputs import Chunk
 from charonia.engine.reload import Reload
 from engine.bench import FIXED, Bench
 from support.echo import EchoExecutor, echo_run
@@ -36,7 +37,11 @@ class WatchedEngine(EchoExecutor):
 
 @dataclass(frozen=True)
 class Visit:
-    """One request: when it comes, what it wants, and when its client leaves."""
+    """One request: when it comes, what it wants, and when its client leaves.
+
+    Attributes:
+        cancel_one_at: a step and the index of the sample that is cancelled then, if it is there.
+    """
 
     at_step: int
     prompt: list[int]
@@ -46,6 +51,8 @@ class Visit:
     timeout_s: float | None
     deadline_ms: int | None
     cancel_at: int | None
+    num_samples: int
+    cancel_one_at: tuple[int, int] | None
 
 
 visits = st.builds(
@@ -58,12 +65,15 @@ visits = st.builds(
     timeout_s=st.sampled_from([None, None, 0.05]),
     deadline_ms=st.sampled_from([None, None, 200]),
     cancel_at=st.one_of(st.none(), st.none(), st.integers(0, 50)),
+    num_samples=st.sampled_from([1, 1, 2, 3]),
+    cancel_one_at=st.one_of(st.none(), st.tuples(st.integers(0, 50), st.integers(0, 3))),
 )
 
 
-def expected(bench: Bench, visit: Visit) -> tuple[list[int], str, str]:
-    """Tokens, text and reason of a visit that nothing disturbs."""
-    whole = echo_run(visit.prompt, seed=visit.seed, max_tokens=visit.max_tokens, vocab_size=VOCAB)
+def expected(bench: Bench, visit: Visit, index: int) -> tuple[list[int], str, str]:
+    """Tokens, text and reason of a sample of a visit that nothing disturbs."""
+    seed = visit.seed + index
+    whole = echo_run(visit.prompt, seed=seed, max_tokens=visit.max_tokens, vocab_size=VOCAB)
     text = bench.tokenizer.decode(whole)
     if visit.has_stops:
         for count in range(1, len(whole) + 1):
@@ -98,15 +108,29 @@ def check_in_time(bench: Bench, key: str, visit: Visit) -> None:
 def check_answer(bench: Bench, key: str, visit: Visit) -> None:
     chunks = bench.chunks[key]
     assert [chunk.is_final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    tokens, text, reason = expected(bench, visit)
-    if chunks[-1].error is None:
-        assert bench.tokens(key) == tokens
-        assert bench.text(key) == text
-        assert chunks[-1].finish_reason == reason
+    for index in range(visit.num_samples):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        if own:
+            assert [one.ends_sample for one in own] == [False] * (len(own) - 1) + [True]
+            check_sample(bench, visit, Chunk.merge(own))
+        else:
+            assert chunks[-1].error is not None  # it was refused before there were samples
+
+
+def check_sample(bench: Bench, visit: Visit, whole: Chunk) -> None:
+    ids = list(whole.token_ids)
+    tokens, text, reason = expected(bench, visit, whole.index)
+    if whole.finish_reason == "cancelled":
+        assert visit.cancel_one_at is not None
+        assert visit.cancel_one_at[1] == whole.index
+    if whole.error is None and whole.finish_reason != "cancelled":
+        assert ids == tokens
+        assert whole.text == text
+        assert whole.finish_reason == reason
     else:
-        assert bench.tokens(key) == tokens[: len(bench.tokens(key))]
+        assert ids == tokens[: len(ids)]
         # Its last character may lack bytes that the whole text has.
-        assert bench.tokenizer.decode(bench.tokens(key)).startswith(bench.text(key))
+        assert bench.tokenizer.decode(ids).startswith(whole.text)
 
 
 patient = settings(
@@ -176,9 +200,12 @@ def check_answers(
                     seed=visit.seed,
                     stop=STOPS if visit.has_stops else (),
                     deadline_ms=visit.deadline_ms,
+                    n=visit.num_samples,
                 )
             if visit.cancel_at == step:
                 bench.core.cancel(str(index))
+            if visit.cancel_one_at is not None and visit.cancel_one_at[0] == step:
+                bench.core.cancel_samples(str(index), [visit.cancel_one_at[1]])
         fault = faults.get(step)
         executor.fail_next = int(fault == "fail")
         executor.die_next = int(fault in ("die", "cannot load"))
@@ -194,7 +221,8 @@ def check_answers(
             # Nothing is computed for nobody: a text that met its stop string is gone by now, or
             # goes with the last step that computes it.
             going_on = {each.key for each in scheduler.requests if not each.num_in_flight}
-            assert going_on <= set(bench.core._streams)
+            streams = bench.core._streams
+            assert going_on <= {name for key in streams for name in streams.open_samples(key)}
         step += 1
         assert step < 3000, "a request hangs"
     for index, visit in enumerate(arrivals):

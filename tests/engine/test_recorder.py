@@ -88,17 +88,46 @@ def test_ids_are_equal_where_prefixes_are(make_recorder, tmp_path):
     assert len({one[0] for one in ids[1:]}) == 4
 
 
-def test_refusals_errors_and_probes(make_recorder, tmp_path):
+def test_refusals_and_errors(make_recorder, tmp_path):
     recorder = make_recorder()
-    recorder.note_refused(request(), QueueFullError.of("3"))
+    refused = recorder.follow(request(), lambda chunk: None, time.monotonic())
+    refused.note_refused(QueueFullError.of("3"))
     recorder.follow(request(), lambda chunk: None, time.monotonic()).take(
         Chunk("a", error=RequestCancelledError("gone"))
     )
-    probe = GenerationRequest(key="p", prompt_ids=[1], is_probe=True)
-    recorder.note_refused(probe, QueueFullError.of("3"))
     recorder.close()
     outcomes = [line.outcome for line in read_requests(tmp_path / "record" / REQUESTS)]
     assert outcomes == ["queue_full", "cancelled"]
+
+
+@pytest.mark.parametrize(("other", "outcome"), [("length", "length"), ("cancelled", "cancelled")])
+def test_a_request_with_a_cancelled_sample_ended_as_the_others_did(
+    make_recorder, tmp_path, other, outcome
+):
+    recorder = make_recorder()
+    followed = recorder.follow(request(n=2), lambda chunk: None, time.monotonic())
+    followed.take(Chunk("a", "x", (1,), finish_reason=other, index=1, num_open=1))
+    followed.take(Chunk("a", "y", (2, 3), finish_reason="cancelled"))
+    recorder.close()
+    (line,) = read_requests(tmp_path / "record" / REQUESTS)
+    assert (line.outcome, line.output_length) == (outcome, 3)
+
+
+@pytest.mark.parametrize("torn", [b"[1.0, 2.", b"[1.0," + b" " * 200_000])
+def test_a_line_that_was_not_finished_is_left_out_when_a_record_goes_on(
+    make_recorder, tmp_path, torn
+):
+    path = tmp_path / "record" / STEPS
+    for _ in range(2):
+        recorder = make_recorder()
+        recorder.note_step(STEP)
+        recorder.close()
+        with path.open("ab") as file:
+            file.write(torn)
+    assert len(read_steps(path)) == 2
+    path.write_bytes(torn)
+    make_recorder().close()
+    assert path.read_bytes() == b""
 
 
 def test_a_record_goes_on_and_ends_at_its_limit(make_recorder, tmp_path, lines):

@@ -9,6 +9,7 @@ from charonia.config import EngineArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.metric_table import FAILURES
 from charonia.engine.metrics import Metrics
+from charonia.engine.outputs import merge_samples
 from charonia.engine.recovery import UNLOADED_WAIT_S
 from charonia.engine.reload import Reload
 from charonia.errors import CharoniaError, ConfigError, UnavailableError
@@ -84,6 +85,21 @@ def test_live_requests_go_on_with_another_engine_and_its_arguments():
     assert counters["charonia_engine_reloads_total", ""] == 1
     assert counters["charonia_engine_restarts_total", ""] == 0
     assert (bench.num_restored, bench.num_settled) == (0, 1)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_samples_go_on_with_another_engine_wherever_they_are(num_steps):
+    """Some wait for the prompt, some for a row, and some have tokens."""
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=2, max_num_batched_tokens=4))
+    bench.add("a", n=4)
+    bench.run(num_steps)
+    bench.executor.block_size = 32
+    assert bench.reload(enable_prefix_caching=False).phase == "done"
+    bench.run()
+    samples = merge_samples(bench.chunks["a"], 4)
+    for index, sample in enumerate(samples):
+        assert list(sample.token_ids) == expected("a", seed=5 + index)
+    assert bench.core.metrics.gauges["charonia_kv_blocks", "used"] == 0
 
 
 def test_more_requests_than_the_queue_takes_survive_a_reload():

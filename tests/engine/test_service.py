@@ -1,6 +1,7 @@
 """The service under many threads: every request is answered once, whoever comes and goes."""
 
 import threading
+import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,13 +39,19 @@ class Client:
         self.chunks = defaultdict(list)
         self.ends = defaultdict(threading.Event)
 
-    def submit(self, key: str, **params) -> None:
+    def submit(
+        self,
+        key: str,
+        arrived_at: float | None = None,
+        prompt_ids: list[int] | None = None,
+        **params,
+    ) -> None:
         params = {"max_tokens": 10, "seed": 1} | params
         request = GenerationRequest(
-            key=key, prompt_ids=list(key.encode()), params=SamplingParams(**params)
+            key=key, prompt_ids=prompt_ids or list(key.encode()), params=SamplingParams(**params)
         )
         self.ends[key] = threading.Event()
-        self.service.submit(request, self._take)
+        self.service.submit(request, self._take, arrived_at)
 
     def _take(self, chunk) -> None:
         self.chunks[chunk.key].append(chunk)
@@ -57,13 +64,14 @@ class Client:
         return self.chunks[key]
 
 
-def make_service(executor: EchoExecutor, **args) -> EngineService:
+def make_service(executor: EchoExecutor, prompt_index=None, **args) -> EngineService:
     service = EngineService(
         executor,
         EngineArgs(model="echo"),
         SchedulerArgs(**args),
         byte_tokenizer(),
         log=lambda line: None,
+        prompt_index=prompt_index,
     )
     service.start()
     return service
@@ -207,16 +215,19 @@ def test_a_service_that_is_drained_finishes_what_it_has_and_takes_nothing_but_pr
     wait_until_up(service)
     client = Client(service)
     client.submit("first")
+    came_at = time.monotonic()
     assert service.drain() == 1
     with pytest.raises(ShuttingDownError):
         client.submit("second")
+    client.submit("before", arrived_at=came_at)
     probe = GenerationRequest(
         key="probe", prompt_ids=[1], params=SamplingParams(max_tokens=1), is_probe=True
     )
     probed = threading.Event()
     service.submit(probe, lambda chunk: probed.set())
     executor.may_step.set()
-    assert client.wait("first")[-1].finish_reason == "length"
+    for key in ("first", "before"):
+        assert client.wait(key)[-1].finish_reason == "length"
     assert probed.wait(WAIT_S)
     assert service.drain() == 0
     service.close()

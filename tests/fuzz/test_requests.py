@@ -36,6 +36,8 @@ SAMPLING: dict[str, Any] = {
     "tenant": "t",
     "seed": 7,
     "deadline_ms": 1000,
+    "cache_priority": [{"start": 0, "end": 16, "priority": 90, "ttl_s": 5.0}],
+    "cache_ttl_s": 60,
 }
 TENSORS = (
     *FLAGS,

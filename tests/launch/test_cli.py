@@ -56,7 +56,8 @@ def test_serve_ends_with_a_stopped_process_and_an_open_stream(serving: Serving) 
     runtime_dir = serving.runtime_dir
     [engine] = find_by_argument(serving.server().children(), "/engine/")
     with httpx.stream("POST", url[0], json=body, timeout=ALLOWED_S) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # whoever drops it hangs up
+        next(lines)
         os.kill(engine.pid, signal.SIGSTOP)
         serving.end(signal.SIGTERM)
     assert leftovers(runtime_dir) == []

@@ -1,5 +1,6 @@
 """How the embedded server gets its guard; what it is good for is tested end to end."""
 
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,20 @@ def test_a_library_that_the_dynamic_linker_passes_over_is_no_guard(tmp_path: Pat
     assert guard.preload is None
     assert guard.obstacle.startswith("the dynamic linker does not load the guard: ")
     assert "/of' from LD_PRELOAD cannot be preloaded" in guard.obstacle
+
+
+def test_threads_that_lock_in_opposite_order_do_not_wait_for_ever(tmp_path: Path) -> None:
+    source = str(Path(__file__).with_name("crossing_locks.c"))
+    library, program = str(tmp_path / "libinputs.so"), str(tmp_path / "tritonserver")
+    subprocess.run(["cc", "-DLIBRARY", "-shared", "-fPIC", "-o", library, source], check=True)
+    subprocess.run(["cc", "-D_GNU_SOURCE", "-o", program, source, library], check=True)
+    guard = make_guard(find_tritonserver(), tmp_path)
+    environment: dict[str, str] = {}
+    guard.add_to(environment, "k")
+    result = subprocess.run(
+        [program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout == "40 60", "of each round two and three, none of them lost"
 
 
 def test_a_server_whose_guard_has_gone_does_not_start(

@@ -86,6 +86,17 @@ def test_a_model_that_nobody_saw_die_is_brought_back(
     assert supervised.lines[0].startswith("process_lost model=generate kind=died")
 
 
+def test_a_model_that_is_killed_while_it_holds_locks_costs_the_server_nothing(
+    supervise: Callable[..., Target],
+) -> None:
+    supervised = supervise(UNPROBED)
+    pid = supervised.server.pid
+    assert supervised.ask("generate", "die").status_code != 200, "the server goes on and says so"
+    supervised.wait_events("model_back")
+    assert supervised.ask("generate").status_code == 200
+    assert (supervised.server.pid, supervised.supervisor.num_restarts) == (pid, 0)
+
+
 @long
 def test_calls_that_a_lost_model_leaves_open_end_with_the_server(
     supervise: Callable[..., Target], clock: Clock

@@ -59,11 +59,11 @@ def test_a_run_can_be_simulated_again_and_beside_what_was_recorded(trace, tmp_pa
     again = tmp_path / "out" / "fcfs.jsonl.gz"
     assert simulate(again, "--kv-tokens", "1000") == 0
     measured, simulated = [
-        line.split("|")[3:8]
+        [float(cell) for cell in line.split("|")[3:8]]
         for line in capsys.readouterr().out.splitlines()
         if line.startswith(("| as recorded | 40", "| fcfs | 40"))
     ][:2]
-    assert measured == simulated
+    assert measured == pytest.approx(simulated, rel=0.01)  # rounded once more or less
 
 
 def test_traffic_is_shaped(trace, capsys):
@@ -100,6 +100,36 @@ def test_a_file_of_the_model_and_a_compressed_trace(trace, tmp_path, capsys):
     assert "| fcfs | 40 | 40 |" in capsys.readouterr().out
 
 
+def test_it_is_said_why_nothing_is_finished(trace, tmp_path, capsys):
+    options = ["--kv-tokens", "50", "--policy", "fcfs", "--policy", "fair", "--output"]
+    assert simulate(trace, *options, str(tmp_path / "out")) == 0
+    out, err = capsys.readouterr()
+    assert out.count("| 40 prompt_too_long |") == 2
+    assert out.count("| 20 prompt_too_long |") == 4
+    assert err == (
+        "charonia: warning: max_model_len is lowered from 120 to 48: the KV cache has 3 blocks of"
+        " 16 tokens\n"
+    )
+
+
+def test_a_boundless_wish_needs_no_boundless_model(trace, capsys):
+    requests = read_requests(trace)
+    wishes = [msgspec.structs.replace(one, max_tokens=2**31 - 1) for one in requests]
+    write_requests(trace, wishes)
+    assert simulate(trace, "--kv-tokens", "1000") == 0
+    out, err = capsys.readouterr()
+    assert "| fcfs | 40 | 40 |" in out
+    assert err == ""
+
+
+def test_weighted_fairness_is_compared_with_first_come(trace, tmp_path, capsys):
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text('{"tenants": {"a": {"weight": 4}}}')
+    options = f"--kv-tokens 1000 --policy fcfs --policy fair --set scheduler.tenants_file={tenants}"
+    assert simulate(trace, *options.split()) == 0
+    assert "| fair | a | 20 | 20 |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -114,6 +144,15 @@ def test_a_file_of_the_model_and_a_compressed_trace(trace, tmp_path, capsys):
             "speculative_config cannot be simulated",
         ),
         ("--kv-tokens 1000 --step-times step=1", "'step=1' is no constant"),
+        (
+            "--kv-tokens 1000 --set enable_chunked_prefill=false --set max_num_batched_tokens=64",
+            "max_num_batched_tokens = 64 must be at least max_model_len (128)",
+        ),
+        (
+            "--kv-tokens 1000 --set enable_chunked_prefill=false"
+            " --set scheduler.inter_token_target_ms=20",
+            "inter_token_target_ms = 20.0 has no effect with enable_chunked_prefill = false",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(trace, capsys, options, reason):
@@ -124,19 +163,39 @@ def test_what_cannot_be_is_refused(trace, capsys, options, reason):
     assert error.count("\n") == 1
 
 
+MOST = "a number from 1 to 2147483647"
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("option", "value", "reason"),
     [
-        "--kv-tokens 0",
-        "--rate 0",
-        "--rate nan",
-        "--adversary 1",
-        "--deadline-ms 9:1",
-        "--arrivals never",
-        "--requests x",
+        ("--kv-tokens", "0", f"'0' is not {MOST}"),
+        ("--requests", "x", f"'x' is not {MOST}"),
+        ("--max-tokens", "99999999999", f"'99999999999' is not {MOST}"),
+        ("--rate", "0", "'0' is not a number above 0"),
+        ("--rate", "nan", "'nan' is not a number above 0"),
+        ("--rate", "fast", "'fast' is not a number above 0"),
+        ("--adversary", "1", "'1' is not a share from 0 to below 1"),
+        ("--deadline-ms", "9:1", "'9:1' is not a range A:B with A up to B"),
+        ("--deadline-ms", "1:x", f"'x' is not {MOST}"),
+        ("--deadline-ms", "1:99999999999", f"'99999999999' is not {MOST}"),
+        ("--arrivals", "never", "invalid choice"),
     ],
 )
-def test_wrong_options_are_named(trace, capsys, options):
+def test_wrong_options_say_what_is_accepted(trace, capsys, option, value, reason):
     with pytest.raises(SystemExit):
-        simulate(trace, *options.split())
-    assert options.split()[0] in capsys.readouterr().err
+        simulate(trace, option, value)
+    assert f"argument {option}: {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("--drain-timeout", "'x' is not a number of seconds from 0 on"),
+        ("--http-port", "'x' is not a port from 0 to 65535; 0 takes a free one"),
+    ],
+)
+def test_wrong_numbers_of_serve_do_so_too(capsys, option, reason):
+    with pytest.raises(SystemExit):
+        main(["serve", option, "x"])
+    assert f"argument {option}: {reason}" in capsys.readouterr().err

@@ -84,7 +84,7 @@ def rank_that_says(args: EngineArgs, data: bytes) -> Iterator[None]:
             CheckpointError,
             "rank 1 has another checkpoint of the target model .* and the weights differ",
         ),
-        (Ready(1), RankLostError, "rank 1 has sent Ready"),
+        (Ready(1, 64), RankLostError, "rank 1 has sent Ready"),
         (b"\xc1", RankLostError, "the watcher: DecodeError"),
     ],
     ids=str,

@@ -18,7 +18,11 @@ from charonia.parallel.messages import (
     Form,
     Join,
     Lines,
+    Loaded,
+    Measure,
     Message,
+    Move,
+    Moved,
     Prepared,
     Ready,
     Refusal,
@@ -28,6 +32,7 @@ from charonia.parallel.messages import (
     encode,
     forward_of,
 )
+from charonia.protocol import BlockLoad, BlockSave
 
 COUNT = st.integers(0, 2**62)
 PATHS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1)
@@ -51,11 +56,20 @@ MESSAGES = st.one_of(
     st.builds(Setup, COUNT, ARGS, COUNT, COUNT),
     st.builds(Prepared, st.text(), st.booleans(), st.dictionaries(st.text(), DIGESTS)),
     st.builds(Form, st.lists(st.none() | st.text())),
-    st.builds(Ready, COUNT),
+    st.just(Loaded()),
+    st.just(Measure()),
+    st.builds(Ready, COUNT, COUNT),
     st.builds(Refusal, st.text(), st.text()),
-    st.builds(Allocate, COUNT),
+    st.builds(Allocate, COUNT, COUNT),
     st.just(Allocated()),
     st.builds(Lines, st.text(), COUNT, COUNT),
+    st.builds(
+        Move,
+        st.lists(st.builds(BlockSave, COUNT, COUNT, COUNT, st.binary(), st.booleans())),
+        st.lists(st.builds(BlockLoad, COUNT, COUNT, COUNT, st.binary())),
+        st.lists(COUNT),
+    ),
+    st.builds(Moved, st.lists(COUNT)),
 )
 
 
@@ -110,7 +124,7 @@ def test_a_pass_may_be_cut_out_of_larger_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xc1", b"\x80", b"GET / HTTP/1.1\r\n\r\n", encode(Ready(1))[:-1]], ids=repr
+    "data", [b"\xc1", b"\x80", b"GET / HTTP/1.1\r\n\r\n", encode(Ready(1, 64))[:-1]], ids=repr
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
@@ -123,3 +137,9 @@ def equal(one: StepBatch, other: StepBatch) -> bool:
         return [value.tolist() if isinstance(value, torch.Tensor) else value for value in found]
 
     return values(one) == values(other)
+
+
+def test_arguments_that_no_engine_takes_are_no_message() -> None:
+    data = encode(Setup(1, EngineArgs(model="a-model"), 0, 1))
+    with pytest.raises(msgspec.DecodeError, match="model has a character that no path can have"):
+        decode(data.replace(b"a-model", b"a\0model"))

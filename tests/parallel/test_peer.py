@@ -61,19 +61,19 @@ def test_messages_come_in_order_and_beats_between_them_are_signs_of_life_alone(
     pair: Pair,
 ) -> None:
     here, there = pair
-    here.send(Ready(7))
+    here.send(Ready(7, 64))
     here.beat()
-    here.send_encoded(encode(Allocate(5)))
-    assert [there.receive() for _ in range(3)] == [Ready(7), None, Allocate(5)]
-    there.send(Ready(1))
-    assert here.receive(spin=LONG) == Ready(1)
+    here.send_encoded(encode(Allocate(5, 64)))
+    assert [there.receive() for _ in range(3)] == [Ready(7, 64), None, Allocate(5, 64)]
+    there.send(Ready(1, 64))
+    assert here.receive(spin=LONG) == Ready(1, 64)
 
 
 def test_a_connection_that_ends_is_a_lost_rank(pair: Pair) -> None:
     here, there = pair
-    here.send(Ready(7))
+    here.send(Ready(7, 64))
     here.close()
-    assert there.receive() == Ready(7)
+    assert there.receive() == Ready(7, 64)
     with pytest.raises(RankLostError, match="has ended"):
         there.receive()
     with pytest.raises(RankLostError, match="has ended"):
@@ -129,8 +129,8 @@ def test_what_has_come_is_taken_without_a_wait_for_more(pair: Pair) -> None:
     assert taken(there) == []
     here.beat()
     for number in range(3):
-        here.send(Ready(number))
-    assert taken(there) == [Ready(0), Ready(1), Ready(2)]
+        here.send(Ready(number, 64))
+    assert taken(there) == [Ready(0, 64), Ready(1, 64), Ready(2, 64)]
     here.close()
     with pytest.raises(RankLostError, match="has ended"):
         taken(there)
@@ -177,10 +177,10 @@ def test_many_threads_may_send(pair: Pair) -> None:
     here, there = pair
     numbers = range(200)
     with ThreadPoolExecutor(4) as threads:
-        sent = threads.map(lambda n: here.send(Ready(n)), numbers)
+        sent = threads.map(lambda n: here.send(Ready(n, 64)), numbers)
         received = {there.receive() for _ in numbers}
         list(sent)
-    assert received == {Ready(n) for n in numbers}
+    assert received == {Ready(n, 64) for n in numbers}
 
 
 def test_a_process_says_that_it_lives_until_there_is_nobody_to_say_it_to() -> None:

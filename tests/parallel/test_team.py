@@ -84,7 +84,7 @@ def stranger(port: int) -> Iterator[None]:
     connections = []
 
     def call() -> None:
-        for words in (b"GET / HTTP/1.1\r\n\r\n", _framed(encode(Allocate(3))), b""):
+        for words in (b"GET / HTTP/1.1\r\n\r\n", _framed(encode(Allocate(3, 64))), b""):
             while not is_over.wait(0.05):
                 with contextlib.suppress(OSError):
                     connections.append(socket.create_connection(("127.0.0.1", port)))

@@ -173,6 +173,17 @@ def test_requests_with_drafts_equal_transformers(engine: Engine) -> None:
         assert 0 < accepted < drafted
 
 
+def test_samples_of_one_prompt_are_those_of_requests_of_their_own(engine: Engine) -> None:
+    """Of all ranks, stages and models the blocks are copied with which they begin."""
+    params = SamplingParams(n=3, seed=7, max_tokens=NUM_NEW, ignore_eos=True)
+    alone = [SamplingParams(seed=7 + i, max_tokens=NUM_NEW, ignore_eos=True) for i in range(3)]
+    for prompt in prompts()[3:]:
+        together = engine.llm.generate(prompt, params, use_tqdm=False)[0].outputs
+        expected = engine.llm.generate([prompt] * 3, alone, use_tqdm=False)
+        assert [one.index for one in together] == [0, 1, 2]
+        assert [one.token_ids for one in together] == [one.outputs[0].token_ids for one in expected]
+
+
 def test_prompts_are_scored_as_by_transformers(engine: Engine) -> None:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     outputs = engine.llm.generate(prompts(), params, use_tqdm=False)

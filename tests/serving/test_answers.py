@@ -46,7 +46,14 @@ class SlowOutlet:
 
 def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_response() -> None:
     options = OutputOptions(is_streaming=True, has_echo=False, names=frozenset())
-    sessions = Sessions(None, 2, Ledger(9, 9), cancel=lambda key: None, log=lambda line: None)  # type: ignore[arg-type]
+    sessions = Sessions(
+        None,  # type: ignore[arg-type]
+        2,
+        Ledger(9, 9),
+        cancel=lambda key: None,
+        cancel_samples=lambda key, indexes: None,
+        log=lambda line: None,
+    )
     outlet = SlowOutlet()
     sink = sessions.open("key", options, str, outlet)
     sink(Chunk("key", text="a", token_ids=(1,)))

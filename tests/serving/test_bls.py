@@ -26,7 +26,7 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving import bls
+from charonia.serving import bls, server_watch
 from charonia.serving.bls import STEPS_SOCKET, BlsExecutor, _last_words
 from charonia.serving.engine_model import kill_processes
 from charonia.serving.liveness import start_time
@@ -237,6 +237,13 @@ def test_what_a_front_was_told_ends_steps(executor: BlsExecutor, triton: Triton)
     assert triton.num_asked == 0
 
 
+@pytest.fixture
+def quiet_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor's watch of the server asks nothing as long as a test runs."""
+    monkeypatch.setattr(server_watch, "_ASK_EVERY_S", 3600.0)
+
+
+@pytest.mark.usefixtures("quiet_watch")
 def test_an_idle_scheduler_does_not_ask_triton_at_once_when_its_engine_goes(
     executor: BlsExecutor, engine: SlowEngine, triton: Triton, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,9 +1,11 @@
 """Requests on their way in: refused by their size, cancelled and timed wherever they are."""
 
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,13 +69,14 @@ class Bench:
         new_outlet: Callable[[], Any],
         engine: EchoExecutor | None = None,
         wait_s: float = WAIT_S,
+        tenants_file: Path | None = None,
     ) -> None:
         self.tokenizer = Gated()
         self.new_outlet = new_outlet
         self.service = EngineService(
             engine or EchoExecutor(max_model_len=2**13, num_blocks=2**10, vocab_size=384),
             EngineArgs(model="echo"),
-            SchedulerArgs(),
+            SchedulerArgs(tenants_file=None if tenants_file is None else str(tenants_file)),
             self.tokenizer,
             log=lambda line: None,
         )
@@ -84,6 +87,7 @@ class Bench:
             2,
             self.ledger,
             cancel=lambda key: self.intake.cancel(key),
+            cancel_samples=self.service.cancel_samples,
             log=self.log.append,
         )
         self.tokenizing = Tokenizing(1, Ledger(2, 10**6), log=self.log.append)
@@ -98,10 +102,17 @@ class Bench:
         )
         self.service.start(wait_s=wait_s)
 
-    def take(self, text: str = LONG, *, request_id: str = "", **parameters: Any) -> Any:
+    def take(
+        self,
+        text: str = LONG,
+        *,
+        request_id: str = "",
+        flags: Mapping[str, Any] = {},
+        **parameters: Any,
+    ) -> Any:
         """Take a request in; its outlet."""
         outlet = self.new_outlet()
-        tensors = {"text_input": np.array([text.encode()], dtype=object)}
+        tensors = {"text_input": np.array([text.encode()], dtype=object), **flags}
         raw = RawRequest(tensors, parameters, request_id=request_id, num_bytes=len(text))
         self.intake.take(lambda: raw, outlet)
         return outlet
@@ -164,6 +175,27 @@ def test_too_many_long_prompts_are_refused_at_once(bench: Bench) -> None:
     assert all(text_of(outlet).startswith(LONG) for outlet in waiting)
 
 
+def test_a_tenant_that_has_all_it_may_have_is_refused_before_its_prompts_are_tokenized(
+    new_outlet: Callable[[], Any], tmp_path: Path
+) -> None:
+    limits = {"unknown": "refuse", "tenants": {"a": {"max_queue_size": 1}, "b": {}}}
+    (tmp_path / "tenants.json").write_text(json.dumps(limits))
+    bench = Bench(new_outlet, tenants_file=tmp_path / "tenants.json")
+    waiting = [bench.take(tenant="a")]
+    eventually(lambda: bench.tokenizer.num_long == 1)
+    assert "1 requests of tenant 'a'" in str(error_of(bench.take(tenant="a")))
+    assert "'c' is not known" in str(error_of(bench.take(tenant="c")))
+    waiting.append(bench.take(tenant="b"))  # there is still room for it
+    assert "2 requests" in str(error_of(bench.take(tenant="b")))
+    for tenant, num in (("a", 1), ("b", 1), ("other", 1)):
+        assert bench.count("charonia_tenant_rejections_total", tenant) == num
+    bench.tokenizer.may_go_on.set()
+    assert all(text_of(outlet).startswith(LONG) for outlet in waiting)
+    assert bench.tokenizer.num_long == 2
+    assert text_of(bench.take(tenant="a")).startswith(LONG)
+    bench.close()
+
+
 def test_a_prompt_that_is_tokenized_can_be_cancelled_by_its_id_and_by_leaving(
     bench: Bench,
 ) -> None:
@@ -196,6 +228,49 @@ def test_a_request_that_was_cancelled_on_its_way_here_ends_when_it_comes(bench: 
     assert text_of(come(time.monotonic(), "7"))
 
 
+def reasons_of(outlet: Any) -> list[str]:
+    eventually(lambda: outlet.sent or outlet.failures)
+    assert not outlet.failures
+    ((outputs, is_final),) = outlet.sent
+    assert is_final
+    return outputs["finish_reason"]  # type: ignore[no-any-return]
+
+
+def cancel_of(request_id: str, samples: Sequence[int], tenant: str = "") -> RawRequest:
+    tensors = {"cancel": np.array([True]), "cancel_samples": np.array(samples, dtype=np.int32)}
+    return RawRequest(tensors, {"tenant": tenant}, request_id=request_id)
+
+
+def test_a_sample_is_cancelled_while_its_prompt_is_tokenized(bench: Bench) -> None:
+    flags = {"return_finish_reason": np.array([True])}
+    outlet = bench.take(request_id="7", flags=flags, n=3)
+    for raw in (cancel_of("7", [1], "other"), cancel_of("8", [2]), cancel_of("7", [0, 3])):
+        bench.intake.take(lambda raw=raw: raw, answer := bench.new_outlet())
+        assert answer.sent == [({"text_output": [""]}, True)]  # whether there was one or not
+    bench.tokenizer.may_go_on.set()
+    assert reasons_of(outlet) == ["cancelled", "length", "length"]
+
+
+def test_a_sample_that_was_cancelled_on_its_way_here_ends_when_it_comes(bench: Bench) -> None:
+    before = time.monotonic()
+    bench.intake.take(lambda: cancel_of("7", [1, 2]), bench.new_outlet())
+    ids = np.array([5, 6], dtype=np.int32)
+
+    def come(arrived_at: float, num_samples: int) -> Any:
+        tensors = {
+            "input_ids": ids,
+            "request_key": np.array([SEALER.new_key(ids, "", arrived_at).encode()], dtype=object),
+            "return_finish_reason": np.array([True]),
+        }
+        raw = RawRequest(tensors, {"n": num_samples}, request_id="7")
+        bench.intake.take(lambda: raw, outlet := bench.new_outlet())
+        return outlet
+
+    assert reasons_of(come(before, 3)) == ["length", "cancelled", "cancelled"]
+    assert reasons_of(come(before, 1)) == ["length"]
+    assert reasons_of(come(time.monotonic(), 3)) == ["length"] * 3
+
+
 def test_the_oldest_cancellation_is_forgotten() -> None:
     cancellations = Cancellations()
     before = time.monotonic()
@@ -204,6 +279,11 @@ def test_the_oldest_cancellation_is_forgotten() -> None:
     assert not cancellations.cover("0", "", before)
     assert cancellations.cover("1", "", before)
     assert not cancellations.cover("1", "other", before)
+    cancellations.note("samples", "", range(3))
+    assert cancellations.samples("samples", "", before, 2) == {0, 1}
+    assert not cancellations.cover("samples", "", before)
+    assert not cancellations.cover("3", "", before)
+    assert cancellations.cover("4", "", before)
 
 
 @pytest.mark.parametrize("parameters", [{"timeout": 50_000}, {"deadline_ms": 50}])

@@ -138,7 +138,9 @@ def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(
 ) -> None:
     cancelled: list[str] = []
     poller = CancellationPoller(cancelled.append, log=print)
+    poller.FAREWELL_S = 3600.0
     poller.end_later(partial(outlet.fail, RequestCancelledError("the request was cancelled")))
     assert not sender.sent
+    poller.FAREWELL_S = CancellationPoller.FAREWELL_S
     poller.close()
     assert [flags for _, flags in sender.sent] == [1]

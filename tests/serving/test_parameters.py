@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError
-from charonia.protocol import SamplingParams
+from charonia.protocol import CacheRange, SamplingParams
 from charonia.serving.parameters import (
     PARAMETER_NAMES,
     parse_sampling_params,
@@ -57,6 +57,23 @@ def test_every_parameter_has_a_coercion() -> None:
         ("priority", "0", 0),
         ("tenant", "a", "a"),
         ("speculation", "false", False),
+        ("cache_priority", 80, 80),
+        ("cache_priority", " 80 ", 80),
+        ("cache_priority", 80.0, 80),
+        ("cache_priority", [], ()),
+        (
+            "cache_priority",
+            [
+                {"start": "16", "end": 32, "priority": "90", "ttl_s": "0.5"},
+                {"priority": 0, "end": 16},
+            ],
+            (CacheRange(start=16, end=32, priority=90, ttl_s=0.5), CacheRange(end=16, priority=0)),
+        ),
+        (
+            "cache_priority",
+            '[{"start": 8, "end": null, "priority": 90, "ttl_s": null}]',
+            (CacheRange(start=8, priority=90),),
+        ),
     ],
 )
 def test_a_value_may_be_written_in_these_ways(name: str, value: Any, read: Any) -> None:
@@ -121,6 +138,21 @@ def test_a_value_may_be_written_in_these_ways(name: str, value: Any, read: Any) 
         ("ignore_eos", 2),
         ("skip_special_tokens", []),
         ("deadline_ms", 0),
+        ("cache_priority", 101),
+        ("cache_priority", "high"),
+        ("cache_priority", '"high"'),
+        ("cache_priority", True),
+        ("cache_priority", 1.5),
+        ("cache_priority", {"priority": 5}),
+        ("cache_priority", [5]),
+        ("cache_priority", [{}]),
+        ("cache_priority", [{"priority": None}]),
+        ("cache_priority", [{"priority": 5, "begin": 5}]),
+        ("cache_priority", [{"priority": "high"}]),
+        ("cache_priority", [{"priority": 50, "start": -1}]),
+        ("cache_priority", [{"priority": 50, "ttl_s": "long"}]),
+        ("cache_ttl_s", 0),
+        ("cache_ttl_s", "long"),
         ("priority", "soon"),
         ("tenant", 5),
         ("cache_salt", "\ud800"),
@@ -145,10 +177,11 @@ def test_what_triton_adds_is_passed_over() -> None:
     assert parse_sampling_params(added | {"priority": 0}) == SamplingParams()
 
 
-@pytest.mark.parametrize("values", [{"n": 2}, {"best_of": 4}])
-def test_what_would_have_no_effect_is_not_supported_yet(values: dict[str, Any]) -> None:
-    with pytest.raises(NotSupportedError):
-        parse_sampling_params(values)
+@pytest.mark.parametrize("name", ["use_beam_search", "beam_width", "length_penalty"])
+def test_beam_search_is_refused_by_its_name(name: str) -> None:
+    says = f"^{name} = 4 is for beam search, which is not supported; .* best_of"
+    with pytest.raises(NotSupportedError, match=says):
+        parse_sampling_params({name: 4})
 
 
 @pytest.mark.parametrize("value", ["soon", -1, 1.5, None, [1], True])

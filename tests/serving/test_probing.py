@@ -18,6 +18,8 @@ from engine.bench import byte_tokenizer
 from support.echo import EchoExecutor
 from support.waiting import WAIT_S, eventually
 
+NAMES = {"engine_up", "reason", "step_age_s", "turn_age_s", "max_model_len"}
+
 
 class Gated(EchoExecutor):
     """An engine whose steps wait until they may go on."""
@@ -57,7 +59,7 @@ def serving(engine: EchoExecutor, wait_s: float = WAIT_S) -> EngineService:
 
 def ask(prober: Prober) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(prober.answer())
-    assert answer.keys() == {"engine_up", "reason", "step_age_s", "turn_age_s"}
+    assert answer.keys() == NAMES
     return answer
 
 
@@ -91,7 +93,9 @@ def test_an_idle_engine_makes_one_token_for_many_probes(
     prober = Prober(
         service, byte_tokenizer(), lambda: (service.state.last_step_at or 0.0) + since_step_s
     )
-    assert ask(prober)["step_age_s"] is None
+    first = ask(prober)
+    assert first["step_age_s"] is None
+    assert first["max_model_len"] == service.limits.max_model_len
     wait_idle(service)
     for _ in range(20):
         assert ask(prober)["step_age_s"] == pytest.approx(since_step_s)
@@ -142,6 +146,7 @@ def test_a_probe_says_why_there_is_no_engine() -> None:
     answer = ask(Prober(service, byte_tokenizer()))
     assert not answer["engine_up"]
     assert "engine" in answer["reason"]
+    assert answer["max_model_len"] is None
     assert answer["step_age_s"] is None
     assert counted(service).keys() <= {("charonia_engine_failures_total", "load_failed")}
     service.close()

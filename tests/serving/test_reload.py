@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
-from charonia.config import EngineArgs
+from charonia.config import EngineArgs, KVEventsConfig
 from charonia.engine.reload import Reload
 from charonia.errors import ConfigError
 from charonia.serving import reload
@@ -174,6 +175,17 @@ def test_of_orders_that_come_at_once_one_is_taken(operator: Operator) -> None:
         states = list(pool.map(lambda _: operator.order(), range(8)))
     assert sorted(state.phase for state in states) == ["failed"] * 7 + ["waiting"]
     assert len(operator.taken) == 1
+
+
+def test_an_engine_that_is_loaded_anew_keeps_the_schedulers_readers_of_kv_events() -> None:
+    wanted = KVEventsConfig(enable_kv_cache_events=True)
+    before = EngineArgs(model="m", kv_events_config=wanted)
+    reload.check_same_kv_events(before, structs.replace(before, model="n"))
+    off = structs.replace(before, kv_events_config=KVEventsConfig())
+    reload.check_same_kv_events(off, structs.replace(before, kv_events_config=None))
+    for config in (None, structs.replace(wanted, topic="b")):
+        with pytest.raises(ConfigError, match="kv_events_config differs"):
+            reload.check_same_kv_events(before, structs.replace(before, kv_events_config=config))
 
 
 def test_a_tokenizer_is_read_again_only_when_its_file_has_changed(

@@ -184,6 +184,12 @@ def test_logprobs_of_the_prompt_are_an_output_when_they_are_computed() -> None:
         ({"input_ids": ids(1), "sampling_parameters": '{"a": 1}'}, "unknown sampling parameter"),
         ({"input_ids": ids(1), "sampling_parameters": ["{}", "{}"]}, "must be one string"),
         ({"cancel": flag(True)}, "cancel needs the id"),
+        ({"cancel_samples": ids(1), "input_ids": ids(1)}, "give cancel = true, too"),
+        ({"cancel": flag(True), "cancel_samples": ids()}, "cancel_samples must be a list"),
+        ({"cancel": flag(True), "cancel_samples": flag(True)}, "cancel_samples must be a list"),
+        ({"cancel": flag(True), "cancel_samples": ids(0, 128)}, "from 0 to 127, but has 128"),
+        ({"cancel": flag(True), "cancel_samples": ids(-1)}, "from 0 to 127, but has -1"),
+        ({"cancel": flag(True), "cancel_samples": ids(*[1] * 129)}, "at most 128 .* has 129"),
     ],
 )
 def test_a_malformed_request_is_refused_in_clear_words(
@@ -203,6 +209,8 @@ def test_cancelling_needs_an_id_and_no_prompt(strings: Any) -> None:
     assert parse(raw) == CancelCall(request_id="7", tenant="t")
     with pytest.raises(InvalidRequestError, match="cancel needs the id"):
         parse(RawRequest({"cancel": flag(True), "request_key": strings("k")}, {}))
+    some = RawRequest({"cancel": flag(True), "cancel_samples": ids(3, 0)}, {}, request_id="7")
+    assert parse(some) == CancelCall("7", "", frozenset({0, 3}))
     call = generate_call(RawRequest({"cancel": flag(False), "input_ids": ids(1)}, {}))
     assert call.prompt_ids is not None
 

@@ -103,17 +103,49 @@ def test_a_process_that_has_ended_was_started_in_no_explicit_mode() -> None:
     assert ServerOptions.of_process(2**22 + 1).refusal == NOT_EXPLICIT
 
 
+HTTP_FLAG = "--http-header-forward-pattern"
+GRPC_FLAG = "--grpc-header-forward-pattern"
+NEEDED_HTTP, NEEDED_GRPC = f"{HTTP_FLAG}='(?i)X-Tenant'", f"{GRPC_FLAG}=x-tenant"
+
+
 @pytest.mark.parametrize(
-    ("pattern", "is_forwarded"),
-    [("x-tenant", True), ("X-Tenant", True), ("(?i)^X-TENANT$", True), ("X-Other", False)],
+    "command_line",
+    [
+        [f"{HTTP_FLAG}=(?i)^X-TENANT$", f"{GRPC_FLAG}=x-tenant"],
+        [f"{HTTP_FLAG}=(X-Tenant|x-tenant)", f"{GRPC_FLAG}=(?i)X-Tenant"],
+        [f"{HTTP_FLAG}=.*", "--allow-grpc=false"],
+        [f"{GRPC_FLAG}=x-.*", "--allow-http=false"],
+    ],
 )
-def test_a_header_may_be_forwarded_in_another_case(pattern: str, is_forwarded: bool) -> None:
-    options = ServerOptions(["tritonserver", f"--http-header-forward-pattern={pattern}"])
-    if is_forwarded:
-        options.check_forwarded("X-Tenant")
-    else:
-        with pytest.raises(ConfigError, match="does not forward the header X-Tenant; start it"):
-            options.check_forwarded("X-Tenant")
+def test_a_header_that_every_protocol_forwards_may_say_whose_a_request_is(
+    command_line: list[str],
+) -> None:
+    ServerOptions(["tritonserver", *command_line]).check_forwarded("X-Tenant")
+
+
+@pytest.mark.parametrize(
+    ("command_line", "missing"),
+    [
+        ([], [NEEDED_HTTP, NEEDED_GRPC]),
+        ([f"{HTTP_FLAG}=X-Other", f"{GRPC_FLAG}=x-other"], [NEEDED_HTTP, NEEDED_GRPC]),
+        ([f"{HTTP_FLAG}=(?i)x-tenant"], [NEEDED_GRPC]),
+        ([f"{GRPC_FLAG}=x-tenant"], [NEEDED_HTTP]),
+        ([f"{HTTP_FLAG}=x-tenant", f"{GRPC_FLAG}=x-tenant"], [NEEDED_HTTP]),
+        ([f"{HTTP_FLAG}=X-Tenant", f"{GRPC_FLAG}=x-tenant"], [NEEDED_HTTP]),
+        ([f"{HTTP_FLAG}=(?i)x-tenant", f"{GRPC_FLAG}=X-Tenant"], [NEEDED_GRPC]),
+        ([f"{HTTP_FLAG}=(?i)x-tenant", "--allow-grpc=true"], [NEEDED_GRPC]),
+        ([f"{HTTP_FLAG}=\\pL", f"{GRPC_FLAG}=x-tenant"], [NEEDED_HTTP]),  # what only RE2 knows
+    ],
+)
+def test_a_header_that_a_protocol_does_not_forward_is_refused_by_the_options_it_lacks(
+    command_line: list[str], missing: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerOptions(["tritonserver", *command_line]).check_forwarded("X-Tenant")
+    assert str(caught.value) == (
+        "tritonserver does not forward the header X-Tenant over every protocol; start it with "
+        + " and ".join(missing)
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ Outlets record here; Triton's own senders are tested on the real server.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,7 @@ class Harness:
         from support.checkpoints import make_tokenizer
 
         self.cancelled: list[str] = []
+        self.cancelled_samples: list[tuple[str, Collection[int]]] = []
         self.log: list[str] = []
         self.ledger = Ledger(100, 1000)
         self.sessions = Sessions(
@@ -57,6 +58,7 @@ class Harness:
             2,
             self.ledger,
             cancel=self.cancelled.append,
+            cancel_samples=lambda key, indexes: self.cancelled_samples.append((key, indexes)),
             log=self.log.append,
         )
 
@@ -107,8 +109,9 @@ def test_few_responses_are_under_way_to_who_reports_them(harness: Harness, new_o
 
 
 def test_few_responses_are_under_way_to_who_acknowledges_them(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sessions, "FIRST_REPORT_S", FOR_EVER_S)
     outlet = new_outlet()
     outlet.is_acknowledged = True
     sink = harness.sessions.open("k", STREAMING, str, outlet)
@@ -552,3 +555,48 @@ def test_at_the_end_nobody_waits_for_reports_that_do_not_come(new_outlet: Any) -
     eventually(lambda: len(outlet.sent) == 2)
     harness.sessions.close()
     assert [type(error) for error in outlet.failures] == [ShuttingDownError]
+
+
+def test_each_sample_is_cancelled_once_and_only_one_that_there_is(
+    harness: Harness, new_outlet: Any
+) -> None:
+    sink = harness.sessions.open("k", STREAMING, str, new_outlet(), num_samples=3)
+    for indexes in ([1, 3, 127], [1], [2, 1], [5]):
+        harness.sessions.cancel_samples("k", indexes)
+    harness.sessions.cancel_samples("of nobody", [0])
+    assert harness.cancelled_samples == [("k", {1}), ("k", {2})]
+    assert harness.sessions.cancelled_samples("k") == {1, 2}
+    assert not harness.cancelled
+    sink(Chunk("k", finish_reason="stop"))
+    eventually(lambda: not harness.sessions.num_live)
+    assert harness.sessions.cancelled_samples("k") == frozenset()
+
+
+def test_the_end_of_a_cancelled_sample_is_a_response_and_its_reason_stays(
+    harness: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    names = frozenset({"text_output", "finish_reason", "num_output_tokens"})
+    sink = harness.sessions.open("k", replace(STREAMING, names=names), str, outlet, num_samples=2)
+    sink(Chunk("k", finish_reason="cancelled", index=1, num_open=1))
+    eventually(lambda: len(outlet.sent) == 1)
+    sink(Chunk("k", text="a", token_ids=(1,), finish_reason="stop", index=0))
+    eventually(lambda: len(outlet.sent) == 2)
+    assert outlet.sent == [
+        (
+            {
+                "text_output": ["", ""],
+                "finish_reason": ["None", "cancelled"],
+                "num_output_tokens": [0, 0],
+            },
+            False,
+        ),
+        (
+            {
+                "text_output": ["a", ""],
+                "finish_reason": ["stop", "cancelled"],
+                "num_output_tokens": [1, 0],
+            },
+            True,
+        ),
+    ]

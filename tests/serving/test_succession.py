@@ -46,6 +46,7 @@ def younger(path: Path, older: Scheduler) -> Iterator[Scheduler]:
 
 
 def test_the_first_one_has_nobody_to_wait_for(older: Scheduler) -> None:
+    assert not older.succession.has_older
     assert older.succession.take_over(0.0)
 
 
@@ -53,6 +54,7 @@ def test_an_older_one_ends_when_the_younger_takes_over_and_no_sooner(
     older: Scheduler, younger: Scheduler
 ) -> None:
     assert not older.has_ended
+    assert younger.succession.has_older
     assert younger.succession.take_over(WAIT_S)
     assert older.has_ended
     assert not younger.has_ended

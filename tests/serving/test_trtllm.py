@@ -137,6 +137,30 @@ def test_biases_come_by_words_or_by_the_whole_vocabulary() -> None:
         sampling("ensemble", embedding_bias_words=["ab"], embedding_bias_weights=[1.0, 2.0])
 
 
+def test_ranges_to_be_retained_are_of_the_prompt_and_what_is_generated_has_its_own() -> None:
+    assert "cache_priority" not in sampling("tensorrt_llm")
+    inputs = {
+        "retention_token_range_starts": [0, 1, 3],
+        "retention_token_range_ends": [1, -1, 9],
+        "retention_token_range_priorities": [90, 10, 50],
+    }
+    first = {"start": 0, "end": 1, "priority": 90, "ttl_s": None}
+    second = {"start": 1, "end": 3, "priority": 10, "ttl_s": None}
+    assert sampling("tensorrt_llm", **inputs)["cache_priority"] == [first, second]
+    found = sampling(
+        "tensorrt_llm",
+        **inputs,
+        retention_token_range_durations_ms=[-1, 1500, 7],
+        retention_decode_priority=0,
+    )
+    generated = {"start": 3, "end": None, "priority": 0, "ttl_s": None}
+    assert found["cache_priority"] == [first, second | {"ttl_s": 1.5}, generated]
+    found = sampling(
+        "tensorrt_llm", retention_decode_priority=60, retention_decode_duration_ms=2000
+    )
+    assert found["cache_priority"] == [generated | {"priority": 60, "ttl_s": 2.0}]
+
+
 # ---------------------------------------------------------------------- batches
 
 

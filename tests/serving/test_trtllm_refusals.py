@@ -244,3 +244,16 @@ def test_errors_speak_of_the_models_own_tensors(error: CharoniaError, expected: 
 def test_a_request_that_is_stopped_just_ends() -> None:
     (part,) = split("tensorrt_llm", TOKENS)
     assert part.failure(RequestCancelledError("the request was cancelled")) is None
+
+
+def test_ranges_to_be_retained_have_all_their_values_and_are_few() -> None:
+    starts = {"retention_token_range_starts": [0, 1]}
+    for inputs, says in (
+        (starts, "^retention_token_range_ends must be as many as .*_starts, but are 0 for 2"),
+        (
+            {name: [0] * 32 for name in starts},
+            "^retention_token_range_starts must have at most 31 values, but has 32",
+        ),
+    ):
+        with pytest.raises(InvalidRequestError, match=says):
+            split("tensorrt_llm", TOKENS | inputs)

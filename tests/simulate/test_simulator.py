@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
+from charonia.errors import ConfigError
 from charonia.simulate.report import ALL, recorded, report, tables
 from charonia.simulate.simulator import Outcome, Setting, Simulation
 from charonia.simulate.step_times import StepTimes
@@ -71,6 +72,13 @@ def test_what_lies_around_the_engine_counts():
     assert served.ended_at == pytest.approx(3 * 0.015)
 
 
+def test_a_request_is_taken_in_whatever_the_sum_of_its_times_is_rounded_to():
+    assert (0.243 + 0.0073) - 0.0073 < 0.243
+    times = StepTimes(curve=[(0, 0.01)], intake=0.0073)
+    (served,) = run(make_setting(step_times=times), request(10, 3, timestamp=243.0)).served
+    assert served.ended_at == pytest.approx(0.243 + 0.0073 + 0.03)
+
+
 def test_a_request_is_taken_in_before_it_is_planned():
     times = StepTimes(curve=[(0, 0.01)], intake=0.002)
     (served,) = run(make_setting(step_times=times), request(10, 3)).served
@@ -102,6 +110,20 @@ def test_who_comes_during_a_step_is_in_the_next_that_is_planned():
         first, second = run(setting, *requests).served
         assert second.first_token_at == pytest.approx(when)
         assert first.ended_at == pytest.approx(3.0)
+
+
+def test_no_step_is_so_long_that_the_engine_hangs():
+    setting = make_setting(step_times=StepTimes(curve=[(0, 0.0), (1, 0.1)]))
+    (served,) = run(make_setting(step_times=StepTimes(curve=[(0, 60.0)])), request(10, 2)).served
+    assert (served.outcome, served.ended_at) == ("length", pytest.approx(120.0))
+    requests = [request(90, 3) for _ in range(20)]
+    assert all(one.is_finished for one in run(setting, *requests).served)
+
+
+def test_a_setting_that_contradicts_itself_is_refused():
+    setting = make_setting(enable_chunked_prefill=False)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens = 100 must be at least max_mod"):
+        run(setting, request())
 
 
 # ---------------------------------------------------------------------- several
@@ -179,6 +201,65 @@ def test_who_would_wait_beyond_the_deadline_is_refused_at_the_door():
     assert by_deadline[-2].outcome == "length"  # it is the first there
 
 
+@pytest.mark.parametrize("fair_share", [False, True])
+def test_weights_are_taken_whatever_the_policy_is(tmp_path, fair_share):
+    file = tmp_path / "tenants.json"
+    file.write_text(json.dumps({"tenants": {"heavy": {"weight": 4}}}))
+    requests = [request(20, 20, tenant=tenant) for tenant in ["heavy", "light"] * 50]
+    outcome = run(make_setting(tenants_file=str(file), fair_share=fair_share), *requests)
+    heavy, light = outcome.service.service["heavy"], outcome.service.service["light"]
+    assert heavy == pytest.approx(light / 4)
+
+
+def test_with_fair_shares_who_floods_the_cache_costs_others_no_hits():
+    """One asks for the same all the time, the other one for something new; blocks of 16 tokens."""
+    blocks = [
+        request(81, 1, timestamp=100.0 * number, tenant=tenant, hash_ids=hash_ids)
+        for number in range(200)
+        for tenant, hash_ids in [
+            ("often", [1, 2, 3, 4, 5])
+            if number % 10 == 0
+            else ("new", [10 * number + part for part in range(10, 15)])
+        ]
+    ]
+
+    def hits(**changes):
+        setting = make_setting(num_blocks=21, eviction_policy="lru", **changes)
+        return run(setting, *blocks, block_length=16).hit_rate
+
+    assert hits() == 0
+    assert hits(fair_share=True) == pytest.approx(19 / 200 * 80 / 81)
+
+
+def test_the_ladder_is_the_real_one():
+    flood = [request(90, 10) for _ in range(200)]
+    low = [request(10, 9, priority=1, timestamp=5000.0), request(10, 9, timestamp=5000.0)]
+    later = [request(10, 9, priority=1, timestamp=60_000.0)]
+
+    def ends(ladder, *requests):
+        setting = make_setting(
+            scheduling_policy="priority",
+            degradation_wait_s=1.0,
+            degradation_ladder=ladder,
+            degradation_max_tokens=2,
+        )
+        served = run(setting, *requests).served[len(flood) :]
+        return [(one.outcome, one.num_tokens) for one in served]
+
+    capped, refused, whole = ("length", 2), ("overloaded", 0), ("length", 9)
+    assert ends("max_tokens", *flood, *low, *later) == [capped, whole, whole]
+    # While nobody comes, both rungs are left.
+    assert ends("max_tokens,rejection", *flood, *low, *later) == [refused, whole, whole]
+
+
+def test_shorter_chunks_are_a_rung_of_the_ladder():
+    requests = [request(90, 10) for _ in range(200)]
+    ladder = {"degradation_wait_s": 1.0, "degradation_ladder": "chunks"}
+    with_it, without = run(make_setting(**ladder), *requests), run(make_setting(), *requests)
+    longest = [one.inter_token["", 0].quantile(0.9) for one in (with_it, without)]
+    assert longest[0] < longest[1]
+
+
 def test_fair_shares_are_within_their_bound_and_first_come_is_not():
     flood = [request(50, 50, tenant="flood") for _ in range(300)]
     small = [request(50, 50, tenant="small", timestamp=1.0) for _ in range(100)]
@@ -218,6 +299,22 @@ def test_the_same_seed_gives_the_same_run(policy, fair_share):
 
     assert ends(1) == ends(1)
     assert ends(1) != ends(2)
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "w_tinylfu"])
+def test_the_same_seed_evicts_the_same_blocks_where_hashes_decide(policy):
+    trace = [
+        request(64, 1, timestamp=10.0 * n, hash_ids=[n * n % 37, n % 11, n % 5, n])
+        for n in range(600)
+    ]
+
+    def ends(seed):
+        setting = make_setting(num_blocks=24, eviction_policy=policy, seed=seed)
+        outcome = run(setting, *trace, block_length=16)
+        assert 0.05 < outcome.hit_rate < 0.9
+        return [one.ended_at for one in outcome.served]
+
+    assert ends(1) == ends(1)
 
 
 @pytest.mark.parametrize("target", [30.0, "auto"])
@@ -268,6 +365,27 @@ def test_urgent_requests_are_in_the_next_plan_beside_a_flood_of_tenants(tmp_path
 # ---------------------------------------------------------------------- reports
 
 
+def test_of_requests_that_come_together_one_computes_the_prefix_of_all():
+    def trace() -> list[TraceRequest]:
+        return [
+            request(450, 20, timestamp=5000.0 * burst, hash_ids=[*range(9 * burst, 9 * burst + 8)])
+            for burst in range(10)
+            for _ in range(8)
+        ]
+
+    def run_bursts(**changes) -> Outcome:
+        setting = make_setting(max_num_seqs=8, max_num_batched_tokens=2000, **changes)
+        return run(setting, *trace(), block_length=50)
+
+    shared, alone = run_bursts(), run_bursts(enable_prefix_sharing=False)
+    assert alone.hit_rate < 0.5 < 0.7 < shared.hit_rate
+
+    def median_ttft_ms(outcome: Outcome) -> float:
+        return sorted(one.milliseconds_to(one.first_token_at) for one in outcome.served)[40]
+
+    assert median_ttft_ms(shared) < 0.6 * median_ttft_ms(alone)
+
+
 def test_a_report_has_classes_and_numbers():
     requests = [request(10, 5, tenant=name, timestamp=float(n)) for n, name in enumerate("aab")]
     outcome = run(make_setting(), *requests)
@@ -295,6 +413,16 @@ def test_a_run_is_a_trace_again():
     assert again.overall.inter_token.mean == pytest.approx(found.overall.inter_token.mean, rel=1e-3)
     assert again.tokens_per_s == pytest.approx(found.tokens_per_s, rel=1e-3)
     assert recorded([request()]) is None
+
+
+def test_tables_say_how_requests_ended_that_were_not_finished():
+    requests = [request(tenant="ab"[n % 2]) for n in range(10)]
+    outcome = run(make_setting(max_queue_size=2), *requests, request(2000, 1, tenant="a"))
+    text = tables([report("fcfs", outcome, "tenant", 100)])
+    assert text.count("| not finished |") == 2
+    assert "| 4 queue_full, 1 prompt_too_long |" in text
+    assert "| 2 queue_full, 1 prompt_too_long |" in text
+    assert "not finished" not in tables([report("x", run(make_setting()), "none", 100)])
 
 
 @needs_traces

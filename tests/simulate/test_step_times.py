@@ -96,7 +96,20 @@ def test_constants_have_units():
     assert StepClock(times, 0).host_s(7) == pytest.approx(1e-3)
 
 
-@pytest.mark.parametrize("text", ["step=8", "walk=8ms", "step=8ms,", "step=ms", "step=1e9e9ms"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step=8",
+        "walk=8ms",
+        "step=8ms,",
+        "step=ms",
+        "step=1e9e9ms",
+        "step=1.2.3ms",
+        "step=.ms",
+        "step=1e400s",
+        "step=3601s",
+    ],
+)
 def test_a_wrong_constant_is_named(text):
     with pytest.raises(ConfigError, match="is no constant; accepted are step, token, row"):
         StepTimes.load(text)
@@ -150,6 +163,14 @@ def test_requests_beside_the_steps_say_how_fast_they_were_taken_in(tmp_path):
     lines.append(TraceRequest(timestamp=30, input_length=5, output_length=0))
     write_requests(tmp_path / "requests.jsonl", lines)
     assert StepTimes.load(str(path)).intake == pytest.approx(0.0005)
+
+
+def test_a_record_of_steps_is_not_read_as_requests(tmp_path):
+    path = tmp_path / "monday.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records_of(TIMES)))
+    found = StepTimes.load(str(path))
+    assert found.gap == pytest.approx(TIMES.gap, rel=0.01)
+    assert found.intake == 0
 
 
 def test_gaps_grow_with_the_rows():

@@ -82,6 +82,15 @@ def test_an_adversary_sends_all_at_once():
     assert regular[0].at < adverse[0].at < regular[-1].at
 
 
+def test_requests_at_one_time_are_spread_by_a_rate():
+    trace = [TraceRequest(timestamp=7.0, input_length=9, output_length=2)] * 10
+    arrivals = list(shape(trace, Shape(num_requests=15, rate=5.0), 0))
+    assert [one.at for one in arrivals] == pytest.approx([0.2 * n for n in range(15)])
+    assert {one.at for one in shape(trace, Shape(), 0)} == {0.0}
+    with pytest.raises(ConfigError, match="at the same time; give a rate"):
+        list(shape(trace, Shape(num_requests=15), 0))
+
+
 def test_a_rate_needs_time():
     with pytest.raises(ConfigError, match="at the same time; give a rate"):
         rate_of(TRACE[:1])

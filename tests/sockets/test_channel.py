@@ -1,12 +1,15 @@
 """Framing: whole messages, however they come, and none that is longer than its limit."""
 
+import fcntl
+import resource
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
 
-from charonia.sockets.channel import Channel
+from charonia.sockets.channel import FD_SETSIZE, Channel
 from support.waiting import WAIT_S, Clock
 
 
@@ -52,6 +55,38 @@ def test_an_end_looks_before_it_sleeps_and_misses_nothing(monkeypatch: pytest.Mo
     watched.is_late = False
     far.close()
     assert channel.receive(WAIT_S, spin=0.02) is None
+    channel.close()
+
+
+def test_a_brief_wait_ends_with_a_message_or_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without poll(), which counts in whole milliseconds."""
+    near, far = socket.socketpair()
+    channel = Channel(near)
+    monkeypatch.delattr("select.poll")
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        channel.receive(0.0005)
+    assert time.monotonic() - started >= 0.0005
+    far.sendall(b"\x01\x00\x00\x00a")
+    assert channel.receive(0.005) == b"a"
+    far.close()
+    assert channel.receive(0.005) is None
+    channel.close()
+
+
+def test_a_brief_wait_is_one_also_where_select_takes_no_such_descriptor() -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit <= FD_SETSIZE:
+        pytest.skip(f"a process may have {limit} descriptors here")
+    near, far = socket.socketpair()
+    descriptor = fcntl.fcntl(near, fcntl.F_DUPFD, FD_SETSIZE)
+    near.close()
+    channel = Channel(socket.socket(fileno=descriptor))
+    with pytest.raises(TimeoutError):
+        channel.receive(0.001)
+    far.sendall(b"\x01\x00\x00\x00a")
+    assert channel.receive(0.005) == b"a"
+    far.close()
     channel.close()
 
 

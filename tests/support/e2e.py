@@ -152,7 +152,8 @@ def one_response(responses: list[Response]) -> Response:
 def check_stream(responses: list[Response]) -> None:
     """Assert what holds for every stream: FINAL on the last response alone, and none is empty."""
     assert [response.is_final for response in responses] == [False] * (len(responses) - 1) + [True]
-    assert all(response.text for response in responses[:-1]), "a response without text"
+    texts = [response.outputs["text_output"] for response in responses[:-1]]
+    assert all(any(some) for some in texts), "a response without text"
     for response in responses:
         assert response.outputs.get("output_ids", [0]), "a response without a token"
 
@@ -317,16 +318,44 @@ def generate_stream(
 # ---------------------------------------------------------------------- metrics
 
 
-def read_page(server: TritonServer) -> dict[str, float]:
-    """charonia's samples on the metrics page; keys as `charonia_kv_blocks{state="used"}`.
-
-    The labels `model` and `version`, which all have, are left out.
+def read_page(url: str) -> str:
+    """The metrics page; empty where tritonserver was silent for longer than a page waits.
 
     Raises:
         httpx.HTTPError: there is no page, as while tritonserver does not run.
     """
+    reply = HTTP.get(url)
+    if reply.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        return ""
+    return reply.raise_for_status().text
+
+
+def whole_page(url: str) -> str:
+    """`read_page`, asked until the page is whole: the numbers are the scheduler's at this moment.
+
+    On a busy machine tritonserver or the scheduler may be silent for longer than a page waits, and
+    this process for longer than the page waits for it.
+    """
+
+    def read() -> str:
+        with contextlib.suppress(httpx.RemoteProtocolError):  # it hung up
+            return read_page(url)
+        return ""
+
+    def is_whole(page: str) -> bool:
+        return samples_of(page).get("charonia_scheduler_up") == 1
+
+    page = wait_for(read, is_whole)
+    assert is_whole(page), f"no whole page of metrics: {page}"
+    return page
+
+
+def samples_of(page: str) -> dict[str, float]:
+    """charonia's samples on a metrics page; keys as `charonia_kv_blocks{state="used"}`.
+
+    The labels `model` and `version`, which all have, are left out.
+    """
     samples = {}
-    page = HTTP.get(server.metrics_url).raise_for_status().text
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             if sample.name.startswith("nv_") and "kv_cache_block_type" not in sample.labels:
@@ -341,22 +370,8 @@ def read_page(server: TritonServer) -> dict[str, float]:
 
 
 def scrape(server: TritonServer) -> dict[str, float]:
-    """`read_page`, asked until the page is whole: the numbers are the scheduler's at this moment.
-
-    On a busy machine tritonserver or the scheduler may be silent for longer than a page waits.
-    """
-
-    def ask() -> dict[str, float]:
-        try:
-            return read_page(server)
-        except httpx.HTTPStatusError as error:
-            if error.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:
-                raise
-            return {}
-
-    samples = wait_for(ask, lambda samples: samples.get("charonia_scheduler_up") == 1)
-    assert samples.get("charonia_scheduler_up") == 1, f"no whole page of metrics: {samples}"
-    return samples
+    """The samples of the whole page."""
+    return samples_of(whole_page(server.metrics_url))
 
 
 def wait_for(ask: Callable[[], T], is_good: Callable[[T], bool], timeout: float = 120.0) -> T:

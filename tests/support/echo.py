@@ -13,6 +13,7 @@ as a test says, by a clock that a test gives.
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from charonia.control import Request
@@ -25,17 +26,23 @@ from charonia.errors import (
     StepFailedError,
 )
 from charonia.protocol import (
+    BlockLoad,
+    BlockSave,
     EngineInfo,
+    KeptBlocks,
     KVLayout,
     NewRow,
     RowResult,
     RowStep,
+    SlotContent,
     StepPlan,
     StepResult,
+    TierInfo,
     TokenLogprobs,
 )
 
 UNWRITTEN = -1
+SLOT_BYTES = 2**19  # as if a block of an engine with slower tiers were so large
 
 
 def echo_token(token_ids: list[int], seed: int, vocab_size: int) -> int:
@@ -103,17 +110,32 @@ class _Row:
         self.sampling = join.sampling
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What a slot of a slower tier holds."""
+
+    key: bytes
+    has_draft: bool
+    slots: list[int]
+    draft_slots: list[int]
+    is_damaged: bool = False
+
+
 class EchoExecutor:
     """An engine of the given size; `fail_next`, `die_next` and `hang_next` make steps fail.
 
     Attributes:
+        tiers: what slower tiers hold, by slot: key, whether it has draft KV, and the slots of both
+            caches. `lose` has something of that damaged.
         load_s: what loading it takes, by `clock`; finding it takes no time.
+        room: blocks for which it says that there is memory; None where it does not look.
         is_server_stopping: whether its server is shutting down.
 
     Args:
         num_blocks: with the null block. poison: a token whose row kills the engine when computed.
         is_early: whether a step is executed when it is submitted, of one step after the other, and
             then from the start again.
+        tier_sizes: slots of the slower tiers; the second one outlives the engine.
     """
 
     def __init__(
@@ -130,6 +152,7 @@ class EchoExecutor:
         max_draft_len: int = 0,
         num_stages: int = 1,
         is_early: Sequence[bool] = (False,),
+        tier_sizes: Sequence[int] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -142,6 +165,8 @@ class EchoExecutor:
         self.max_draft_len = max_draft_len
         self.num_stages = num_stages
         self.is_early = is_early
+        self.tier_sizes = tier_sizes
+        self.tiers: list[dict[int, _Kept]] = [{} for _ in tier_sizes]
         self.fail_next = 0
         self.die_next = 0
         self.hang_next = 0
@@ -152,6 +177,7 @@ class EchoExecutor:
         self.pids = [os.getpid()]
         self.load_s = 0.0
         self.clock = lambda: 0.0
+        self.room: int | None = None
         self.is_server_stopping = False
         self._boot()
 
@@ -162,6 +188,8 @@ class EchoExecutor:
         self.step_id = -1
         self.needs_reset = True
         self._submitted: deque[_Step] = deque()  # and not executed yet
+        if self.tiers:
+            self.tiers[0].clear()
         self._clear()
 
     def _clear(self) -> None:
@@ -196,7 +224,27 @@ class EchoExecutor:
             num_parameters=0,
             max_draft_len=self.max_draft_len,
             num_stages=self.num_stages,
+            kept=self._kept() if self.tier_sizes else None,
+            watches_memory=self.room is not None,
         )
+
+    def _kept(self) -> KeptBlocks:
+        tiers = [
+            TierInfo(
+                name=name,
+                num_slots=size,
+                contents=[SlotContent(slot, one.key, one.has_draft) for slot, one in kept.items()],
+            )
+            for name, size, kept in zip(("host", "file"), self.tier_sizes, self.tiers, strict=False)
+        ]
+        return KeptBlocks(hash_secret=b"kept" * 4, slot_bytes=SLOT_BYTES, tiers=tiers)
+
+    def lose(self, number: int) -> None:
+        """Damage something that a tier holds, unless none holds anything."""
+        kept = [(tier, slot) for tier in self.tiers for slot in tier]
+        if kept:
+            tier, slot = kept[number % len(kept)]
+            tier[slot] = replace(tier[slot], is_damaged=True)
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> "_Opening":
         return _Opening(self, replace)
@@ -273,6 +321,16 @@ class EchoExecutor:
         for join in plan.joins:
             assert join.row not in self.rows, f"row {join.row} is taken"
             self.rows[join.row] = _Row(join)
+        for save in plan.saves:
+            self._save(save)
+        for copy in plan.copies:
+            self._copy(copy.source, copy.target)
+        not_loaded = [load.block_id for load in plan.loads if not self._load(load)]
+        held = {block_id for row in self.rows.values() for block_id in row.block_ids}
+        assert held.isdisjoint(plan.discards), "a row's block is discarded"
+        for block_id in plan.discards:
+            for cache in self._caches:
+                cache[self._slots_of(block_id)] = self._nothing
         total = sum(s.num_tokens + s.num_drafts + s.num_draft_tokens for s in plan.rows)
         assert total <= self.max_num_batched_tokens
         results = [self._compute(step) for step in plan.rows]
@@ -280,7 +338,47 @@ class EchoExecutor:
         self.num_steps += 1
         has_guesses = any(step.num_draft_tokens for step in plan.rows)
         seconds = {"seconds": 0.001, "draft_seconds": 0.0004 if has_guesses else 0.0}
-        return StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=results, **seconds)
+        return StepResult(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            rows=results,
+            not_loaded=not_loaded,
+            num_blocks=self.room,
+            **seconds,
+        )
+
+    def _save(self, save: BlockSave) -> None:
+        assert 0 < save.block_id < self.num_blocks
+        assert 0 <= save.slot < self.tier_sizes[save.tier]
+        slots, draft_slots = (list(one[self._slots_of(save.block_id)]) for one in self._caches)
+        self.tiers[save.tier][save.slot] = _Kept(save.key, save.has_draft, slots, draft_slots)
+
+    def _load(self, load: BlockLoad) -> bool:
+        held = {block_id for row in self.rows.values() for block_id in row.block_ids}
+        assert load.block_id not in held, "a row's block is written over"
+        kept = self.tiers[load.tier].get(load.slot)
+        is_there = kept is not None and kept.key == load.key and not kept.is_damaged
+        content = (kept.slots, kept.draft_slots) if is_there else (self._nothing, self._nothing)
+        for cache, slots in zip(self._caches, content, strict=True):
+            cache[self._slots_of(load.block_id)] = slots
+        return is_there
+
+    @property
+    def _caches(self) -> tuple[list[int], list[int]]:
+        return self.slots, self.draft_slots
+
+    @property
+    def _nothing(self) -> list[int]:
+        return [UNWRITTEN] * self.block_size
+
+    def _slots_of(self, block_id: int) -> slice:
+        return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
+
+    def _copy(self, source: int, target: int) -> None:
+        assert 0 < source < self.num_blocks
+        assert 0 < target < self.num_blocks
+        for cache in self._caches:
+            cache[self._slots_of(target)] = cache[self._slots_of(source)]
 
     def _check_order(self, plan: StepPlan) -> None:
         is_next = plan.epoch == self.epoch and plan.step_id == self.step_id + 1

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from charonia.data.ops.base import Pages
+from charonia.data.ops.kv_format import Quantized, format_of
 from charonia.data.ops.native.build import (
     KernelsUnavailableError,
     build_kernels,
@@ -41,7 +43,10 @@ def native_ops(isa: str, num_threads: int = 2, *, is_int8: bool = False) -> Nati
 
 
 def packed(pages: Pages) -> Pages:
-    """From [blocks, block_size, kv_heads, head_dim] to the layout of the kernels."""
+    """From [blocks, block_size, kv_heads, width] to the layout of the kernels."""
+    kv_format = format_of(pages.keys)
+    if isinstance(kv_format, Quantized):
+        return Pages(*(_packed_codes(part, kv_format, columns) for part, columns in _sides(pages)))
     pair = 4 // pages.keys.element_size()  # numbers that share 32 bits
     blocks, block_size, heads, dim = pages.keys.shape
     filled = -(-dim // LANES) * LANES
@@ -53,10 +58,82 @@ def packed(pages: Pages) -> Pages:
 
 def unpacked(pages: Pages, head_dim: int) -> Pages:
     """The other way round."""
+    kv_format = format_of(pages.keys)
+    if isinstance(kv_format, Quantized):
+        return Pages(
+            *(
+                _unpacked_codes(part, kv_format, columns, head_dim)
+                for part, columns in _sides(pages)
+            )
+        )
     blocks, heads, _, block_size, _ = pages.keys.shape
     keys = pages.keys.permute(0, 3, 1, 2, 4).reshape(blocks, block_size, heads, -1)
     values = pages.values.permute(0, 2, 4, 1, 3).reshape(blocks, block_size, heads, -1)
     return Pages(keys[..., :head_dim], values[..., :head_dim])
+
+
+def _sides(pages: Pages) -> list[tuple[Tensor, bool]]:
+    """Keys and values, and whether the numbers of a head are columns."""
+    return [(pages.keys, False), (pages.values, True)]
+
+
+_PLACES = {torch.int8: [0, 1, 2, 3], torch.float8_e4m3fn: [0, 2, 1, 3], torch.uint8: [0, 1, 2, 3]}
+"""Of four consecutive numbers the bytes; in int4 the next four have the upper halves of these."""
+
+
+def _packed_codes(part: Tensor, kv_format: Quantized, is_by_column: bool) -> Tensor:
+    blocks, block_size, heads, _ = part.shape
+    codes, scales = _split(part.view(torch.uint8), kv_format)
+    dim = codes.shape[-1] * 8 // kv_format.bits
+    if kv_format.bits == 4:
+        groups = codes.unflatten(-1, (-1, 16))
+        codes = torch.cat((groups & 15, groups >> 4), -1).flatten(-2)
+    if part.dtype == torch.int8:
+        codes = codes ^ 128
+    codes = pad(codes, (0, -dim % LANES))
+    numbers = codes.permute(0, 2, 1, 3)  # [blocks, heads, block_size, dim]
+    if not is_by_column:
+        numbers = numbers.transpose(2, 3)
+    words = numbers.unflatten(2, (-1, 32 // kv_format.bits)).transpose(3, 4)
+    if kv_format.bits == 4:
+        words = words[..., :4] | words[..., 4:] << 4
+    words = words[..., _PLACES[part.dtype]].flatten(2)
+    behind = scales.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.uint8)
+    return torch.cat((words, behind), -1).view(blocks, heads, block_size, -1).view(part.dtype)
+
+
+def _unpacked_codes(
+    part: Tensor, kv_format: Quantized, is_by_column: bool, head_dim: int
+) -> Tensor:
+    blocks, heads, block_size, _ = part.shape
+    filled = -(-head_dim // LANES) * LANES
+    step = 32 // kv_format.bits
+    flat = part.view(torch.uint8).flatten(2)
+    words, behind = flat.tensor_split([block_size * filled * kv_format.bits // 8], -1)
+    rows, columns = (block_size, filled) if is_by_column else (filled, block_size)
+    words = words.view(blocks, heads, rows // step, columns, 4)[..., _PLACES[part.dtype]]
+    if kv_format.bits == 4:
+        words = torch.cat((words & 15, words >> 4), -1)
+    numbers = words.transpose(3, 4).flatten(2, 3)
+    if not is_by_column:
+        numbers = numbers.transpose(2, 3)
+    codes = numbers.permute(0, 2, 1, 3)[..., :head_dim]
+    if part.dtype == torch.int8:
+        codes = codes ^ 128
+    if kv_format.bits == 4:
+        halves = codes.unflatten(-1, (-1, 2, 16))
+        codes = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+    scales = behind.contiguous().view(torch.bfloat16).view(blocks, heads, -1, block_size)
+    scales = scales.permute(0, 3, 1, 2).flatten().view(torch.uint8)
+    return torch.cat((codes, scales.view(blocks, block_size, heads, -1)), -1).view(part.dtype)
+
+
+def _split(stored: Tensor, kv_format: Quantized) -> tuple[Tensor, Tensor]:
+    """Codes and scales of bytes [..., width], as kv_format.py has them."""
+    width = stored.shape[-1]
+    num_scales = width // (kv_format.group * kv_format.bits // 8 + 2) if kv_format.group else 1
+    codes, scales = stored.tensor_split([width - 2 * num_scales], -1)
+    return codes, scales.contiguous().view(torch.bfloat16)
 
 
 def filling(pages: Pages, head_dim: int) -> Tensor:

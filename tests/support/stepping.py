@@ -1,16 +1,21 @@
 """A scheduler with an echoing engine, stepped by hand."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from charonia.control import (
     Limits,
     PeakMemory,
     Policy,
+    PrefixSharing,
     Request,
     Scheduler,
+    SchedulerStats,
     Speculation,
     StepSize,
+    Tiers,
 )
+from charonia.control.cache.eviction import Eviction, Lru
 from charonia.control.prompt_budget import PromptBudget
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor
@@ -46,26 +51,42 @@ class Bench:
         prompt_budget: PromptBudget | None = None,
         peak_memory: PeakMemory | None = None,
         step_size: StepSize | None = None,
+        sharing: PrefixSharing | None = None,
+        eviction: Callable[[int], Eviction] = Lru,
+        cache_weight_of: Callable[[str], float] | None = None,
         vocab_size: int = 256,
+        tier_sizes: Sequence[int] = (),
         **limits,
     ) -> None:
         limits = replace(LIMITS, **limits)
-        self.scheduler = Scheduler(
-            limits,
-            hash_secret=b"test",
-            policy=policy,
-            speculation=speculation,
-            prompt_budget=prompt_budget,
-            peak_memory=peak_memory,
-            step_size=step_size,
-        )
         self.engine = EchoExecutor(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             vocab_size=vocab_size,
+            tier_sizes=tier_sizes,
         )
+        stats = SchedulerStats()
+        self.scheduler = Scheduler(
+            limits,
+            hash_secret=b"test",
+            stats=stats,
+            policy=policy,
+            speculation=speculation,
+            prompt_budget=prompt_budget,
+            peak_memory=peak_memory,
+            step_size=step_size,
+            sharing=sharing,
+            eviction=eviction,
+            tiers=self.tiers(stats),
+            cache_weight_of=cache_weight_of,
+        )
+
+    def tiers(self, stats: SchedulerStats) -> Tiers | None:
+        """What the engine keeps beside its KV cache, at this moment."""
+        kept = self.engine.info().kept
+        return None if kept is None else Tiers(kept, stats)
 
     def add(self, *requests: Request) -> None:
         for request in requests:

@@ -11,8 +11,8 @@ import numpy as np
 
 from charonia.config import DEMO_CHECKPOINT
 from charonia.errors import CharoniaError
-from charonia.protocol import SamplingParams
 from charonia.serving.convention import Part
+from charonia.serving.parameters import parse_sampling_params
 from charonia.serving.tensors import NUMPY_TYPES, Outputs, RawRequest
 from charonia.serving.trtllm.facade import Facade, TextFacade, TokenFacade
 from charonia.serving.trtllm.tables import MODELS
@@ -78,7 +78,7 @@ def split(
 def sampling_of(part: Split) -> dict[str, Any]:
     """Its sampling parameters, which the scheduler takes."""
     values: dict[str, Any] = json.loads(part.request.tensors["sampling_parameters"].item())
-    SamplingParams(**{k: v for k, v in values.items() if k != "logit_bias"})
+    parse_sampling_params(values)
     return values
 
 

@@ -187,3 +187,22 @@ def test_a_decoder_whose_text_cannot_be_streamed_is_refused_with_its_stages(
     backend.decoder = decoder
     with pytest.raises(CheckpointError, match=r"has the decoder .*\"type\".*accepted is ByteLevel"):
         Tokenizer(backend)
+
+
+@pytest.mark.parametrize("text", ["hello world", "the quick  brown", "é漢字😀 and more"])
+def test_the_bytes_of_all_tokens_are_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    """But for the space that some decoders take away at the beginning of a text."""
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.vocab_size + 1]
+    data = b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    assert data.decode().lstrip(" ") == whole.lstrip(" ")
+    assert whole.strip()
+
+
+def test_a_token_that_is_a_byte_alone_has_that_byte(
+    llama2_backend: tokenizers.Tokenizer,
+    byte_level_backend: tokenizers.Tokenizer,
+    byte_level_ids: dict[int, int],
+) -> None:
+    assert Tokenizer(llama2_backend).token_bytes(BYTES + 0xE2) == b"\xe2"
+    assert Tokenizer(byte_level_backend).token_bytes(byte_level_ids[0xE2]) == b"\xe2"

@@ -4,15 +4,17 @@ Standard library only: no torch, no threads, no clock (time is an argument). `Sc
 one public machine; everything else in here is a part of it.
 """
 
+from charonia.control.cache import CacheEvents, Tiers
 from charonia.control.depth import AdaptiveDepth, FixedDepth
 from charonia.control.drafter import Drafter
 from charonia.control.limits import Limits
 from charonia.control.ngram import NgramDrafter
 from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Policy
+from charonia.control.prefix_sharing import PrefixSharing
 from charonia.control.prompt_budget import PromptBudget
 from charonia.control.relief import NO_RELIEF, Relief
-from charonia.control.request import Request, Update
+from charonia.control.request import Group, Request, Update
 from charonia.control.scheduler import Scheduler
 from charonia.control.speculation import Speculation
 from charonia.control.stats import DraftCounts, SchedulerStats
@@ -23,14 +25,17 @@ from charonia.control.suffix import SuffixDrafter
 __all__ = [
     "NO_RELIEF",
     "AdaptiveDepth",
+    "CacheEvents",
     "CostCurve",
     "DraftCounts",
     "Drafter",
     "FixedDepth",
+    "Group",
     "Limits",
     "NgramDrafter",
     "PeakMemory",
     "Policy",
+    "PrefixSharing",
     "PromptBudget",
     "Relief",
     "Request",
@@ -39,5 +44,6 @@ __all__ = [
     "Speculation",
     "StepSize",
     "SuffixDrafter",
+    "Tiers",
     "Update",
 ]

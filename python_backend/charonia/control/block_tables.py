@@ -4,11 +4,16 @@ Owns the way from a request's tokens to blocks of the pool. Must not know rows, 
 is given blocks, and who loses them, is decided elsewhere.
 """
 
-from charonia.control.blocks import BlockHasher
-from charonia.control.kv_cache import KVCache
+from collections.abc import Callable, Sequence
+from math import inf
+
+from charonia.control.cache import BlockHasher, CacheEvents, KVCache, Tiers
+from charonia.control.cache.eviction import Eviction
 from charonia.control.limits import Limits
 from charonia.control.request import Request
+from charonia.control.stats import SchedulerStats
 from charonia.control.step import NO_DRAFT, Draft
+from charonia.protocol import DEFAULT_CACHE_PRIORITY, BlockCopy
 
 
 class BlockTables:
@@ -16,24 +21,62 @@ class BlockTables:
 
     Args:
         hash_secret: key of the block hash, 1 to 64 random bytes.
+        eviction, stats, events, tiers, weight_of: see `Scheduler`.
 
     Attributes:
         kv: the pool.
     """
 
-    def __init__(self, limits: Limits, hash_secret: bytes) -> None:
-        self.kv = KVCache(limits.num_blocks)
+    def __init__(
+        self,
+        limits: Limits,
+        hash_secret: bytes,
+        eviction: Callable[[int], Eviction],
+        stats: SchedulerStats,
+        events: CacheEvents | None = None,
+        tiers: Tiers | None = None,
+        weight_of: Callable[[str], float] | None = None,
+    ) -> None:
+        num_blocks = limits.num_blocks
+        self.kv = KVCache(num_blocks, eviction(num_blocks), stats, events, tiers, weight_of)
+        self._events = events
         self._limits = limits
         self._block_size = limits.block_size
         self._hasher = BlockHasher(hash_secret, limits.block_size)
 
     def hits(self, request: Request) -> list[int]:
-        """Cached blocks of its prefix; the last known token is always computed, for its logits."""
+        """Blocks that a waiting request would begin with: another sample's, or cached ones.
+
+        The last known token is always computed, for its logits.
+        """
+        source = self._source(request)
+        if source is None:
+            return self._cached(request)
+        return source.block_ids[: (request.num_prompt - 1) // self._block_size]
+
+    def _source(self, request: Request) -> Request | None:
+        """Who has computed the prompt that a request begins with, and holds it."""
+        if len(request.group.members) < 2 or request.num_generated:
+            return None
+        return next(request.group.forks(request.num_prompt - 1), None)
+
+    def _cached(self, request: Request) -> list[int]:
         if not (self._limits.enable_prefix_caching and request.takes_hits):
             return []
         self._extend_keys(request)
         max_hits = (len(request.token_ids) - 1) // self._block_size
         return self.kv.find(request.block_keys[:max_hits])
+
+    def missing_keys(self, request: Request, hits: Sequence[int], most: int) -> list[bytes]:
+        """Keys of the next blocks that a waiting request might hit as well, if they were there.
+
+        Args:
+            hits: of this moment. most: keys.
+        """
+        if self._source(request) is not None or not request.takes_hits:
+            return []
+        max_hits = (len(request.token_ids) - 1) // self._block_size
+        return request.block_keys[len(hits) : min(max_hits, len(hits) + most)]
 
     def num_left(self, request: Request, hits: list[int]) -> int:
         """Tokens that a waiting request would have to compute with these hits."""
@@ -53,18 +96,79 @@ class BlockTables:
         """Blocks that a running request lacks for its known tokens, and for one in flight."""
         return self.num_missing(request, len(request.token_ids) + request.num_sampling)
 
-    def begin(self, request: Request, hits: list[int]) -> None:
-        """Let a request begin with cached blocks, its cursors behind them."""
-        self.kv.acquire(hits)
+    def reserve(self, request: Request) -> int:
+        """Keep what a waiting request will hit, as far as that can be; how many blocks it has."""
+        self.kv.reserve(request.key, self._cached(request))
+        return len(request.block_keys)
+
+    def displace(self, request: Request) -> None:
+        """Take all blocks of a request that will wait for them."""
+        if request.takes_hits:
+            self.kv.reserve_first(request.key, request.block_ids[: request.num_published])
+        self.release(request)
+
+    def take_loaded(
+        self, request: Request, first: int, block_ids: Sequence[int], num_loaded: int
+    ) -> None:
+        """Let requests hit blocks that were loaded, and take them back.
+
+        Nobody can hit them if what comes before them has been evicted meanwhile.
+
+        Args:
+            request: for which they were loaded. first: the place of the first one in its table.
+            num_loaded: how many of them, from the first one on, have the request's content.
+        """
+        before = self.kv.find(request.block_keys[:first])
+        if len(before) < first:
+            num_loaded = 0
+        previous = before[-1] if before else 0
+        for place, block_id in enumerate(block_ids[:num_loaded], first):
+            if self.kv.publish(block_id, request.block_keys[place], previous):
+                self._note_stored(request, place)
+            previous = block_id
+        if num_loaded and request.row is None and not request.is_ended:
+            self.kv.reserve(request.key, [*before, *block_ids[:num_loaded]])
+        self.kv.release(block_ids)
+
+    def begin(self, request: Request, hits: list[int]) -> BlockCopy | None:
+        """Let a request begin with blocks that are there, its cursors behind them.
+
+        Args:
+            hits: of this moment.
+
+        Returns:
+            What must be copied first, into a block of its own: the other sample goes on in the
+            block in which their prompt ends.
+        """
+        source = self._source(request)
+        if source is not None:
+            return self._fork(request, hits, source)
+        self.kv.acquire(hits, request.key)
         request.block_ids = hits
+        self._retain(request, 0, len(hits))
         request.num_slots = len(hits) * self._block_size
         request.num_published = len(hits)
         request.num_computed = len(hits) * self._block_size
         request.num_draft_computed = self.kv.count_with_draft_kv(hits) * self._block_size
+        return None
+
+    def _fork(self, request: Request, hits: list[int], source: Request) -> BlockCopy | None:
+        """Let a request begin with all of its prompt but the last token, as another computed it."""
+        self.kv.share(hits)
+        self.kv.unreserve(request.key)
+        request.block_ids = hits
+        request.num_slots = len(hits) * self._block_size
+        request.num_published = min(len(hits), source.num_published)
+        request.block_keys = source.block_keys[: request.num_published]
+        request.num_computed = request.num_prompt - 1
+        request.num_draft_computed = min(source.num_draft_computed, request.num_computed)
+        if request.num_computed == request.num_slots:
+            return None
+        return BlockCopy(source.block_ids[len(hits)], *self.grow(request, 1))
 
     def grow(self, request: Request, num_blocks: int) -> list[int]:
         """Allocate that many blocks for a request, which are free; return them."""
-        new_block_ids = self.kv.allocate(num_blocks)
+        new_block_ids = self.kv.allocate(num_blocks, request.tenant)
         request.block_ids += new_block_ids
         request.num_slots += num_blocks * self._block_size
         return new_block_ids
@@ -99,6 +203,7 @@ class BlockTables:
         request.num_published = 0
         request.num_computed = 0
         request.num_draft_computed = 0
+        request.refused_from = inf
 
     def _extend_keys(self, request: Request) -> None:
         self._hasher.extend(request.block_keys, request.token_ids, request.cache_scope)
@@ -107,6 +212,33 @@ class BlockTables:
         if not self._limits.enable_prefix_caching:
             return
         self._extend_keys(request)
-        for index in range(request.num_published, request.num_computed // self._block_size):
-            self.kv.publish(request.block_ids[index], request.block_keys[index])
-            request.num_published += 1
+        block_ids, keys = request.block_ids, request.block_keys
+        num_full = request.num_computed // self._block_size
+        for index in range(request.num_published, num_full):
+            previous = block_ids[index - 1] if index else 0
+            is_new = self.kv.publish(block_ids[index], keys[index], previous)
+            if is_new:
+                self._note_stored(request, index)
+        self._retain(request, request.num_published, num_full)
+        request.num_published = num_full
+
+    def _note_stored(self, request: Request, index: int) -> None:
+        """Tell that the block at one place of a request's table can be hit."""
+        if self._events is not None:
+            keys, first = request.block_keys, index * self._block_size
+            token_ids = request.token_ids[first : first + self._block_size]
+            self._events.stored(keys[index], keys[index - 1] if index else None, token_ids)
+
+    def _retain(self, request: Request, first: int, end: int) -> None:
+        """Say of blocks from one place of its table to another how its request wants them kept.
+
+        A block counts to the range in which its first token lies. Who is refused asks for nothing
+        more until it begins anew: what is behind needs as much room, and a try costs its depth.
+        """
+        for one in request.retention:
+            low = min(one.priority, DEFAULT_CACHE_PRIORITY)
+            until = end if one.end is None else min(end, self._limits.blocks_for(one.end))
+            for index in range(max(first, self._limits.blocks_for(one.start)), until):
+                priority = one.priority if index < request.refused_from else low
+                if not self.kv.set_retention(request.block_ids[index], priority, one.ttl_s):
+                    request.refused_from = index

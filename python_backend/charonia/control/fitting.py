@@ -4,26 +4,38 @@ Owns the arithmetic of fitting: tokens of the step, blocks of the pool. Changes 
 know rows by number, nor what a step computes.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
+from math import inf
 from typing import NamedTuple
 
 from charonia.control.block_tables import BlockTables
+from charonia.control.fetching import Fetching
 from charonia.control.limits import Limits
 from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Displacement, Policy
+from charonia.control.prefix_sharing import PrefixSharing
 from charonia.control.request import Request
 
 MAX_CONSIDERED = 4
 """Waiting requests that a step looks at, where the first ones do not fit."""
+
+MAX_HARMLESS = 8
+"""Waiting requests that might displace somebody by their level, and turn out not to; when a step
+has found so many it looks at no more, and the next step goes on behind them."""
+
+MAX_AWAITING = 64
+"""Waiting requests that a step leaves out because they wait for a prefix that others compute; the
+requests behind them wait, too."""
 
 MAX_PASSES = 16
 """How often a request that does not fit is passed by another that does. Then blocks that become
 free are kept for it."""
 
 
-class Admission(NamedTuple):
+class Fit(NamedTuple):
     """Who may have a row.
 
     Attributes:
@@ -45,47 +57,111 @@ class Fitting:
 
     Args:
         peak: whether they have room until they end, too; None where nobody asks.
+        sharing: who waits for a prefix that others compute; None has nobody wait for that.
+        fetching: who waits for a prefix that is loaded; None has nobody wait for that.
     """
 
     def __init__(
-        self, limits: Limits, policy: Policy, blocks: BlockTables, peak: PeakMemory | None = None
+        self,
+        limits: Limits,
+        policy: Policy,
+        blocks: BlockTables,
+        peak: PeakMemory | None = None,
+        sharing: PrefixSharing | None = None,
+        fetching: Fetching | None = None,
     ) -> None:
         self._limits = limits
         self._policy = policy
         self._blocks = blocks
         self._peak = peak
-        self._harmless: set[int] = set()  # numbers of waiting requests that displace nobody
-        self._num_changes = 0  # of the running ones, when that was found
+        self._sharing = sharing
+        self._fetching = fetching
+        self._num_changes = 0  # of the running ones, when this was found:
+        self._highest_level = -inf  # of any, see `Displacement`
+        self._num_skipped = 0  # waiting requests that the last step has looked at, in vain
 
     def num_owed(self) -> int:
         """Blocks that all running requests lack for what the next step may compute of them."""
         return sum(map(self._blocks.num_owed, self._policy.running.in_order()))
 
-    def next_admissible(self, budget: int, owed: int, suspect: Request | None) -> Admission | None:
+    def num_to_load_into(self, owed: int) -> int:
+        """Blocks that may be loaded into for requests that wait, none of which others wait for.
+
+        Args:
+            owed: see `num_owed`.
+        """
+        kv = self._blocks.kv
+        return kv.num_free - kv.num_reserved - owed - self._watermark
+
+    def next_admissible(
+        self, budget: int, owed: int, suspect: Request | None, now: float
+    ) -> Fit | None:
         """The next request in order that fits.
 
         Args:
             budget: tokens that the step has left. owed: see `num_owed`.
             suspect: the only one that may run, if there is any.
+            now: seconds.
         """
         if suspect is not None:
-            candidates: Iterable[Request] = [suspect] if suspect in self._policy.waiting else []
+            is_there = suspect in self._policy.waiting
+            hits = self._blocks.hits(suspect) if is_there else None
+            candidates = iter([(suspect, hits)])
         else:
-            candidates = _candidates(self._policy.waiting.in_order())
+            candidates = self._candidates(owed, now)
         passed: list[Request] = []
-        for request in candidates:
-            hits = self._blocks.hits(request)
-            has_room = self._has_budget(request, hits, budget)
-            has_room = has_room and self._spare(request, hits, owed) >= 0
-            if has_room and self._has_room_later(request, hits):
-                return Admission(request, hits, [], passed)
+        for request, hits in candidates:
+            if hits is not None and self._fits(request, hits, budget, owed):
+                return Fit(request, hits, [], passed)
             passed.append(request)
         return None
 
-    def next_urgent(self, budget: int, *, has_free_row: bool) -> Admission | None:
+    def _fits(self, request: Request, hits: list[int], budget: int, owed: int) -> bool:
+        has_room = self._has_budget(request, hits, budget)
+        has_room = has_room and self._spare(request, hits, owed) >= 0
+        return has_room and self._has_room_later(request, hits)
+
+    def _candidates(self, owed: int, now: float) -> Iterator[tuple[Request, list[int] | None]]:
+        """The first of those that wait, and the cached blocks of their prefixes.
+
+        Where one does not fit, others may pass it, but not for ever; and nobody passes one that was
+        preempted. Those that wait for prefixes that others compute are left out. One that has to
+        have blocks loaded first comes without hits: it does not fit yet.
+        """
+        num_considered = num_awaiting = 0
+        for request in self._policy.waiting.in_order():
+            sharing = None if request.num_preemptions else self._sharing
+            if sharing is not None and sharing.still_waits(request, now):
+                num_awaiting += 1
+            else:
+                hits = self._blocks.hits(request)
+                if self._is_fetched(request, hits, owed):
+                    num_awaiting += 1
+                    yield request, None
+                    if not _may_be_passed(request):
+                        return
+                elif sharing is not None and sharing.waits(request, len(hits), now):
+                    num_awaiting += 1
+                else:
+                    num_considered += 1
+                    yield request, hits
+                    if not _may_be_passed(request):
+                        return
+            if num_considered == MAX_CONSIDERED or num_awaiting == MAX_AWAITING:
+                return
+
+    def _is_fetched(self, request: Request, hits: list[int], owed: int) -> bool:
+        """Whether a request waits for blocks that are loaded."""
+        if self._fetching is None:
+            return False
+        return self._fetching.waits(request, hits, self.num_to_load_into(owed))
+
+    def next_urgent(self, budget: int, *, has_free_row: bool) -> Fit | None:
         """The next request in order that may displace anybody and would fit then.
 
-        One that fits without that, behind others, has no more right to what is free than they.
+        One that fits without that has not much more right to what is free than others: it may pass
+        who comes first as often as any other may. Then it displaces somebody all the same, so that
+        what is free is kept for that one.
 
         Args:
             budget: tokens that the step has left.
@@ -93,40 +169,54 @@ class Fitting:
         displacement = self._policy.displacement
         if displacement is None or not self._policy.waiting:
             return None
-        if self._num_changes != self._policy.running.num_changes:
-            self._num_changes = self._policy.running.num_changes
-            self._harmless.clear()
+        owed: int | None = None
         passed: list[Request] = []
         for request, below in islice(self._displacers(displacement), MAX_CONSIDERED):
             hits = self._blocks.hits(request)
+            owed = self.num_owed() if owed is None else owed
+            if self._is_fetched(request, hits, owed):
+                return None
             if self._has_budget(request, hits, budget):
-                spare = self._spare(request, hits, self.num_owed())
+                spare = self._spare(request, hits, owed)
                 if spare >= 0 and has_free_row and self._has_room_later(request, hits):
-                    return None if passed else Admission(request, hits, [], [])
+                    first = next(self._policy.waiting.in_order())
+                    if passed:
+                        return None
+                    if first is request or _may_be_passed(first):
+                        return Fit(request, hits, [], [first] if first is not request else [])
                 victims = self._victims(request, -spare, hits, below)
                 if victims is not None:
-                    return Admission(request, hits, victims, passed)
+                    return Fit(request, hits, victims, passed)
             if not _may_be_passed(request):
                 return None
             passed.append(request)
         return None
 
-    def _displacers(self, displacement: Displacement) -> Iterator[tuple[Request, list[Request]]]:
-        """Waiting requests that may displace somebody, and whom; they pass those that may not."""
-        for request in self._policy.waiting.foremost():
-            below = self._below(request, displacement)
-            if below:
-                yield request, below
+    def _displacers(
+        self, displacement: Displacement
+    ) -> Iterator[tuple[Request, Iterator[Request]]]:
+        """Waiting requests that may displace somebody now, and whom; they pass those that may not.
 
-    def _below(self, request: Request, displacement: Displacement) -> list[Request]:
-        """Whom a waiting request may displace, the last in order first."""
-        if request.number in self._harmless:
-            return []
-        running = self._policy.running.in_order()
-        below = [one for one in reversed(running) if displacement.may_displace(request, one)]
-        if not below:
-            self._harmless.add(request.number)
-        return [one for one in below if displacement.is_due(request, one)]
+        Nothing may be admitted or preempted meanwhile.
+        """
+        running = self._policy.running
+        if self._num_changes != running.num_changes:
+            self._num_changes = running.num_changes
+            self._highest_level = max(map(displacement.level, running.in_order()), default=-inf)
+        last_first: list[Request] = []
+        num_harmless, num_skipped = 0, self._num_skipped
+        self._num_skipped = 0
+        candidates = self._policy.waiting.foremost(self._highest_level)
+        for place, request in enumerate(islice(candidates, num_skipped, None), num_skipped + 1):
+            if displacement.level(request) >= self._highest_level:
+                continue
+            last_first = last_first or running.in_order()[::-1]
+            victims = displacement.victims(request, last_first)
+            if (first := next(victims, None)) is not None:
+                yield request, chain([first], victims)
+            elif (num_harmless := num_harmless + 1) == MAX_HARMLESS:
+                self._num_skipped = place
+                return
 
     def _has_budget(self, request: Request, hits: list[int], budget: int) -> bool:
         """Whether a step with so many tokens left can begin a waiting request."""
@@ -136,7 +226,11 @@ class Fitting:
     def _spare(self, request: Request, hits: list[int], owed: int) -> int:
         """Blocks that are left when a waiting request is admitted; it does not fit if negative."""
         num_free = self._blocks.kv.num_free - self._blocks.num_taken(request, hits)
-        return num_free - owed - (self._limits.watermark if self._policy.running else 0)
+        return num_free - owed - self._watermark
+
+    @property
+    def _watermark(self) -> int:
+        return self._limits.watermark if self._policy.running else 0
 
     def _has_room_later(
         self, request: Request, hits: list[int], victims: Iterable[Request] = ()
@@ -144,8 +238,10 @@ class Fitting:
         """Whether a waiting request has room beside the running ones but these, to their ends."""
         if self._peak is None:
             return True
-        running = [one for one in self._policy.running.in_order() if one not in victims]
-        return self._peak.fits(self._limits, running, request, len(hits))
+        gone = set(victims)
+        running = [one for one in self._policy.running.in_order() if one not in gone]
+        num_usable = self._blocks.kv.num_usable
+        return self._peak.fits(self._limits, num_usable, running, request, len(hits))
 
     def _victims(
         self, request: Request, num_lacking: int, hits: list[int], below: Iterable[Request]
@@ -160,6 +256,7 @@ class Fitting:
         """
         kv, num_running = self._blocks.kv, len(self._policy.running)
         victims: list[Request] = []
+        num_enough: int | None = None  # of them, as long as nobody asks for later
         released: Counter[int] = Counter()
         for victim in below:
             if victim.num_in_flight and not self._limits.overlaps:
@@ -173,21 +270,18 @@ class Fitting:
             )
             if len(victims) == num_running:
                 num_lacking -= self._limits.watermark
-            if num_lacking <= 0 and self._has_room_later(request, hits, victims):
-                return victims
-        return None
-
-
-def _candidates(waiting: Iterator[Request]) -> Iterator[Request]:
-    """The first of them.
-
-    Where one does not fit, others may pass it, but not for ever; and nobody passes one that was
-    preempted.
-    """
-    for request in islice(waiting, MAX_CONSIDERED):
-        yield request
-        if not _may_be_passed(request):
-            return
+            if num_lacking <= 0 and num_enough is None:
+                num_enough = len(victims)
+                if self._peak is None:
+                    return victims
+        if num_enough is None or not self._has_room_later(request, hits, victims):
+            return None
+        # The more give up what they hold, the more room there is later.
+        numbers = range(num_enough, len(victims))
+        index = bisect_left(
+            numbers, True, key=lambda count: self._has_room_later(request, hits, victims[:count])
+        )
+        return victims[: num_enough + index]
 
 
 def _may_be_passed(request: Request) -> bool:

@@ -20,6 +20,7 @@ class Limits:
         max_model_len: tokens of a request, prompt and output together.
         max_num_seqs: rows. max_num_batched_tokens: token budget of a step.
         max_draft_len: tokens that the engine's draft model can look back on, 0 without one.
+        watches_memory: whether the engine says how many blocks there is memory for as it runs.
         num_stages: of the engine's pipeline. async_scheduling: whether a step is planned while the
             one before it computes, for the same rows; a pipeline has other rows to compute.
     """
@@ -34,6 +35,7 @@ class Limits:
     async_scheduling: bool = False
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    watches_memory: bool = False
 
     def __post_init__(self) -> None:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -71,6 +73,7 @@ class Limits:
             async_scheduling=async_scheduling,
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
+            watches_memory=info.watches_memory,
         )
 
     @property

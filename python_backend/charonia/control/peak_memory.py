@@ -9,6 +9,10 @@ r1 >= r2 >= ..., and so many tokens now, t1, t2, ..., the batch needs most at on
 
 as in Gong et al. 2025 ("Past-Future Scheduler for LLM Serving under SLA Guarantees", arXiv
 2507.10150, section 4), whose lengths come from those of past requests, too.
+
+That is an estimate even where the lengths are certain: requests do not grow together while one's
+prompt is computed in chunks, or its drafts are right, or a step has no token left for it. What is
+to be guaranteed counts each request's blocks at its own end, as if all ends came at once.
 """
 
 from bisect import bisect_right, insort
@@ -52,10 +56,15 @@ class PeakMemory:
     """Tells whether requests will have room together until they end.
 
     Args:
-        expects: whether answers are taken to be as long as others were; else as long as they may.
+        expects: whether answers are taken to be as long as others were, and the peak is estimated;
+            else they are as long as they may be, and there is room for all ends at once.
+
+    Attributes:
+        num_held: blocks of requests that have ended, but are in flight yet.
     """
 
     def __init__(self, *, expects: bool) -> None:
+        self.num_held = 0
         self._lengths = OutputLengths() if expects else None
 
     def note_end(self, request: Request) -> None:
@@ -64,37 +73,48 @@ class PeakMemory:
             self._lengths.note(request.num_generated)
 
     def fits(
-        self, limits: Limits, running: Iterable[Request], request: Request, num_hits: int
+        self,
+        limits: Limits,
+        num_usable: int,
+        running: Iterable[Request],
+        request: Request,
+        num_hits: int,
     ) -> bool:
         """Whether there is room for a request beside those that run. Alone it always has.
 
         Args:
+            num_usable: blocks of the pool that are not set aside.
             num_hits: cached blocks of its prefix. Where lengths are expected ones they are taken to
                 be others' for ever, too, as what these began with is.
         """
-        slack = limits.block_size - 1  # of a request's last block
-        shares = self._lengths is not None
-        needs = [
-            (self._num_left(one), len(one.token_ids) - shares * one.num_cached + slack)
-            for one in running
-        ]
-        if not needs:
+        batch = [*running, request]
+        if len(batch) == 1 and not self.num_held:
             return True
-        own = len(request.token_ids) - shares * num_hits * limits.block_size + slack
-        needs.append((self._num_left(request), own))
-        needs.sort(reverse=True)
-        room = (limits.num_blocks - 1) * limits.block_size
-        held = 0
-        for count, (num_left, num_tokens) in enumerate(needs, start=1):
-            held += num_tokens
-            if held + count * num_left > room:
-                return False
-        return True
-
-    def _num_left(self, request: Request) -> int:
-        """Tokens that a request will still generate."""
-        most = request.max_known - len(request.token_ids)
+        num_blocks = num_usable - self.num_held
         if self._lengths is None:
-            return most
-        expected = self._lengths.expected(request.num_generated)
-        return most if expected is None else min(most, expected - request.num_generated)
+            # The last token of a request is never computed, and drafts stay before it.
+            return sum(limits.blocks_for(one.max_known - 1) for one in batch) <= num_blocks
+        slack = limits.block_size - 1  # of a request's last block
+        needs = [
+            (_num_left(one, self._lengths), len(one.token_ids) - one.num_cached + slack)
+            for one in batch[:-1]
+        ]
+        own = len(request.token_ids) - num_hits * limits.block_size + slack
+        needs.append((_num_left(request, self._lengths), own))
+        return _peak(needs) <= num_blocks * limits.block_size
+
+
+def _num_left(request: Request, lengths: OutputLengths) -> int:
+    """Tokens that a request will still generate."""
+    most = request.max_known - len(request.token_ids)
+    expected = lengths.expected(request.num_generated)
+    return most if expected is None else min(most, expected - request.num_generated)
+
+
+def _peak(needs: list[tuple[int, int]]) -> int:
+    """Tokens at the worst of the ends: of requests with so many to come, and so many now."""
+    held = peak = 0
+    for count, (num_left, num_tokens) in enumerate(sorted(needs, reverse=True), start=1):
+        held += num_tokens
+        peak = max(peak, held + count * num_left)
+    return peak

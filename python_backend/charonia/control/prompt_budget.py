@@ -10,6 +10,11 @@ may be. There the budget comes from a profile made beforehand; here it follows t
     tokens = (target - a step without prompts) / what a token of a prompt adds to it
 
 What a token adds grows along a prompt, as it looks back on more of it, and the mean follows.
+
+While somebody waits there may be no step without prompts. As long as it is not known what one of so
+many rows takes, a step with no more than `LEAST_TOKENS` of prompts counts as one. What rows take
+changes, and a token would seem to cost what they take more; so when no such step has been seen for
+`LOOK_EVERY` steps, or no more tokens fit, the next one is one.
 """
 
 from charonia.control.step_cost import CostCurve
@@ -17,6 +22,7 @@ from charonia.control.step_cost import CostCurve
 LEAST_TOKENS = 4
 """What prompts get in any case: they are to be computed in the end."""
 IDLE_FACTOR = 2.0
+LOOK_EVERY = 64
 _MARGIN = 0.85  # of the target, because steps scatter
 _RATE_SHARE = 0.3  # that the last step has in the mean
 _MAX_GROWTH = 2  # times as many tokens as in the step before
@@ -35,13 +41,14 @@ class PromptBudget:
         self._target_s = target_s
         self._decodes = CostCurve()  # of steps without prompts, by their rows
         self._rate: float | None = None  # seconds that a token of a prompt adds
-        self._last = LEAST_TOKENS
+        self._last = LEAST_TOKENS  # that a step had, or might have had
+        self._num_unseen = 0  # steps since one said what rows take
 
     def tokens(self, num_decodes: int) -> int:
         """At most so many in a step in which other rows generate; at least `LEAST_TOKENS`."""
         decode_s = self._decodes.at(num_decodes)
         target_s = IDLE_FACTOR * decode_s if self._target_s is None else self._target_s
-        if self._rate is None or target_s <= 0.0:
+        if self._rate is None or target_s <= 0.0 or self._num_unseen >= LOOK_EVERY:
             return LEAST_TOKENS
         fitting = int((_MARGIN * target_s - decode_s) / self._rate)
         return max(LEAST_TOKENS, min(fitting, _MAX_GROWTH * self._last))
@@ -54,10 +61,18 @@ class PromptBudget:
         """
         if not num_decodes or seconds <= 0.0:
             return
-        if not num_prompt_tokens:
+        teaches_decodes = not num_prompt_tokens
+        if 0 < num_prompt_tokens <= LEAST_TOKENS:
+            is_measured = self._decodes.is_measured(num_decodes)
+            is_stuck = self._rate is not None and self.tokens(num_decodes) <= LEAST_TOKENS
+            teaches_decodes = is_stuck or not is_measured
+        if teaches_decodes:
             self._decodes.observe(num_decodes, seconds)
+            self._num_unseen = 0
             return
-        self._last = max(LEAST_TOKENS, num_prompt_tokens)
+        self._num_unseen += 1
         rate = (seconds - self._decodes.at(num_decodes)) / num_prompt_tokens
         rate = max(rate, _LEAST_RATE)
         self._rate = rate if self._rate is None else self._rate + _RATE_SHARE * (rate - self._rate)
+        # A step whose prompts were short says nothing against longer ones.
+        self._last = max(num_prompt_tokens, min(self._last, self.tokens(num_decodes)))

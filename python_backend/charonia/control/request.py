@@ -1,6 +1,10 @@
-"""One request as the control plane sees it: tokens, a cursor, blocks.
+"""Requests as the control plane sees them: tokens, a cursor, blocks.
 
 Owns a request's state; only the scheduler changes it. Must not know text.
+
+What a client asks for is a group of one or more requests: n samples of one prompt are n requests,
+each with tokens, a row and blocks of its own. The first of a group computes the prompt; the others
+begin with its blocks when it has.
 
     token_ids   [ p p p p p p p p p p g g g ] ?    p prompt, g generated, ? in flight
                   └─ num_computed ─┘│           KV exists before the cursor
@@ -9,11 +13,39 @@ Owns a request's state; only the scheduler changes it. Must not know text.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
 from charonia.control.stats import DraftCounts
-from charonia.protocol import FinishReason, RowSampling, TokenLogprobs
+from charonia.protocol import CacheRange, FinishReason, RowSampling, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The requests that sample from one prompt for one client.
+
+    Attributes:
+        key: its name, which is the first one's, too.
+        members: that have had no end.
+        leader: of the members, who computes the prompt as long as others wait for that.
+        parked: who waits for it, in order.
+    """
+
+    key: str = ""
+    members: list["Request"] = field(default_factory=list)
+    leader: "Request | None" = None
+    parked: list["Request"] = field(default_factory=list)
+
+    def forks(self, num_computed: int) -> Iterator["Request"]:
+        """Who has a row and so many tokens computed."""
+        return (
+            one for one in self.members if one.row is not None and one.num_computed >= num_computed
+        )
+
+    def disband(self) -> None:
+        """Have all of them come anew."""
+        self.members, self.leader, self.parked = [], None, []
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +54,7 @@ class Request:
 
     Attributes:
         key: unique name of this request. number: how many came before it.
+        group: whose it is. index: its place among the samples of that.
         token_ids: prompt and generated tokens; num_prompt of them are the prompt.
         stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
         tenant: whose it is. priority: smaller is sooner. arrived_at: seconds.
@@ -29,12 +62,16 @@ class Request:
         cache_scope: what isolates its prefix cache (tenant and salt).
         takes_hits: whether it may start from cached blocks. is_probe: whether it is no client's;
             it is not counted.
+        retention: how its blocks are kept in the cache, ranges in order that do not overlap.
+            refused_from: the block from which on none is kept longer, as there was no room for it.
         speculates: whether tokens may be guessed ahead for it. expected_ids: what is left of the
             client's guess at its tokens; nothing once that was wrong.
         max_known: tokens, prompt included, at which it ends by its length.
         num_slots: tokens that its blocks hold.
         num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
             the target's.
+        awaits: who runs and computes blocks of its prefix, so many from the first on
+            (`num_awaited`), for which it waits until `awaits_until` at most, in seconds.
         num_passed: how many were admitted before it that came after it in the policy's order.
         num_in_flight: steps that are planned and not applied, and compute tokens of it.
         num_computing: these tokens. num_sampling: how many of these steps give it another one.
@@ -49,11 +86,14 @@ class Request:
     max_tokens: int
     stop_ids: frozenset[int]
     arrived_at: float
+    group: Group = field(default_factory=Group)
+    index: int = 0
     tenant: str = ""
     priority: int = 0
     expires_at: float = inf
     cache_scope: bytes = b""
     takes_hits: bool = True
+    retention: tuple[CacheRange, ...] = ()
     speculates: bool = True
     expected_ids: deque[int] = field(default_factory=deque)
     is_probe: bool = False
@@ -67,6 +107,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
+    refused_from: float = inf
     num_in_flight: int = 0
     num_computing: int = 0
     num_sampling: int = 0
@@ -74,6 +115,9 @@ class Request:
     is_demoted: bool = False
     started_at: float | None = None
     num_cached: int = 0
+    awaits: "Request | None" = None
+    num_awaited: int = 0
+    awaits_until: float = inf
     num_passed: int = 0
     num_preemptions: int = 0
     num_restarts: int = 0
@@ -104,14 +148,15 @@ class Request:
         """
         known = self.token_ids
         max_known, stop_ids = self.max_known, self.stop_ids
-        for num_taken, token_id in enumerate(run, start=1):
+        num_before = len(known)
+        for token_id in run:
             known.append(token_id)
             if self.expected_ids and self.expected_ids.popleft() != token_id:
                 self.expected_ids.clear()
             if token_id in stop_ids and self.num_generated >= self.min_tokens:
-                return run[:num_taken], "stop"
+                return run[: len(known) - num_before], "stop"
             if len(known) >= max_known:
-                return run[:num_taken], "length"
+                return run[: len(known) - num_before], "length"
         return run, None
 
 

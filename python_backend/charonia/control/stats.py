@@ -44,6 +44,8 @@ class DraftCounts:
 class SchedulerStats:
     """Counts since the start. Tokens count once per request for the prompt's source.
 
+    `blocks_saved` counts blocks once per tier; `blocks_loaded` those that came from any.
+
     `draft_depth` is of the step that was planned last: drafts per row that decodes. `max_rows` and
     `max_step_tokens` are what a step may have at this moment.
     """
@@ -53,6 +55,11 @@ class SchedulerStats:
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    blocks_evicted: int = 0
+    prefix_waits: int = 0
+    blocks_saved: int = 0
+    blocks_loaded: int = 0
+    loads_failed: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)
     draft_depth: float = 0.0
     max_rows: int = 0

@@ -1,12 +1,13 @@
 """One step and its rows, from planning to application.
 
-Owns what a plan says of each row. Must not know why a row computes what it computes.
+Owns what a plan says of it. Must not know why a row computes what it computes.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from charonia.control.request import Request
-from charonia.protocol import NewRow, RowStep
+from charonia.protocol import BlockCopy, BlockLoad, BlockSave, NewRow, RowStep, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,25 @@ NO_DRAFT = Draft()
 NO_BLOCKS: list[int] = []  # nobody appends to it
 
 
+class Fetch(NamedTuple):
+    """Blocks that a step loads for a request.
+
+    Attributes:
+        first: place of the first of them in the request's table.
+        has_draft: of each, whether it has the draft model's KV.
+    """
+
+    request: Request
+    first: int
+    loads: list[BlockLoad]
+    has_draft: list[bool]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """That nobody else holds until the step is applied."""
+        return [load.block_id for load in self.loads]
+
+
 @dataclass(slots=True)
 class Step:
     """A step that is being planned, or in flight.
@@ -60,7 +80,11 @@ class Step:
             token of a row that decodes.
         num_sampling: rows that will give a token.
         num_prompts, num_prompt_tokens: rows that compute more than a token of their own, and these.
-        joins: rows that begin with it.
+        joins: rows that begin with it. copies: of blocks, for these.
+        started: requests that begin with it, and had none of their tokens computed before.
+        fetches: what it loads, for requests that wait. saves: blocks that it saves to tiers.
+        discards: blocks that are set aside, of which no memory is left.
+        is_short: whether somebody lacks what requests in flight hold.
         requests, rows: who computes, and what the plan says of each.
         drafts: of some of them, by their places in these lists.
     """
@@ -73,9 +97,44 @@ class Step:
     num_prompts: int = 0
     num_prompt_tokens: int = 0
     joins: list[NewRow] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    started: list[Request] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)
+    saves: list[BlockSave] = field(default_factory=list)
+    discards: list[int] = field(default_factory=list)
+    is_short: bool = False
     requests: list[Request] = field(default_factory=list)
     rows: list[RowStep] = field(default_factory=list)
     drafts: dict[int, Draft] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """That it computes, without drafts."""
+        return self.num_prompt_tokens + len(self.rows) - self.num_prompts
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the engine has nothing to do for it."""
+        return not (self.rows or self.saves or self.fetches or self.discards)
+
+    def as_plan(self, epoch: int, leaves: list[int]) -> StepPlan:
+        """What the engine is told of it.
+
+        Args:
+            leaves: rows that were given back since the step before it.
+        """
+        return StepPlan(
+            epoch=epoch,
+            step_id=self.step_id,
+            reset=self.step_id == 0,
+            leaves=leaves,
+            joins=self.joins,
+            saves=self.saves,
+            loads=[load for fetch in self.fetches for load in fetch.loads],
+            discards=self.discards,
+            copies=self.copies,
+            rows=self.rows,
+        )
 
     def samples(self, place: int) -> bool:
         """Whether the cursor of a request, which is in this step alone, reaches its last token."""

@@ -12,6 +12,8 @@ largest step::
 
 Rows are fewer where a time between two tokens is to be kept, and where the KV cache has no room for
 so many: after a preemption there are as many as are left, and some time without one gives one back.
+A time that not even a single row keeps would be missed all the same, at a fraction of the rate.
+Then there are as few rows as are ever chosen without such a time.
 """
 
 from collections import deque
@@ -58,7 +60,8 @@ class _Size:
         """The size to go for.
 
         Args:
-            longest_s: seconds that a step may take; None for any number.
+            longest_s: seconds that a step may take; None for any number. Where the smallest step
+                takes longer, `least` is the size: so a size that barely keeps it may come and go.
         """
         found = self._fit()
         if found is None:
@@ -68,7 +71,8 @@ class _Size:
         best = ceil(near * fixed / max(fixed + (self._most - near) * each, 1e-12))
         best = max(self._least, best)
         if longest_s is not None:
-            best = min(best, max(1, int((longest_s - fixed) / max(each, 1e-12))))
+            fitting = int((longest_s - fixed) / max(each, 1e-12))
+            best = min(best, fitting) if fitting >= 1 else self._least
         return min(self._limit, best)
 
     def _fit(self) -> tuple[float, float] | None:

@@ -40,9 +40,10 @@ class Suspects:
             request.num_restarts += 1
             num_known = len(request.token_ids) if request.num_in_flight else None
             request.num_known_at_death = num_known
-        if self._requests:  # it ran alone
+        if not self._requests:
+            self._requests = stuck
+        elif self._requests[0].num_in_flight:  # it ran alone
             return self._requests[0]
-        self._requests = stuck
         return None
 
     def acquit(self, request: Request) -> None:

@@ -20,7 +20,7 @@ from charonia.data.ops.native.ops import Guesser, GuessOfRow
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import SampledRow, Sampler
 from charonia.data.step_tensors import Span, StepTensors
-from charonia.protocol import RowStep
+from charonia.protocol import BlockCopy, RowStep
 
 
 class DraftModel:
@@ -51,6 +51,10 @@ class DraftModel:
                 for step in guessing
                 if step.num_drafts > place
             ]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See `Model`."""
+        self._model.copy_blocks(copies)
 
     def _pass(self, spans: Sequence[Span], guessing: set[int], place: int) -> None:
         """Compute `spans`, and let the rows among them that are `guessing` draft one token."""
@@ -103,3 +107,7 @@ class NativeDraftModel:
                 GuessOfRow(*span, state.num_tokens, step.num_drafts, state.num_prompt, sampling)
             )
         self._guesser(guesses, *self._tensors.tables(), self._block_size, self._kv.pages)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See `Model`."""
+        self._kv.copy(copies)

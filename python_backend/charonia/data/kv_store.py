@@ -1,17 +1,17 @@
-"""The KV cache's memory: one pair of page tensors per layer, and how many blocks there are.
+"""The KV cache's memory: one pair of page tensors per layer.
 
-Owns the tensors and their size. Must not know which request a block belongs to: the control
+Owns the tensors and their shape. Must not know which request a block belongs to: the control
 plane hands blocks out, this is only where they lie.
 """
 
 import contextlib
+import ctypes
 import math
 import mmap
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 from torch import Tensor
 
@@ -19,14 +19,11 @@ from charonia.data.comm import Place
 from charonia.data.model.shard import num_local_kv_heads, stage_layers
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import Ops, Pages
-from charonia.errors import ConfigError
-from charonia.protocol import KVLayout
+from charonia.data.ops.kv_format import FORMATS, format_name
+from charonia.protocol import BlockCopy, KVLayout
 
 PageShapes = tuple[tuple[int, ...], tuple[int, ...]]
 """Of one block's keys and of its values; see `Ops.page_shapes`."""
-
-_CPU_SHARE = 0.25
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class KVStore:
@@ -39,12 +36,71 @@ class KVStore:
     def __init__(
         self, layout: KVLayout, shapes: PageShapes, num_blocks: int, device: torch.device
     ) -> None:
-        dtype = getattr(torch, layout.dtype)
+        dtype = FORMATS[layout.dtype].storage
         self.num_blocks = num_blocks
         self.pages = [
             Pages(*(_zeros((num_blocks, *shape), dtype, device) for shape in shapes))
             for _ in range(layout.num_layers)
         ]
+
+    @property
+    def num_bytes(self) -> int:
+        """That all pages have."""
+        return sum(tensor.nbytes for pages in self.pages for tensor in pages)
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks in all layers, as if one after the other."""
+        origins: dict[int, int] = {}
+        for copy in copies:
+            origins[copy.target] = origins.get(copy.source, copy.source)
+        device = self.pages[0].keys.device
+        targets, sources = (
+            torch.tensor([*ids]).to(device) for ids in (origins.keys(), origins.values())
+        )
+        for pages in self.pages:
+            for tensor in pages:
+                # Whatever they are: torch takes no float8 by an index.
+                content = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+                content[targets] = content[sources]
+
+    def discard(self, block_ids: Sequence[int]) -> None:
+        """Give back the memory of blocks, as far as whole pages of it are theirs; they are zeros
+        then. On a GPU it stays with torch."""
+        for pages in self.pages:
+            for tensor in pages:
+                if tensor.device.type == "cpu":
+                    _give_back(tensor, block_ids)
+
+
+def _give_back(tensor: Tensor, block_ids: Sequence[int]) -> None:
+    """Have the operating system take the memory of some first indices of a tensor of `_zeros`."""
+    size = tensor[0].numel() * tensor.itemsize
+    for first, end in _runs(block_ids):
+        start = tensor.data_ptr() + first * size
+        start, stop = -(-start // mmap.PAGESIZE), (tensor.data_ptr() + end * size) // mmap.PAGESIZE
+        if start < stop:
+            length = (stop - start) * mmap.PAGESIZE
+            _madvise(start * mmap.PAGESIZE, length, mmap.MADV_DONTNEED)
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and behind the last of those that follow each other."""
+    first = end = -1
+    for one in sorted(ids):
+        if one != end:
+            if end > first:
+                yield first, end
+            first = one
+        end = one + 1
+    if end > first:
+        yield first, end
+
+
+def _madvise(address: int, length: int, advice: int) -> None:
+    """Raises OSError where the kernel refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
+        raise OSError(ctypes.get_errno(), "madvise")
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -65,68 +121,30 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def kv_layout(
-    spec: ModelSpec, ops: Ops[Any], block_size: int, dtype: torch.dtype, place: Place
+    spec: ModelSpec,
+    ops: Ops[Any],
+    block_size: int,
+    dtype: torch.dtype,
+    place: Place,
+    kv_cache_dtype: str = "auto",
 ) -> KVLayout:
-    """Describe the KV cache of a rank's part of a model, as large as `ops` lay it out."""
+    """Describe the KV cache of a rank's part of a model, as large as `ops` lay it out.
+
+    Args:
+        dtype: what the model computes in. kv_cache_dtype: see `EngineArgs`.
+
+    Raises:
+        ConfigError: heads of this model's size cannot be kept so.
+    """
     num_layers = len(stage_layers(spec, place))
     layout = KVLayout(
         num_layers=num_layers,
         num_kv_heads=num_local_kv_heads(spec, place),
         head_dim=spec.head_dim,
         block_size=block_size,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=(name := format_name(kv_cache_dtype, dtype, spec.head_dim)),
         bytes_per_block=0,
     )
     numbers = sum(math.prod(shape) for shape in ops.page_shapes(layout))
-    return msgspec.structs.replace(layout, bytes_per_block=numbers * num_layers * dtype.itemsize)
-
-
-def num_blocks_that_fit(
-    bytes_per_block: int,
-    device: torch.device,
-    *,
-    max_useful_blocks: int,
-    gpu_memory_utilization: float,
-    reserved_bytes: int,
-    num_local_ranks: int = 1,
-) -> int:
-    """Size the cache by memory; call it when the weights are loaded.
-
-    On a GPU: what `gpu_memory_utilization` of its memory leaves beside all that is in use and
-    `reserved_bytes` for a step's intermediates. On a CPU, where memory is shared with everything
-    else: a quarter of the memory available, shared out among the ranks of this machine, but no more
-    blocks than `max_useful_blocks`, which is what all rows at their longest would fill. A block has
-    `bytes_per_block` in all models together.
-
-    Returns:
-        Number of blocks, with the null block.
-
-    Raises:
-        ConfigError: there is no memory for even one block beside the null block.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(total * gpu_memory_utilization) - (total - free) - reserved_bytes
-    else:
-        budget = int(available_memory() * _CPU_SHARE) // num_local_ranks
-    num_blocks = budget // bytes_per_block
-    if device.type != "cuda":
-        num_blocks = min(num_blocks, max_useful_blocks + 1)
-    if num_blocks < 2:
-        raise ConfigError(
-            f"the KV cache needs at least 2 blocks of {bytes_per_block} bytes, but only"
-            f" {max(budget, 0)} bytes are left for it on {device.type}; set"
-            " num_gpu_blocks_override, a higher gpu_memory_utilization, or a smaller model"
-        )
-    return num_blocks
-
-
-def available_memory() -> int:
-    """Bytes that can be allocated: of the machine, or of the control group if that is less."""
-    available = psutil.virtual_memory().available
-    try:
-        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
-        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else min(available, max(int(limit) - used, 0))
+    num_bytes = numbers * num_layers * FORMATS[name].storage.itemsize
+    return msgspec.structs.replace(layout, bytes_per_block=num_bytes)

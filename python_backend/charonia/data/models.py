@@ -17,7 +17,8 @@ import torch
 
 from charonia.config import EngineArgs, SpeculativeConfig
 from charonia.data.comm import Seat
-from charonia.data.kv_store import KVStore, available_memory, kv_layout, num_blocks_that_fit
+from charonia.data.kv_store import KVStore, kv_layout
+from charonia.data.memory import available_memory
 from charonia.data.model.decoder import Decoder
 from charonia.data.model.loader import check_size, load_weights, stored_dtype
 from charonia.data.model.parameters import Parameters
@@ -111,6 +112,25 @@ class Basis:
         return min(self.max_model_len, self.draft_spec.max_position_embeddings)
 
 
+class Room(NamedTuple):
+    """What a rank can hold, or what all ranks of an engine do.
+
+    Attributes:
+        num_blocks: for which there is memory; the least of all ranks counts.
+        slot_bytes: that a block has in all models; the most of all ranks counts.
+    """
+
+    num_blocks: int
+    slot_bytes: int
+
+
+class KVStores(NamedTuple):
+    """The KV caches of a rank, of as many blocks."""
+
+    target: KVStore
+    draft: KVStore | None
+
+
 class LoadedModel(NamedTuple):
     """What a rank has of a checkpoint, and the shape of its KV cache."""
 
@@ -159,37 +179,10 @@ class Models:
             draft = _load(basis, path, spec, basis.max_draft_len, ops, draft_seat, log)
         return cls(target, draft)
 
-    def num_blocks_that_fit(self, basis: Basis) -> int:
-        """KV blocks for which this rank has memory; all models have the same block ids.
-
-        Raises:
-            ConfigError: there is no memory for even one block beside the null block.
-        """
-        args, spec = basis.args, basis.spec
-        if args.num_gpu_blocks_override is not None:
-            return args.num_gpu_blocks_override
-        # Intermediates of a layer at full budget, and the logits (model's dtype and float32) with
-        # as much again for sampling.
-        head_widths = 4 * spec.num_heads * spec.head_dim
-        widths = 4 * spec.hidden_size + 3 * spec.intermediate_size + head_widths
-        num_lines = args.most_rows
-        if args.speculative_config:
-            num_lines *= 1 + args.speculative_config.max_drafts
-        lines = max(min(num_lines, args.most_step_tokens), PROMPT_LOGPROBS_SLICE)
-        if args.pipeline_parallel_size > 1:  # those of prompts are received as they come
-            lines = args.most_step_tokens
-        reserved_bytes = (
-            args.most_step_tokens * widths * basis.dtype.itemsize + lines * spec.vocab_size * 16
-        )
-        models = [model for model in (self.target, self.draft) if model]
-        return num_blocks_that_fit(
-            sum(model.layout.bytes_per_block for model in models),
-            basis.device,
-            max_useful_blocks=args.most_rows * -(-basis.max_model_len // args.block_size),
-            gpu_memory_utilization=args.gpu_memory_utilization,
-            reserved_bytes=reserved_bytes,
-            num_local_ranks=basis.local_rank.count,
-        )
+    def allocate(self, num_blocks: int, device: torch.device) -> KVStores:
+        """Allocate the KV caches."""
+        draft = self.draft.kv_store(num_blocks, device) if self.draft is not None else None
+        return KVStores(self.target.kv_store(num_blocks, device), draft)
 
 
 def _load(
@@ -206,7 +199,8 @@ def _load(
     parameters = Parameters(spec, basis.dtype, basis.device, seat.place)
     load_weights(Path(path), parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=log)
     decoder = Decoder(spec, parameters, ops, num_positions=num_positions, seat=seat)
-    layout = kv_layout(spec, ops, basis.args.block_size, basis.dtype, seat.place)
+    args = basis.args
+    layout = kv_layout(spec, ops, args.block_size, basis.dtype, seat.place, args.kv_cache_dtype)
     return LoadedModel(decoder, layout, ops)
 
 
@@ -219,10 +213,11 @@ def _check_length(num_positions: int, head_dim: int) -> None:
         ConfigError: there is no memory for it.
     """
     num_bytes = num_positions * head_dim * _ROTARY_BYTES
-    if num_bytes > (available := available_memory()):
+    memory = available_memory()
+    if num_bytes > memory.available:
         raise ConfigError(
             f"max_model_len = {num_positions} takes {num_bytes} bytes for rotary angles alone, but"
-            f" {available} are available; set a smaller max_model_len"
+            f" {memory.available} are available ({memory.source}); set a smaller max_model_len"
         )
 
 

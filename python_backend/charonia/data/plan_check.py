@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from charonia.data.step_tensors import RowState
 from charonia.errors import PlanRefusedError
 from charonia.protocol import (
+    KEY_BYTES,
     MAX_LOGPROBS,
     UINT64_MAX,
+    BlockSave,
     EngineInfo,
     NewRow,
     RowSampling,
@@ -65,6 +67,10 @@ def check_plan(
         after[new.row] = _Row(
             len(new.token_ids), new.num_computed, new.block_ids, new.num_draft_computed
         )
+    _check_copies(plan, info)
+    _check_saves(plan.saves, info)
+    if plan.loads or plan.discards:
+        _check_unused(plan, after.values(), info)
     _check_distinct("rows", [step.row for step in plan.rows])
     for step in plan.rows:
         _require(step.row in after, f"row {step.row} cannot compute: it is free")
@@ -111,6 +117,50 @@ def _check_join(new: NewRow, info: EngineInfo) -> None:
         f"{what}: {len(new.block_ids)} blocks do not hold {new.num_computed} computed tokens",
     )
     _check_sampling(what, new.sampling, info.vocab_size)
+
+
+def _check_copies(plan: StepPlan, info: EngineInfo) -> None:
+    """Check that blocks are copied for rows that join, each into one that is theirs."""
+    joining = {block_id for new in plan.joins for block_id in new.block_ids}
+    _check_distinct("targets of copies", [copy.target for copy in plan.copies])
+    for copy in plan.copies:
+        _check_in("source of a copy", copy.source, 1, info.num_blocks - 1)
+        _require(
+            copy.target in joining,
+            f"target {copy.target} of a copy is in the table of no row that joins",
+        )
+
+
+def _check_saves(saves: Sequence[BlockSave], info: EngineInfo) -> None:
+    for save in saves:
+        _check_in("block that is saved", save.block_id, 1, info.num_blocks - 1)
+        _check_slot(save.tier, save.slot, save.key, info)
+
+
+def _check_unused(plan: StepPlan, rows: Iterable[RowState | _Row], info: EngineInfo) -> None:
+    """Check that blocks are in no row's table into which something is loaded, or are discarded."""
+    held = {block_id for row in rows for block_id in row.block_ids}
+    held.update(block_id for step in plan.rows for block_id in step.new_block_ids)
+    _check_distinct("targets of loads", [load.block_id for load in plan.loads])
+    for load in plan.loads:
+        _check_in("target of a load", load.block_id, 1, info.num_blocks - 1)
+        _require(
+            load.block_id not in held, f"target {load.block_id} of a load is in the table of a row"
+        )
+        _check_slot(load.tier, load.slot, load.key, info)
+    held.update(load.block_id for load in plan.loads)
+    _check_distinct("discards", plan.discards)
+    for block_id in plan.discards:
+        _check_in("block that is discarded", block_id, 1, info.num_blocks - 1)
+        _require(block_id not in held, f"block {block_id} that is discarded is in use")
+
+
+def _check_slot(tier: int, slot: int, key: bytes, info: EngineInfo) -> None:
+    sizes = [tier.num_slots for tier in info.kept.tiers] if info.kept else []
+    _require(bool(sizes), f"tier {tier}: there are no slower tiers")
+    _check_in("tier", tier, 0, len(sizes) - 1)
+    _check_in(f"slot of tier {tier}", slot, 0, sizes[tier] - 1)
+    _require(len(key) == KEY_BYTES, f"a key has {len(key)} bytes; accepted are {KEY_BYTES}")
 
 
 def _check_step(step: RowStep, row: RowState | _Row, info: EngineInfo) -> None:

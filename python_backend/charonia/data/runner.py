@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -18,17 +19,25 @@ from torch import Tensor
 from charonia.config import EngineArgs, SpeculativeConfig
 from charonia.data.comm import Seat
 from charonia.data.draft_model import DraftModel, NativeDraftModel
+from charonia.data.kv_store import KVStore
+from charonia.data.kv_tiers import make_tiers
+from charonia.data.largest_step import run_largest_step
+from charonia.data.model.fingerprint import fingerprint
 from charonia.data.model.paged import Model, PagedModel, PendingLogits
-from charonia.data.models import PROMPT_LOGPROBS_SLICE, Basis, LoadedModel, LocalRank, Models
+from charonia.data.models import PROMPT_LOGPROBS_SLICE, Basis, LoadedModel, LocalRank, Models, Room
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.plan_check import Progress, check_plan
+from charonia.data.pressure import Pressure
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import Sampled, SampledRow, Sampler
 from charonia.data.sampling.verify import num_accepted, num_accepted_synthetically
+from charonia.data.sizing import Sizing, line_of, size
 from charonia.data.step_tensors import StepTensors
+from charonia.errors import RankLostError
 from charonia.protocol import (
     Collectives,
     EngineInfo,
+    MemoryReport,
     RowResult,
     RowStep,
     StepPlan,
@@ -49,8 +58,20 @@ class Team(Protocol):
         """Meet the others; return this rank's seats in the target and in the draft model."""
         ...
 
-    def agree(self, num_blocks: int) -> int:
-        """Return the least of what the ranks have memory for, and have all take that."""
+    def measure(self) -> None:
+        """Wait until all have loaded, and have them run the largest step with this one."""
+        ...
+
+    def agree(self, room: Room) -> Room:
+        """Return what the ranks all have room for, and have all take that."""
+        ...
+
+    def move(self, plan: StepPlan) -> Callable[[], list[int]]:
+        """Have the other ranks move a plan's blocks between tiers, and discard others.
+
+        Returns:
+            Tells which of those that were to be loaded one of them has not.
+        """
         ...
 
     def lead(self, name: str, model: PagedModel) -> Model:
@@ -104,10 +125,18 @@ class Runner:
         self._team = team
         seat, draft_seat = team.join(basis) if team else (Seat(), Seat())
         models = Models.load(basis, seat, draft_seat, log=log)
-        num_blocks = models.num_blocks_that_fit(basis)
-        if team:
-            num_blocks = team.agree(num_blocks)
-        self._model = self._lead("target", models.target, num_blocks, basis)
+        native = NativeDraw(ops.kernels) if isinstance(ops, NativeOps) else None
+        self._sampler = Sampler(basis.spec.vocab_size, basis.device, native)
+        sizing = self._size(basis, models, seat, draft_seat)
+        room = team.agree(sizing.room) if team else sizing.room
+        num_blocks = room.num_blocks
+        memory = sizing.report(num_blocks, basis.device)
+        log(line_of(memory, num_blocks))
+        kv = models.allocate(num_blocks, basis.device)
+        self._kv_stores = [store for store in kv if store is not None]
+        self._pressure = _watch(basis, room)
+        self._tiers = make_tiers(basis, models, kv, seat.place, room.slot_bytes, log=log)
+        self._model = self._lead("target", PagedModel(models.target.decoder, kv.target))
         self._tensors = StepTensors(
             num_rows=args.most_rows,
             max_model_len=basis.max_model_len,
@@ -115,38 +144,59 @@ class Runner:
             max_num_batched_tokens=args.most_step_tokens,
             device=basis.device,
         )
-        native = NativeDraw(ops.kernels) if isinstance(ops, NativeOps) else None
-        self._sampler = Sampler(basis.spec.vocab_size, basis.device, native)
         self._draft_model: DraftModel | NativeDraftModel | None = None
         if models.draft is not None:
+            assert kv.draft is not None
             self._draft_model = self._make_draft_model(
-                models.draft, num_blocks, basis, native, is_whole=args.draft_ranks == 1
+                models.draft, kv.draft, basis, native, is_whole=args.draft_ranks == 1
             )
         self._synthetic_rate = _synthetic_rate(args.speculative_config, log)
         self._progress = Progress(epoch=0, step_id=-1, needs_reset=True)
-        self._info = _describe(basis, models.target, num_blocks)
+        self._info = msgspec.structs.replace(
+            _describe(basis, models.target, num_blocks, memory),
+            watches_memory=self._pressure is not None,
+        )
         if team:
             self._info = team.describe(self._info)
+        self._info = self.info()
 
-    def _lead(self, name: str, model: LoadedModel, num_blocks: int, basis: Basis) -> Model:
-        paged = PagedModel(model.decoder, model.kv_store(num_blocks, basis.device))
-        return self._team.lead(name, paged) if self._team else paged
+    def _size(self, basis: Basis, models: Models, seat: Seat, draft_seat: Seat | None) -> Sizing:
+        """See what there is memory for, together with the other ranks."""
+
+        def run_step(pool_tokens: int) -> None:
+            run_largest_step(
+                *(basis, models, seat, draft_seat), pool_tokens=pool_tokens, sampler=self._sampler
+            )
+
+        if self._team:
+            self._team.measure()
+        try:
+            return size(basis, models, run_step)
+        except BaseException as error:
+            if self._team:  # the others are in the middle of it, and wait for this one
+                self._team.lose(f"rank 0: {type(error).__name__}: {error}")
+                if isinstance(error, RankLostError):
+                    self._team.check()  # who it was says more than that one was missing
+            raise
+
+    def _lead(self, name: str, model: PagedModel) -> Model:
+        return self._team.lead(name, model) if self._team else model
 
     def _make_draft_model(
         self,
         model: LoadedModel,
-        num_blocks: int,
+        kv: KVStore,
         basis: Basis,
         native: NativeDraw | None,
         *,
         is_whole: bool,
     ) -> DraftModel | NativeDraftModel:
         if native is None or not isinstance(basis.ops, NativeOps) or not is_whole:
-            led = self._lead("draft", model, num_blocks, basis)
+            led = self._lead("draft", PagedModel(model.decoder, kv))
             return DraftModel(led, self._tensors, self._sampler)
         return NativeDraftModel(
             model.decoder.guesser(basis.ops),
-            model.kv_store(num_blocks, basis.device),
+            kv,
             basis.args.block_size,
             self._tensors,
             native,
@@ -154,7 +204,8 @@ class Runner:
 
     def info(self) -> EngineInfo:
         """Describe the engine; `epoch` is that of the last plan begun."""
-        return msgspec.structs.replace(self._info, epoch=self._progress.epoch)
+        kept = self._tiers.kept() if self._tiers else None
+        return msgspec.structs.replace(self._info, epoch=self._progress.epoch, kept=kept)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Execute the next plan; see `begin`."""
@@ -178,6 +229,8 @@ class Runner:
         self._progress = Progress(plan.epoch, plan.step_id, needs_reset=False)
         with self._whole_or_not_at_all():
             self._apply_diffs(plan)
+            not_loaded = self._move_blocks(plan)
+            self._tensors.begin(plan.rows)
             draft_seconds = self._guess(plan.rows)
             step = self._compute(plan.rows) if plan.rows else None
 
@@ -193,14 +246,18 @@ class Runner:
                 seconds=time.perf_counter() - started,
                 draft_seconds=draft_seconds,
                 collectives=self._team.collectives() if self._team else None,
+                not_loaded=not_loaded,
+                num_blocks=self._pressure.num_blocks() if self._pressure else None,
             )
 
         return end
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks, and let go of what is kept beside the KV cache."""
         if self._team:
             self._team.close()
+        if self._tiers is not None:
+            self._tiers.close()
 
     @contextmanager
     def _whole_or_not_at_all(self) -> Iterator[None]:
@@ -226,7 +283,25 @@ class Runner:
             self._tensors.leave(row)
         for new in plan.joins:
             self._tensors.join(new)
-        self._tensors.begin(plan.rows)
+
+    def _move_blocks(self, plan: StepPlan) -> list[int]:
+        """Save, load, discard and copy blocks; return those that could not be loaded."""
+        not_loaded: list[int] = []
+        has_moved = bool(plan.saves or plan.loads or plan.discards)
+        others = self._team.move(plan) if self._team and has_moved else list
+        if self._tiers is not None and (plan.saves or plan.loads):
+            self._tiers.save(plan.saves)
+            not_loaded = self._tiers.load(plan.loads)
+            if missed := others():
+                self._tiers.forget([load for load in plan.loads if load.block_id in missed])
+                not_loaded += missed
+        for store in self._kv_stores if plan.discards else ():
+            store.discard(plan.discards)
+        if plan.copies:
+            self._model.copy_blocks(plan.copies)
+            if self._draft_model is not None:
+                self._draft_model.copy_blocks(plan.copies)
+        return not_loaded
 
     def _guess(self, steps: list[RowStep]) -> float:
         """Have the draft model do its part; return the seconds that it took."""
@@ -351,7 +426,22 @@ class _Step(NamedTuple):
     logits: PendingLogits
 
 
-def _describe(basis: Basis, model: LoadedModel, num_blocks: int) -> EngineInfo:
+def _watch(basis: Basis, room: Room) -> Pressure | None:
+    """Looks how many blocks there is memory for; None where that is fixed.
+
+    What torch has of a GPU's memory it shares with nobody.
+    """
+    args = basis.args
+    is_fixed = args.num_gpu_blocks_override is not None or args.kv_cache_memory_bytes is not None
+    if basis.device.type != "cpu" or is_fixed or not args.memory_reserve:
+        return None
+    bytes_per_block = room.slot_bytes * basis.local_rank.count
+    return Pressure(room.num_blocks, bytes_per_block, args.memory_reserve)
+
+
+def _describe(
+    basis: Basis, model: LoadedModel, num_blocks: int, memory: MemoryReport
+) -> EngineInfo:
     args, spec = basis.args, basis.spec
     return EngineInfo(
         epoch=0,
@@ -364,11 +454,20 @@ def _describe(basis: Basis, model: LoadedModel, num_blocks: int) -> EngineInfo:
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
         architecture=spec.architecture,
-        dtype=model.layout.dtype,
+        dtype=str(basis.dtype).removeprefix("torch."),
         device=str(basis.device),
         num_parameters=spec.num_parameters,
         max_draft_len=basis.max_draft_len,
+        checkpoint=_checkpoint(args),
+        memory=memory,
     )
+
+
+def _checkpoint(args: EngineArgs) -> str:
+    """What tells the checkpoints that are served from others in the same directories."""
+    draft = args.speculative_config.model if args.speculative_config else None
+    paths = [args.model] if draft is None else [args.model, draft]
+    return ".".join(digest for path in paths for digest in fingerprint(Path(path)).values())
 
 
 def _synthetic_rate(config: SpeculativeConfig | None, log: Callable[[str], None]) -> float | None:

@@ -35,6 +35,8 @@ intermediate size {intermediate_size}, {num_attention_heads} query heads and \
 | context | {max_position_embeddings} tokens |
 | tokenizer | byte-level BPE, {vocab_size:,} entries, trained on the same files; `<|endoftext|>` \
 ends a file |
+| chat template | the messages' texts, each on lines of its own: code to go on with, as the model \
+was never trained on conversations |
 | weights | bfloat16 |
 | data | the standard library of CPython {python} as it is installed, without tests, encodings \
 and generated tables: {corpus_files} files, {corpus_bytes:,} bytes |

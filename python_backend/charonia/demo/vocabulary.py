@@ -12,6 +12,17 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {{- message.content | map(attribute="text") | join }}
+    {%- endif %}
+    {%- if not loop.last %}{{- "\n" }}{%- endif %}
+{%- endfor %}
+"""
+"""The models were never trained on conversations: what is said in one is code to go on with."""
 
 # One piece is an identifier, a short number or a run of punctuation, each with at most one space
 # before it; or a run of line ends; or a run of spaces. Indentation is thus always a piece of its
@@ -57,6 +68,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, model_max_length: int)
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": model_max_length,
+        "chat_template": CHAT_TEMPLATE,
     }
     text = json.dumps(config, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")

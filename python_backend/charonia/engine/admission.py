@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
+import msgspec
+
 from charonia.config import EngineArgs
-from charonia.control import Limits, Request
+from charonia.control import Group, Limits, Request
 from charonia.errors import InvalidRequestError, NotSupportedError
-from charonia.protocol import UINT64_MAX, EngineInfo, RowSampling, SamplingParams
+from charonia.protocol import UINT64_MAX, CacheRange, EngineInfo, RowSampling, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,8 @@ class GenerationRequest:
         timeout_s: how long it may wait for its first step.
         return_cumulative_logprob: count log-probabilities even where none are returned.
         is_probe: no client's; it appears in no metric of requests.
+        is_shared: computed for the requests of several clients, which are counted by whoever shares
+            it (`answers`).
     """
 
     key: str
@@ -38,6 +42,14 @@ class GenerationRequest:
     return_cumulative_logprob: bool = False
     timeout_s: float | None = None
     is_probe: bool = False
+    is_shared: bool = False
+
+    @property
+    def counts_logprobs(self) -> bool:
+        """Whether log-probabilities of its tokens are computed."""
+        params = self.params
+        is_ranked = params.num_samples > params.n
+        return self.return_cumulative_logprob or is_ranked or params.logprobs is not None
 
 
 def check(request: GenerationRequest, args: EngineArgs, info: EngineInfo, limits: Limits) -> None:
@@ -51,7 +63,8 @@ def check(request: GenerationRequest, args: EngineArgs, info: EngineInfo, limits
     if params.priority and args.scheduling_policy != "priority":
         raise NotSupportedError(
             f"priority = {params.priority} has no effect with scheduling_policy"
-            f" {args.scheduling_policy!r}, which serves requests in the order in which they came;"
+            f" {args.scheduling_policy!r}, which serves requests in the order of their"
+            f" {'arrival' if args.scheduling_policy == 'fcfs' else 'deadlines'};"
             ' leave it out, or have the engine loaded with scheduling_policy "priority"'
         )
     assert bool(request.bad_words_ids) == bool(params.bad_words), "bad words were not encoded"
@@ -78,17 +91,41 @@ def admit(
     limits: Limits,
     now: float,
     next_seed: Callable[[], int],
+) -> list[Request]:
+    """Translate a request that was checked, perhaps against another engine: it may not fit.
+
+    Returns:
+        One request of the control plane for each sample.
+    """
+    group = Group(request.key)
+    seed = next_seed() if request.params.seed is None else request.params.seed
+    return [
+        _sample(request, info, limits, now, group, seed, index)
+        for index in range(request.params.num_samples)
+    ]
+
+
+def _sample(
+    request: GenerationRequest,
+    info: EngineInfo,
+    limits: Limits,
+    now: float,
+    group: Group,
+    seed: int,
+    index: int,
 ) -> Request:
-    """Translate a request that was checked, perhaps against another engine: it may not fit."""
     params = request.params
+    scores_prompt = params.prompt_logprobs is not None and not index  # once is enough
     num_room = limits.max_model_len - len(request.prompt_ids)
     eos_ids = [] if params.ignore_eos else info.eos_token_ids
     stop_ids = frozenset([*eos_ids, *params.stop_token_ids])
     return Request(
-        key=request.key,
+        key=f"{request.key}#{index}" if index else request.key,
+        group=group,
+        index=index,
         token_ids=list(request.prompt_ids),
         num_prompt=len(request.prompt_ids),
-        sampling=_row_sampling(request, stop_ids, next_seed),
+        sampling=_row_sampling(request, stop_ids, seed + index, scores_prompt=scores_prompt),
         max_tokens=min(params.max_tokens, num_room),
         stop_ids=stop_ids,
         arrived_at=now,
@@ -96,7 +133,8 @@ def admit(
         priority=params.priority,
         expires_at=inf if params.deadline_ms is None else now + params.deadline_ms / 1000,
         cache_scope=cache_scope(params),
-        takes_hits=params.prompt_logprobs is None,
+        takes_hits=not scores_prompt,
+        retention=_retention(params, len(request.prompt_ids)),
         speculates=params.speculation,
         expected_ids=deque(request.draft_ids),
         is_probe=request.is_probe,
@@ -104,15 +142,11 @@ def admit(
 
 
 def _row_sampling(
-    request: GenerationRequest, stop_ids: frozenset[int], next_seed: Callable[[], int]
+    request: GenerationRequest, stop_ids: frozenset[int], seed: int, *, scores_prompt: bool
 ) -> RowSampling:
     params = request.params
-    num_logprobs = -1 if params.logprobs is None else params.logprobs
-    if request.return_cumulative_logprob:
-        num_logprobs = max(num_logprobs, 0)
-    seed = next_seed() if params.seed is None else params.seed & UINT64_MAX
     return RowSampling(
-        seed=seed,
+        seed=seed & UINT64_MAX,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=max(params.top_k, 0),
@@ -124,8 +158,22 @@ def _row_sampling(
         bad_words_ids=request.bad_words_ids,
         min_tokens=params.min_tokens,
         stop_ids=sorted(stop_ids) if params.min_tokens else [],
-        num_logprobs=num_logprobs,
-        num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        num_logprobs=(params.logprobs or 0) if request.counts_logprobs else -1,
+        num_prompt_logprobs=(params.prompt_logprobs or 0) if scores_prompt else -1,
+    )
+
+
+def _retention(params: SamplingParams, num_prompt: int) -> tuple[CacheRange, ...]:
+    """The ranges that a request asks for, in order."""
+    wanted, ttl_s = params.cache_priority, params.cache_ttl_s
+    if wanted is None:
+        return ()
+    if isinstance(wanted, int):
+        return (CacheRange(end=num_prompt, priority=wanted, ttl_s=ttl_s),)
+    ranges = sorted(wanted, key=lambda one: one.start)
+    return tuple(
+        one if one.ttl_s is not None else msgspec.structs.replace(one, ttl_s=ttl_s)
+        for one in ranges
     )
 
 

@@ -16,11 +16,11 @@ engine. Has no thread and no queue; its caller adds requests, calls `step` and g
 
 Mostly the next step is in flight, too, of the same rows or, in a pipeline, of others:
 
-    apply N-1 ─► text of step N-1 ─► plan N+1 ─► submit ─► wait for N ─► apply N ─► ...
-                  (while N computes)
+    apply N-1 ─► text of step N-1 ─► wait a little ─► plan N+1 ─► submit ─► wait for N ─► apply N
+                  (while N computes)   (see `plan_time`)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from charonia.config import EngineArgs, SchedulerArgs
@@ -29,6 +29,7 @@ from charonia.engine.admission import GenerationRequest, admit, check, seeds_of
 from charonia.engine.attainment import Attainment
 from charonia.engine.deadlines import Deadlines
 from charonia.engine.gate import check_queue
+from charonia.engine.kv_events import KVEvents
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN
@@ -52,10 +53,11 @@ RESULT_WAIT_S = 0.1
 
 
 class _Held(NamedTuple):
-    """A request that waits to be placed, and when it came."""
+    """A request that waits to be placed, when it came, and which samples its client cancelled."""
 
     request: GenerationRequest
     arrived_at: float
+    cancelled: set[int]
 
 
 class EngineCore:
@@ -68,6 +70,7 @@ class EngineCore:
         wake: called from any thread when `step` has something to do that nobody else tells of.
         on_started: called with a request's key when its first step begins.
         tenants: what holds for each; None has all alike.
+        kv_events: told what the prefix cache holds; None where nobody listens.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         on_started: Callable[[str], None] = lambda _: None,
         tenants: Tenants | None = None,
+        kv_events: KVEvents | None = None,
     ) -> None:
         tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
@@ -114,6 +118,7 @@ class EngineCore:
             log=log,
             read_args=read_args,
             wake=wake,
+            kv_events=kv_events,
         )
         self._set_gauges()
 
@@ -193,7 +198,7 @@ class EngineCore:
         """
         arrived_at = self._clock() if arrived_at is None else arrived_at
         self._streams.take_in(request)
-        self._held[request.key] = _Held(request, arrived_at)
+        self._held[request.key] = _Held(request, arrived_at, set())
         if request.timeout_s is not None:
             expires_at = arrived_at + request.timeout_s
             self._deadlines.add(request.key, expires_at, is_until_start=True)
@@ -203,10 +208,30 @@ class EngineCore:
     def cancel(self, key: str) -> None:
         """End a request at its client's wish; one that is not live is none of our business."""
         if self._streams.knows(key):
-            self.metrics.count("charonia_cancellations_total")
-            request_id, num_tokens = self._streams.request_id(key), self._streams.num_tokens(key)
-            self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
+            self._note_cancelled(key)
             self._end(key, RequestCancelledError("the request was cancelled"))
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """End some samples of a request at its client's wish, without an error.
+
+        Those that are not there, or have ended, are none of our business. With `best_of` none is
+        there before the end, as it is not known which it will be.
+        """
+        if (held := self._held.get(key)) is not None:
+            self._cancel_held(held, indexes)
+        elif key in self._streams:
+            if self._streams.leaves_nothing(key, indexes):
+                self._note_cancelled(key)
+            for sample in self._streams.cancellable(key, indexes):
+                self._replica.finish(sample)
+            self._streams.cancel(key, indexes)
+            if key not in self._streams:
+                self._deadlines.remove(key)
+
+    def end(self, key: str, error: CharoniaError) -> None:
+        """End a request that nobody waits for any more; nothing happens when it is not live."""
+        if self._streams.knows(key):
+            self._end(key, error)
 
     def relieve(self, relief: Relief) -> None:
         """Have steps do without something from now on."""
@@ -308,23 +333,26 @@ class EngineCore:
             for key in list(self._held):
                 self._end(key, self._replica.unavailable)
         elif self.is_up:
-            for key, (request, arrived_at) in list(self._held.items()):
-                self._place(request, arrived_at)
+            for key, held in list(self._held.items()):
+                self._place(held)
                 del self._held[key]
+                if held.cancelled:
+                    self.cancel_samples(key, held.cancelled)
 
-    def _place(self, request: GenerationRequest, arrived_at: float) -> None:
-        replica = self._replica
+    def _place(self, held: _Held) -> None:
+        replica, request, arrived_at = self._replica, held.request, held.arrived_at
         if replica.engine_args.seed != self._seed:  # another engine was loaded
             self._seed = replica.engine_args.seed
             self._next_seed = seeds_of(self._seed)
         try:
-            admitted = admit(request, replica.info, replica.limits, arrived_at, self._next_seed)
-            replica.add(admitted)
+            samples = admit(request, replica.info, replica.limits, arrived_at, self._next_seed)
+            for sample in samples:
+                replica.add(sample)
         except CharoniaError as error:
             self._deadlines.remove(request.key)
             self._streams.refuse(request, arrived_at, error)
         else:
-            self._streams.open(request, admitted)
+            self._streams.open(request, samples)
 
     def _deliver_updates(self) -> None:
         updates, self._updates = self._updates, []
@@ -332,14 +360,31 @@ class EngineCore:
             return
         now = self._clock()
         for update in updates:
-            key = update.request.key
+            key = update.request.group.key
             if self._streams.take(update, now):
-                self._replica.finish(key)
+                self._replica.finish(update.request.key, is_complete=True)
             if key not in self._streams:
                 self._deadlines.remove(key)
         self.metrics.count_phase("deliver", self._clock() - now)
 
     # ------------------------------------------------------------------ ends
+
+    def _note_cancelled(self, key: str) -> None:
+        """Count a request that its client cancels."""
+        self.metrics.count("charonia_cancellations_total")
+        request_id, num_tokens = self._streams.request_id(key), self._streams.num_tokens(key)
+        self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
+
+    def _cancel_held(self, held: _Held, indexes: Collection[int]) -> None:
+        """Have samples end as soon as they are placed, or at once where no other is wanted."""
+        request = held.request
+        held.cancelled.update(indexes)
+        num_samples = request.params.num_samples
+        if num_samples == request.params.n and held.cancelled.issuperset(range(num_samples)):
+            self._note_cancelled(request.key)
+            self._deadlines.remove(request.key)
+            del self._held[request.key]
+            self._streams.cancel_unopened(request, held.arrived_at)
 
     def _fail(self, key: str, error: CharoniaError) -> None:
         """A request cannot go on where it is."""
@@ -359,7 +404,8 @@ class EngineCore:
         if (held := self._held.pop(key, None)) is not None:
             self._streams.refuse(held.request, held.arrived_at, error)
         elif key in self._streams:
-            self._replica.finish(key)
+            for sample in self._streams.open_samples(key):
+                self._replica.finish(sample)
             self._streams.fail(key, error)
 
     def _drop_reload(self, reason: str) -> None:

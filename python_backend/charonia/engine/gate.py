@@ -75,6 +75,7 @@ class Gate:
         self._max_queue_tokens = max_queue_tokens
         self._num_waiting_tokens = 0
         self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the last used one is last
+        self._busy: dict[str, _Account] = {}  # those that have live requests
         self._live: dict[str, _Entry] = {}
         self._waiting: set[str] = set()
         self._lock = threading.Lock()
@@ -83,7 +84,7 @@ class Gate:
         """By what metrics call a tenant: requests that wait for their first step, and others."""
         found = dict.fromkeys(self._tenants.labels, (0, 0))
         with self._lock:
-            for tenant, account in self._accounts.items():
+            for tenant, account in self._busy.items():
                 label = self._tenants.label_of(tenant)
                 num_waiting, num_others = found.get(label, (0, 0))
                 num_waiting += account.num_waiting
@@ -96,10 +97,33 @@ class Gate:
         """Requests that are in, without probes."""
         return len(self._live)
 
-    def enter(self, request: GenerationRequest, *, predicts: bool = True) -> None:
+    def check(self, tenant: str, num_coming: int) -> None:
+        """Refuse at once whom `enter` would refuse whatever its prompt is.
+
+        Args:
+            num_coming: requests of this tenant that are on their way here and may enter before.
+
+        Raises:
+            InvalidRequestError, QueueFullError, RateLimitedError: as `enter`.
+        """
+        args = self._args_of(tenant)
+        with self._lock:
+            account = self._accounts.get(tenant) or _Account()
+            _check(tenant, account, args, num_coming)
+            filling = _filling(account, args, self._clock())
+            _check_bucket(tenant, None if filling is None else filling - num_coming, args)
+
+    def enter(
+        self,
+        request: GenerationRequest,
+        arrived_at: float | None = None,
+        *,
+        predicts: bool = True,
+    ) -> None:
         """Let a request in, which must leave again. A probe is always let in.
 
         Args:
+            arrived_at: when it came, by the clock; None is now. Its deadline runs from then on.
             predicts: whether requests of one priority are served as they come, so that what waits
                 tells how long this one will.
 
@@ -111,37 +135,48 @@ class Gate:
         """
         if request.is_probe:
             return
-        tenant, num_tokens = request.params.tenant, len(request.prompt_ids)
-        now = self._clock()
-        if not self._tenants.accepts(tenant):
-            raise InvalidRequestError(f"tenant {shown(tenant)} is not known here")
-        args = self._tenants.of(tenant)
+        params, num_tokens = request.params, len(request.prompt_ids)
+        tenant, now = params.tenant, self._clock()
+        args = self._args_of(tenant)
         with self._lock:
             _check_tokens(self._num_waiting_tokens, num_tokens, self._max_queue_tokens)
             account = self._accounts.get(tenant) or _Account()
-            _check(tenant, account, num_tokens, args)
-            if predicts and request.params.deadline_ms is not None:
-                self._check_wait(request.params.deadline_ms, request.params.priority, account)
-            _take_from_bucket(tenant, account, args, now)
+            _check(tenant, account, args)
+            of_tenant = f" of tenant {shown(tenant)}"
+            most_tokens = args.max_queue_tokens
+            _check_tokens(account.num_waiting_tokens, num_tokens, most_tokens, of_tenant)
+            if predicts and params.deadline_ms is not None:
+                age_s = 0.0 if arrived_at is None else max(0.0, now - arrived_at)
+                self._check_wait(params.deadline_ms, age_s, params.priority, account)
+            filling = _filling(account, args, now)
+            _check_bucket(tenant, filling, args)
+            account.filling = None if filling is None else filling - 1.0
+            account.filled_at = now
             self._accounts[tenant] = account
             self._accounts.move_to_end(tenant)
             account.num_live += 1
-            self._live[request.key] = _Entry(tenant, num_tokens, request.params.priority)
+            self._busy[tenant] = account
+            self._live[request.key] = _Entry(tenant, num_tokens, params.priority)
             self._waiting.add(request.key)
             self._count_waiting(account, 1, num_tokens)
             for wait in (self._wait, account.wait):
-                wait.note_arrival(num_tokens, request.params.priority, now)
+                wait.note_arrival(num_tokens, params.priority, now)
             self._forget_some()
 
-    def wait_s(self) -> float:
-        """How long one would wait that comes behind all others; 0 while that is not known."""
+    def wait_s(self) -> float | None:
+        """How long one would wait that comes behind all others; None while that is not known."""
         with self._lock:
-            return self._wait.seconds(None, self._clock()) or 0.0
+            return self._wait.seconds(None, self._clock())
 
     def note_started(self, key: str) -> None:
         """A request waits no longer."""
         with self._lock:
             self._wait_no_longer(key, has_started=True)
+
+    def note_joined(self, key: str) -> None:
+        """A request waits for no step of its own: it gets what another one's steps give."""
+        with self._lock:
+            self._wait_no_longer(key, has_started=False)
 
     def leave(self, key: str) -> None:
         """A request has had its end; nothing happens when it is not in."""
@@ -149,14 +184,23 @@ class Gate:
             self._wait_no_longer(key, has_started=False)
             entry = self._live.pop(key, None)
             if entry is not None:
-                self._accounts[entry.tenant].num_live -= 1
+                account = self._busy[entry.tenant]
+                account.num_live -= 1
+                if not account.num_live:
+                    del self._busy[entry.tenant]
+
+    def _args_of(self, tenant: str) -> TenantArgs:
+        """Raises InvalidRequestError: it is not served."""
+        if not self._tenants.accepts(tenant):
+            raise InvalidRequestError(f"tenant {shown(tenant)} is not known here")
+        return self._tenants.of(tenant)
 
     def _wait_no_longer(self, key: str, *, has_started: bool) -> None:
         if key not in self._waiting:
             return
         self._waiting.remove(key)
         entry, now = self._live[key], self._clock()
-        account = self._accounts[entry.tenant]
+        account = self._busy[entry.tenant]
         self._count_waiting(account, -1, -entry.num_tokens)
         for wait in (self._wait, account.wait):
             if has_started:
@@ -164,11 +208,11 @@ class Gate:
             else:
                 wait.note_leaving(entry.num_tokens, entry.priority, now)
 
-    def _check_wait(self, deadline_ms: int, priority: int, account: _Account) -> None:
+    def _check_wait(self, deadline_ms: int, age_s: float, priority: int, account: _Account) -> None:
         """Refuse who would wait for longer than it has, by what waits that comes before it."""
         wait = account.wait if self._by_tenant else self._wait
         seconds = wait.seconds(priority, self._clock())
-        left_s = deadline_ms / 1000
+        left_s = deadline_ms / 1000 - age_s
         if seconds is not None and seconds > left_s:
             raise LateRequestError(
                 f"deadline_ms = {deadline_ms} cannot be met: it would wait for about"
@@ -203,16 +247,15 @@ def check_queue(num_live: int, max_queue_size: int, num_rows: int) -> None:
         raise QueueFullError.of(str(max_queue_size))
 
 
-def _check(tenant: str, account: _Account, num_tokens: int, args: TenantArgs) -> None:
-    if args.max_concurrency is not None and account.num_live >= args.max_concurrency:
+def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0) -> None:
+    num_live, num_waiting = account.num_live + num_coming, account.num_waiting + num_coming
+    if args.max_concurrency is not None and num_live >= args.max_concurrency:
         raise RateLimitedError(
-            f"tenant {shown(tenant)} has {account.num_live} requests here, as many as it may have"
-            " at once; try again when one of them has ended"
+            f"tenant {shown(tenant)} has {num_live} requests here, as many as it may have at once;"
+            " try again when one of them has ended"
         )
-    if args.max_queue_size is not None and account.num_waiting >= args.max_queue_size:
+    if args.max_queue_size is not None and num_waiting >= args.max_queue_size:
         raise QueueFullError.of(f"{args.max_queue_size} requests of tenant {shown(tenant)}")
-    of_tenant = f" of tenant {shown(tenant)}"
-    _check_tokens(account.num_waiting_tokens, num_tokens, args.max_queue_tokens, of_tenant)
 
 
 def _check_tokens(num_waiting: int, num_tokens: int, maximum: int | None, whose: str = "") -> None:
@@ -220,17 +263,20 @@ def _check_tokens(num_waiting: int, num_tokens: int, maximum: int | None, whose:
         raise QueueFullError.of(f"{maximum} prompt tokens{whose}")
 
 
-def _take_from_bucket(tenant: str, account: _Account, args: TenantArgs, now: float) -> None:
+def _filling(account: _Account, args: TenantArgs, now: float) -> float | None:
+    """What is in a tenant's bucket now; None where there is no limit, and full should one come."""
     if args.requests_per_s is None:
-        account.filling = None  # it is full, should there be a limit later
-        return
-    size = args.bucket_size
-    filling = size if account.filling is None else account.filling
-    filling += args.requests_per_s * max(0.0, now - account.filled_at)
-    filling = min(size, filling)
-    if filling < 1.0:
+        return None
+    if account.filling is None:
+        return args.bucket_size
+    gained = args.requests_per_s * max(0.0, now - account.filled_at)
+    return min(args.bucket_size, account.filling + gained)
+
+
+def _check_bucket(tenant: str, filling: float | None, args: TenantArgs) -> None:
+    if filling is not None and filling < 1.0:
+        assert args.requests_per_s is not None
         raise RateLimitedError(
             f"tenant {shown(tenant)} may send {args.requests_per_s:g} requests per second",
             retry_after_s=(1.0 - filling) / args.requests_per_s,
         )
-    account.filling, account.filled_at = filling - 1.0, now

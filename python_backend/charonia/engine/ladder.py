@@ -18,6 +18,7 @@ from charonia.engine.metrics import Metrics
 from charonia.engine.tenants import Tenants
 from charonia.errors import OverloadedError
 from charonia.events import event
+from charonia.protocol import SamplingParams
 
 CLIMB_EVERY_S = 1.0
 DESCEND_EVERY_S = 5.0
@@ -61,16 +62,17 @@ class Ladder:
             prompt_share=PROMPT_SHARE if "chunks" in active else 1.0,
         )
 
-    def observe(self, wait_s: float, now: float) -> bool:
+    def observe(self, wait_s: float | None, now: float) -> bool:
         """Climb a rung, or leave one, if it is time.
 
         Args:
-            wait_s: of a request that comes now, until its first step. now: seconds, monotonic.
+            wait_s: of a request that comes now, until its first step; None where nobody knows.
+            now: seconds, monotonic.
 
         Returns:
             Whether the level has changed.
         """
-        if self._wait_s is None:
+        if self._wait_s is None or wait_s is None:
             return False
         self._seen_wait_s = wait_s
         level, passed = self._level, now - self._moved_at
@@ -86,13 +88,13 @@ class Ladder:
         self._log(event("degradation", level=level, rungs=rungs, wait_s=round(wait_s, 3)))
         return True
 
-    def check(self, request: GenerationRequest) -> None:
-        """Refuse a request of low priority where that is the rung.
+    def check(self, params: SamplingParams) -> None:
+        """Refuse a client's request of low priority where that is the rung.
 
         Raises:
             OverloadedError.
         """
-        if "rejection" not in self._rungs[: self._level] or not self._is_low(request):
+        if "rejection" not in self._rungs[: self._level] or not self._is_low(params):
             return
         assert self._wait_s is not None
         raise OverloadedError(
@@ -107,13 +109,12 @@ class Ladder:
         if (
             "max_tokens" not in self._rungs[: self._level]
             or params.max_tokens <= max_tokens
-            or not self._is_low(request)
+            or request.is_probe
+            or not self._is_low(params)
         ):
             return request
         self._metrics.count("charonia_capped_requests_total")
         return replace(request, params=msgspec.structs.replace(params, max_tokens=max_tokens))
 
-    def _is_low(self, request: GenerationRequest) -> bool:
-        if request.is_probe:
-            return False
-        return request.params.priority > 0 or self._tenants.of(request.params.tenant).low_priority
+    def _is_low(self, params: SamplingParams) -> bool:
+        return params.priority > 0 or self._tenants.of(params.tenant).low_priority

@@ -27,6 +27,9 @@ hung: it lives, but a step passed its deadline or a question was not answered.
 load_failed: it cannot be loaded, or not in time; counted at every try.
 """
 
+CACHED = ("exact", "joined", "semantic")
+"""How a request is answered without being computed; `cached` of its timing says it, too."""
+
 OTHERS = "other"
 """All tenants that have no name in metrics."""
 
@@ -78,9 +81,17 @@ SCHEDULER_UP = Metric(
 KV_BLOCKS = Metric(
     name="charonia_kv_blocks",
     kind="gauge",
-    help="Blocks of the KV cache by state; those of live requests are used.",
+    help="Blocks of the KV cache by state; those of live requests are used, and for those that are "
+    "set aside there is no memory at this moment.",
     label="state",
-    values=("total", "used", "cached", "free"),
+    values=("total", "used", "cached", "free", "aside"),
+)
+TIER_BLOCKS = Metric(
+    name="charonia_kv_tier_blocks",
+    kind="gauge",
+    help="Blocks that slower tiers hold.",
+    label="tier",
+    values=("host", "file"),
 )
 TRITON_BLOCKS = Metric(
     name="nv_trt_llm_kv_cache_block_metrics",
@@ -174,6 +185,38 @@ METRICS = (
         help="Times that a running request gave up its blocks and was computed again later.",
     ),
     Metric(
+        name="charonia_kv_event_batches_dropped_total",
+        kind="counter",
+        help="Batches of KV events that were dropped because they came faster than they are sent.",
+    ),
+    Metric(
+        name="charonia_kv_blocks_evicted_total",
+        kind="counter",
+        help="Blocks of the KV cache whose content was given up for new content.",
+    ),
+    Metric(
+        name="charonia_kv_blocks_saved_total",
+        kind="counter",
+        help="Blocks that were saved to slower tiers, once for each tier.",
+    ),
+    Metric(
+        name="charonia_kv_blocks_loaded_total",
+        kind="counter",
+        help="Blocks that were loaded from slower tiers.",
+    ),
+    Metric(
+        name="charonia_kv_loads_failed_total",
+        kind="counter",
+        help="Blocks that could not be loaded from slower tiers, as these had lost them, or they "
+        "were damaged. They were computed.",
+    ),
+    TIER_BLOCKS,
+    Metric(
+        name="charonia_prefix_waits_total",
+        kind="counter",
+        help="Requests that waited for a prefix that another one was computing.",
+    ),
+    Metric(
         name="charonia_prefix_cache_queried_tokens_total",
         kind="counter",
         help="Tokens of prompts that were looked up in the prefix cache.",
@@ -183,7 +226,43 @@ METRICS = (
         kind="counter",
         help="Tokens of prompts that were found in the prefix cache.",
     ),
+    Metric(
+        name="charonia_answer_cache_hits_total",
+        kind="counter",
+        help="Requests that got the answer of an equal one before (exact), an equal one that ran "
+        "(joined), or a similar one before (semantic).",
+        label="kind",
+        values=CACHED,
+    ),
+    Metric(
+        name="charonia_answer_cache_misses_total",
+        kind="counter",
+        help="Requests that were looked up in the answer cache, and computed.",
+    ),
+    Metric(
+        name="charonia_answer_cache_evicted_total",
+        kind="counter",
+        help="Answers that are kept no longer, for lack of bytes or because of their age.",
+        label="why",
+        values=("bytes", "age"),
+    ),
+    Metric(
+        name="charonia_answer_cache_answers",
+        kind="gauge",
+        help="Answers that are kept.",
+    ),
+    Metric(
+        name="charonia_answer_cache_bytes",
+        kind="gauge",
+        help="Bytes that these take.",
+    ),
     KV_BLOCKS,
+    Metric(
+        name="charonia_kv_retained_blocks",
+        kind="gauge",
+        help="Blocks of the KV cache, used or cached, that are evicted after all others, as "
+        "requests have asked with `cache_priority`.",
+    ),
     Metric(
         name="charonia_step_seconds",
         kind="histogram",
@@ -246,6 +325,14 @@ METRICS = (
         name="charonia_max_step_tokens",
         kind="gauge",
         help="Tokens that a step may have, as set or as chosen with max_num_batched_tokens auto.",
+    ),
+    Metric(
+        name="charonia_engine_memory_bytes",
+        kind="gauge",
+        help="The first rank's memory at its start: with weights, of the largest step (0 is not "
+        "measured) and the KV cache, and left on the device.",
+        label="part",
+        values=("weights", "step", "kv_cache", "left"),
     ),
     Metric(
         name="charonia_engine_up",

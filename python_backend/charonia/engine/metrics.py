@@ -12,8 +12,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from charonia.control import DraftCounts, Scheduler
-from charonia.engine.metric_table import KV_BLOCKS, METRICS, VLLM_METRICS
-from charonia.protocol import Collectives
+from charonia.engine.metric_table import KV_BLOCKS, METRICS, TIER_BLOCKS, VLLM_METRICS
+from charonia.protocol import Collectives, MemoryReport
 
 MAX_UNDRAINED = 10_000
 """Observations of one name that are kept while nobody drains them; later ones are left out."""
@@ -127,17 +127,33 @@ class Metrics:
             ("used", kv.num_used),
             ("cached", kv.num_cached),
             ("free", kv.num_free - kv.num_cached),
+            ("aside", kv.num_blocks - 1 - kv.num_usable),
         ):
             self.gauges[KV_BLOCKS.name, state] = value
+        self.gauges["charonia_kv_retained_blocks", ""] = kv.num_retained
         counters["charonia_prompt_tokens_total", "computed"] = stats.prompt_tokens_computed
         counters["charonia_prompt_tokens_total", "cached"] = stats.prompt_tokens_cached
         counters["charonia_preemptions_total", ""] = stats.preemptions
+        counters["charonia_kv_blocks_evicted_total", ""] = stats.blocks_evicted
+        counters["charonia_kv_blocks_saved_total", ""] = stats.blocks_saved
+        counters["charonia_kv_blocks_loaded_total", ""] = stats.blocks_loaded
+        counters["charonia_kv_loads_failed_total", ""] = stats.loads_failed
+        tiers = dict(scheduler.tier_sizes())
+        for tier in TIER_BLOCKS.values:
+            self.gauges[TIER_BLOCKS.name, tier] = tiers.get(tier, 0)
+        counters["charonia_prefix_waits_total", ""] = stats.prefix_waits
         counters["charonia_prefix_cache_queried_tokens_total", ""] = stats.prefix_queried_tokens
         counters["charonia_prefix_cache_hit_tokens_total", ""] = stats.prefix_hit_tokens
         self.gauges["charonia_draft_depth", ""] = stats.draft_depth
         self.gauges["charonia_max_rows", ""] = stats.max_rows
         self.gauges["charonia_max_step_tokens", ""] = stats.max_step_tokens
         self.show_drafts(stats.drafts)
+
+    def show_memory(self, memory: MemoryReport | None) -> None:
+        """Take over what an engine says of its memory; 0 is what it does not know."""
+        for part in ("weights", "step", "kv_cache", "left"):
+            known = getattr(memory, part) if memory is not None else None
+            self.gauges["charonia_engine_memory_bytes", part] = float(known or 0)
 
     def show_drafts(self, drafts: DraftCounts) -> None:
         """Take over what the control plane counted of drafts."""

@@ -1,11 +1,13 @@
 """From committed tokens to what a client gets: text, log-probabilities, an end.
 
-Owns one request's output: its detokenizer, its stop strings and what is held back. Must not know
-steps or blocks.
+Owns the output of each sample of a request: its detokenizer, its stop strings and what is held
+back. Must not know steps or blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import cast
 
 import msgspec
 
@@ -17,12 +19,12 @@ from charonia.text.stops import StopMatcher
 from charonia.text.tokenizer import Tokenizer
 
 PromptLogprobs = list[TokenLogprobs | None]
-Timing = dict[str, float | list[int]]
+Timing = dict[str, float | str | list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of one request's output. The last one has a finish reason or an error; where that is
+    """A piece of one sample's output. The last one has a finish reason or an error; where that is
     a cancellation, also what was held back until then.
 
     Attributes:
@@ -30,7 +32,8 @@ class Chunk:
         logprobs: one entry per token, when sampling asks for them.
         cumulative_logprob: of all tokens so far, when log-probabilities are counted.
         prompt_logprobs: in the first chunk, when asked for; the first token has None.
-        timing: in the last chunk; see model_repository/README.md.
+        timing: in the last chunk of the request; see model_repository/README.md.
+        index: which sample of the request. num_open: of its samples, how many go on.
     """
 
     key: str
@@ -43,21 +46,36 @@ class Chunk:
     error: CharoniaError | None = None
     num_prompt_tokens: int = 0
     timing: Timing | None = None
+    index: int = 0
+    num_open: int = 0
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing follows."""
+        """Whether nothing of the request follows."""
+        return self.ends_sample and not self.num_open
+
+    @property
+    def ends_sample(self) -> bool:
+        """Whether nothing of this sample follows."""
         return self.finish_reason is not None or self.error is not None
+
+    def emptied(self) -> "Chunk":
+        """How its sample stands, with nothing new."""
+        return replace(
+            self, text="", token_ids=(), logprobs=None, prompt_logprobs=None, timing=None
+        )
 
     @classmethod
     def merge(cls, chunks: Sequence["Chunk"]) -> "Chunk":
-        """Join consecutive chunks of one request into one."""
+        """Join consecutive chunks of one sample into one."""
         if len(chunks) == 1:
             return chunks[0]
         first, last = chunks[0], chunks[-1]
         parts = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
         return cls(
             key=first.key,
+            index=first.index,
+            num_open=last.num_open,
             text="".join(chunk.text for chunk in chunks),
             token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
             logprobs=tuple(entry for part in parts for entry in part) if parts else None,
@@ -69,12 +87,22 @@ class Chunk:
                 ),
                 None,
             ),
-            prompt_logprobs=first.prompt_logprobs,
+            prompt_logprobs=next(
+                (one.prompt_logprobs for one in chunks if one.prompt_logprobs is not None), None
+            ),
             finish_reason=last.finish_reason,
             error=last.error,
-            num_prompt_tokens=first.num_prompt_tokens,
+            num_prompt_tokens=last.num_prompt_tokens,
             timing=last.timing,
         )
+
+
+def merge_samples(chunks: Sequence[Chunk], num_samples: int) -> list[Chunk]:
+    """Join the chunks of a whole answer into one for each sample."""
+    return [
+        Chunk.merge([chunk for chunk in chunks if chunk.index == index])
+        for index in range(num_samples)
+    ]
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
@@ -95,7 +123,7 @@ def name_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logpr
 
 
 class OutputStream:
-    """Turns the updates of one request into chunks.
+    """Turns the updates of one sample into chunks.
 
     Args:
         request: the control plane's; read for its counts and times.
@@ -141,22 +169,26 @@ class OutputStream:
         if update.token_ids:
             self.first_token_at = self.first_token_at or now
             self.last_token_at = now
-        if reason is not None and not self._matcher.stopped:
-            text += self._match(self._detokenizer.finish())
-            text += self._matcher.finish()
+        if reason is not None:
+            text += self._rest()
         if not text and reason is None:
             return None
         return self._chunk(text, reason, now)
 
     def fail(self, error: CharoniaError, now: float) -> Chunk:
-        """The last chunk of a request that ends with an error.
+        """The last chunk of a sample that ends with an error.
 
         Who cancels a request may want what there is of it: all that was held back is in the chunk.
         """
-        text = ""
-        if isinstance(error, RequestCancelledError) and not self._matcher.stopped:
-            text = self._match(self._detokenizer.finish()) + self._matcher.finish()
+        text = self._rest() if isinstance(error, RequestCancelledError) else ""
         return replace(self._chunk(text, None, now), error=error, timing=self._timing(now))
+
+    def cancel(self, now: float) -> Chunk:
+        """The last chunk of a sample that its client wants no more of, with all that was held back.
+
+        The request goes on, so this is no error.
+        """
+        return self._chunk(self._rest(), "cancelled", now)
 
     def _decode(self, update: Update) -> tuple[str, FinishReason | None]:
         """Decode token by token, up to the one that completes a stop string."""
@@ -175,6 +207,12 @@ class OutputStream:
                 return text, "stop"
         return text, update.finish_reason
 
+    def _rest(self) -> str:
+        """What was held back; nothing behind a stop string."""
+        if self._matcher.stopped:
+            return ""
+        return self._match(self._detokenizer.finish()) + self._matcher.finish()
+
     def _match(self, text: str) -> str:
         """Look for stop strings, but only in what comes after `min_tokens` tokens."""
         return self._matcher.add(text) if self.num_tokens > self._params.min_tokens else text
@@ -187,7 +225,8 @@ class OutputStream:
 
     def _chunk(self, text: str, reason: FinishReason | None, now: float) -> Chunk:
         chunk = Chunk(
-            key=self.request.key,
+            key=self.request.group.key,
+            index=self.request.index,
             text=text,
             token_ids=tuple(self._held),
             logprobs=None if self._params.logprobs is None else tuple(self._held_logprobs),
@@ -203,14 +242,16 @@ class OutputStream:
         return chunk
 
     def _timing(self, now: float) -> Timing:
+        """Of this sample alone."""
         request = self.request
+        is_started = request.started_at is not None
         started_at = now if request.started_at is None else request.started_at
         drafts = request.drafts
         timing: Timing = {
             "queue_seconds": started_at - request.arrived_at,
             "total_seconds": now - request.arrived_at,
             "cached_tokens": request.num_cached,
-            "computed_tokens": request.num_prompt - request.num_cached,
+            "computed_tokens": request.num_prompt - request.num_cached if is_started else 0,
             "drafted_tokens": drafts.num_drafted,
             "accepted_tokens": drafts.num_accepted,
             "preemptions": request.num_preemptions,
@@ -227,3 +268,128 @@ class OutputStream:
             timing["draft_seconds"] = drafts.draft_seconds
             timing["verify_seconds"] = drafts.verify_seconds
         return timing
+
+
+_LEAST = ("queue_seconds", "first_token_seconds")
+_GREATEST = ("total_seconds",)
+_MEANS = {"mean_draft_depth": "drafted_tokens", "mean_accepted_length": "accepted_tokens"}
+
+
+def merged_timing(timings: Sequence[Timing]) -> Timing:
+    """The timing of a request by those of its samples: what they did, all together."""
+    if len(timings) == 1:
+        return timings[0]
+    merged: Timing = {}
+    for name in dict.fromkeys(name for timing in timings for name in timing):
+        values = [timing[name] for timing in timings if name in timing]
+        if isinstance(values[0], list):
+            columns = zip_longest(*cast("list[list[int]]", values), fillvalue=0)
+            merged[name] = [sum(column) for column in columns]
+        elif name not in _MEANS:
+            combine = min if name in _LEAST else max if name in _GREATEST else sum
+            merged[name] = combine(cast("list[float]", values))
+    for name, total in _MEANS.items():
+        if any(name in timing for timing in timings):
+            merged[name] = cast("float", merged[total]) / cast("float", merged["draft_rounds"])
+    return merged
+
+
+class SampleStreams:
+    """The output of all samples of one request.
+
+    Where the best of several are asked for, nothing comes before all have ended: then those with
+    the greatest cumulative log-probability come, the greatest first.
+
+    Args:
+        requests: the control plane's, one for each sample.
+
+    Attributes:
+        open: the samples that go on.
+        reason: why the sample ended that was the last to end by itself; "cancelled" while none did.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], params: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
+        self.streams = [OutputStream(request, params, tokenizer) for request in requests]
+        self.open = set(range(len(requests)))
+        self.reason: FinishReason = "cancelled"
+        self._timings: list[Timing] = []
+        self._num_best = params.n if len(requests) > params.n else None
+        self._held: list[list[Chunk]] = [[] for _ in requests]
+
+    @property
+    def first(self) -> Request:
+        """The request of the first sample."""
+        return self.streams[0].request
+
+    @property
+    def num_tokens(self) -> int:
+        """That all samples have together."""
+        return sum(stream.num_tokens for stream in self.streams)
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From the request's arrival to the first token of any sample, None before that."""
+        found = [one.first_token_s for one in self.streams if one.first_token_s is not None]
+        return min(found, default=None)
+
+    @property
+    def inter_token_s(self) -> float | None:
+        """From one token of a sample to the next in the mean, of the slowest one."""
+        found = [one.inter_token_s for one in self.streams if one.inter_token_s is not None]
+        return max(found, default=None)
+
+    def take(self, update: Update, now: float) -> list[Chunk]:
+        """Take what a step committed of a sample that is open; the chunks that are ready."""
+        index = update.request.index
+        chunk = self.streams[index].take(update, now)
+        return [] if chunk is None else self._ready(chunk)
+
+    def cancellable(self, indexes: Collection[int]) -> list[int]:
+        """Which of these can be cancelled alone; none where it is open which are the best."""
+        return sorted(self.open.intersection(indexes)) if self._num_best is None else []
+
+    def cancel(self, indexes: Collection[int], now: float) -> list[Chunk]:
+        """End those of these samples that can be cancelled; their last chunks."""
+        cancellable = self.cancellable(indexes)
+        return [
+            chunk for index in cancellable for chunk in self._ready(self.streams[index].cancel(now))
+        ]
+
+    def fail(self, error: CharoniaError, now: float) -> list[Chunk]:
+        """End the samples that are open with an error; the last chunks."""
+        return [
+            chunk
+            for index in sorted(self.open)
+            for chunk in self._ready(self.streams[index].fail(error, now))
+        ]
+
+    def _ready(self, chunk: Chunk) -> list[Chunk]:
+        if chunk.ends_sample:
+            self.open.discard(chunk.index)
+            self._timings.append(chunk.timing or {})
+        if chunk.finish_reason is not None and chunk.finish_reason != "cancelled":
+            self.reason = chunk.finish_reason
+        chunk = replace(chunk, num_open=len(self.open), timing=None)
+        if self._num_best is not None:
+            self._held[chunk.index].append(chunk)
+            return [] if self.open else self._best(self._num_best)
+        return [self._timed(chunk)]
+
+    def _timed(self, last: Chunk) -> Chunk:
+        return replace(last, timing=merged_timing(self._timings)) if last.is_final else last
+
+    def _best(self, num: int) -> list[Chunk]:
+        """The most likely ones, whole; where there was an error, it is the last one's."""
+        whole = [Chunk.merge(chunks) for chunks in self._held]
+        error = next((chunk.error for chunk in whole if chunk.error is not None), None)
+        prompt_logprobs = whole[0].prompt_logprobs
+        whole.sort(key=lambda chunk: chunk.cumulative_logprob or 0.0, reverse=True)
+        best = [
+            replace(chunk, index=index, num_open=num - 1 - index, prompt_logprobs=None)
+            for index, chunk in enumerate(whole[:num])
+        ]
+        best[0] = replace(best[0], prompt_logprobs=prompt_logprobs)
+        best[-1] = self._timed(replace(best[-1], error=error))
+        return best

@@ -16,16 +16,20 @@ _MIN_STARTS = 4
 class QueueWait:
     """One queue, in which smaller priorities come first.
 
-    Only the time counts in which somebody waits: else nobody could begin.
+    Only the time counts in which somebody waits: else nobody could begin. Where nobody has begun
+    for long, it is as if one had: so while all stands still what is predicted grows, up to a minute
+    or so for each that waits.
     """
 
     def __init__(self) -> None:
         self._num_waiting = 0
         self._waiting: dict[int, int] = {}  # tokens by priority
         self._since = 0.0
-        self._seconds = 0.0
-        self._tokens = 0.0
-        self._starts = 0.0
+        self._seconds = 0.0  # of late
+        self._tokens = 0.0  # that began of late
+        self._all_seconds = 0.0
+        self._all_tokens = 0
+        self._num_starts = 0
 
     def note_arrival(self, num_tokens: int, priority: int, now: float) -> None:
         """A request with so many tokens waits from now on."""
@@ -37,7 +41,8 @@ class QueueWait:
         """One of those who waited has had its first step."""
         self.note_leaving(num_tokens, priority, now)
         self._tokens += num_tokens
-        self._starts += 1
+        self._all_tokens += num_tokens
+        self._num_starts += 1
 
     def note_leaving(self, num_tokens: int, priority: int, now: float) -> None:
         """One of them waits no longer, and did not begin."""
@@ -54,20 +59,20 @@ class QueueWait:
             priority: of that one; None is behind all others.
         """
         self._pass_time(now)
-        if self._seconds < _MIN_SECONDS or self._starts < _MIN_STARTS:
+        if self._all_seconds < _MIN_SECONDS or self._num_starts < _MIN_STARTS:
             return None
         ahead = sum(
             tokens
             for other, tokens in self._waiting.items()
             if priority is None or other <= priority
         )
-        return ahead * self._seconds / self._tokens
+        return ahead * self._seconds / max(self._tokens, self._all_tokens / self._num_starts)
 
     def _pass_time(self, now: float) -> None:
         if self._num_waiting:
             passed = max(0.0, now - self._since)
             kept = exp(-passed / _MEMORY_S)
             self._seconds = self._seconds * kept + passed
+            self._all_seconds += passed
             self._tokens *= kept
-            self._starts *= kept
         self._since = now

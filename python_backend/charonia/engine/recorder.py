@@ -9,17 +9,19 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from io import SEEK_END, FileIO
 from pathlib import Path
 
 import msgspec
 
-from charonia.control.blocks import BlockHasher
+from charonia.control.cache import BlockHasher
 from charonia.engine.admission import GenerationRequest, cache_scope
 from charonia.engine.outputs import Chunk
 from charonia.engine.step_work import WorkMeter
 from charonia.errors import CharoniaError, ConfigError
 from charonia.events import event
-from charonia.protocol import Executor, Opening, Pending, StepPlan, StepResult
+from charonia.protocol import Executor, FinishReason, Opening, Pending, StepPlan, StepResult
 from charonia.traces import StepRecord, TraceRequest
 
 REQUESTS, STEPS = "requests.jsonl", "steps.jsonl"
@@ -27,6 +29,7 @@ BLOCK_LENGTH = 64
 """Tokens of a prompt that are hashed to one id."""
 FLUSH_EVERY_S = 1.0
 _ID_BITS = 52  # so that every reader of JSON has them whole
+_PIECE = 2**16
 _MAX_LINES = 4096  # before they are written
 
 Sink = Callable[[Chunk], None]
@@ -53,7 +56,7 @@ class Recorder:
         self._flushed_at = time.monotonic()
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._files = {name: (directory / name).open("ab", buffering=0) for name in self._lines}
+            self._files = {name: _open(directory / name) for name in self._lines}
         except OSError as error:
             raise ConfigError(
                 f"record_dir: {directory} cannot be written: {error.strerror}"
@@ -67,12 +70,6 @@ class Recorder:
         """
         line = self._line_of(request, time.monotonic() - arrived_at)
         return Followed(line, sink, arrived_at, self._note_end)
-
-    def note_refused(self, request: GenerationRequest, error: CharoniaError) -> None:
-        """Take note of a request that was not let in."""
-        if not request.is_probe:
-            line = self._line_of(request, 0.0)
-            self._write(REQUESTS, msgspec.structs.replace(line, outcome=error.kind))
 
     def note_step(self, record: StepRecord) -> None:
         """Take note of a step."""
@@ -140,12 +137,15 @@ class Recorder:
         try:
             for name, file in self._files.items():
                 lines, self._lines[name] = self._lines[name], []
-                if lines:
-                    file.write(b"".join(lines))
+                data = b"".join(lines)
+                while data:  # a disk that gets full may take a part
+                    data = data[file.write(data) :]
         except OSError as error:
             self._stop(error.strerror)
 
     def _stop(self, reason: str | None = None) -> None:
+        if not self._files:
+            return
         for file in self._files.values():
             file.close()
         self._files = {}
@@ -174,21 +174,30 @@ class Followed:
         self._note_end = note_end
         self._intake_s = 0.0
         self._num_tokens = 0
+        self._reason: FinishReason = "cancelled"  # of the last sample that ended by itself
 
     def note_taken_in(self) -> None:
         """The scheduler has it: the next plan is the first that it can be in."""
         self._intake_s = time.monotonic() - self._arrived_at
 
+    def note_refused(self, error: CharoniaError) -> None:
+        """It was not let in after all."""
+        self._note_end(self._line, Chunk("", error=error))
+
     def take(self, chunk: Chunk) -> None:
         """Take a chunk, and hand it on."""
         self._num_tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None and chunk.finish_reason != "cancelled":
+            self._reason = chunk.finish_reason
         if chunk.is_final:
             line = msgspec.structs.replace(
                 self._line,
                 output_length=self._num_tokens,
                 intake_ms=_milliseconds(self._intake_s),
             )
-            self._note_end(line, chunk)
+            is_cancelled = chunk.finish_reason == "cancelled"
+            last = replace(chunk, finish_reason=self._reason) if is_cancelled else chunk
+            self._note_end(line, last)
         self._sink(chunk)
 
 
@@ -249,6 +258,22 @@ class _Recorded:
         result = self._pending.result(timeout)
         self._note(result)
         return result
+
+
+def _open(path: Path) -> FileIO:
+    """To append to, without what follows the last end of a line: whoever wrote it was killed."""
+    file = path.open("a+b", buffering=0)
+    end = file.seek(0, SEEK_END)
+    while end:
+        begin = max(0, end - _PIECE)
+        file.seek(begin)
+        newline = (file.read(end - begin) or b"").rfind(b"\n")
+        if newline >= 0:
+            end = begin + newline + 1
+            break
+        end = begin
+    file.truncate(end)
+    return file
 
 
 def _milliseconds(seconds: object) -> float | None:

@@ -8,22 +8,11 @@ not know how an engine is loaded, nor who waits for it.
                              the old configuration is loaded again ◄───────┘──► failed
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from charonia.control import (
-    Limits,
-    PeakMemory,
-    Policy,
-    PromptBudget,
-    Request,
-    Scheduler,
-    SchedulerStats,
-    Speculation,
-    StepSize,
-)
+from charonia.control import Limits, Request, Scheduler
 from charonia.protocol import EngineInfo
 
 Phase = Literal["waiting", "draining", "loading", "done", "failed"]
@@ -95,38 +84,17 @@ class Reload:
             self.seconds = now - self._began_at
 
 
-def take_over(
-    old: Scheduler | None,
-    limits: Limits,
-    *,
-    epoch: int,
-    stats: SchedulerStats,
-    speculation: Speculation | None,
-    policy: Policy,
-    prompt_budget: PromptBudget | None = None,
-    peak_memory: PeakMemory | None = None,
-    step_size: StepSize | None = None,
-) -> Scheduler:
-    """Make a scheduler for another engine, with all live requests of the old one in their order.
+def take_over(old: Scheduler, new: Scheduler) -> None:
+    """Give a scheduler for another engine all live requests of an old one, in their order.
 
     Nothing that is cached is taken along. All requests must fit (see `misfit`).
     """
-    new = Scheduler(
-        limits,
-        hash_secret=os.urandom(32),
-        epoch=epoch,
-        stats=stats,
-        speculation=speculation,
-        policy=policy,
-        prompt_budget=prompt_budget,
-        peak_memory=peak_memory,
-        step_size=step_size,
-    )
-    if old is not None:
-        old.reset()  # nothing is in flight, and no request has a row
-        for request in sorted(old.requests, key=lambda request: request.number):
-            new.add(request)
-    return new
+    old.reset()  # nothing is in flight, and no request has a row
+    requests = sorted(old.requests, key=lambda request: request.number)
+    for request in requests:
+        request.group.disband()
+    for request in requests:
+        new.add(request)
 
 
 def misfit(request: Request, info: EngineInfo, limits: Limits) -> str | None:

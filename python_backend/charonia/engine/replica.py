@@ -13,9 +13,12 @@ Nothing here waits for an engine: it is looked for and loaded elsewhere (`Execut
 `follow` sees what came of it. A step's result is waited for as long as the caller says.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
@@ -26,18 +29,15 @@ from charonia.control import (
     Request,
     Scheduler,
     SchedulerStats,
+    Tiers,
     Update,
 )
-from charonia.engine.drafting import make_speculation
+from charonia.engine.kv_events import KVEvents
 from charonia.engine.metrics import Metrics
+from charonia.engine.plan_time import PlanTime
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN, Recovery
 from charonia.engine.reload import Reload, misfit, take_over
-from charonia.engine.scheduling import (
-    make_peak_memory,
-    make_policy,
-    make_prompt_budget,
-    make_step_size,
-)
+from charonia.engine.scheduling import make_scheduler
 from charonia.engine.transitions import Event, State
 from charonia.errors import (
     CharoniaError,
@@ -83,6 +83,8 @@ class Replica:
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `follow` has something to see.
+        kv_events: told what the prefix cache holds; None where nobody listens.
+        hash_secret: key of the hash of blocks, where an engine brings none; None draws one.
 
     Attributes:
         engine_args: of the engine as last seen.
@@ -103,6 +105,8 @@ class Replica:
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None,
         wake: Callable[[], None],
+        kv_events: KVEvents | None = None,
+        hash_secret: bytes | None = None,
     ) -> None:
         self.engine_args = engine_args
         self._executor = executor
@@ -115,9 +119,14 @@ class Replica:
         self._log = log
         self._read_args = read_args or (lambda: engine_args)
         self._wake = wake
+        self._kv_events = kv_events
+        self._hash_secret = hash_secret
         self._stats = SchedulerStats()
         self._relief = NO_RELIEF
         self._step_seconds = CostCurve()
+        self._plan_time = PlanTime()
+        self._plan_at = 0.0  # when to plan a step behind the only one in flight; 0 is at once
+        self._is_put_off = False  # whether that is later than it might be
         self._recovery = Recovery(metrics=metrics, clock=clock, log=log)
         self._opening: Opening | None = None
         self._opening_began_at = 0.0
@@ -200,11 +209,14 @@ class Replica:
         self._metrics.gauges["charonia_engine_up", ""] = float(self.is_serving)
         if self._scheduler is not None:
             self._metrics.show_scheduler(self._scheduler)
+        if self._kv_events is not None:
+            dropped = "charonia_kv_event_batches_dropped_total", ""
+            self._metrics.counters[dropped] = self._kv_events.num_dropped
 
     # ------------------------------------------------------------------ requests
 
     def add(self, request: Request) -> None:
-        """Take a request in, of an engine that serves.
+        """Take one sample of a request in, of an engine that serves.
 
         Raises:
             UnavailableError: it does not fit this engine.
@@ -220,40 +232,62 @@ class Replica:
         if self._scheduler is not None:
             self._scheduler.relief = relief
 
-    def finish(self, key: str) -> None:
-        """End a request; nothing happens when it is not here."""
+    def finish(self, key: str, *, is_complete: bool = False) -> None:
+        """End one sample of a request; nothing happens when it is not here.
+
+        Args:
+            is_complete: whether its answer is: its text met a stop string.
+        """
         if self._scheduler is not None:
-            self._scheduler.finish(key)
+            self._scheduler.finish(key, is_complete=is_complete)
 
     # ------------------------------------------------------------------ steps
 
     def fill(self) -> None:
-        """Have as many steps in flight as the engine takes, and as there is work for."""
+        """Have as many steps in flight as the engine takes, there is work for, and it is time for.
+
+        A step that overlaps is planned shortly before it is needed, so that it has who comes until
+        then: see `plan_time`.
+        """
         scheduler = self._scheduler
         assert scheduler is not None, "fill() before there was an engine"
         while len(self._in_flight) < scheduler.limits.max_steps_in_flight:
             started = self._clock()
+            is_ahead = bool(self._in_flight)
+            if is_ahead and started < self._plan_at:
+                return
+            self._plan_at = 0.0
             plan = scheduler.plan(started)
             for request, needed_s, left_s in scheduler.take_late():
                 reason = f"about {needed_s:.2f} s are needed, and {left_s:.2f} s are left"
-                self._fail(request.key, LateRequestError(f"deadline_ms cannot be met: {reason}"))
+                late = LateRequestError(f"deadline_ms cannot be met: {reason}")
+                self._fail(request.group.key, late)
             if plan is None:
                 return
             for request in scheduler.take_started():
-                self._on_started(request.key)
+                self._on_started(request.group.key)
             submitted = self._clock()
-            self._metrics.histograms["charonia_plan_seconds"].observe(submitted - started)
             num_tokens = sum(row.num_tokens + row.num_drafts for row in plan.rows)
+            if num_tokens:
+                self._metrics.histograms["charonia_plan_seconds"].observe(submitted - started)
             self._in_flight.append(_Submitted(self._executor.submit(plan), num_tokens, submitted))
+            if is_ahead:
+                self._plan_time.note_plan(self._clock() - started)
+            else:
+                self._set_plan_time(submitted)
 
     def collect(self, wait_s: float) -> list[Update]:
         """What the oldest step in flight did; nothing when it takes longer than `wait_s`.
 
-        A failure of the step or of the engine is dealt with here.
+        It returns as well when it is time to plan the step behind it. A failure of the step or of
+        the engine is dealt with here.
         """
         step = self._in_flight[0]
+        now = self._clock()
         if step.since is None:
-            step.since = self._clock()
+            step.since = now
+        if self._plan_at:
+            wait_s = min(wait_s, max(0.0, self._plan_at - now))
         try:
             return self._apply(step, wait_s)
         except TimeoutError:
@@ -283,16 +317,38 @@ class Replica:
         result = step.pending.result(wait_s)
         self._in_flight.popleft()
         arrived = self._clock()
+        if self._in_flight or self._plan_at:
+            slack_s = arrived - self._in_flight[0].at if self._in_flight else 0.0
+            self._plan_time.note_slack(slack_s, is_put_off=self._is_put_off)
         began = max(step.at, self.last_step_at or 0.0)  # not before the one ahead of it has ended
+        transit_s = max(0.0, arrived - began - result.seconds)
+        if began == step.at:
+            self._plan_time.note_transit(transit_s)
         self._recovery.note_step()
         self.last_step_at = arrived
-        self._metrics.histograms["charonia_step_seconds"].observe(result.seconds)
-        self._step_seconds.observe(step.num_tokens, result.seconds)
+        if step.num_tokens:
+            self._metrics.histograms["charonia_step_seconds"].observe(result.seconds)
+            self._step_seconds.observe(step.num_tokens, result.seconds)
         self._metrics.count_collectives(result.collectives or {})
         updates = self._scheduler.apply(result, self._clock())
+        if self._kv_events is not None:
+            self._kv_events.flush()
+        self._set_plan_time(arrived)
         self._metrics.count_phase("apply", self._clock() - arrived)
-        self._metrics.count_phase("transit", max(0.0, arrived - began - result.seconds))
+        self._metrics.count_phase("transit", transit_s)
         return updates
+
+    def _set_plan_time(self, began_at: float) -> None:
+        """Choose when to plan a step behind the one that has begun now, if it is the only one."""
+        assert self._scheduler is not None
+        self._plan_at, self._is_put_off = 0.0, False
+        if self._scheduler.may_plan_ahead and len(self._in_flight) == 1:
+            num_tokens = self._in_flight[0].num_tokens
+            if num_tokens and self._step_seconds.is_measured(num_tokens):
+                step_s = self._step_seconds.at(num_tokens)
+                plan_at = self._plan_time.due_at(began_at, step_s)
+                if plan_at > began_at:
+                    self._plan_at, self._is_put_off = plan_at, True
 
     def _step_deadline_s(self, num_tokens: int) -> float:
         """When to give a step up: far beyond what its tokens should take."""
@@ -380,7 +436,8 @@ class Replica:
             self._recovery.back_off()  # whoever catches it will call again
             raise
         else:
-            self._recovery.note_found(info, self._num_live)
+            # What is kept is the tiers' from here on, who follow each change.
+            self._recovery.note_found(msgspec.structs.replace(info, kept=None), self._num_live)
             if self._reload is not None:
                 self._settle_reload(self._reload)
 
@@ -434,7 +491,7 @@ class Replica:
         self._start_over()
         if guilty is not None:
             quarantine = "the request stops the engine each time it runs"
-            self._fail(guilty.key, RequestQuarantinedError(quarantine))
+            self._fail(guilty.group.key, RequestQuarantinedError(quarantine))
         self._fail_all_if_down()
 
     def _start_over(self) -> None:
@@ -452,26 +509,31 @@ class Replica:
             for request in list(self._scheduler.requests):
                 request.expected_ids.clear()  # they may be no tokens of this engine
                 if reason := misfit(request, info, limits):
-                    self._fail(request.key, UnavailableError(reason))
+                    self._fail(request.group.key, UnavailableError(reason))
+        tiers = None if info.kept is None else Tiers(info.kept, self._stats)
         if self._scheduler is not None and args == self.engine_args:
-            self._scheduler.reset(limits, epoch=info.epoch)
+            self._scheduler.reset(limits, epoch=info.epoch, tiers=tiers)
         else:
             # What was learned of the times of steps, and of drafts, was true of another engine.
-            self._step_seconds = CostCurve()
-            self._scheduler = take_over(
-                self._scheduler,
+            self._step_seconds, self._plan_time = CostCurve(), PlanTime()
+            new = make_scheduler(
+                args,
+                self._scheduler_args,
                 limits,
+                hash_secret=self._hash_secret or os.urandom(32),
                 epoch=info.epoch,
                 stats=self._stats,
-                speculation=make_speculation(args.speculative_config),
-                policy=make_policy(args, self._scheduler_args, self._weight_of),
-                prompt_budget=make_prompt_budget(args, self._scheduler_args),
-                peak_memory=make_peak_memory(self._scheduler_args),
-                step_size=make_step_size(args, self._scheduler_args, limits),
+                weight_of=self._weight_of,
+                cache_events=self._kv_events,
+                tiers=tiers,
             )
+            if self._scheduler is not None:
+                take_over(self._scheduler, new)
+            self._scheduler = new
             self._scheduler.relief = self._relief
         self._limits = limits
         self.engine_args = args
+        self._metrics.show_memory(info.memory)
 
     def _limits_of(self, info: EngineInfo, args: EngineArgs) -> Limits:
         limits = Limits.of_engine(
@@ -518,4 +580,4 @@ class Replica:
         """Nobody waits in vain for an engine."""
         if self.down_reason is not None and self._scheduler is not None:
             for request in list(self._scheduler.requests):
-                self._fail(request.key, self.unavailable)
+                self._fail(request.group.key, self.unavailable)

@@ -1,4 +1,4 @@
-"""What the scheduler decides by, as the configuration asks for it.
+"""The scheduler, and what it decides by, as the configuration asks for it.
 
 Owns the choice. Must not know what any of it does.
 """
@@ -6,7 +6,19 @@ Owns the choice. Must not know what any of it does.
 from collections.abc import Callable
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Limits, PeakMemory, Policy, PromptBudget, StepSize
+from charonia.control import (
+    CacheEvents,
+    Limits,
+    PeakMemory,
+    Policy,
+    PrefixSharing,
+    PromptBudget,
+    Scheduler,
+    SchedulerStats,
+    StepSize,
+    Tiers,
+)
+from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.policies import (
     Deadlines,
     DeadlineWatch,
@@ -20,18 +32,48 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
+from charonia.engine.drafting import make_speculation
 
 
-def make_policy(
+def make_scheduler(
     engine_args: EngineArgs,
     scheduler_args: SchedulerArgs,
-    weight_of: Callable[[str], float] = lambda _: 1.0,
-) -> Policy:
-    """Set up the policy of one scheduler.
+    limits: Limits,
+    *,
+    hash_secret: bytes,
+    epoch: int,
+    stats: SchedulerStats,
+    weight_of: Callable[[str], float],
+    cache_events: CacheEvents | None,
+    tiers: Tiers | None,
+) -> Scheduler:
+    """Set up the scheduler of one engine.
 
     Args:
-        weight_of: of a tenant, for fair shares.
+        hash_secret, epoch, stats, cache_events, tiers: see `Scheduler`.
+        weight_of: of a tenant, for fair shares of the engine and of the cache.
     """
+    return Scheduler(
+        limits,
+        hash_secret=hash_secret,
+        epoch=epoch,
+        stats=stats,
+        speculation=make_speculation(engine_args.speculative_config),
+        policy=_policy(engine_args, scheduler_args, weight_of),
+        prompt_budget=_prompt_budget(engine_args, scheduler_args),
+        peak_memory=_peak_memory(scheduler_args),
+        step_size=_step_size(engine_args, scheduler_args, limits),
+        eviction=EVICTIONS[engine_args.eviction_policy],
+        sharing=_prefix_sharing(engine_args),
+        cache_events=cache_events,
+        tiers=tiers,
+        cache_weight_of=weight_of if scheduler_args.fair_share else None,
+    )
+
+
+def _policy(
+    engine_args: EngineArgs, scheduler_args: SchedulerArgs, weight_of: Callable[[str], float]
+) -> Policy:
     rank: RankOf = by_arrival
     displacement: Displacement | None = None
     deadlines: Deadlines | None = None
@@ -47,27 +89,29 @@ def make_policy(
     return ranked(rank, displacement, deadlines)
 
 
-def make_prompt_budget(
-    engine_args: EngineArgs, scheduler_args: SchedulerArgs
-) -> PromptBudget | None:
-    """Set up the budget of prompts of one scheduler; None where they take all that fits."""
+def _prompt_budget(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> PromptBudget | None:
+    """None where prompts take all that fits."""
     target_ms = scheduler_args.inter_token_target_ms
     if target_ms is None or not engine_args.enable_chunked_prefill:
         return None
     return PromptBudget(None if target_ms == "auto" else target_ms / 1000)
 
 
-def make_peak_memory(scheduler_args: SchedulerArgs) -> PeakMemory | None:
-    """Set up the estimate of memory of one scheduler; None where nobody asks for it."""
+def _peak_memory(scheduler_args: SchedulerArgs) -> PeakMemory | None:
     if scheduler_args.capacity_scheduler_policy == "max_utilization":
         return None
     return PeakMemory(expects=scheduler_args.capacity_scheduler_policy == "expected_peak")
 
 
-def make_step_size(
+def _prefix_sharing(args: EngineArgs) -> PrefixSharing | None:
+    if not (args.enable_prefix_caching and args.enable_prefix_sharing):
+        return None
+    return PrefixSharing()
+
+
+def _step_size(
     engine_args: EngineArgs, scheduler_args: SchedulerArgs, limits: Limits
 ) -> StepSize | None:
-    """Set up the choice of a step's size of one scheduler; None where both sizes are fixed."""
     adapts_rows = engine_args.max_num_seqs == "auto"
     adapts_tokens = engine_args.max_num_batched_tokens == "auto"
     if not (adapts_rows or adapts_tokens):

@@ -7,16 +7,20 @@ came with the request, called in the service's thread.
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits
 from charonia.engine.admission import GenerationRequest
+from charonia.engine.answers import AnswerCache, PromptIndex, SimilarPrompts
+from charonia.engine.attainment import Attainment
 from charonia.engine.core import EngineCore
 from charonia.engine.gate import Gate
+from charonia.engine.kv_events import KVEvents
 from charonia.engine.ladder import Ladder
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
@@ -34,7 +38,7 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.events import event
-from charonia.protocol import EngineInfo, Executor
+from charonia.protocol import EngineInfo, Executor, SamplingParams
 from charonia.text.tokenizer import Tokenizer
 
 Sink = Callable[[Chunk], None]
@@ -67,7 +71,8 @@ class EngineService:
     """Serves requests of many threads on one engine.
 
     Args:
-        log: takes one line, from any thread. read_args: as `EngineCore`.
+        log: takes one line, from any thread. read_args, kv_events: as `EngineCore`.
+        prompt_index: finds similar prompts, where answers are given to them, too.
 
     Raises:
         ConfigError: the tenants' file is wrong, or the record cannot be written.
@@ -82,6 +87,8 @@ class EngineService:
         *,
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None = None,
+        kv_events: KVEvents | None = None,
+        prompt_index: PromptIndex | None = None,
     ) -> None:
         tenants_file = scheduler_args.tenants_file
         self._tenants = Tenants(
@@ -105,13 +112,28 @@ class EngineService:
             engine_args,
             scheduler_args,
             tokenizer,
-            deliver=self._deliver,
+            deliver=lambda chunk: self._answers.take(chunk),
             clock=time.monotonic,
             log=log,
             read_args=read_args,
             wake=self._wake_up,
-            on_started=self._gate.note_started,
+            on_started=lambda key: self._answers.note_started(key),
             tenants=self._tenants,
+            kv_events=kv_events,
+        )
+        self._similar = None
+        if prompt_index is not None:
+            self._similar = SimilarPrompts(prompt_index, tokenizer.decode, post=self._post, log=log)
+        self._answers = AnswerCache(
+            self._core,
+            scheduler_args,
+            Attainment(self._tenants, self._core.metrics),
+            deliver=self._deliver,
+            on_started=self._gate.note_started,
+            on_joined=self._gate.note_joined,
+            clock=time.monotonic,
+            log=log,
+            similar=self._similar,
         )
         self._ladder = Ladder(scheduler_args, self._tenants, self._core.metrics, log=log)
         self._looked_at = 0.0
@@ -120,7 +142,7 @@ class EngineService:
         self._inbox: list[Callable[[], None]] = []
         self._reload: Reload | None = None  # the last that was ordered; it is always told its end
         self._is_closing = False
-        self._is_draining = False
+        self._drained_at = inf
         self._last_turn_at: float | None = None
         self._is_woken = False
         self._wake = threading.Condition()
@@ -156,6 +178,8 @@ class EngineService:
             wait_s: return when it is connected, or after so many seconds.
         """
         self._thread.start()
+        if self._similar is not None:
+            self._similar.start()
         self._is_connected.wait(wait_s)
 
     def submit(
@@ -172,22 +196,35 @@ class EngineService:
                 is not called.
         """
         arrived_at = time.monotonic() if arrived_at is None else arrived_at
+        followed = None
+        if self._recorder is not None and request.prompt_ids and not request.is_probe:
+            followed = self._recorder.follow(request, sink, arrived_at)
+            sink = followed.take
         try:
             self._core.check(request)
-            followed = None
-            if self._recorder is not None and not request.is_probe:
-                followed = self._recorder.follow(request, sink, arrived_at)
-                sink = followed.take
+            digest = self._answers.digest_of(request)
             with self._wake:
-                self._accept(request, sink, arrived_at)
+                self._accept(request, sink, arrived_at, digest)
                 if followed is not None:
                     self._inbox.append(followed.note_taken_in)
         except CharoniaError as error:
             if not request.is_probe:
                 self.count_rejection(error, request.params.tenant)
-            if self._recorder is not None:
-                self._recorder.note_refused(request, error)
+            if followed is not None:
+                followed.note_refused(error)
             raise
+
+    def check_tenant(self, params: SamplingParams, num_coming: int) -> None:
+        """Refuse a client's request at once that `submit` would refuse, whatever its prompt is.
+
+        Args:
+            num_coming: requests of its tenant that are on their way to `submit`.
+
+        Raises:
+            InvalidRequestError, QueueFullError, UnavailableError: as `submit`.
+        """
+        self._ladder.check(params)
+        self._gate.check(params.tenant, num_coming)
 
     def count_rejection(self, error: CharoniaError, tenant: str | None = None) -> None:
         """Count a request that is refused, here or before it could be submitted.
@@ -216,7 +253,11 @@ class EngineService:
 
     def cancel(self, key: str) -> None:
         """Cancel a request; nothing happens when it is not live."""
-        self._post(partial(self._core.cancel, key))
+        self._post(partial(self._answers.cancel, key))
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """Cancel samples of a request; nothing happens when they are not live."""
+        self._post(partial(self._answers.cancel_samples, key, indexes))
 
     @property
     def engine_args(self) -> EngineArgs:
@@ -236,13 +277,13 @@ class EngineService:
                 self._wake.notify()
 
     def drain(self) -> int:
-        """Take no more requests, but for probes; those that were taken go on.
+        """Take no requests that come from now on, but for probes; all others go on.
 
         Returns:
             How many are left, without probes.
         """
         with self._wake:
-            self._is_draining = True
+            self._drained_at = min(self._drained_at, time.monotonic())
             return self._gate.num_live
 
     def close(self) -> None:
@@ -255,23 +296,30 @@ class EngineService:
             self._drop_reload("the server is shutting down")
         elif self._thread.is_alive():
             self._thread.join()
+        if self._similar is not None:
+            self._similar.close()
         if self._recorder is not None:
             self._recorder.close()
 
-    def _accept(self, request: GenerationRequest, sink: Sink, arrived_at: float) -> None:
+    def _accept(
+        self, request: GenerationRequest, sink: Sink, arrived_at: float, digest: bytes | None
+    ) -> None:
         """Put a request into the inbox; the caller holds the lock."""
-        if self._is_closing or (self._is_draining and not request.is_probe):
+        # Who had come before the drain began was only on its way.
+        is_too_late = arrived_at >= self._drained_at and not request.is_probe
+        if self._is_closing or is_too_late:
             raise ShuttingDownError
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")
-        self._ladder.check(request)
+        if not request.is_probe:
+            self._ladder.check(request.params)
         self._core.check_queue(len(self._sinks))
         # By deadlines, who comes last may be the first.
         predicts = self._core.engine_args.scheduling_policy != "deadline"
-        self._gate.enter(request, predicts=predicts)
+        self._gate.enter(request, arrived_at, predicts=predicts)
         request = self._ladder.capped(request)
         self._sinks[request.key] = sink
-        self._inbox.append(partial(self._core.add, request, arrived_at))
+        self._inbox.append(partial(self._answers.add, request, arrived_at, digest))
         self._wake.notify()
 
     def _post(self, call: Callable[[], None]) -> None:
@@ -299,6 +347,7 @@ class EngineService:
                 self._log(traceback.format_exc())
                 self._abandon(CharoniaError(f"internal error: {type(error).__name__}"))
         self._take_inbox()
+        self._answers.close()
         self._core.close()
         self._drop_reload("the server is shutting down")
 
@@ -309,6 +358,7 @@ class EngineService:
             self._look(self._last_turn_at)
         if self._recorder is not None:
             self._recorder.flush(now=self._last_turn_at)
+        self._answers.refresh()
         self._core.deliver()
         self._take_inbox()
         if self._core.step():
@@ -339,6 +389,7 @@ class EngineService:
 
     def _abandon(self, error: CharoniaError) -> None:
         """A bug of ours. Every client must get an answer, and the service must go on."""
+        self._answers.abandon()
         self._core.abandon(error)
         with self._wake:
             # Those that the core does not know: on their way to it, or lost on that way.

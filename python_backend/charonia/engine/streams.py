@@ -1,17 +1,17 @@
 """The outputs of all requests: each gets its chunks and one end, and is counted.
 
-Owns the output stream of every live request, and what clients call all that were taken in. Must
+Owns the output streams of every live request, and what clients call all that were taken in. Must
 not know steps, nor why a request ends.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import inf
 
 from charonia.control import Request, Update
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.attainment import Attainment, RequestEnd
 from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import Chunk, OutputStream
+from charonia.engine.outputs import Chunk, OutputStream, SampleStreams
 from charonia.errors import CharoniaError
 from charonia.text.tokenizer import Tokenizer
 
@@ -37,8 +37,9 @@ class OutputStreams:
         self._attainment = attainment
         self._deliver = deliver
         self._clock = clock
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, SampleStreams] = {}
         self._names: dict[str, tuple[str, str]] = {}  # key: request id and tenant
+        self._shared: set[str] = set()  # keys of those that others count
 
     # ------------------------------------------------------------------ questions
 
@@ -63,79 +64,130 @@ class OutputStreams:
 
     def num_tokens(self, key: str) -> int:
         """Tokens that a request has generated so far."""
-        stream = self._streams.get(key)
-        return 0 if stream is None else stream.num_tokens
+        streams = self._streams.get(key)
+        return 0 if streams is None else streams.num_tokens
 
     def has_started(self, key: str) -> bool:
         """Whether a step has computed anything of a request."""
-        stream = self._streams.get(key)
-        return stream is not None and stream.request.started_at is not None
+        streams = self._streams.get(key)
+        return streams is not None and streams.first.started_at is not None
+
+    def open_samples(self, key: str) -> list[str]:
+        """The control plane's names of the samples of a live request that go on."""
+        streams = self._streams[key]
+        return [streams.streams[index].request.key for index in sorted(streams.open)]
+
+    def cancellable(self, key: str, indexes: Collection[int]) -> list[str]:
+        """Likewise of those of these samples that can be cancelled alone."""
+        streams = self._streams[key]
+        return [streams.streams[index].request.key for index in streams.cancellable(indexes)]
+
+    def leaves_nothing(self, key: str, indexes: Collection[int]) -> bool:
+        """Whether a live request ends with these samples, and none of it ended by itself."""
+        streams = self._streams[key]
+        ends = len(streams.cancellable(indexes)) == len(streams.open)
+        return ends and streams.reason == "cancelled"
 
     # ------------------------------------------------------------------ from first to last
 
     def take_in(self, request: GenerationRequest) -> None:
         """Remember a request, which is not live before `open`."""
         self._names[request.key] = (request.request_id, request.params.tenant)
+        if request.is_shared:
+            self._shared.add(request.key)
 
-    def open(self, request: GenerationRequest, admitted: Request) -> None:
+    def open(self, request: GenerationRequest, samples: Sequence[Request]) -> None:
         """Begin the output of a request that was taken in."""
-        self._streams[request.key] = OutputStream(admitted, request.params, self._tokenizer)
+        self._streams[request.key] = SampleStreams(samples, request.params, self._tokenizer)
 
     def take(self, update: Update, now: float) -> bool:
         """Deliver what a step committed, if it is a live request's and there is text or an end.
 
         Returns:
-            Whether a stop string ended the request, of which the control plane does not know.
+            Whether a stop string ended the sample, of which the control plane does not know.
         """
-        key = update.request.key
-        stream = self._streams.get(key)
-        if stream is None:
+        key, index = update.request.group.key, update.request.index
+        streams = self._streams.get(key)
+        if streams is None or index not in streams.open:
             return False
+        stream = streams.streams[index]
         num_tokens, last_at = stream.num_tokens, stream.last_token_at
-        chunk = stream.take(update, now)
+        is_first = not streams.num_tokens
+        chunks = streams.take(update, now)
         if not stream.request.is_probe:
-            self._observe_tokens(stream, stream.num_tokens - num_tokens, last_at, now)
-        if chunk is None:
-            return False
-        if chunk.finish_reason is not None:
-            self._forget(key, chunk.finish_reason, now)
-        self._deliver(chunk)
-        return chunk.finish_reason is not None and update.finish_reason is None
+            num_new = stream.num_tokens - num_tokens
+            self._observe_tokens(stream, num_new, last_at, now, is_first=is_first)
+        if not streams.open:
+            self._forget(key, streams.reason, now)
+        for chunk in chunks:
+            self._deliver(chunk)
+        return index not in streams.open and update.finish_reason is None
+
+    def cancel(self, key: str, indexes: Collection[int]) -> None:
+        """End those of these samples of a live request that can be cancelled alone."""
+        now = self._clock()
+        streams = self._streams[key]
+        chunks = streams.cancel(indexes, now)
+        if not streams.open:
+            self._forget(key, streams.reason, now)
+        for chunk in chunks:
+            self._deliver(chunk)
 
     def fail(self, key: str, error: CharoniaError) -> None:
         """End a live request with an error."""
         now = self._clock()
-        stream = self._streams[key]
+        streams = self._streams[key]
         self._forget(key, error.code.lower(), now)
-        self._deliver(stream.fail(error, now))
+        for chunk in streams.fail(error, now):
+            self._deliver(chunk)
 
     def refuse(self, request: GenerationRequest, arrived_at: float, error: CharoniaError) -> None:
         """End a request with an error that was taken in and is not live."""
-        del self._names[request.key]
-        waited = self._clock() - arrived_at
-        if not request.is_probe:
-            self._metrics.count_end(
-                error.code.lower(),
-                queue_s=waited,
-                total_s=waited,
-                num_prompt=len(request.prompt_ids),
-                num_tokens=0,
-            )
-            self._attainment.note_end(
-                RequestEnd(
-                    tenant=request.params.tenant,
-                    reason=error.code.lower(),
-                    num_prompt=len(request.prompt_ids),
-                    has_deadline=request.params.deadline_ms is not None,
-                )
-            )
+        self._forget_unopened(request, arrived_at, error.code.lower())
         self._deliver(Chunk(request.key, error=error))
 
+    def cancel_unopened(self, request: GenerationRequest, arrived_at: float) -> None:
+        """End a request that was taken in and is not live, and of which no sample is wanted."""
+        self._forget_unopened(request, arrived_at, "cancelled")
+        num_samples = request.params.num_samples
+        for index in range(num_samples):
+            self._deliver(
+                Chunk(
+                    request.key,
+                    finish_reason="cancelled",
+                    num_prompt_tokens=len(request.prompt_ids),
+                    index=index,
+                    num_open=num_samples - 1 - index,
+                )
+            )
+
+    def _forget_unopened(self, request: GenerationRequest, arrived_at: float, reason: str) -> None:
+        self._forget_name(request.key)
+        if request.is_probe or request.is_shared:
+            return
+        waited = self._clock() - arrived_at
+        self._metrics.count_end(
+            reason,
+            queue_s=waited,
+            total_s=waited,
+            num_prompt=len(request.prompt_ids),
+            num_tokens=0,
+        )
+        self._attainment.note_end(
+            RequestEnd(
+                tenant=request.params.tenant,
+                reason=reason,
+                num_prompt=len(request.prompt_ids),
+                has_deadline=request.params.deadline_ms is not None,
+            )
+        )
+
     def _forget(self, key: str, reason: str, now: float) -> None:
-        stream = self._streams.pop(key)
-        del self._names[key]
-        request = stream.request
-        if request.is_probe:
+        streams = self._streams.pop(key)
+        is_shared = key in self._shared
+        self._forget_name(key)
+        request = streams.first
+        if request.is_probe or is_shared:
             return
         # At the end, so that requests whose time ran out in the queue are seen as well.
         left_queue_at = now if request.started_at is None else request.started_at
@@ -144,30 +196,45 @@ class OutputStreams:
             queue_s=left_queue_at - request.arrived_at,
             total_s=now - request.arrived_at,
             num_prompt=request.num_prompt,
-            num_tokens=stream.num_tokens,
+            num_tokens=streams.num_tokens,
         )
         self._attainment.note_end(
             RequestEnd(
                 tenant=request.tenant,
                 reason=reason,
                 num_prompt=request.num_prompt,
-                num_tokens=stream.num_tokens,
-                first_token_s=stream.first_token_s,
-                inter_token_s=stream.inter_token_s,
+                num_tokens=streams.num_tokens,
+                first_token_s=streams.first_token_s,
+                inter_token_s=streams.inter_token_s,
                 has_deadline=request.expires_at < inf,
             )
         )
 
+    def _forget_name(self, key: str) -> None:
+        del self._names[key]
+        self._shared.discard(key)
+
     def _observe_tokens(
-        self, stream: OutputStream, num_tokens: int, last_at: float | None, now: float
+        self,
+        stream: OutputStream,
+        num_tokens: int,
+        last_at: float | None,
+        now: float,
+        *,
+        is_first: bool,
     ) -> None:
-        """Count tokens that a client gets; `last_at` is when it got some before."""
+        """Count tokens of a sample that a client gets.
+
+        Args:
+            last_at: when there were some of it before. is_first: there were none of any sample.
+        """
         if not num_tokens:
             return
         self._metrics.count("charonia_generation_tokens_total", num_tokens)
         if last_at is None:
-            waited = now - stream.request.arrived_at
-            self._metrics.observe_request("charonia_time_to_first_token_seconds", waited)
+            if is_first and stream.request.group.key not in self._shared:
+                waited = now - stream.request.arrived_at
+                self._metrics.observe_request("charonia_time_to_first_token_seconds", waited)
             num_tokens -= 1
             gap = 0.0
         else:

@@ -30,14 +30,16 @@ MAX_LABELS = 64
 metrics' readers each is a series for ever."""
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Rate = Annotated[float, msgspec.Meta(ge=1e-3, le=1e6)]
+"""What is divided by it stays a number that means something."""
 
 
 class TenantArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one tenant may take; None is as much as the server has.
 
     Attributes:
-        weight: its share of the engine, in proportion to the others' weights, where `fair_share`
-            is on.
+        weight: its share of the engine and of what is cached, in proportion to the others'
+            weights, where `fair_share` is on.
         max_concurrency: requests that live at once, waiting or running.
         max_queue_size: requests that wait for their first step.
         max_queue_tokens: prompt tokens of these; a request that waits alone may have more.
@@ -49,11 +51,11 @@ class TenantArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             tenants that have a `priority` above 0; see the scheduler's `degradation_ladder`.
     """
 
-    weight: Positive = 1.0
+    weight: Rate = 1.0
     max_concurrency: PositiveInt | None = None
     max_queue_size: PositiveInt | None = None
     max_queue_tokens: PositiveInt | None = None
-    requests_per_s: Positive | None = None
+    requests_per_s: Rate | None = None
     burst: PositiveInt | None = None
     ttft_target_ms: Positive | None = None
     inter_token_target_ms: Positive | None = None
@@ -107,7 +109,7 @@ class Tenants:
         log: takes one line.
 
     Raises:
-        ConfigError: as `TenantTable.from_file`, or it gives weights that have no meaning.
+        ConfigError: as `TenantTable.from_file`, or it gives weights or names that have no meaning.
     """
 
     def __init__(
@@ -173,6 +175,11 @@ class Tenants:
                     f"{path.name}: the weight of {shown(name)} has no effect without the"
                     " scheduler's parameter fair_share"
                 )
+        if OTHERS in table.tenants:
+            raise ConfigError(
+                f"{path.name}: no tenant may be called {shown(OTHERS)}: so metrics call those that"
+                " are not in the file"
+            )
         for name in table.tenants:
             if name and len(self._labels) < MAX_LABELS:
                 self._labels[name] = None

@@ -5,15 +5,18 @@ anything is done: every command's work is in a module of its own, imported when 
 """
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from charonia import __version__
-from charonia.errors import CharoniaError, ConfigError
+from charonia.errors import CharoniaError, ConfigError, shown
+from charonia.gateway.settings import DEFAULT_HOST, DEFAULT_PORT, GatewaySettings
 
 if TYPE_CHECKING:
     from charonia.launch import repository
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_MAX_INTEGER = 2**31 - 1
+N = TypeVar("N", int, float)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"charonia {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_serve(commands)
+    _add_gateway(commands)
     _add_generate(commands)
     _add_health(commands)
     _add_metrics(commands)
@@ -103,12 +109,29 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
             f"--{name}-port", type=_port, default=port, metavar="N", help="default: %(default)s"
         )
     serve.add_argument(
+        "--gateway",
+        action="store_true",
+        help="also serve OpenAI's API, see `charonia gateway`",
+    )
+    serve.add_argument(
+        "--gateway-port",
+        type=_port,
+        metavar="N",
+        help=f"of the --gateway (default: {DEFAULT_PORT})",
+    )
+    serve.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="of the --gateway: a template of conversations, instead of the checkpoint's own",
+    )
+    serve.add_argument(
         "--drain-timeout",
         type=_seconds,
         default=30.0,
         metavar="SECONDS",
         help="how long requests may take to finish after SIGTERM (default: %(default)g); 0 ends "
-        "them at once, as SIGINT and a second signal do",
+        "them at once, as SIGINT does",
     )
     serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
     serve.add_argument(
@@ -118,6 +141,98 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="options that are handed to tritonserver, for example --log-verbose=1",
     )
     serve.set_defaults(run=_run_serve)
+
+
+def _add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    gateway = commands.add_parser(
+        "gateway",
+        help="serve OpenAI's API in front of running servers",
+        description="Serve OpenAI's API (/v1/completions, /v1/chat/completions, /v1/models, "
+        "/tokenize, /detokenize) in front of one or more running charonia servers of one model, "
+        "until SIGINT or SIGTERM.",
+    )
+    gateway.add_argument(
+        "--server",
+        action="append",
+        required=True,
+        metavar="HOST:PORT",
+        dest="servers",
+        help="gRPC endpoint of a server; may be repeated",
+    )
+    gateway.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint directory that the servers serve, or that of its tokenizer",
+    )
+    gateway.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="a template of conversations, instead of the checkpoint's own",
+    )
+    gateway.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        dest="model_names",
+        help="what requests call the model: the first name is listed, the others are served as "
+        "well (default: the name of the --tokenizer directory)",
+    )
+    gateway.add_argument(
+        "--scheduler-model",
+        default="scheduler",
+        metavar="M",
+        help="what the scheduler is called on the servers (default: %(default)s)",
+    )
+    gateway.add_argument("--host", default=DEFAULT_HOST, metavar="A", help="default: %(default)s")
+    gateway.add_argument(
+        "--port", type=_port, default=DEFAULT_PORT, metavar="N", help="default: %(default)s"
+    )
+    limits = gateway.add_argument_group("limits")
+    for name, field, kind, what in (
+        ("max-body-bytes", "max_body_bytes", _positive, "bytes of a request's body"),
+        ("max-held-bytes", "max_held_bytes", _positive, "bytes of the bodies of all requests"),
+        ("max-prompts", "max_prompts", _positive, "prompts of one request"),
+        ("max-requests", "max_requests", _positive, "requests at a time"),
+        (
+            "read-timeout",
+            "read_timeout_s",
+            _positive_float,
+            "seconds in which a request's body must come",
+        ),
+        (
+            "stall-timeout",
+            "stall_timeout_s",
+            _positive_float,
+            "seconds for which a client may take nothing of its answer",
+        ),
+        (
+            "request-timeout",
+            "request_timeout_s",
+            _positive_float,
+            "seconds that a request may take in all",
+        ),
+        (
+            "drain-timeout",
+            "drain_timeout_s",
+            _seconds,
+            "seconds in which requests may finish after SIGTERM; SIGINT ends them at once",
+        ),
+        ("threads", "num_threads", _positive, "threads that tokenize long texts"),
+    ):
+        default = getattr(GatewaySettings, field)
+        shown = "without end" if default is None else "%(default)s"
+        limits.add_argument(
+            f"--{name}",
+            dest=field,
+            type=kind,
+            default=default,
+            metavar="N",
+            help=f"{what} (default: {shown})",
+        )
+    gateway.set_defaults(run=_run_gateway)
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +285,8 @@ def _add_drain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "drain",
         help="have a running server finish its requests and end",
         description="Have a running `charonia serve` take no more requests, finish those that it "
-        "has, within its --drain-timeout, and end. SIGTERM does the same.",
+        "has, within its --drain-timeout, and end. SIGTERM does the same. A server that drains "
+        "already goes on with that. The exit code is 1 where requests were not finished.",
     )
     _add_where(drain)
     drain.set_defaults(run=_run_drain)
@@ -314,7 +430,7 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     shape.add_argument("--tenants", type=_positive, metavar="N", help="of unlike size")
     shape.add_argument("--priorities", type=_positive, metavar="N")
     shape.add_argument(
-        "--deadline-ms", type=_range, metavar="A:B", help="a deadline between these for each"
+        "--deadline-ms", type=_range, metavar="A:B", help="a deadline from A to B for each"
     )
     shape.add_argument(
         "--max-tokens", type=_positive, metavar="N", help="that are asked for; else those that came"
@@ -351,6 +467,11 @@ def _run_serve(options: argparse.Namespace) -> None:
 
     if options.decoupled_mode is not None and not options.facades:
         raise ConfigError("--decoupled-mode is about the models of a --facade, but none is named")
+    for name in ("gateway_port", "chat_template"):
+        if getattr(options, name) is not None and not options.gateway:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is about the --gateway, which is not asked for")
+    gateway_port = DEFAULT_PORT if options.gateway_port is None else options.gateway_port
     serve(
         replace(
             _what(options),
@@ -367,15 +488,40 @@ def _run_serve(options: argparse.Namespace) -> None:
             is_verbose=options.verbose,
             tritonserver=options.tritonserver,
             drain_s=options.drain_timeout,
+            gateway_port=gateway_port if options.gateway else None,
+            chat_template=options.chat_template,
         ),
     )
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds from 0 on")
-    return value
+def _run_gateway(options: argparse.Namespace) -> None:
+    try:
+        from charonia.gateway.server import run_gateway
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the gateway needs {error.name}: pip install 'charonia[gateway]'"
+        ) from None
+
+    run_gateway(
+        GatewaySettings(
+            servers=tuple(dict.fromkeys(options.servers)),
+            tokenizer=options.tokenizer,
+            model_names=tuple(options.model_names or [options.tokenizer.resolve().name]),
+            chat_template=options.chat_template,
+            scheduler_model=options.scheduler_model,
+            host=options.host,
+            port=options.port,
+            max_body_bytes=options.max_body_bytes,
+            max_held_bytes=options.max_held_bytes,
+            max_prompts=options.max_prompts,
+            max_requests=options.max_requests,
+            read_timeout_s=options.read_timeout_s,
+            stall_timeout_s=options.stall_timeout_s,
+            request_timeout_s=options.request_timeout_s,
+            drain_timeout_s=options.drain_timeout_s,
+            num_threads=options.num_threads,
+        )
+    )
 
 
 def _run_drain(options: argparse.Namespace) -> None:
@@ -479,40 +625,43 @@ def _run_demo(options: argparse.Namespace) -> None:
     run_demo()
 
 
+def _number(kind: type[N], text: str, accepted: str, is_accepted: Callable[[N], bool]) -> N:
+    """Read a number; of a ValueError argparse would tell by the name of a function of ours."""
+    with contextlib.suppress(ValueError):
+        value = kind(text)
+        if is_accepted(value):
+            return value
+    raise argparse.ArgumentTypeError(f"{shown(text)} is not {accepted}")
+
+
+def _seconds(text: str) -> float:
+    return _number(float, text, "a number of seconds from 0 on", lambda value: 0 <= value < inf)
+
+
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return value
+    accepted = f"a number from 1 to {_MAX_INTEGER}"
+    return _number(int, text, accepted, lambda value: 1 <= value <= _MAX_INTEGER)
 
 
 def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
+    return _number(float, text, "a number above 0", lambda value: 0 < value < inf)
 
 
 def _share(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share from 0 to below 1")
-    return value
+    return _number(float, text, "a share from 0 to below 1", lambda value: 0 <= value < 1)
 
 
 def _range(text: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
-    low, high = int(first), int(last or first)
-    if not 1 <= low <= high:
-        raise argparse.ArgumentTypeError(f"{text} is no range, such as 500:2000")
+    low, high = _positive(first), _positive(last or first)
+    if low > high:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a range A:B with A up to B")
     return low, high
 
 
 def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 65536:
-        raise argparse.ArgumentTypeError(f"{port} is not a port; 0 takes a free one")
-    return port
+    accepted = "a port from 0 to 65535; 0 takes a free one"
+    return _number(int, text, accepted, lambda value: 0 <= value < 65536)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,11 @@
 Owns asking the scheduler for it, how long that is waited for, and `charonia drain`. Must not know
 how a scheduler refuses requests, nor how a server is stopped.
 
-    SIGTERM, `charonia drain`        limit, nothing left, or another signal
-      serves ──► refuses, finishes ──────────────────────────────────────► stops
+    SIGTERM, `charonia drain`        limit, nothing left, or SIGINT
+      serves ──► refuses, finishes ──────────────────────────────────► stops
+
+Only the server itself knows what it has finished when it stops: it writes down how many requests
+are left, and `charonia drain` reads that. Its file is open by then, and so outlives the directory.
 """
 
 import contextlib
@@ -13,8 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 import psutil
@@ -22,12 +25,14 @@ import psutil
 from charonia.launch import processes
 from charonia.launch.errors import LaunchError
 from charonia.launch.reload import find_run
-from charonia.launch.runtime_dir import REPOSITORY, owner_of
-from charonia.serving.reload import RELOAD_SOCKET, DrainOrder, DrainState
+from charonia.launch.runtime_dir import owner_of
+from charonia.serving.reload import DrainOrder, DrainState
+from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect
 
 POLL_S = 0.1
-ANSWER_TIMEOUT_S = 5.0
+LEFT_FILE = "requests-left"
+"""In the runtime directory of a `charonia serve`: a line whenever the number has changed."""
 
 
 def finish_requests(
@@ -35,7 +40,7 @@ def finish_requests(
     limit_s: float,
     stop: threading.Event,
     show: Callable[[int], None] = lambda num_left: None,
-) -> int:
+) -> int | None:
     """Have the scheduler take no more requests, and wait until it has none.
 
     Args:
@@ -44,47 +49,103 @@ def finish_requests(
         show: called with the number of requests that are left, whenever that has changed.
 
     Returns:
-        How many are left. Those of a scheduler that does not answer are none that could finish.
+        How many are left, as far as it has said; None where it has not. Where no scheduler listens
+        there are none.
     """
     until = time.monotonic() + limit_s
-    shown: int | None = None
+    num_left: int | None = None
     try:
-        with contextlib.closing(connect(socket)) as channel:
-            while True:
-                channel.send(msgspec.msgpack.encode(DrainOrder()), ANSWER_TIMEOUT_S)
-                reply = channel.receive(ANSWER_TIMEOUT_S)
-                if reply is None:
-                    return 0
-                num_left = msgspec.msgpack.decode(reply, type=DrainState).num_live
-                if num_left != shown:
-                    shown = num_left
-                    show(num_left)
-                if not num_left or time.monotonic() >= until or stop.wait(POLL_S):
-                    return num_left
-    except (OSError, ValueError):
+        channel = connect(socket)
+    except (FileNotFoundError, ConnectionRefusedError):
+        show(0)
         return 0
+    except OSError:
+        return None
+    with contextlib.closing(channel), contextlib.suppress(OSError, ValueError):
+        while (reply := _ask(channel, until, stop)) is not None:
+            before, num_left = num_left, msgspec.msgpack.decode(reply, type=DrainState).num_live
+            if num_left != before:
+                show(num_left)
+            # One that was on its way to the scheduler is counted the second time.
+            if num_left == before == 0 or time.monotonic() >= until or stop.wait(POLL_S):
+                break
+    return num_left
+
+
+def _ask(channel: Channel, until: float, stop: threading.Event) -> bytes | None:
+    """The scheduler's answer; None where it does not come in time, or never will.
+
+    Raises:
+        OSError: the scheduler has gone.
+    """
+    channel.send(msgspec.msgpack.encode(DrainOrder()))
+    while True:
+        try:
+            return channel.receive(POLL_S)
+        except TimeoutError:
+            if time.monotonic() >= until or stop.is_set():
+                return None
+
+
+def note_left(run: Path, num_left: int) -> None:
+    """Write down, and say, how many requests are left in the server of a runtime directory."""
+    show_left(num_left)
+    with contextlib.suppress(OSError), (run / LEFT_FILE).open("a", encoding="ascii") as file:
+        file.write(f"{num_left}\n")  # a full disk ends no requests
 
 
 def drain(runtime_dir: Path | None, url: str | None) -> None:
     """Have a running `charonia serve` finish its requests and end, and wait until it has.
 
+    One that is told already goes on with that, and is waited for.
+
     Args:
         runtime_dir, url: of the server, as for `reload`.
 
     Raises:
-        LaunchError: there is no such server, or it belongs to no process.
+        LaunchError: there is no such server, or it belongs to no process, or to one of another
+            user; or it has ended, and not all requests were finished.
     """
     run = find_run(runtime_dir, url)
     owner = owner_of(run)
     if owner is None:
         raise LaunchError(f"the server of {run} runs no more")
-    with contextlib.suppress(psutil.NoSuchProcess):
-        owner.send_signal(signal.SIGTERM)
-    for socket in (run / REPOSITORY).glob(f"*/*/{RELOAD_SOCKET}"):
-        finish_requests(socket, inf, threading.Event(), show_left)
-    while processes.status(owner.pid) not in (None, psutil.STATUS_ZOMBIE):
-        time.sleep(POLL_S)
+    try:
+        file = (run / LEFT_FILE).open(encoding="ascii")
+    except FileNotFoundError:
+        raise LaunchError(f"{run} is not of a `charonia serve`, or it has just begun") from None
+    with file:
+        try:
+            owner.send_signal(signal.SIGTERM)
+        except psutil.AccessDenied:
+            raise LaunchError(
+                f"this user may not end process {owner.pid}, which is the server of {run};"
+                " drain it as its own user, or as root"
+            ) from None
+        except psutil.NoSuchProcess:
+            pass  # it has just ended, and may have written how
+        num_left = _follow(file, owner.pid)
+    if num_left is None:
+        raise LaunchError(
+            "the server has ended, and has not said whether its requests were finished: SIGINT and"
+            " --drain-timeout 0 do not wait for them"
+        )
+    if num_left:
+        raise LaunchError(f"the server has ended; requests that were not finished: {num_left}")
     print("drained; the server has ended")
+
+
+def _follow(file: TextIO, pid: int) -> int | None:
+    """Show how many requests are left until the process has ended; returns the last number."""
+    num_left: int | None = None
+    while True:
+        has_ended = processes.status(pid) in (None, psutil.STATUS_ZOMBIE)
+        if lines := file.readlines():
+            num_left = int(lines[-1])
+            show_left(num_left)
+        if has_ended:
+            return num_left
+        time.sleep(POLL_S)
 
 
 def show_left(num_left: int) -> None:

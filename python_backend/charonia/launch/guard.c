@@ -30,6 +30,8 @@
 #error "the build names MAX_ELEMENTS and KEY_VARIABLE"
 #endif
 
+void note_front_end(void);  // locks.c
+
 #define EXPORTED __attribute__((visibility("default")))
 
 // An address in whoever called the exported function in which this stands.
@@ -85,9 +87,28 @@ static int is_small(const int64_t* shape, uint64_t num_dims)
     return 1;
 }
 
+// Whether this is an address in a backend, whose library Triton wants to have such a name.
+static int is_in_backend(const void* address)
+{
+    Dl_info info;
+    if (!dladdr(address, &info)) {
+        return 0;
+    }
+    const char* slash = strrchr(info.dli_fname, '/');
+    const char* file = slash ? slash + 1 : info.dli_fname;
+    return strncmp(file, "libtriton_", strlen("libtriton_")) == 0;
+}
+
 EXPORTED Error* TRITONSERVER_InferenceRequestAddInput(
     Request* request, const char* name, uint32_t datatype, const int64_t* shape, uint64_t num_dims)
 {
+    static _Thread_local int is_known;
+    if (!is_known) {
+        is_known = 1;
+        if (!is_in_backend(CALLER)) {  // whose threads may do so for a model
+            note_front_end();
+        }
+    }
     if (is_small(shape, num_dims)) {
         return add_input(request, name, datatype, shape, num_dims);
     }
@@ -104,18 +125,6 @@ EXPORTED uint32_t TRITONSERVER_DataTypeByteSize(uint32_t datatype)
 {
     uint32_t size = byte_size(datatype);
     return size ? size : 1;
-}
-
-// Whether this is an address in a backend, whose library Triton wants to have such a name.
-static int is_in_backend(const void* address)
-{
-    Dl_info info;
-    if (!dladdr(address, &info)) {
-        return 0;
-    }
-    const char* slash = strrchr(info.dli_fname, '/');
-    const char* file = slash ? slash + 1 : info.dli_fname;
-    return strncmp(file, "libtriton_", strlen("libtriton_")) == 0;
 }
 
 // What follows the key in `KEY:MODEL`; NULL where that is not what it is. How long the comparison

@@ -1,4 +1,4 @@
-"""What stands in front of the embedded tritonserver's libraries: guard.c and waits.c say why.
+"""What stands in front of the embedded tritonserver's libraries: guard.c, waits.c, locks.c say why.
 
 Owns its compilation, once per run, and that tritonserver loads it. Must not know requests.
 """
@@ -16,7 +16,7 @@ from charonia.serving.server_options import KEY_VARIABLE
 
 MAX_ELEMENTS = 2**24
 """Of any input of any model; the longest prompt has a quarter of that."""
-_SOURCES = [str(Path(__file__).with_name(name)) for name in ("guard.c", "waits.c")]
+_SOURCES = [str(Path(__file__).with_name(name)) for name in ("guard.c", "waits.c", "locks.c")]
 _FLAGS = (
     *("-O2", "-shared", "-fPIC", "-fvisibility=hidden"),
     f"-DMAX_ELEMENTS={MAX_ELEMENTS}",

@@ -1,7 +1,7 @@
 """Writes what files repeat of the interface: `make interface`.
 
 Tensors come from `serving/interface.py`, metrics from `engine/metric_table.py`, arguments with
-their meanings from the docstrings of `config.py`.
+their meanings from the docstrings of `config/`.
 
 Owns the places between two marks, in a config.pbtxt, and as comments of Markdown in a README.md::
 
@@ -23,7 +23,7 @@ from functools import partial
 import msgspec
 
 from charonia import vllm_args
-from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
+from charonia.config import EngineArgs, KVEventsConfig, SchedulerArgs, SpeculativeConfig
 from charonia.engine.metric_table import METRICS, VLLM_METRICS, Metric
 from charonia.engine.tenants import TenantArgs
 from charonia.launch.discovery import default_repository
@@ -83,6 +83,7 @@ def places() -> dict[str, Callable[[], Iterable[str]]]:
     found["outputs"] = partial(_table, "output", OUTPUTS)
     found["engine arguments"] = partial(_arguments, EngineArgs)
     found["speculative_config"] = partial(_arguments, SpeculativeConfig)
+    found["kv_events_config"] = partial(_arguments, KVEventsConfig)
     found["scheduler parameters"] = partial(_arguments, SchedulerArgs)
     found["arguments of a tenant"] = partial(_arguments, TenantArgs)
     found["arguments without effect"] = _without_effect

@@ -102,7 +102,7 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     values = _engine_values(model_json, options, engine_settings)
     engine_args = EngineArgs.from_dict(values)
     check_checkpoint(engine_args)
-    _check_target(engine_args, scheduler_args)
+    check_target(engine_args, scheduler_args)
 
     # Every run has its own sockets, and does not end another's reload.
     ignore = shutil.ignore_patterns(
@@ -286,7 +286,7 @@ def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs
     return SchedulerArgs.from_parameters(ours)
 
 
-def _check_target(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> None:
+def check_target(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> None:
     target = scheduler_args.inter_token_target_ms
     if target is not None and not engine_args.enable_chunked_prefill:
         raise ConfigError(

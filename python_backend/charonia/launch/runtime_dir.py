@@ -30,6 +30,7 @@ class RuntimeDir:
           owner.json              which process to ask whether the run still goes on
           api-key                 0600, opens the restricted endpoints
           server.json             the addresses of its endpoints
+          requests-left           how many there are while `charonia serve` drains
           backends/               links to the installation's backends
           repository/             what Triton loads
 

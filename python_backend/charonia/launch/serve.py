@@ -8,16 +8,18 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from queue import SimpleQueue
 
 from charonia.config import SchedulerArgs
-from charonia.launch.drain import finish_requests, show_left
+from charonia.launch.drain import LEFT_FILE, finish_requests, note_left
+from charonia.launch.gateway import GatewayProcess
 from charonia.launch.logs import is_interesting
 from charonia.launch.patience import SupervisionLimits
-from charonia.launch.repository import RepositoryOptions
+from charonia.launch.repository import PreparedRepository, RepositoryOptions
 from charonia.launch.run import prepared_server
 from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server import DEFAULT_ADDRESS, TritonServer
@@ -35,7 +37,9 @@ class ServeOptions:
 
     Attributes:
         tritonserver: options that are handed to it, `--name=value` each.
-        drain_s: how long requests may take to finish after SIGTERM.
+        drain_s: how long requests may take to finish after SIGTERM; 0 ends them at once.
+        gateway_port: of a gateway beside the server; None is without one, 0 takes a free port.
+        chat_template: for that, a file that counts instead of the checkpoint's own template.
     """
 
     address: str = DEFAULT_ADDRESS
@@ -45,13 +49,15 @@ class ServeOptions:
     is_verbose: bool = False
     tritonserver: Sequence[str] = ()
     drain_s: float = DRAIN_S
+    gateway_port: int | None = None
+    chat_template: Path | None = None
 
 
 def serve(what: RepositoryOptions, options: ServeOptions) -> None:
     """Serve until SIGINT or SIGTERM; everything is stopped and removed then.
 
     After SIGTERM no more requests are taken, and those that are there are finished, within a limit;
-    another signal ends that.
+    SIGINT ends that, and another SIGTERM does not.
 
     Raises:
         LaunchError, ConfigError, CheckpointError: it cannot be started, or does not stay up.
@@ -72,37 +78,58 @@ def serve(what: RepositoryOptions, options: ServeOptions) -> None:
             further_options=options.tritonserver,
             on_log=on_log,
         ) as (server, prepared):
+            (server.runtime_dir / LEFT_FILE).touch()
             for path in sweep_stale_runs():
                 say(f"removed what a killed run left in {path}")
             say(server.stack_limit.describe())
             say(server.guard.describe())
             say(f"starting tritonserver with {prepared.engine_args.model}")
+            gateway = _gateway(what, options, server, prepared)
             supervisor = Supervisor(
                 server,
                 stop=stop,
                 log=say,
-                on_serving=lambda: _announce(server, prepared.scheduler, supervisor.num_restarts),
+                on_serving=lambda: _announce(
+                    server, prepared.scheduler, supervisor.num_restarts, gateway
+                ),
                 scheduler=prepared.scheduler,
                 engine=prepared.scheduler_args.engine_model,
                 limits=supervision_limits(prepared.scheduler_args),
             )
             socket = prepared.path / prepared.scheduler / "1" / RELOAD_SOCKET
-            with _draining(socket, options.drain_s, begin_drain, stop):
+            note = partial(note_left, server.runtime_dir)
+            on_drain = (lambda: None) if gateway is None else gateway.drain
+            with (
+                gateway or contextlib.nullcontext(),
+                _draining(socket, options.drain_s, begin_drain, stop, note, on_drain),
+            ):
                 supervisor.run()
             say("stopped")
 
 
 @contextlib.contextmanager
 def _draining(
-    socket: Path, limit_s: float, begin: threading.Event, stop: threading.Event
+    socket: Path,
+    limit_s: float,
+    begin: threading.Event,
+    stop: threading.Event,
+    note: Callable[[int], None],
+    on_drain: Callable[[], None],
 ) -> Iterator[None]:
-    """Once `begin` is set, have the scheduler finish its requests, and set `stop` then."""
+    """Once `begin` is set, have the scheduler finish its requests, and set `stop` then.
+
+    Args:
+        socket, limit_s, note: as for `finish_requests`. on_drain: called before.
+    """
 
     def wait_and_drain() -> None:
         begin.wait()
         if not stop.is_set():
-            num_left = finish_requests(socket, limit_s, stop, show_left)
-            if num_left:
+            on_drain()
+            num_left = finish_requests(socket, limit_s, stop, note)
+            if num_left is None:
+                say("the scheduler does not say what is left, which ends now")
+            elif num_left:
                 say(f"{num_left} are not finished, and end now")
         stop.set()
 
@@ -114,6 +141,32 @@ def _draining(
         stop.set()
         begin.set()
         thread.join()
+
+
+def _gateway(
+    what: RepositoryOptions,
+    options: ServeOptions,
+    server: TritonServer,
+    prepared: PreparedRepository,
+) -> GatewayProcess | None:
+    """The gateway that was asked for, which is not started yet. Raises as that."""
+    if options.gateway_port is None:
+        return None
+
+    def on_log(line: str) -> None:
+        if options.is_verbose or " request id=" not in line:
+            print(line if line.startswith("charonia: ") else f"charonia: {line}", file=sys.stderr)
+
+    return GatewayProcess(
+        server.grpc_url,
+        prepared.engine_args.tokenizer_dir,
+        what.served_model_names or [Path(prepared.engine_args.model).name],
+        address=options.address,
+        port=options.gateway_port,
+        drain_s=options.drain_s,
+        chat_template=options.chat_template,
+        log=on_log,
+    )
 
 
 def supervision_limits(args: SchedulerArgs) -> SupervisionLimits:
@@ -130,22 +183,33 @@ def stop_on_signals(begin_drain: threading.Event | None = None) -> Iterator[thre
     """An event that SIGINT and SIGTERM set, instead of what they did before.
 
     Args:
-        begin_drain: is set instead by the first signal, if that is SIGTERM.
+        begin_drain: is set by SIGTERM instead, however often that comes: two who ask for a drain,
+            or one who tries again, are in no hurry.
     """
     stop = threading.Event()
+    # The thread that a handler interrupts may hold an event's lock: it must not set one itself.
+    came: SimpleQueue[int | None] = SimpleQueue()  # whose put() may interrupt itself
 
-    def request_stop(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGTERM and begin_drain is not None and not begin_drain.is_set():
-            begin_drain.set()
-        else:
-            stop.set()
+    def follow() -> None:
+        while (signum := came.get()) is not None:
+            if signum == signal.SIGTERM and begin_drain is not None:
+                begin_drain.set()
+            else:
+                stop.set()
 
-    before = {signum: signal.signal(signum, request_stop) for signum in ENDED_BY_SIGNAL}
+    thread = threading.Thread(target=follow, name="charonia-signals", daemon=True)
+    thread.start()
+    before = {
+        signum: signal.signal(signum, lambda signum, _: came.put(signum))
+        for signum in ENDED_BY_SIGNAL
+    }
     try:
         yield stop
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+        came.put(None)
+        thread.join()
 
 
 def say(text: str) -> None:
@@ -153,14 +217,18 @@ def say(text: str) -> None:
     print(f"charonia: {text}", file=sys.stderr, flush=True)
 
 
-def _announce(server: TritonServer, scheduler: str, num_restarts: int) -> None:
+def _announce(
+    server: TritonServer, scheduler: str, num_restarts: int, gateway: GatewayProcess | None
+) -> None:
     if num_restarts:
         say(f"serving again, after {num_restarts} restart{'s' if num_restarts > 1 else ''}")
         return
     body = '{"text_input": "def add(a, b):", "max_tokens": 32, "temperature": 0, "stream": true}'
     url = f"http://{server.http_url}/v2/models/{scheduler}/generate_stream"
     say("serving")
+    openai = "" if gateway is None else f"  OpenAI   {gateway.url}/v1\n"
     print(
+        f"{openai}"
         f"  gRPC     {server.grpc_url}\n"
         f"  HTTP     http://{server.http_url}\n"
         f"  metrics  {server.metrics_url}\n"

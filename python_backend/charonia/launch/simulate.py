@@ -3,7 +3,8 @@
 Owns what the command's options mean. Must not know how a simulation goes.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from msgspec.structs import replace
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.engine.tenants import Tenants
 from charonia.errors import ConfigError
-from charonia.launch.repository import split_settings
+from charonia.launch.repository import check_target, split_settings
 from charonia.simulate.plots import write_plot
 from charonia.simulate.report import By, RunReport, recorded, report, tables
 from charonia.simulate.simulator import Outcome, Setting, Simulation
@@ -67,8 +67,9 @@ def simulate(options: SimulateOptions) -> None:
     named = [_setting(policy, trace, times, options) for policy in options.policies or [""]]
     reports: list[RunReport] = []
     outcomes: list[Outcome] = []
+    warn = _warner()
     for name, setting in named:
-        outcome = _run(name, setting, trace, length, options)
+        outcome = _run(name, setting, trace, length, options, warn)
         pool_tokens = (setting.num_blocks - 1) * setting.engine_args.block_size
         reports.append(report(name, outcome, by, pool_tokens))
         outcomes.append(outcome)
@@ -86,12 +87,25 @@ def _run(
     trace: Sequence[TraceRequest],
     length: int,
     options: SimulateOptions,
+    log: Callable[[str], None],
 ) -> Outcome:
     arrivals = shape(trace, options.shape, options.seed)
-    simulation = Simulation(setting, arrivals, length)
+    simulation = Simulation(setting, arrivals, length, log=log)
     total = options.shape.num_requests or len(trace)
     with tqdm(total=total, desc=name, unit="request", mininterval=0.5, disable=None) as bar:
         return simulation.run(lambda: bar.update(1))
+
+
+def _warner() -> Callable[[str], None]:
+    """Takes the lines of a server's log, and prints each warning once: runs have them in common."""
+    printed = set[str]()
+
+    def warn(line: str) -> None:
+        if line.startswith("warning: ") and line not in printed:
+            printed.add(line)
+            print(f"charonia: {line}", file=sys.stderr)
+
+    return warn
 
 
 def _setting(
@@ -99,12 +113,11 @@ def _setting(
 ) -> tuple[str, Setting]:
     """What serves one run, and its name."""
     engine, scheduler = split_settings(options.settings)
-    longest = max(_longest(one, options.shape) for one in trace)
-    engine.setdefault("max_model_len", longest + _ROOM)
     # Without ids of blocks nothing is known of what prompts have in common.
     engine.setdefault("enable_prefix_caching", any(one.hash_ids for one in trace))
     args = EngineArgs.from_dict({"model": "simulated", **engine})
     scheduler_args = SchedulerArgs.from_parameters(scheduler)
+    check_target(args, scheduler_args)
     if policy:
         args, scheduler_args = _with_policy(policy, args, scheduler_args)
     if args.speculative_config is not None:
@@ -118,24 +131,24 @@ def _setting(
         num_blocks = args.num_gpu_blocks_override
     else:
         raise ConfigError("give the tokens that the KV cache holds: --kv-tokens N")
-    assert args.max_model_len is not None
+    num_blocks = max(2, num_blocks)
     setting = Setting(
         engine_args=args,
         scheduler_args=scheduler_args,
-        num_blocks=max(2, num_blocks),
-        max_model_len=args.max_model_len,
+        num_blocks=num_blocks,
+        max_model_len=args.max_model_len
+        or _model_len(trace, options.shape, (num_blocks - 1) * args.block_size),
         step_times=times,
         seed=options.seed,
     )
-    if scheduler_args.tenants_file is not None:
-        path = Path(scheduler_args.tenants_file)
-        Tenants(path, has_shares=scheduler_args.fair_share, log=lambda _: None)
     return policy or _name_of(args, scheduler_args), setting
 
 
-def _longest(request: TraceRequest, wanted: Shape) -> int:
-    output = max(request.output_length, request.max_tokens or wanted.max_tokens or 0)
-    return request.input_length + output
+def _model_len(trace: Sequence[TraceRequest], wanted: Shape, pool_tokens: int) -> int:
+    """As long as each request is, and as it may become where the KV cache has room for that."""
+    longest = max(one.input_length + one.output_length for one in trace)
+    allowed = max(one.input_length + (one.max_tokens or wanted.max_tokens or 0) for one in trace)
+    return max(longest, min(max(longest, allowed) + _ROOM, pool_tokens))
 
 
 def _with_policy(

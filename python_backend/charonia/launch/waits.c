@@ -1,7 +1,7 @@
-// Has tritonserver wait where a busy machine is slower than it expects.
+// Has tritonserver wait where a busy machine is slower than it expects, and not for the dead.
 //
 // Loaded with guard.c, these functions are found before those of the same names in the C library.
-// What they do in tritonserver, for two callers, when a wait was in vain:
+// What they do in tritonserver, for two callers:
 //
 // - The Python backend waits a second for a message of a model's process, or for room for one, and
 //   then gives up a process that showed no sign of life in that second; it shows three. A machine
@@ -9,6 +9,10 @@
 //   that. What was sent is freed, and a process that reads it only now crashes, and the server with
 //   it. One that has read it serves on; but the server waits for its end, and never gets ready. So
 //   the wait goes on for `PATIENCE_S`, as long as the process is there.
+// - The Python backend shares robust mutexes with a model's process. When that one is killed while it
+//   holds one, boost throws, nobody catches it, and the server ends by `lock_exception`. What such a
+//   mutex guards belongs to that one process and goes with it; so the server gets the mutex as if it
+//   had been given back, and then finds out, as it does otherwise, that the process is not there.
 // - libevhtp tells an HTTP thread of each response on its connections' streams through a socket that
 //   holds 278 messages (of 212,992 bytes). What the socket does not take, `evthr_defer` drops, and
 //   nobody asks. So streams whose thread was late lost their last responses, or the first line of
@@ -23,12 +27,15 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <poll.h>
+#include <pthread.h>
 #include <semaphore.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <time.h>
+
+int lock_in_turn(pthread_mutex_t* mutex, int (*lock)(pthread_mutex_t*));  // locks.c
 
 #define EXPORTED __attribute__((visibility("default")))
 
@@ -40,9 +47,15 @@ enum { MESSAGE_BYTES = 17 };  // sizeof(evthr_cmd_t), which is packed
 enum { MAX_SOCKETS = 1024 };  // those of the HTTP threads are among the first
 
 typedef int (*TimedWait)(sem_t*, const struct timespec*);
+typedef int (*Lock)(pthread_mutex_t*);
+typedef int (*TimedLock)(pthread_mutex_t*, const struct timespec*);
+typedef int (*WaitCondition)(pthread_cond_t*, pthread_mutex_t*);
 typedef ssize_t (*Send)(int, const void*, size_t, int);
 
 static _Atomic(TimedWait) timed_wait;
+static _Atomic(Lock) lock_mutex;
+static _Atomic(TimedLock) timed_lock;
+static _Atomic(WaitCondition) wait_condition;
 static _Atomic(Send) send_now;
 
 // By socket, whether a whole wait for room was in vain, and there has been none since.
@@ -135,6 +148,45 @@ EXPORTED int sem_timedwait(sem_t* semaphore, const struct timespec* deadline)
     }
     errno = ETIMEDOUT;
     return -1;
+}
+
+// What locking a mutex has come to, which for that of a process that died is a success.
+static int inherited(pthread_mutex_t* mutex, int result, const void* caller)
+{
+    if (result == EOWNERDEAD && is_in(caller, "libtriton_python.so")) {
+        return pthread_mutex_consistent(mutex);
+    }
+    return result;
+}
+
+EXPORTED int pthread_mutex_lock(pthread_mutex_t* mutex)
+{
+    if (!lock_mutex) {
+        lock_mutex = (Lock)dlsym(RTLD_NEXT, "pthread_mutex_lock");
+    }
+    if (mutex->__data.__kind == PTHREAD_MUTEX_RECURSIVE) {  // as those of locks.c are
+        const int result = pthread_mutex_trylock(mutex);
+        if (result != EBUSY || is_in(CALLER, "tritonserver")) {
+            return result == EBUSY ? lock_in_turn(mutex, lock_mutex) : result;
+        }
+    }
+    return inherited(mutex, lock_mutex(mutex), CALLER);
+}
+
+EXPORTED int pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mutex)
+{
+    if (!wait_condition) {
+        wait_condition = (WaitCondition)dlsym(RTLD_NEXT, "pthread_cond_wait");
+    }
+    return inherited(mutex, wait_condition(condition, mutex), CALLER);
+}
+
+EXPORTED int pthread_mutex_timedlock(pthread_mutex_t* mutex, const struct timespec* deadline)
+{
+    if (!timed_lock) {
+        timed_lock = (TimedLock)dlsym(RTLD_NEXT, "pthread_mutex_timedlock");
+    }
+    return inherited(mutex, timed_lock(mutex, deadline), CALLER);
 }
 
 static double now_s(void)

@@ -7,11 +7,16 @@ Owns the messages and their encoding: MessagePack of typed Structs. Must not kno
            ◄─────────────────────── Setup         you are rank 1 of 2
       Prepared ───────────────────►               this computes here, from this checkpoint
            ◄─────────────────────── Form          all are prepared: exchange tensors like this
-      Ready ──────────────────────►               loaded; there is memory for so many KV blocks
+      Loaded ─────────────────────►               the weights are there
+           ◄─────────────────────── Measure       all have loaded: run the largest step together
+      Ready ──────────────────────►               there is memory for so many KV blocks
            ◄─────────────────────── Allocate      take as many as the others
       Allocated ──────────────────►               done
            ◄─────────────────────── Forward       one for each pass of a model
            ◄─────────────────────── Lines         more logits of the last pass
+           ◄─────────────────────── Copy          blocks of a model's KV cache
+           ◄─────────────────────── Move          blocks to slower tiers, and back
+      Moved ──────────────────────►               all but these, if any was to come back
            ◄─────────────────────── End           the engine is unloaded
 
 Both have shown before that they know the secret, see `handshake`. A rank connects a second time
@@ -30,6 +35,8 @@ from torch import Tensor
 
 from charonia.config import EngineArgs
 from charonia.data.ops.base import StepBatch
+from charonia.errors import ConfigError
+from charonia.protocol import BlockCopy, BlockLoad, BlockSave
 
 BEAT = b""
 
@@ -89,10 +96,19 @@ class Form(msgspec.Struct, frozen=True, tag=True):
     memories: list[str | None]
 
 
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The weights are loaded."""
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """All ranks have loaded theirs: see what the largest step takes, with the others."""
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The weights are loaded, and there is memory for so many KV blocks."""
+    """There is memory for so many KV blocks; see `Room`."""
 
     num_blocks: int
+    slot_bytes: int
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
@@ -103,9 +119,10 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Take so many KV blocks."""
+    """Take so many KV blocks; a slot has so many bytes at most; see `Room`."""
 
     num_blocks: int
+    slot_bytes: int
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
@@ -131,6 +148,27 @@ class Lines(msgspec.Struct, frozen=True, tag=True):
     stop: int
 
 
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """Copy blocks of a model's KV cache, see `Model.copy_blocks`."""
+
+    model: str
+    copies: list[BlockCopy]
+
+
+class Move(msgspec.Struct, frozen=True, tag=True):
+    """Save blocks to slower tiers, load others from them, and discard some; see `StepPlan`."""
+
+    saves: list[BlockSave]
+    loads: list[BlockLoad]
+    discards: list[int]
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """The blocks are loaded, but for these."""
+
+    not_loaded: list[int]
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     """This engine is not needed any more."""
 
@@ -141,12 +179,17 @@ Message = (
     | Setup
     | Prepared
     | Form
+    | Loaded
+    | Measure
     | Ready
     | Refusal
     | Allocate
     | Allocated
     | Forward
     | Lines
+    | Copy
+    | Move
+    | Moved
     | End
 )
 
@@ -171,6 +214,8 @@ def decode(data: bytes) -> Message:
         raise msgspec.DecodeError("it is nested too deeply") from None
     except UnicodeDecodeError as error:  # which msgspec lets through
         raise msgspec.DecodeError(f"it is not UTF-8: {error.reason}") from None
+    except ConfigError as error:  # which msgspec does not know
+        raise msgspec.DecodeError(str(error)) from None
     return message
 
 

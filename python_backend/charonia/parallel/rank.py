@@ -13,22 +13,31 @@ import msgspec
 import torch
 
 from charonia.config import EngineArgs
+from charonia.data.kv_store import KVStore
+from charonia.data.kv_tiers import KVTiers, make_tiers
+from charonia.data.largest_step import run_largest_step
 from charonia.data.model.fingerprint import fingerprint
 from charonia.data.model.paged import PagedModel
-from charonia.data.models import Basis, LoadedModel, LocalRank, Models
+from charonia.data.models import Basis, LocalRank, Models, Room
 from charonia.data.ops.native.threads import ThreadLayout
+from charonia.data.sizing import size
 from charonia.errors import RankLostError
 from charonia.parallel.groups import Groups, Membership, host_identity
 from charonia.parallel.handshake import find_engine
 from charonia.parallel.messages import (
     Allocate,
     Allocated,
+    Copy,
     End,
     Form,
     Forward,
     Join,
     Lines,
+    Loaded,
+    Measure,
     Message,
+    Move,
+    Moved,
     Prepared,
     Ready,
     Refusal,
@@ -86,15 +95,22 @@ def be_rank(
         beside = _introduce(connect(), secret)
         beside.send(encode(UseTable()))
         follower.load(Membership(setup.rank, form.memories, own_address, RemoteTable(beside)))
-        peer.send(Ready(follower.num_blocks_that_fit))
-        follower.allocate(_expect(peer, Allocate).num_blocks)
+        peer.send(Loaded())
+        _expect(peer, Measure)
+        peer.send(Ready(*follower.room()))
+        allocate = _expect(peer, Allocate)
+        follower.allocate(Room(allocate.num_blocks, allocate.slot_bytes))
         peer.send(Allocated())
     except Exception as error:
         with contextlib.suppress(RankLostError):
             peer.send(Refusal(type(error).__name__, str(error)))
         raise
     while not isinstance(next_message := peer.receive(spin=SPIN_S), End):
-        if next_message is not None:
+        if isinstance(next_message, Move):
+            not_loaded = follower.move(next_message)
+            if next_message.loads:
+                peer.send(Moved(not_loaded))
+        elif next_message is not None:
             follower.follow(next_message)
 
 
@@ -141,6 +157,7 @@ class _Follower:
         self._has_draft = self._topology.draft_place(setup.rank) is not None
         local_rank = LocalRank(setup.local_index, setup.num_local)
         self._basis = basis = Basis.of(args, log=log, local_rank=local_rank)
+        self._log = log
         if basis.device.type == "cpu":
             layout = ThreadLayout.of(
                 args.cpu_threads, args.cpu_binding, setup.local_index, setup.num_local
@@ -165,18 +182,43 @@ class _Follower:
         self._seats = {"target": seat} | ({"draft": draft_seat} if draft_seat else {})
         # How far the weights are is said by the engine's process.
         self._loaded = Models.load(basis, seat, draft_seat, log=lambda line: None)
-        self.num_blocks_that_fit = self._loaded.num_blocks_that_fit(basis)
         self._models: dict[str, PagedModel] = {}
+        self._tiers: KVTiers | None = None
+        self._kv_stores: list[KVStore] = []
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the KV caches."""
+    def room(self) -> Room:
+        """What there is memory for; computes the largest step, with the other ranks."""
+        basis, models = self._basis, self._loaded
+        seat, draft_seat = self._seats["target"], self._seats.get("draft")
 
-        def paged(model: LoadedModel) -> PagedModel:
-            return PagedModel(model.decoder, model.kv_store(num_blocks, self._basis.device))
+        def run_step(pool_tokens: int) -> None:
+            run_largest_step(basis, models, seat, draft_seat, pool_tokens=pool_tokens, sampler=None)
 
-        self._models["target"] = paged(self._loaded.target)
-        if self._loaded.draft is not None:
-            self._models["draft"] = paged(self._loaded.draft)
+        return size(basis, models, run_step).room
+
+    def allocate(self, room: Room) -> None:
+        """Allocate the KV caches, and what is kept beside them."""
+        basis, loaded = self._basis, self._loaded
+        kv = loaded.allocate(room.num_blocks, basis.device)
+        self._kv_stores = [store for store in kv if store is not None]
+        place = self._seats["target"].place
+        self._tiers = make_tiers(basis, loaded, kv, place, room.slot_bytes, log=self._log)
+        self._models["target"] = PagedModel(loaded.target.decoder, kv.target)
+        if loaded.draft is not None and kv.draft is not None:
+            self._models["draft"] = PagedModel(loaded.draft.decoder, kv.draft)
+
+    def move(self, message: Move) -> list[int]:
+        """Move blocks; return those that could not be loaded."""
+        not_loaded: list[int] = []
+        with torch.inference_mode():
+            if self._tiers is not None:
+                self._tiers.save(message.saves)
+                not_loaded = self._tiers.load(message.loads)
+            elif message.saves or message.loads:
+                raise RankLostError("the engine has sent Move, but there are no slower tiers")
+            for store in self._kv_stores if message.discards else ():
+                store.discard(message.discards)
+        return not_loaded
 
     def follow(self, message: Message) -> None:
         """Do what the engine's process does."""
@@ -190,6 +232,8 @@ class _Follower:
                 case Lines():
                     if self._seats[message.model].place.is_last:
                         self._models[message.model].logits(slice(message.start, message.stop))()
+                case Copy():
+                    self._models[message.model].copy_blocks(message.copies)
                 case _:
                     raise RankLostError(f"the engine has sent {type(message).__name__}")
 

@@ -24,7 +24,7 @@ import msgspec
 from charonia.config import EngineArgs
 from charonia.data.comm import Seat
 from charonia.data.model.paged import Model, PagedModel, PendingLogits
-from charonia.data.models import Basis, LocalRank
+from charonia.data.models import Basis, LocalRank, Room
 from charonia.data.ops.base import StepBatch
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
 from charonia.events import event
@@ -38,10 +38,15 @@ from charonia.parallel.meeting import Meeting
 from charonia.parallel.messages import (
     Allocate,
     Allocated,
+    Copy,
     End,
     Form,
     Lines,
+    Loaded,
+    Measure,
     Message,
+    Move,
+    Moved,
     Prepared,
     Ready,
     Refusal,
@@ -53,7 +58,7 @@ from charonia.parallel.peer import BEAT_S, Peer
 from charonia.parallel.rank import checkpoints_of
 from charonia.parallel.topology import Topology
 from charonia.parallel.worker import SECRET_VARIABLE
-from charonia.protocol import Collectives, EngineInfo
+from charonia.protocol import BlockCopy, Collectives, EngineInfo, StepPlan
 
 M = TypeVar("M", bound=Message)
 _END_TIMEOUT_S = 5.0
@@ -141,21 +146,51 @@ class RankTeam:
         self._groups = self._form(basis, memories)
         return self._groups.seats()
 
-    def agree(self, num_blocks: int) -> int:
-        """Have all ranks take as many blocks as the one with the least memory; return how many.
+    def measure(self) -> None:
+        """Have the other ranks run the largest step once all have loaded, as this one does next.
 
         Raises:
             RankLostError: one was lost while it was loading.
             CheckpointError, ConfigError: one cannot load its part; these are its words.
         """
-        ready = self._collect(Ready)
+        self._collect(Loaded)
         self._meeting.stop_listening()  # all groups are formed
-        num_blocks = min([num_blocks, *(message.num_blocks for message in ready.values())])
-        self.tell(Allocate(num_blocks), self._ranks)
+        self.tell(Measure(), self._ranks)
+
+    def agree(self, room: Room) -> Room:
+        """Have all ranks take as many blocks as the one with the least memory; return that.
+
+        Raises:
+            RankLostError: one was lost meanwhile.
+            ConfigError: one has no room for its part; these are its words.
+        """
+        ready = self._collect(Ready)
+        room = Room(
+            min([room.num_blocks, *(message.num_blocks for message in ready.values())]),
+            max([room.slot_bytes, *(message.slot_bytes for message in ready.values())]),
+        )
+        self.tell(Allocate(*room), self._ranks)
         self._collect(Allocated)
         self._is_loaded = True
         self.check()
-        return num_blocks
+        return room
+
+    def move(self, plan: StepPlan) -> Callable[[], list[int]]:
+        """Have the other ranks move a plan's blocks between tiers, and discard others.
+
+        Returns:
+            Waits for them, if anything is loaded, and tells which blocks any of them could not.
+
+        Raises:
+            RankLostError: one was lost; also of what is returned.
+        """
+        self.tell(Move(plan.saves, plan.loads, plan.discards), self._ranks)
+
+        def not_loaded() -> list[int]:
+            moved = self._collect(Moved).values() if plan.loads else ()
+            return [block_id for message in moved for block_id in message.not_loaded]
+
+        return not_loaded
 
     def lead(self, name: str, model: PagedModel) -> Model:
         """Have the ranks that are in model `name` follow what is computed with it."""
@@ -378,6 +413,11 @@ class _LedModel:
         """See `Model`."""
         self._team.tell(Lines(self._name, lines.start, lines.stop), self._ranks)
         return self._receive(self._model.logits(lines))
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See `Model`."""
+        self._team.tell(Copy(self._name, list(copies)), self._ranks)
+        self._model.copy_blocks(copies)
 
     def _receive(self, pending: PendingLogits) -> PendingLogits:
         return pending if self._receiver is None else self._receiver.submit(pending).result

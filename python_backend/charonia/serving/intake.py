@@ -3,10 +3,11 @@
 Owns the order of these, who may be cancelled meanwhile, and the count of what is refused. Must not
 know Triton, nor how anything is scheduled.
 
-    read ─► ids or short texts ──────────► session ─► engine service
-         └► long texts ─► session ─► tokenizing ─────►
+    read ─► tenant ─► ids or short texts ──────────► session ─► engine service
+                   └► long texts ─► session ─► tokenizing ─────►
 
-The texts of a request are its prompt and its bad words.
+The texts of a request are its prompt and its bad words. A tenant that has as much here as it may is
+refused before they are tokenized.
 
 What is too long is refused by its size: the text is not decoded, and the ids are not listed.
 """
@@ -118,10 +119,9 @@ class Intake:
             match call:
                 case GenerateCall():
                     self._generate(call, outlet)
-                case CancelCall(request_id, tenant):
-                    self._cancellations.note(request_id, tenant)
-                    for key in self._sessions.find(request_id, tenant):
-                        self._sessions.cancel(key)
+                case CancelCall():
+                    self._cancel_named(call)
+                    # The same where there was none, or whoever guesses would find out.
                     outlet.send(NOTHING, is_final=True)
                 case ProbeCall(wants_text):
                     answer = {"text_output": [self._prober.answer()]} if wants_text else {}
@@ -131,6 +131,15 @@ class Intake:
         """End a request, wherever it is."""
         if not self._tokenizing.cancel(key):
             self._service.cancel(key)
+
+    def _cancel_named(self, call: CancelCall) -> None:
+        """Cancel all requests of a name, or samples of them, here and on their way."""
+        self._cancellations.note(call.request_id, call.tenant, call.samples)
+        for key in self._sessions.find(call.request_id, call.tenant):
+            if call.samples is None:
+                self._sessions.cancel(key)
+            else:
+                self._sessions.cancel_samples(key, call.samples)
 
     def _limits(self) -> PromptLimits:
         """Of prompts; the widest while no engine says how long they may be."""
@@ -159,17 +168,23 @@ class Intake:
         return defaults
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Count what is refused before it reaches the service, which counts for itself."""
+    def _counting(self, tenant: str | None = None) -> Iterator[None]:
+        """Count what is refused before it reaches the service, which counts for itself.
+
+        Args:
+            tenant: whose it is, where that is known.
+        """
         try:
             yield
         except CharoniaError as error:
-            self._service.count_rejection(error)
+            self._service.count_rejection(error, tenant)
             raise
 
     def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
         arrived_at = time.monotonic() if call.arrived_at is None else call.arrived_at
-        with self._counting():
+        tenant = call.params.tenant
+        with self._counting(tenant):
+            self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
             tokens = self._tokenize(call) if _is_short(call) else None
@@ -179,20 +194,28 @@ class Intake:
                 partial(self._echo, call),
                 outlet,
                 request_id=call.request_id,
-                tenant=call.params.tenant,
+                tenant=tenant,
                 num_bytes=call.num_bytes,
+                num_samples=call.params.n,
             )
-        if self._cancellations.cover(call.request_id, call.params.tenant, arrived_at):
-            self._sessions.cancel(call.key)
+        self._cancel_as_noted(call, arrived_at)
         try:
             if tokens is not None:
                 self._submit(call, tokens, arrived_at, sink)
             else:
-                with self._counting():
+                with self._counting(tenant):
                     self._tokenize_later(call, arrived_at, sink)
         except BaseException:
             self._sessions.drop(call.key)
             raise
+
+    def _cancel_as_noted(self, call: GenerateCall, arrived_at: float) -> None:
+        """Cancel what its client cancelled while it was on its way here."""
+        name = call.request_id, call.params.tenant
+        if self._cancellations.cover(*name, arrived_at):
+            self._sessions.cancel(call.key)
+        elif samples := self._cancellations.samples(*name, arrived_at, call.params.n):
+            self._sessions.cancel_samples(call.key, samples)
 
     def _tokenize(self, call: GenerateCall) -> _Tokens:
         if call.prompt_ids is not None:
@@ -229,7 +252,7 @@ class Intake:
         def go_on(outcome: _Tokens | CharoniaError) -> None:
             try:
                 if isinstance(outcome, CharoniaError):
-                    self._count_end(outcome)
+                    self._count_end(outcome, call.params.tenant)
                     raise outcome
                 self._submit(call, outcome, arrived_at, sink)
             except CharoniaError as error:
@@ -241,6 +264,7 @@ class Intake:
         self._tokenizing.submit(
             Prompt(
                 key=call.key,
+                tenant=call.params.tenant,
                 encode=partial(self._tokenize, call),
                 num_bytes=call.num_bytes,
                 expires_at=None if time_s is None else arrived_at + time_s,
@@ -248,12 +272,12 @@ class Intake:
             )
         )
 
-    def _count_end(self, error: CharoniaError) -> None:
+    def _count_end(self, error: CharoniaError, tenant: str) -> None:
         """Count a request that got no further than being tokenized."""
         if isinstance(error, RequestCancelledError):
             self._service.count_cancellation()
         else:
-            self._service.count_rejection(error)
+            self._service.count_rejection(error, tenant)
 
     def _submit(self, call: GenerateCall, tokens: _Tokens, arrived_at: float, sink: Sink) -> None:
         request = GenerationRequest(
@@ -267,8 +291,11 @@ class Intake:
             timeout_s=call.timeout_s,
         )
         self._service.submit(request, sink, arrived_at)
-        if self._sessions.is_cancelled(call.key):  # while the service did not know it yet
+        # While the service did not know it yet:
+        if self._sessions.is_cancelled(call.key):
             self._service.cancel(call.key)
+        elif samples := self._sessions.cancelled_samples(call.key):
+            self._service.cancel_samples(call.key, samples)
 
 
 def _is_short(call: GenerateCall) -> bool:

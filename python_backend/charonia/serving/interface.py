@@ -19,6 +19,7 @@ ANY = (-1,)
 
 INPUT_IDS = "input_ids"
 DRAFT_IDS = "draft_input_ids"
+CANCEL_SAMPLES = "cancel_samples"
 REQUEST_KEY = "request_key"
 PROMPT_TEXT = "prompt_text"
 
@@ -60,26 +61,33 @@ class ModelTensors:
 
 
 OUTPUTS = (
-    Output("text_output", "STRING", ANY, "the text; streaming: the new one"),
+    Output(
+        "text_output",
+        "STRING",
+        ANY,
+        "of each of the `n` samples, in order, the text; streaming: the new one, which may be empty"
+        " where there are several",
+    ),
     Output(
         "finish_reason",
         "STRING",
         ANY,
-        '"None" until the last response, then "stop", "length" or "cancelled"',
+        'of each sample: "None" until its end, then "stop", "length" or "cancelled"',
         "return_finish_reason",
     ),
     Output(
         "cumulative_logprob",
         "FP32",
         ANY,
-        "of all tokens so far",
+        "of each sample: of all its tokens so far",
         "return_cumulative_logprob",
     ),
     Output(
         "logprobs",
         "STRING",
         ANY,
-        'JSON: for each new token `{"<id>": {"logprob": x, "rank": r, "decoded_token": s}, …}`,'
+        "of each sample, JSON: for each new token"
+        ' `{"<id>": {"logprob": x, "rank": r, "decoded_token": s}, …}`,'
         " the sampled one first, and `x` is `null` where it is no finite number; `null` when"
         " sampling did not ask for them",
         "return_logprobs",
@@ -92,14 +100,28 @@ OUTPUTS = (
         " response, when the sampling parameter of this name asks for them",
     ),
     Output("num_input_tokens", "UINT32", ONE, "of the prompt", "return_num_input_tokens"),
-    Output("num_output_tokens", "UINT32", ANY, "of this response", "return_num_output_tokens"),
-    Output("output_ids", "INT32", ANY, "the new tokens", "return_token_ids"),
+    Output(
+        "num_output_tokens",
+        "UINT32",
+        ANY,
+        "of each sample, in this response",
+        "return_num_output_tokens",
+    ),
+    Output(
+        "output_ids",
+        "INT32",
+        ANY,
+        "the new tokens, those of one sample behind those of the one before it:"
+        " `num_output_tokens` tells where it ends",
+        "return_token_ids",
+    ),
     Output(
         "timing",
         "STRING",
         ONE,
         "JSON, in the last response: seconds in the queue, to the first token, in all; counts of"
-        " tokens, preemptions and restarts survived; what drafts were worth, see below",
+        " tokens, preemptions and restarts survived; what drafts were worth, and whose answer it"
+        " was (`cached`), see below",
         "return_timing",
     ),
 )
@@ -147,6 +169,12 @@ INPUTS = (
         "BOOL",
         ONE,
         "cancels the live requests of this request id and `tenant`; no other input is needed",
+    ),
+    Tensor(
+        CANCEL_SAMPLES,
+        "INT32",
+        ANY,
+        "with `cancel`: only these of the `n` samples, by their indexes from 0 on",
     ),
 )
 """What clients give."""

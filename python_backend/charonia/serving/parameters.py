@@ -9,14 +9,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from charonia.errors import InvalidRequestError, shown
-from charonia.protocol import INT32_MAX, SamplingParams
+from charonia.errors import InvalidRequestError, NotSupportedError, shown
+from charonia.protocol import INT32_MAX, CacheRange, SamplingParams
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _NOT_OURS = ("id", "timeout")
 _NOT_OURS_PREFIX = "sequence_"
+_OF_BEAM_SEARCH = ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping")
 
 
 def parse_sampling_params(
@@ -36,6 +37,11 @@ def parse_sampling_params(
         if name in _NOT_OURS or name.startswith(_NOT_OURS_PREFIX):
             continue
         coerce = _COERCIONS.get(name)
+        if coerce is None and name in _OF_BEAM_SEARCH:
+            raise NotSupportedError(
+                f"{name} = {shown(value)} is for beam search, which is not supported; leave it out,"
+                " or use best_of for the most likely of several samples"
+            )
         if coerce is None:
             raise InvalidRequestError(
                 f"unknown sampling parameter {shown(name)}; accepted are {', '.join(_COERCIONS)}"
@@ -167,6 +173,30 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     }
 
 
+def _cache_priority(name: str, value: Any) -> int | tuple[CacheRange, ...]:
+    accepted = "an integer or a list of ranges"
+    values = _json_value(name, value, accepted)
+    if not isinstance(values, list):
+        if isinstance(values, int | float):
+            return _integer(name, values)
+        raise _ill_typed(name, value, accepted)
+    return tuple(_cache_range(name, item) for item in values)
+
+
+def _cache_range(name: str, value: Any) -> CacheRange:
+    if not isinstance(value, dict) or not value.keys() <= _OF_RANGES.keys():
+        accepted = f"an object with {', '.join(_OF_RANGES)}, of which priority must be there"
+        raise _ill_typed(f"each range of {name}", value, accepted)
+    fields = {
+        field: _OF_RANGES[field](f"{field} of {name}", item)
+        for field, item in value.items()
+        if item is not None
+    }
+    if "priority" not in fields:
+        raise _ill_typed(f"priority of {name}", None, "an integer")
+    return CacheRange(**fields)
+
+
 def _json_value(name: str, value: Any, accepted: str) -> Any:
     """Read JSON in a string: the request's own parameters can be no lists or objects."""
     if not isinstance(value, str):
@@ -184,6 +214,12 @@ def _check_unicode(name: str, text: str) -> None:
         raise _ill_typed(name, text, "valid Unicode, without unpaired surrogates") from None
 
 
+_OF_RANGES: dict[str, Callable[[str, Any], Any]] = {
+    "start": _integer,
+    "end": _integer,
+    "priority": _integer,
+    "ttl_s": _number,
+}
 _BY_TYPE: dict[Any, Callable[[str, Any], Any]] = {
     int: _integer,
     int | None: _integer,
@@ -193,6 +229,8 @@ _BY_TYPE: dict[Any, Callable[[str, Any], Any]] = {
     tuple[str, ...]: _strings,
     tuple[int, ...]: _integers,
     dict[int, float]: _biases,
+    int | tuple[CacheRange, ...] | None: _cache_priority,
+    float | None: _number,
 }
 _COERCIONS = {name: _BY_TYPE[kind] for name, kind in get_type_hints(SamplingParams).items()}
 PARAMETER_NAMES = frozenset(_COERCIONS)

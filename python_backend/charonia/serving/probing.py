@@ -8,11 +8,12 @@ How to ask, over HTTP `generate` of the scheduler::
 
 `text_output` of the answer is a JSON object::
 
-    engine_up    bool            whether steps can run now
-    reason       string | null   why requests are refused at once; null while they are taken
-    step_age_s   number | null   seconds since a step of the engine was last applied; null: never
-    turn_age_s   number | null   seconds since the scheduling thread last looked for work; more than
-                                 a step or a load takes means that it hangs
+    engine_up      bool            whether steps can run now
+    reason         string | null   why requests are refused at once; null while they are taken
+    step_age_s     number | null   seconds since a step of the engine was last applied; null: never
+    turn_age_s     number | null   seconds since the scheduling thread last looked for work; more
+                                   than a step or a load takes means that it hangs
+    max_model_len  int | null      of prompt and answer together; null while no engine says it
 
 Every step applied shows that the scheduling thread and the engine work together. While clients'
 requests run, theirs show it. While nothing is live, a probe that finds the last step more than
@@ -30,7 +31,7 @@ from collections.abc import Callable
 
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.service import EngineService
-from charonia.errors import CharoniaError
+from charonia.errors import CharoniaError, UnavailableError
 from charonia.protocol import SamplingParams
 from charonia.text.tokenizer import Tokenizer
 
@@ -70,11 +71,18 @@ class Prober:
                 "reason": state.down_reason,
                 "step_age_s": step_age_s,
                 "turn_age_s": self._age_s(state.last_turn_at),
+                "max_model_len": self._max_model_len(),
             }
         )
 
     def _age_s(self, at: float | None) -> float | None:
         return None if at is None else self._clock() - at
+
+    def _max_model_len(self) -> int | None:
+        try:
+            return self._service.limits.max_model_len
+        except UnavailableError:
+            return None
 
     def _generate(self) -> None:
         request = GenerationRequest(

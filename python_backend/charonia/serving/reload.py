@@ -162,7 +162,9 @@ class ReloadServer:
             if self._orders and not self._orders[-1].is_over:
                 raise ConfigError("another reload is under way")
             before = EngineArgs.from_file(self._model_file)
-            check_same_tokenizer(fingerprint_tokenizer(before), EngineArgs.from_dict(order.values))
+            after = EngineArgs.from_dict(order.values)
+            check_same_tokenizer(fingerprint_tokenizer(before), after)
+            check_same_kv_events(before, after)
             text = msgspec.json.format(msgspec.json.encode(order.values)) + b"\n"
             file = self._model_file
             reload = Reload(
@@ -223,6 +225,19 @@ def check_same_tokenizer(fingerprint: str, args: EngineArgs) -> None:
         raise ConfigError(
             f"the new engine has another tokenizer ({TOKENIZER_FILE} differs), with which live"
             " requests could not go on; start a server of its own for it"
+        )
+
+
+def check_same_kv_events(before: EngineArgs, after: EngineArgs) -> None:
+    """Make sure that a scheduler goes on telling those whom it tells what the prefix cache holds.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    if before.kv_events != after.kv_events:
+        raise ConfigError(
+            "kv_events_config differs: its endpoints are the scheduler's, which goes on with the"
+            " new engine; start the server anew for it"
         )
 
 

@@ -20,58 +20,65 @@ from charonia.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Answer:
-    """A chunk as its client sees it: one property for each output of the interface.
+    """What is new of a request, as its client sees it: a property for each output of the interface.
 
     A list is a tensor of its elements, anything else a tensor of one element, and None no tensor
     at all in this response.
 
     Attributes:
-        chunk: without an error, but that it was cancelled.
-        echo: comes in front of the text, as only a whole answer has it.
+        samples: a chunk of each, in order; empty where nothing of it is new. Without an error, but
+            that it was cancelled.
+        echo: comes in front of each text, as only a whole answer has it.
     """
 
-    chunk: Chunk
+    samples: Sequence[Chunk]
     echo: str
     tokenizer: Tokenizer
 
     @property
-    def text_output(self) -> str:
-        return self.echo + self.chunk.text
+    def text_output(self) -> list[str]:
+        return [self.echo + chunk.text for chunk in self.samples]
 
     @property
-    def finish_reason(self) -> str:
-        if self.chunk.error is not None:
-            return "cancelled"
-        return self.chunk.finish_reason or "None"
+    def finish_reason(self) -> list[str]:
+        return [
+            chunk.finish_reason or ("None" if chunk.error is None else "cancelled")
+            for chunk in self.samples
+        ]
 
     @property
-    def cumulative_logprob(self) -> float | None:
-        return self.chunk.cumulative_logprob
+    def cumulative_logprob(self) -> list[float] | None:
+        found = [chunk.cumulative_logprob for chunk in self.samples]
+        if all(value is None for value in found):
+            return None
+        return [0.0 if value is None else value for value in found]  # of no token
 
     @property
-    def logprobs(self) -> str:
-        return self._named(self.chunk.logprobs)
+    def logprobs(self) -> list[str]:
+        return [self._named(chunk.logprobs) for chunk in self.samples]
 
     @property
     def prompt_logprobs(self) -> str | None:
-        entries = self.chunk.prompt_logprobs
+        entries = self.samples[0].prompt_logprobs
         return None if entries is None else self._named(entries)
 
     @property
     def num_input_tokens(self) -> int | None:
-        return self.chunk.num_prompt_tokens or None  # cancelled before they were counted
+        # A sample may have no token yet; and all may be cancelled before they are counted.
+        return max(chunk.num_prompt_tokens for chunk in self.samples) or None
 
     @property
-    def num_output_tokens(self) -> int:
-        return len(self.chunk.token_ids)
+    def num_output_tokens(self) -> list[int]:
+        return [len(chunk.token_ids) for chunk in self.samples]
 
     @property
     def output_ids(self) -> list[int]:
-        return list(self.chunk.token_ids)
+        return [token_id for chunk in self.samples for token_id in chunk.token_ids]
 
     @property
     def timing(self) -> str | None:
-        return None if self.chunk.timing is None else json.dumps(self.chunk.timing)
+        timing = next((chunk.timing for chunk in self.samples if chunk.timing is not None), None)
+        return None if timing is None else json.dumps(timing)
 
     def _named(self, entries: Sequence[TokenLogprobs | None] | None) -> str:
         """JSON: an object per position, `null` for one that nothing predicts; `null` for none."""

@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
+from charonia.embedding import PromptIndex, load_encoder
+from charonia.engine.kv_events import KVEventPublisher, KVEvents
 from charonia.engine.service import EngineService
 from charonia.errors import ConfigError
 from charonia.serving.bls import BlsExecutor
@@ -30,6 +32,7 @@ from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.reload import (
     RELOAD_SOCKET,
     ReloadServer,
+    check_same_kv_events,
     check_same_tokenizer,
     fingerprint_tokenizer,
 )
@@ -66,7 +69,8 @@ class SchedulerHost:
 
     Raises:
         ConfigError, CheckpointError: a parameter, model.json or the tokenizer is wrong, or the
-            tenants' file, or the model's directory takes no socket.
+            tenants' file, or the model's directory takes no socket, or the KV events' endpoint is
+            not to be had.
     """
 
     def __init__(
@@ -75,7 +79,7 @@ class SchedulerHost:
         self._pb_utils = pb_utils
         self._log = log
         scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
-        for name in ("tenants_file", "record_dir"):
+        for name in ("tenants_file", "record_dir", "semantic_cache_model"):
             if (path := getattr(scheduler_args, name)) is not None:
                 path = str(Path(args["model_repository"]) / path)
                 scheduler_args = msgspec.structs.replace(scheduler_args, **{name: path})
@@ -95,6 +99,7 @@ class SchedulerHost:
             scheduler_args.num_sender_threads,
             Ledger(2 * most_requests, scheduler_args.max_queue_bytes),
             cancel=self._cancel,
+            cancel_samples=self._cancel_samples,
             log=log,
         )
         self._executor = BlsExecutor(
@@ -105,13 +110,20 @@ class SchedulerHost:
             has_requests=lambda: self._sessions.has_polled,
             log=log,
         )
+        self._publisher: KVEventPublisher | None = None
+        if (config := engine_args.kv_events) is not None:
+            self._publisher = KVEventPublisher(config, args["model_name"], log=log)
         self._service = EngineService(
             self._executor,
             engine_args,
             scheduler_args,
             self._tokenizer,
             log=log,
-            read_args=partial(_read_args, model_file, fingerprint_tokenizer(engine_args)),
+            read_args=partial(
+                _read_args, model_file, engine_args, fingerprint_tokenizer(engine_args)
+            ),
+            kv_events=None if self._publisher is None else KVEvents(self._publisher.publish),
+            prompt_index=_prompt_index(scheduler_args),
         )
         self._tokenizing = Tokenizing(
             scheduler_args.num_tokenizer_threads,
@@ -158,6 +170,8 @@ class SchedulerHost:
         self._timer.daemon = True
         with _needing_a_socket(SUCCESSION_SOCKET):
             self._succession = Succession(own_dir / SUCCESSION_SOCKET, self._stop, log=log)
+        if self._publisher is not None and not self._succession.has_older:
+            self._publisher.bind()  # an older one would have the endpoint until it ends
         self._timer.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -183,6 +197,8 @@ class SchedulerHost:
             self._reload_server.close()
             self._tokenizing.close()
             self._service.close()
+            if self._publisher is not None:
+                self._publisher.close()
             self._sessions.close()
             self._relay.close()
             self._metrics_server.close()
@@ -201,12 +217,20 @@ class SchedulerHost:
             if not self._is_started:
                 self._is_started = True
                 self._take_over()
-                # The engine is loaded by now: the first request need not be refused.
                 try:
+                    self._start_publisher()
+                    # The engine is loaded by now: the first request need not be refused.
                     self._service.start(wait_s=FIRST_CONNECT_S)
                     self._exporter.start()
                 finally:
                     self._relay.start()
+
+    def _start_publisher(self) -> None:
+        if self._publisher is not None:
+            try:
+                self._publisher.start()
+            except ConfigError as error:  # an older scheduler does not let go of the endpoint
+                self._log(f"warning: {error}; nobody is told what the prefix cache holds")
 
     def _listen(self, path: Path) -> RelayServer:
         with _needing_a_socket(path.name):
@@ -231,6 +255,20 @@ class SchedulerHost:
     def _cancel(self, key: str) -> None:
         self._intake.cancel(key)
 
+    def _cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        self._service.cancel_samples(key, indexes)
+
+
+def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:
+    """Finds similar prompts; None where only equal ones get an answer that was given before.
+
+    Raises:
+        ConfigError, CheckpointError: the embedding model, or a package, is missing or wrong.
+    """
+    if args.semantic_cache_threshold is None:
+        return None
+    return PromptIndex(load_encoder(args.semantic_cache_model))
+
 
 @contextlib.contextmanager
 def _needing_a_socket(name: str) -> Iterator[None]:
@@ -243,12 +281,14 @@ def _needing_a_socket(name: str) -> Iterator[None]:
         ) from None
 
 
-def _read_args(model_file: Path, tokenizer: str) -> EngineArgs:
+def _read_args(model_file: Path, before: EngineArgs, tokenizer: str) -> EngineArgs:
     """What model.json says now: whoever loads an engine may have changed it.
 
     Raises:
-        ConfigError: it is wrong, or names another tokenizer than that of the server's start.
+        ConfigError: it is wrong, or names another tokenizer than that of the server's start, or
+            other readers of KV events.
     """
     args = EngineArgs.from_file(model_file)
     check_same_tokenizer(tokenizer, args)
+    check_same_kv_events(before, args)
     return args

@@ -24,9 +24,16 @@ from typing import Any
 import numpy as np
 
 from charonia.errors import ExactTextError, InvalidRequestError, PromptTooLongError, shown
-from charonia.protocol import SamplingParams
+from charonia.protocol import MAX_SAMPLES, SamplingParams
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
-from charonia.serving.interface import DRAFT_IDS, FLAGS, INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
+from charonia.serving.interface import (
+    CANCEL_SAMPLES,
+    DRAFT_IDS,
+    FLAGS,
+    INPUT_IDS,
+    PROMPT_TEXT,
+    REQUEST_KEY,
+)
 from charonia.serving.parameters import (
     OF_REQUESTS,
     parse_sampling_params,
@@ -144,10 +151,15 @@ class GenerateCall:
 
 @dataclass(frozen=True)
 class CancelCall:
-    """Cancels all requests of this id and tenant."""
+    """Cancels all requests of this id and tenant.
+
+    Attributes:
+        samples: only these of each, by their indexes; None is all of it.
+    """
 
     request_id: str
     tenant: str
+    samples: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -201,10 +213,15 @@ def parse(
             )
         values = {**values, "tenant": tenant}
     params = parse_sampling_params(values, defaults)
+    samples = _read_samples(tensors)
     if read_flag(tensors, "cancel"):
         if not raw.request_id:
             raise InvalidRequestError("cancel needs the id of the request that it cancels")
-        return CancelCall(raw.request_id, params.tenant)
+        return CancelCall(raw.request_id, params.tenant, samples)
+    if samples is not None:
+        raise InvalidRequestError(
+            f"{CANCEL_SAMPLES} says what cancel ends: give cancel = true, too"
+        )
     text, prompt_ids = read_prompt(tensors, limits)
     name, prompt_text = _read_internal(tensors, prompt_ids, limits, sealer)
     options = _read_options(raw, params, has_name=name is not None)
@@ -268,6 +285,24 @@ def _read_draft_ids(raw: RawRequest, params: SamplingParams, limits: PromptLimit
     if not params.speculation:
         raise InvalidRequestError(f"{DRAFT_IDS} together with speculation = false; leave one out")
     return ids
+
+
+def _read_samples(tensors: Mapping[str, Array]) -> frozenset[int] | None:
+    """The indexes of the samples that are to be cancelled; None where all are."""
+    indexes = tensors.get(CANCEL_SAMPLES)
+    if indexes is None:
+        return None
+    _check_ids(CANCEL_SAMPLES, indexes)
+    if indexes.size > MAX_SAMPLES:
+        raise InvalidRequestError(
+            f"{CANCEL_SAMPLES} must have at most {MAX_SAMPLES} indexes, but has {indexes.size}"
+        )
+    if (out_of_range := indexes[(indexes < 0) | (indexes >= MAX_SAMPLES)]).size:
+        raise InvalidRequestError(
+            f"{CANCEL_SAMPLES} must be indexes from 0 to {MAX_SAMPLES - 1}, but has "
+            f"{out_of_range[0]}"
+        )
+    return frozenset(indexes.tolist())
 
 
 def _check_ids(name: str, ids: Array) -> None:
@@ -390,6 +425,11 @@ def _read_options(raw: RawRequest, params: SamplingParams, *, has_name: bool) ->
     excludes = read_flag(raw.tensors, "exclude_input_in_output")
     if is_streaming and excludes is False:
         raise ExactTextError(ECHO_IN_STREAM)
+    if is_streaming and params.num_samples > params.n:
+        raise InvalidRequestError(
+            f"best_of = {params.num_samples} with n = {params.n} cannot be streamed: which samples"
+            " are the best is known at their ends; leave out stream, or best_of"
+        )
     wanted = {out for flag, out in FLAGS.items() if read_flag(raw.tensors, flag)}
     wanted.add("text_output")
     if params.prompt_logprobs is not None:

@@ -12,6 +12,7 @@ from charonia.errors import ConfigError
 
 _NAMES = (
     "allow-grpc",
+    "allow-http",
     "grpc-address",
     "grpc-header-forward-pattern",
     "grpc-port",
@@ -56,9 +57,10 @@ class ServerOptions:
     def __init__(self, command_line: Sequence[str], key: str = "") -> None:
         self._key = key
         host, port = "0.0.0.0", "8001"
-        is_explicit, serves_grpc, is_encrypted, is_shared = False, True, False, False
+        is_explicit = is_encrypted = is_shared = False
+        serves_grpc = serves_http = True
         self.metadata: tuple[tuple[str, str], ...] = ()
-        self._header_patterns: dict[str, re.Pattern[str]] = {}
+        self._header_patterns: dict[str, re.Pattern[str] | None] = {}
         for name, value in _options(command_line):
             is_true = value.lower() in _TRUE
             match name:
@@ -66,6 +68,8 @@ class ServerOptions:
                     is_explicit = value.lower() == "explicit"
                 case "allow-grpc":
                     serves_grpc = is_true
+                case "allow-http":
+                    serves_http = is_true
                 case "grpc-address":
                     host = value.removeprefix("[").removesuffix("]")
                 case "grpc-port":
@@ -88,24 +92,42 @@ class ServerOptions:
             ENCRYPTED: is_encrypted,
             SHARED: is_shared,
         }
+        served = {"http": serves_http, "grpc": serves_grpc}
+        self._protocols = [protocol for protocol, is_served in served.items() if is_served]
         self.refusal = next((reason for reason, holds in obstacles.items() if holds), None)
         host = _LOOPBACK.get(host, host)
         self.grpc_url = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def forwards(self, name: str) -> bool:
-        """Whether a header of this name becomes a request's parameter.
+        """Whether a header of this name may become a request's parameter.
 
         Over gRPC headers have names in lower case; over HTTP they keep theirs.
         """
-        return any(pattern.search(name) for pattern in self._header_patterns.values())
+        return any(
+            pattern is None or pattern.search(name) for pattern in self._header_patterns.values()
+        )
 
     def check_forwarded(self, name: str) -> None:
-        """Raises ConfigError where a header of this name becomes no parameter in any case."""
-        if not any(map(self.forwards, (name, name.lower(), name.upper(), name.title()))):
+        """Make sure that a header of this name becomes a parameter over every protocol.
+
+        Where one does not forward it, a client's own parameter of its name would count instead.
+        Over HTTP it may come in lower case too, as HTTP/2 has it.
+
+        Raises:
+            ConfigError: a protocol does not forward it, or by a pattern that Python does not know.
+        """
+        spellings = {"http": {name, name.lower()}, "grpc": {name.lower()}}
+        advised = {"http": f"'(?i){name}'", "grpc": name.lower()}
+        missing = []
+        for protocol in self._protocols:
+            option = f"{protocol}-header-forward-pattern"
+            pattern = self._header_patterns.get(option)
+            if pattern is None or not all(map(pattern.search, spellings[protocol])):
+                missing.append(f"--{option}={advised[protocol]}")
+        if missing:
             raise ConfigError(
-                f"tritonserver does not forward the header {name}; start it with"
-                f" --http-header-forward-pattern='(?i){name}' and"
-                f" --grpc-header-forward-pattern={name.lower()}"
+                f"tritonserver does not forward the header {name} over every protocol; start it"
+                f" with {' and '.join(missing)}"
             )
 
     def control_name(self, model: str) -> str:
@@ -147,12 +169,12 @@ def _full_name(given: str) -> str | None:
     return meant[0] if len(meant) == 1 else None
 
 
-def _pattern(text: str) -> re.Pattern[str]:
-    """Triton's syntax is RE2's; what Python does not know of it is taken to forward everything."""
+def _pattern(text: str) -> re.Pattern[str] | None:
+    """Triton's syntax is RE2's; None where Python does not know it."""
     try:
         return re.compile(text)
     except re.error:
-        return re.compile("")
+        return None
 
 
 def _metadata(restriction: str) -> tuple[tuple[str, str], ...]:

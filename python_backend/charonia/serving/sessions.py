@@ -27,7 +27,7 @@ import heapq
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -73,8 +73,10 @@ class Session:
 
     Attributes:
         name: request id and tenant. num_bytes: of the request as it came.
+        samples: how each stands, as its client knows it.
         chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
         is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
+        cancelled_samples: which of them nobody wants.
         reports: of its responses. report_due_at: when the first one is counted on no longer, by the
             monotonic clock; None while nothing waits for it.
         send_end_at: when its end waits no longer, likewise.
@@ -89,6 +91,7 @@ class Session:
         outlet: Outlet,
         name: tuple[str, str],
         num_bytes: int,
+        num_samples: int,
     ) -> None:
         self.key = key
         self.options = options
@@ -96,10 +99,12 @@ class Session:
         self.outlet = outlet
         self.name = name
         self.num_bytes = num_bytes
+        self.samples = [Chunk(key, index=index) for index in range(num_samples)]
         self.chunks: list[Chunk] = []
         self.is_queued = False
         self.is_cancelled = False
         self.is_abandoned = False
+        self.cancelled_samples: frozenset[int] = frozenset()
         self.reports = Reports.NONE
         self.report_due_at: float | None = None
         self.send_end_at: float | None = None
@@ -122,6 +127,8 @@ class Session:
             return False
         if self.chunks[-1].is_final:
             return not self.waits_with_end()
+        if self.chunks[-1].error is not None:  # which all samples have, each in a chunk of its own
+            return False
         return self.options.is_streaming and not self.is_full(max_under_way)
 
     def is_full(self, max_under_way: int) -> bool:
@@ -129,6 +136,15 @@ class Session:
         if self.reports is Reports.NONE:
             return False
         return self.reports is Reports.LOST or self.num_under_way >= max_under_way
+
+    def merged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """One chunk for each sample, of these and what was sent before."""
+        merged = []
+        for index, sample in enumerate(self.samples):
+            own = [chunk for chunk in chunks if chunk.index == index]
+            merged.append(Chunk.merge([sample, *own]) if own else sample)
+        self.samples = [chunk.emptied() for chunk in merged]
+        return merged
 
     def keeps_output(self, error: CharoniaError) -> bool:
         """Whether its client gets what there is instead of this error."""
@@ -174,7 +190,7 @@ class Sessions:
 
     Args:
         ledger: what all of them may hold. cancel: called with the key of a request to be ended,
-            once per request.
+            once per request. cancel_samples: called with the key and indexes of samples, likewise.
         log: takes one line, from any thread.
     """
 
@@ -185,11 +201,13 @@ class Sessions:
         ledger: Ledger,
         *,
         cancel: Callable[[str], None],
+        cancel_samples: Callable[[str, Collection[int]], None],
         log: Callable[[str], None],
     ) -> None:
         self._tokenizer = tokenizer
         self._ledger = ledger
         self._cancel = cancel
+        self._cancel_samples = cancel_samples
         self._log = log
         self._sessions: dict[str, Session] = {}
         self._named: dict[str, Session] = {}  # those of them that stream named responses
@@ -216,10 +234,12 @@ class Sessions:
         request_id: str = "",
         tenant: str = "",
         num_bytes: int = 0,
+        num_samples: int = 1,
     ) -> Callable[[Chunk], None]:
         """Take a request in; returns the sink for its chunks, which never blocks.
 
         Args:
+            num_samples: of which its client gets the chunks.
             echo: gives the prompt's text, where that is prepended.
 
         Raises:
@@ -227,7 +247,8 @@ class Sessions:
             QueueFullError: there are too many, or they hold too much.
         """
         self._ledger.take(num_bytes)
-        session = Session(key, options, echo, outlet, (request_id, tenant), num_bytes)
+        name = request_id, tenant
+        session = Session(key, options, echo, outlet, name, num_bytes, num_samples)
         if self._sessions.setdefault(key, session) is not session:
             self._ledger.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
@@ -269,6 +290,23 @@ class Sessions:
             is_news, session.is_cancelled = not session.is_cancelled, True
         if is_news:
             self._cancel(key)
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """End samples of a request at its client's wish; those it has not are passed over."""
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        with session.lock:
+            own = frozenset(indexes).intersection(range(len(session.samples)))
+            news = own - session.cancelled_samples
+            session.cancelled_samples |= own
+        if news:
+            self._cancel_samples(key, news)
+
+    def cancelled_samples(self, key: str) -> frozenset[int]:
+        """Which samples of a live request were to be ended."""
+        session = self._sessions.get(key)
+        return frozenset() if session is None else session.cancelled_samples
 
     def is_cancelled(self, key: str) -> bool:
         """Whether a live request was to be ended."""
@@ -439,8 +477,9 @@ class Sessions:
             self._send_outputs(session, chunks, is_final=True)
         else:
             is_mid_stream = session.num_sent > 1
-            if session.options.is_streaming and chunks[:-1]:
-                self._send_outputs(session, chunks[:-1], is_final=False)
+            chunks = [chunk for chunk in chunks if chunk.error is None]
+            if session.options.is_streaming and chunks:
+                self._send_outputs(session, chunks, is_final=False)
                 is_mid_stream = True
                 if self._put_back(session, last):
                     return
@@ -461,7 +500,7 @@ class Sessions:
 
     def _send_outputs(self, session: Session, chunks: list[Chunk], *, is_final: bool) -> None:
         echo = session.echo() if session.options.has_echo else ""
-        answer = Answer(Chunk.merge(chunks), echo, self._tokenizer)
+        answer = Answer(session.merged(chunks), echo, self._tokenizer)
         outputs = chunk_outputs(answer, session.options, f"{session.key}.{session.num_sent}")
         if is_final:
             self._end(session.key)

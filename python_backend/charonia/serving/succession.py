@@ -52,6 +52,11 @@ class Succession:
         )
         self._server.start()
 
+    @property
+    def has_older(self) -> bool:
+        """Whether there was an older one, which nobody has asked to end its work yet."""
+        return self._older is not None
+
     def take_over(self, timeout: float) -> bool:
         """Have the older one end its work; waits at most `timeout` seconds.
 

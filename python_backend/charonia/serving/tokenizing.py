@@ -13,7 +13,7 @@ is being tokenized cannot be stopped: its request is answered at once, and its i
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -43,6 +43,7 @@ class Prompt(Generic[T]):
         key: of its request. encode: makes the ids. num_bytes: of the text.
         expires_at: when its request's time is over, on the monotonic clock.
         done: called once, with the ids or why there are none; must return quickly and not raise.
+        tenant: whose it is, where that is known.
     """
 
     key: str
@@ -50,6 +51,7 @@ class Prompt(Generic[T]):
     num_bytes: int
     expires_at: float | None
     done: Callable[[T | CharoniaError], None]
+    tenant: str = ""
 
 
 class Tokenizing:
@@ -64,6 +66,7 @@ class Tokenizing:
         self._log = log
         self._queue: deque[Prompt[Any]] = deque()
         self._live: dict[str, Prompt[Any]] = {}  # whose `done` was not called
+        self._num_of: Counter[str] = Counter()  # of these, by tenant
         self._is_closing = False
         # Held while `done` is called: so that whoever finds a request no longer here finds it
         # where `done` brings it.
@@ -89,8 +92,13 @@ class Tokenizing:
                 raise ShuttingDownError
             self._ledger.take(prompt.num_bytes)
             self._live[prompt.key] = prompt
+            self._num_of[prompt.tenant] += 1
             self._queue.append(prompt)
             self._wake.notify_all()
+
+    def num_of(self, tenant: str) -> int:
+        """How many prompts of a tenant are here."""
+        return self._num_of[tenant]
 
     def cancel(self, key: str) -> bool:
         """End a request at its client's wish; whether it was here."""
@@ -111,6 +119,9 @@ class Tokenizing:
             prompt = self._live.pop(key, None)
             if prompt is None:
                 return False
+            self._num_of[prompt.tenant] -= 1
+            if not self._num_of[prompt.tenant]:
+                del self._num_of[prompt.tenant]
             is_waiting = prompt in self._queue
             if is_waiting:
                 self._queue.remove(prompt)

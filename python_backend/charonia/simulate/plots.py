@@ -40,7 +40,8 @@ def write_plot(
     first.legend()
     _bars(gaps, reports, "inter_token", 1000, "time between tokens, p99, ms")
     _bars(classes, reports, "ttft", 1, "time to first token, p99, s")
-    classes.set_yscale("log")
+    if any(one.overall.ttft.p99 for one in reports):
+        classes.set_yscale("log")
     figure.savefig(path, dpi=110)
 
 

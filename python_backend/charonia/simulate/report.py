@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from charonia.simulate.distribution import Distribution
-from charonia.simulate.simulator import Outcome, Served
+from charonia.simulate.simulator import FINISHED, Outcome, Served
 from charonia.traces import TraceRequest
 
 By = Literal["tenant", "priority", "none"]
@@ -20,6 +20,7 @@ ALL = "all"
 RECORDED = "as recorded"
 MAX_CLASSES = 32
 _MISSING = "-"
+_UNFINISHED = "not finished"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,12 @@ class ClassReport:
     @property
     def num_finished(self) -> int:
         """Requests that got all their tokens."""
-        return self.outcomes.get("stop", 0) + self.outcomes.get("length", 0)
+        return sum(self.outcomes.get(outcome, 0) for outcome in FINISHED)
+
+    @property
+    def unfinished(self) -> dict[str, int]:
+        """How many of the others ended how."""
+        return {kind: num for kind, num in self.outcomes.items() if kind not in FINISHED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +230,7 @@ def tables(reports: Sequence[RunReport]) -> str:
 def _runs_table(reports: Sequence[RunReport]) -> str:
     has_tenants = any(one.service_difference is not None for one in reports)
     has_deadlines = any(one.overall.attainment is not None for one in reports)
+    has_unfinished = any(one.overall.unfinished for one in reports)
     header = [
         "run",
         "requests",
@@ -242,6 +249,7 @@ def _runs_table(reports: Sequence[RunReport]) -> str:
     ]
     header += ["in time"] if has_deadlines else []
     header += ["service difference", "bound"] if has_tenants else []
+    header += [_UNFINISHED] if has_unfinished else []
     rows = []
     for one in reports:
         overall = one.overall
@@ -261,6 +269,7 @@ def _runs_table(reports: Sequence[RunReport]) -> str:
         ]
         row += [_share(overall.attainment)] if has_deadlines else []
         row += [_count(one.service_difference), _count(one.service_bound)] if has_tenants else []
+        row += [_kinds(overall.unfinished)] if has_unfinished else []
         rows.append(row)
     return _markdown(header, rows)
 
@@ -268,6 +277,8 @@ def _runs_table(reports: Sequence[RunReport]) -> str:
 def _classes_table(reports: Sequence[RunReport]) -> str:
     header = ["run", "class", "requests", "finished", "tokens", "TTFT p50, s", "p99"]
     header += ["between tokens mean, ms", "p50", "p99", "longest wait, s", "in time"]
+    has_unfinished = any(part.unfinished for one in reports for part in one.classes[1:])
+    header += [_UNFINISHED] if has_unfinished else []
     rows = [
         [
             one.name,
@@ -280,6 +291,7 @@ def _classes_table(reports: Sequence[RunReport]) -> str:
             *_times(part),
             _seconds(part.queue.longest),
             _share(part.attainment),
+            *([_kinds(part.unfinished)] if has_unfinished else []),
         ]
         for one in reports
         for part in one.classes[1:]
@@ -295,6 +307,12 @@ def _times(part: ClassReport) -> list[str]:
 def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _kinds(counts: dict[str, int]) -> str:
+    """How many of which kind, the most first; a trace need not say it."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{num:,} {kind or 'unknown'}" for kind, num in ordered) or _MISSING
 
 
 def _seconds(value: float | None) -> str:

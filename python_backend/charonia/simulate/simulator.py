@@ -2,11 +2,13 @@
 
 Owns the loop, and the notes on each request. Must not know how the traffic was made, nor what is
 told of it. The loop does what `engine.core` does between the real one's clients and its engine, on
-the same parts: the limits at the door, time limits, and the replica with its scheduler.
+the same parts: the limits at the door, time limits, what is given up under pressure, and the
+replica with its scheduler.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +20,12 @@ from charonia.engine.admission import GenerationRequest, admit, seeds_of
 from charonia.engine.core import RESULT_WAIT_S
 from charonia.engine.deadlines import Deadlines
 from charonia.engine.gate import Gate, check_queue
+from charonia.engine.ladder import Ladder
 from charonia.engine.metrics import Metrics
 from charonia.engine.replica import Replica
+from charonia.engine.service import LOOK_EVERY_S
 from charonia.engine.tenants import Tenants
-from charonia.errors import CharoniaError, RequestTimeoutError
+from charonia.errors import CharoniaError, ConfigError, RequestTimeoutError
 from charonia.protocol import EngineInfo, KVLayout, SamplingParams
 from charonia.simulate.distribution import Distribution
 from charonia.simulate.engine import (
@@ -36,6 +40,8 @@ from charonia.simulate.step_times import StepClock, StepTimes
 from charonia.simulate.workload import Arrival
 from charonia.traces import TraceRequest
 
+FINISHED = ("stop", "length")
+"""Outcomes of requests that got all their tokens."""
 MAX_SAMPLES = 500
 _ROUND = 0x9E3779B97F4A7C15  # keeps the ids of one round of the trace from those of another
 
@@ -112,7 +118,7 @@ class Served:
     @property
     def is_finished(self) -> bool:
         """Whether it got all its tokens."""
-        return self.outcome in ("stop", "length")
+        return self.outcome in FINISHED
 
 
 class Sample(NamedTuple):
@@ -132,7 +138,7 @@ class Outcome:
         inter_token: seconds between a request's tokens, by tenant and priority.
         seconds: from the first arrival to the last end. busy_s: of these, in steps.
         num_steps, mean_rows: of the engine. num_preemptions: of running requests.
-        hit_rate: share of prompt tokens that the prefix cache had.
+        hit_rate: share of prompt tokens that the prefix cache had when their request began.
         service: see `ServiceDifference`.
     """
 
@@ -165,10 +171,10 @@ class Simulation:
 
     Args:
         arrivals: in the order of their times. block_length: tokens of the blocks with ids.
-        input_lengths, sample_every_s: see `simulate`.
+        sample_every_s: seconds between two samples, at first. log: takes one line.
 
     Raises:
-        ConfigError: the setting contradicts itself.
+        ConfigError: the setting contradicts itself, or its tenants' file is wrong.
     """
 
     def __init__(
@@ -178,6 +184,7 @@ class Simulation:
         block_length: int,
         *,
         sample_every_s: float = 0.0,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         args, info = setting.scheduler_args, setting.info
         self._arrivals = arrivals
@@ -188,13 +195,17 @@ class Simulation:
         self._next_seed = seeds_of(setting.seed)
         self._deadlines = Deadlines()
         path = None if args.tenants_file is None else Path(args.tenants_file)
-        tenants = Tenants(path, has_shares=args.fair_share, log=_no_log)
+        # A policy without shares is compared with one that has them, on the same file.
+        tenants = Tenants(path, has_shares=True, log=log)
         self._gate = Gate(
             tenants, args.max_queue_tokens, by_tenant=args.fair_share, clock=self._clock
         )
         self._predicts = setting.engine_args.scheduling_policy != "deadline"
         self._max_queue_size = args.max_queue_size
         self._metrics = Metrics()
+        self._ladder = Ladder(args, tenants, self._metrics, log=log)
+        self._has_ladder = args.degradation_wait_s is not None
+        self._looked_at = 0.0
         self._served: list[Served] = []
         self._live: dict[str, Served] = {}
         self._admitted: dict[str, Request] = {}  # that have not started
@@ -204,16 +215,20 @@ class Simulation:
         self._replica = Replica(
             self._engine,
             setting.engine_args,
-            args,
+            replace(args, min_step_deadline_s=inf),  # no step is so long that this engine hangs
             metrics=self._metrics,
             fail=self._fail,
             on_started=self._note_started,
             weight_of=tenants.weight_of,
             clock=self._clock,
-            log=_no_log,
+            log=log,
             read_args=None,
             wake=lambda: None,
+            hash_secret=f"{setting.seed}".encode(),  # some policies of eviction go by hashes
         )
+        self._replica.follow()  # the engine is there before the first request
+        if self._replica.down_reason is not None:
+            raise ConfigError(self._replica.down_reason)
         self._info = info
         self._inter_token: dict[tuple[str, int], Distribution] = {}
         self._service = ServiceDifference(tenants.weight_of)
@@ -228,8 +243,9 @@ class Simulation:
         """
         self._on_end = on_end
         replica, clock = self._replica, self._clock
-        replica.follow()  # the engine is there before the first request
         while self._next is not None or self._live:
+            if self._has_ladder and clock.now - self._looked_at >= LOOK_EVERY_S:
+                self._look()
             self._take_arrivals()
             self._expire()
             replica.fill()
@@ -238,8 +254,21 @@ class Simulation:
             elif self._live:  # they wait for a time limit
                 clock.now += RESULT_WAIT_S
             elif self._next is not None:
-                clock.advance_to(self._next.at + self._intake_s)
+                self._idle_until(self._next.at + self._intake_s)
         return self._outcome()
+
+    def _idle_until(self, when: float) -> None:
+        """Nothing is there to do; what was given up under pressure comes back meanwhile."""
+        while self._ladder.level and self._clock.now + LOOK_EVERY_S < when:
+            self._clock.now += LOOK_EVERY_S
+            self._look()
+        self._clock.advance_to(when)
+
+    def _look(self) -> None:
+        """See how long requests wait, and give something up, or no longer, because of that."""
+        self._looked_at = self._clock.now
+        if self._ladder.observe(self._gate.wait_s(), self._looked_at):
+            self._replica.relieve(self._ladder.relief)
 
     # ------------------------------------------------------------------ requests come
 
@@ -247,8 +276,7 @@ class Simulation:
         return self._served[number].request.output_length
 
     def _take_arrivals(self) -> None:
-        now = self._clock.now - self._intake_s
-        while self._next is not None and self._next.at <= now:
+        while self._next is not None and self._next.at + self._intake_s <= self._clock.now:
             arrival, self._next = self._next, next(self._arrivals, None)
             self._arrive(arrival)
 
@@ -278,11 +306,13 @@ class Simulation:
     def _let_in(self, wanted: GenerationRequest, at: float) -> None:
         limits, key = self._replica.limits, wanted.key
         limits.check_prompt(len(wanted.prompt_ids))
+        self._ladder.check(wanted.params)
         check_queue(len(self._live), self._max_queue_size, limits.max_num_seqs)
-        self._gate.enter(wanted, predicts=self._predicts)
+        self._gate.enter(wanted, at, predicts=self._predicts)
+        wanted = self._ladder.capped(wanted)
         served = self._live[key] = self._served[int(key)]
         try:
-            admitted = admit(wanted, self._info, limits, at, self._next_seed)
+            (admitted,) = admit(wanted, self._info, limits, at, self._next_seed)
             self._replica.add(admitted)
             self._admitted[key] = admitted
         except CharoniaError:
@@ -366,8 +396,8 @@ class Simulation:
     def _outcome(self) -> Outcome:
         self._replica.show_metrics()
         counters, engine = self._metrics.counters, self._engine
-        queried = counters["charonia_prefix_cache_queried_tokens_total", ""]
-        hits = counters["charonia_prefix_cache_hit_tokens_total", ""]
+        cached = counters["charonia_prompt_tokens_total", "cached"]
+        computed = counters["charonia_prompt_tokens_total", "computed"]
         first = self._served[0].arrived_at if self._served else 0.0
         return Outcome(
             served=self._served,
@@ -378,7 +408,7 @@ class Simulation:
             num_steps=engine.num_steps,
             mean_rows=engine.num_rows / max(1, engine.num_steps),
             num_preemptions=int(counters["charonia_preemptions_total", ""]),
-            hit_rate=hits / max(1.0, queried),
+            hit_rate=cached / max(1.0, cached + computed),
             service=self._service,
         )
 
@@ -396,7 +426,3 @@ def _prompt(arrival: Arrival, number: int, block_length: int) -> list[int]:
     own = FIRST_OWN_ID + number  # that no other request has
     prompt_ids += [own] * (request.input_length - len(prompt_ids))
     return prompt_ids
-
-
-def _no_log(line: str) -> None:
-    """The simulated engine has nothing to say."""

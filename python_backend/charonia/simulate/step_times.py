@@ -13,6 +13,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import fmean
 
@@ -21,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from charonia.errors import ConfigError
+from charonia.errors import ConfigError, shown
 from charonia.traces import StepRecord, StepWork, TraceRequest, read_requests, read_steps
 
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_SECONDS = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)(s|ms|us|ns)")
+_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e-?[0-9]+)?)(s|ms|us|ns)")
+_MAX_CONSTANT_S = 3600.0
 _CONSTANTS = {
     "step": "seconds of a step, whatever is in it",
     "token": "more for each token",
@@ -93,7 +95,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         path = Path(text)
         if path.name.removesuffix(".gz").endswith(".jsonl"):
             requests = path.with_name(path.name.replace("steps", "requests"))
-            return cls.fit(read_steps(path), read_requests(requests) if requests.exists() else ())
+            has_requests = requests != path and requests.exists()
+            return cls.fit(read_steps(path), read_requests(requests) if has_requests else ())
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
@@ -166,13 +169,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for part in text.split(","):
             name, _, value = part.partition("=")
             match = _SECONDS.fullmatch(value.strip())
-            if name.strip() not in _CONSTANTS or match is None:
+            seconds = inf if match is None else float(match[1]) * _UNITS[match[2]]
+            if name.strip() not in _CONSTANTS or seconds > _MAX_CONSTANT_S:
                 accepted = ", ".join(_CONSTANTS)
                 raise ConfigError(
-                    f"--step-times: {part!r} is no constant; accepted are {accepted}, each as a"
-                    " number with its unit (s, ms, us or ns), for example step=8ms,token=25us"
+                    f"--step-times: {shown(part)} is no constant; accepted are {accepted}, each as"
+                    f" a number with its unit (s, ms, us or ns), up to {_MAX_CONSTANT_S:g}s, for"
+                    " example step=8ms,token=25us"
                 )
-            values[name.strip()] = float(match[1]) * _UNITS[match[2]]
+            values[name.strip()] = seconds
         step, token = values.pop("step", 0.0), values.pop("token", 0.0)
         curve = [(0, step), (1, step + token)]
         if step + token <= 0:

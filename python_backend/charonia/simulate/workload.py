@@ -29,8 +29,9 @@ class Shape:
         num_requests: of the trace, which begins anew with other prompts where it ends; None is all
             of it, once.
         rate: requests per second on average; None is the trace's.
-        arrivals: "trace", at the times of the trace; "poisson", with exponential times between
-            them; "bursty", with times between them from a gamma distribution.
+        arrivals: "trace", at the times of the trace, or evenly where these are all the same and a
+            rate is given; "poisson", with exponential times between them; "bursty", with times
+            between them from a gamma distribution.
         burstiness: of the last, their coefficient of variation; 1 is Poisson's.
         num_tenants, num_priorities: spread by chance over the requests, in place of the trace's;
             the first tenant has as many requests as all later ones together, and so on.
@@ -104,7 +105,8 @@ def _regular(
 ) -> Iterator[Arrival]:
     """Requests at their times, as the trace has them."""
     begins = trace[0].timestamp
-    if wanted.arrivals == "trace":
+    is_at_once = trace[-1].timestamp <= begins
+    if wanted.arrivals == "trace" and not (is_at_once and wanted.rate):
         factor = rate_of(trace) / wanted.rate if wanted.rate else 1.0
         period = len(trace) / rate_of(trace) if count > len(trace) else 0.0
         for request, round_number in _rounds(trace, count):
@@ -112,11 +114,11 @@ def _regular(
             yield Arrival(at * factor, request, round_number)
         return
     mean = 1 / (wanted.rate or rate_of(trace))
-    variation = wanted.burstiness**2 if wanted.arrivals == "bursty" else 1.0
+    variation = {"trace": 0.0, "poisson": 1.0, "bursty": wanted.burstiness**2}[wanted.arrivals]
     at = 0.0
     for request, round_number in _rounds(trace, count):
         yield Arrival(at, request, round_number)
-        at += drawn.gammavariate(1 / variation, mean * variation)
+        at += drawn.gammavariate(1 / variation, mean * variation) if variation else mean
 
 
 def _rounds(trace: Sequence[TraceRequest], count: int) -> Iterator[tuple[TraceRequest, int]]:

@@ -15,6 +15,8 @@ import socket
 import time
 
 MAX_BYTES = 2**28
+_SHORT_S = 0.02  # where a millisecond counts
+FD_SETSIZE = 1024  # descriptors from there on are not for select()
 _HEADER_BYTES = 4
 
 
@@ -172,12 +174,18 @@ class Channel:
         Raises:
             TimeoutError: it is not. OSError: this end is closed.
         """
-        if self._connection.fileno() < 0:
+        descriptor = self._connection.fileno()
+        if descriptor < 0:
             raise OSError(errno.EBADF, "the connection is closed")
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        is_short = left is not None and left < _SHORT_S
+        if is_short and events == select.POLLIN and descriptor < FD_SETSIZE:
+            if not select.select([descriptor], [], [], left)[0]:  # poll() takes whole milliseconds
+                raise TimeoutError("timed out")
+            return select.POLLIN
         poll = select.poll()
-        poll.register(self._connection, events)
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
-        ready = poll.poll(left)
+        poll.register(descriptor, events)
+        ready = poll.poll(None if left is None else left * 1000)
         if not ready:
             raise TimeoutError("timed out")
         return ready[0][1]

@@ -74,6 +74,13 @@ class Decoding(Protocol):
         """Begin a text."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text that has begun; nothing for an id without a token.
+
+        The bytes of all tokens, in order, are the text's, whatever is no whole character.
+        """
+        ...
+
 
 def decoding_of(tokenizer: tokenizers.Tokenizer) -> Decoding:
     """Read the decoder of a tokenizer whose vocabulary does not change any more.
@@ -181,6 +188,9 @@ class _ByteLevelDecoding:
     def stream(self, skip_special_tokens: bool) -> TextStream:
         return _ByteLevelStream(self._tables[skip_special_tokens])
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._tables[False][token_id]
+
 
 class _ByteLevelStream:
     """Python replaces invalid UTF-8 just as Rust does: each maximal subpart by one U+FFFD."""
@@ -230,6 +240,12 @@ class _PieceDecoding:
             self._strip,
             self._num_strip,
         )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._tables[False, False][token_id]
+        if isinstance(piece, int):
+            return bytes([piece])
+        return (piece or "").encode()
 
 
 class _PieceStream:

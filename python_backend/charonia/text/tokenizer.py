@@ -22,17 +22,17 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from charonia.checkpoint_files import read_json_object
 from charonia.errors import CharoniaError, CheckpointError, InvalidRequestError, shown
 from charonia.text.bounds import max_bytes_per_token
 from charonia.text.decoding import Decoding, decoding_of
+from charonia.text.special_tokens import (
+    CONFIG_FILE,
+    NAMED_TOKENS,
+    SPECIAL_TOKENS_FILE,
+    read_token_config,
+)
 
 _TOKENIZER_FILE = "tokenizer.json"
-_CONFIG_FILE = "tokenizer_config.json"
-_SPECIAL_TOKENS_FILE = "special_tokens_map.json"
-_NAMED_TOKENS = tuple(
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)
 _LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _MAX_REASON = 200  # characters of the library's own text
@@ -79,12 +79,10 @@ class Tokenizer:
             raise CheckpointError(f"the checkpoint has no {_TOKENIZER_FILE}") from None
         except OSError as error:
             raise CheckpointError(f"{_TOKENIZER_FILE} cannot be read: {error.strerror}") from None
-        config = read_json_object(path / _CONFIG_FILE, is_optional=True)
-        if "added_tokens_decoder" not in config:
-            config |= read_json_object(path / _SPECIAL_TOKENS_FILE, is_optional=True)
+        config = read_token_config(path)
         with _library_errors(CheckpointError, f"{_TOKENIZER_FILE} cannot be read"):
             backend = tokenizers.Tokenizer.from_buffer(data)
-        with _library_errors(CheckpointError, f"{_CONFIG_FILE} does not fit {_TOKENIZER_FILE}"):
+        with _library_errors(CheckpointError, f"{CONFIG_FILE} does not fit {_TOKENIZER_FILE}"):
             _add_tokens(backend, config)
         with _library_errors(CheckpointError, f"{_TOKENIZER_FILE} makes no sense"):
             tokenizer = cls(backend)
@@ -144,6 +142,10 @@ class Tokenizer:
         A special token is shown by its content, an id without a token as "".
         """
         return self._token_texts(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text that has begun, special or not: see `Decoding`."""
+        return self.decoding.token_bytes(token_id)
 
     def _decode_alone(self, token_id: int) -> str:
         if token_id in self.special_ids:
@@ -208,23 +210,21 @@ def _library_errors(kind: type[CharoniaError], what: str) -> Iterator[None]:
 def _add_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     entries = config.get("added_tokens_decoder", {})
     if not isinstance(entries, dict) or not all(map(_TOKEN_ID.fullmatch, entries)):
-        raise CheckpointError(f"{_CONFIG_FILE}: added_tokens_decoder must map token ids to tokens")
+        raise CheckpointError(f"{CONFIG_FILE}: added_tokens_decoder must map token ids to tokens")
     for id_, entry in sorted((int(id_), entry) for id_, entry in entries.items()):
         token = _added_token(entry, is_special=False)
         backend.add_tokens([token])
         if backend.token_to_id(token.content) != id_:
             raise CheckpointError(
-                f"{_CONFIG_FILE}: token {shown(token.content)} has id {id_}, but "
+                f"{CONFIG_FILE}: token {shown(token.content)} has id {id_}, but "
                 f"{backend.token_to_id(token.content)} in {_TOKENIZER_FILE}"
             )
-    named = [config[name] for name in _NAMED_TOKENS if config.get(name) is not None]
+    named = [config[name] for name in NAMED_TOKENS if config.get(name) is not None]
     for name in _LISTED_TOKENS:
         listed = config.get(name) or []
         listed = [*listed.values()] if isinstance(listed, dict) else listed
         if not isinstance(listed, list):
-            raise CheckpointError(
-                f"{_CONFIG_FILE}: {name} must list tokens, but is {shown(listed)}"
-            )
+            raise CheckpointError(f"{CONFIG_FILE}: {name} must list tokens, but is {shown(listed)}")
         named += listed
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for entry in named:
@@ -242,6 +242,6 @@ def _added_token(entry: object, *, is_special: bool) -> AddedToken:
         is_special = is_special or bool(entry.get("special", False))
         return AddedToken(entry["content"], special=is_special, **flags)
     raise CheckpointError(
-        f"{_CONFIG_FILE} or {_SPECIAL_TOKENS_FILE}: a token must be a string or an object with "
+        f"{CONFIG_FILE} or {SPECIAL_TOKENS_FILE}: a token must be a string or an object with "
         f"content, but is {shown(entry)}"
     )

@@ -20,7 +20,7 @@ MODELS = ("engine", "generate", "postprocessor", "scheduler", "tokenizer")
 SERVER, SHARED = OF_TRITON = ("tritonserver", "/dev/shm")
 KEPT_BYTES, KEPT_BY_TRITON_BYTES = 96 * 2**20, 2**28
 """What may remain of a process's growth: an allocator keeps what it has, for the next time."""
-SETTLE_S = 5.0
+SETTLE_S = 30.0
 MAX_MORE_FDS = 16
 
 Run = Callable[[Attack, Target, int], None]

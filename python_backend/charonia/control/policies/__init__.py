@@ -7,7 +7,8 @@
                              Service: takes note of what they are given, where that matters
                              Deadlines: which of those that wait will be late
 
-They combine freely, and each costs O(log n) per change. Must not know rows, blocks or steps.
+They combine freely, and each compares O(log n) requests per change. Must not know rows, blocks or
+steps.
 """
 
 from charonia.control.policies.deadline import (

@@ -9,7 +9,8 @@ waits beyond its latest start, its deadline less what it still needs, is taken o
 all others.
 """
 
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
 from charonia.control.policies.policy import Late
@@ -18,6 +19,9 @@ from charonia.control.remaining_time import RemainingTime
 from charonia.control.request import Request
 
 _NEVER = 1e300  # before those that were demoted
+_SLACK = 64
+MAX_LOOKED_UP = 4
+"""Waiting requests of which a step looks up what the prefix cache has."""
 
 
 def by_deadline(request: Request) -> Rank:
@@ -28,17 +32,26 @@ def by_deadline(request: Request) -> Rank:
 class DisplacementByDeadline:
     """Takes an earlier deadline."""
 
-    def may_displace(self, waiting: Request, running: Request) -> bool:
-        """Whether the one that waits may have the other preempted."""
-        return _due_at(waiting) < _due_at(running)
-
-    def is_due(self, waiting: Request, running: Request) -> bool:
+    def level(self, request: Request) -> float:
         """See `policy.Displacement`."""
-        return True
+        return _due_at(request)
+
+    def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
+        """See `policy.Displacement`."""
+        due_at = _due_at(waiting)
+        return (one for one in running if due_at < _due_at(one))
 
 
 class DeadlineWatch:
     """The waiting requests by the time at which they must start.
+
+    What the prefix cache has of a prompt is looked up when its request would be late without it, of
+    a few in a step, as that costs more than all else here. Others that are late wait for a later
+    step.
+
+    The entry of a request that waits no longer stays in the heap until it comes to its top or
+    outweighs the rest: then the heap is made anew. So it never holds more than twice what waits,
+    and a few.
 
     Args:
         budget: tokens of a step, at most.
@@ -48,13 +61,21 @@ class DeadlineWatch:
     def __init__(self, budget: int, *, demotes: bool) -> None:
         self.demotes = demotes
         self._remaining = RemainingTime(budget)
-        self._heap: list[tuple[float, int, Request]] = []
-        self._in_heap: set[int] = set()  # by number
+        self._heap: list[tuple[float, int]] = []  # when to look at the request of a number
+        self._waiting: dict[int, Request] = {}  # by number
 
     def note_waiting(self, request: Request) -> None:
         """See `policy.Deadlines`."""
-        if _due_at(request) < _NEVER and request.number not in self._in_heap:
-            self._push(request)
+        if _due_at(request) < _NEVER:
+            self._waiting[request.number] = request
+            heappush(self._heap, (self._latest(request), request.number))
+
+    def note_leaving(self, request: Request) -> None:
+        """See `policy.Deadlines`."""
+        self._waiting.pop(request.number, None)
+        if len(self._heap) > 2 * len(self._waiting) + _SLACK:
+            self._heap = [(self._latest(one), number) for number, one in self._waiting.items()]
+            heapify(self._heap)
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """See `policy.Deadlines`."""
@@ -64,25 +85,33 @@ class DeadlineWatch:
         """See `policy.Deadlines`."""
         self._remaining.note_end(request)
 
-    def take_late(self, now: float) -> list[Late]:
+    def take_late(self, now: float, num_cached: Callable[[Request], int]) -> list[Late]:
         """See `policy.Deadlines`."""
-        late = []
+        late: list[Late] = []
+        num_looked_up = 0
         while self._heap and self._heap[0][0] < now:
-            _, number, request = heappop(self._heap)
-            self._in_heap.remove(number)
-            if request.is_ended or request.is_demoted or request.row is not None:
+            request = self._waiting.get(self._heap[0][1])
+            if request is None:
+                heappop(self._heap)
                 continue
-            needed_s, left_s = self._remaining.of(request), request.expires_at - now
-            if needed_s > left_s:
-                late.append(Late(request, needed_s, left_s))
-            else:  # steps have become faster, or answers shorter
-                self._push(request)
+            latest = self._latest(request)
+            if latest < now:
+                if num_looked_up == MAX_LOOKED_UP:
+                    break
+                num_looked_up += 1
+                latest = self._latest(request, num_cached(request))
+            if latest < now:
+                heappop(self._heap)
+                del self._waiting[request.number]
+                left_s = request.expires_at - now
+                late.append(Late(request, request.expires_at - latest, left_s))
+            else:  # it is cached, steps have become faster, or answers shorter
+                heapreplace(self._heap, (latest, request.number))
         return late
 
-    def _push(self, request: Request) -> None:
-        latest = request.expires_at - self._remaining.of(request)
-        heappush(self._heap, (latest, request.number, request))
-        self._in_heap.add(request.number)
+    def _latest(self, request: Request, num_cached: int = 0) -> float:
+        """When it must start, if so many of its tokens need not be computed."""
+        return request.expires_at - self._remaining.of(request, num_cached)
 
 
 def _due_at(request: Request) -> float:

@@ -17,9 +17,10 @@ Prompt tokens that the prefix cache held are not charged, nor is anything that a
 another engine makes be computed again.
 """
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.policies.ranked import RankedRunning, RankedWaiting, RankOf
@@ -28,6 +29,8 @@ from charonia.control.request import Request, Update
 MAX_REMEMBERED = 4096
 """Tenants without a request whose counters are kept."""
 _FOREMOST = 4  # tenants without a running request of which somebody may displace others
+MAX_LOST = 4
+_SLACK = 64
 _OUTPUT_SHARE = 0.05  # that the last request has in the mean of their lengths
 
 
@@ -46,7 +49,7 @@ def fair(
     counters = VirtualCounters(weight_of)
     running = FairRunning(counters, rank)
     return Policy(
-        FairWaiting(counters, rank, running.tenants),
+        FairWaiting(counters, rank, running.tenants, displacement.level if displacement else None),
         running,
         displacement and FairDisplacement(displacement, counters, running),
         counters,
@@ -93,11 +96,13 @@ class VirtualCounters:
             request = update.request
             if not request.is_probe:
                 tokens[request.tenant] += len(update.token_ids)
-                if update.finish_reason is not None:
-                    longer = request.num_generated - self._mean_output
-                    self._mean_output += _OUTPUT_SHARE * longer
         for tenant, num_tokens in tokens.items():
             self._charge(tenant, self._output_cost * num_tokens)
+
+    def note_end(self, request: Request) -> None:
+        """Learn how long answers are."""
+        if not request.is_probe:
+            self._mean_output += _OUTPUT_SHARE * (request.num_generated - self._mean_output)
 
     def swing(self, tenant: str, num_requests: int) -> float:
         """How far a tenant's counter goes up while so many requests of common length run."""
@@ -123,13 +128,14 @@ class VirtualCounters:
 
 
 class FairDisplacement:
-    """Displacement among the requests of one tenant, and of tenants that have had more or as much.
+    """Displacement among the requests of a tenant, and of those that have had more, or hardly less.
 
     Requests that begin together are charged as they generate, so the counters of tenants that are
-    served fairly differ by what all running ones may be charged yet. Who is ahead by no more than
-    that counts as having had as much: else an urgent request would wait whenever its tenant has
-    none of the running ones for the moment. In the long run nobody gets more by that: what an
-    urgent request is given is charged, too.
+    served fairly differ by what all running ones may be charged yet, as far as it is known how long
+    answers are. Who is ahead by less than that counts as having had less: else an urgent request
+    would wait whenever its tenant has none of the running ones for the moment. In the long run
+    nobody gets more by that: what an urgent request is given is charged, too. Who was preempted
+    `MAX_LOST` times keeps its row from other tenants, however many urgent requests they have.
     """
 
     def __init__(
@@ -139,17 +145,21 @@ class FairDisplacement:
         self._counters = counters
         self._running = running
 
-    def may_displace(self, waiting: Request, running: Request) -> bool:
+    def level(self, request: Request) -> float:
         """See `policy.Displacement`."""
-        return self._inner.may_displace(waiting, running)
+        return self._inner.level(request)
 
-    def is_due(self, waiting: Request, running: Request) -> bool:
+    def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
         """See `policy.Displacement`."""
-        one, other = waiting.tenant, running.tenant
-        if one == other:
-            return True
-        ahead = self._counters[one] - self._counters[other]
-        return ahead < self._counters.swing(one, len(self._running))
+        tenant, counters = waiting.tenant, self._counters
+        bound = counters[tenant] - counters.swing(tenant, len(self._running))
+        owing = (
+            one
+            for one in running
+            if one.tenant == tenant
+            or (counters[one.tenant] > bound and one.num_preemptions < MAX_LOST)
+        )
+        return self._inner.victims(waiting, owing)
 
 
 class FairRunning:
@@ -189,23 +199,29 @@ class FairRunning:
 
     def in_order(self) -> list[Request]:
         """All of them, tenant by tenant."""
-        tenants = sorted(self._of, key=lambda tenant: (self._counters[tenant], tenant))
-        return [request for tenant in tenants for request in self._of[tenant].in_order()]
+        tenants = sorted((self._counters[tenant], tenant) for tenant in self._of)
+        return [request for _, tenant in tenants for request in self._of[tenant].in_order()]
 
 
 class FairWaiting:
     """Waiting requests, the first one of the tenant that has had the least first.
 
     Counters only grow, so that a heap of them is never too late: one that has grown since is put
-    back to where it belongs when it comes to the top.
+    back to where it belongs when it comes to the top. Tenants that have left are taken out there,
+    or when they outweigh the others.
 
     Args:
         running: the tenants that have requests that run: their counters are kept, and they have
             something that one of their own may take.
+        level: see `Displacement`; None where nobody displaces anybody.
     """
 
     def __init__(
-        self, counters: VirtualCounters, rank: RankOf, running: Collection[str] = ()
+        self,
+        counters: VirtualCounters,
+        rank: RankOf,
+        running: Collection[str] = (),
+        level: Callable[[Request], float] | None = None,
     ) -> None:
         self._counters = counters
         self._rank = rank
@@ -214,7 +230,9 @@ class FairWaiting:
         self._heap: list[tuple[float, str]] = []  # tenants in `_of`, and some that have left it
         self._in_heap: set[str] = set()
         self._num_waiting = 0
-        self._left_at = 0.0  # the counter of the one that left last
+        self._level = level
+        self._levels: list[float] = []  # of all that wait, the smallest first
+        self._last = ""  # the tenant of the last one that waited, when nobody does
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -222,28 +240,36 @@ class FairWaiting:
     def __contains__(self, request: Request) -> bool:
         return request.tenant in self._of and request in self._of[request.tenant]
 
-    def push(self, request: Request) -> None:
-        """Add a request; if its tenant had none waiting, its counter may be lifted."""
+    def push(self, request: Request, *, is_new: bool) -> None:
+        """Add a request; if it is the first of its tenant, the counter of that may be lifted."""
         tenant = request.tenant
         if tenant not in self._of:
-            if request.started_at is None:  # it has just come
+            if is_new:
                 self._counters.lift(tenant, self._least())
-                self._counters.forget_some(lambda one: one in self._of or one in self._running)
             self._of[tenant] = RankedWaiting(self._rank)
             if tenant not in self._in_heap:
                 self._in_heap.add(tenant)
                 heappush(self._heap, (self._counters[tenant], tenant))
-        self._of[tenant].push(request)
+            self._counters.forget_some(self._counts)
+        self._of[tenant].push(request, is_new=is_new)
         self._num_waiting += 1
+        if self._level is not None:
+            insort(self._levels, self._level(request))
 
     def remove(self, request: Request) -> None:
         """Take a waiting request out, wherever it stands."""
         tenant = request.tenant
         self._of[tenant].remove(request)
         self._num_waiting -= 1
+        if self._level is not None:
+            del self._levels[bisect_left(self._levels, self._level(request))]
         if not self._of[tenant]:
             del self._of[tenant]
-            self._left_at = self._counters[tenant]
+            self._last = tenant
+            if len(self._heap) > 2 * len(self._of) + _SLACK:
+                self._in_heap = set(self._of)
+                self._heap = [(self._counters[one], one) for one in self._of]
+                heapify(self._heap)
 
     def in_order(self) -> Iterator[Request]:
         """Those of the tenant that has had the least.
@@ -254,21 +280,27 @@ class FairWaiting:
         if self._heap:
             yield from self._of[self._heap[0][1]].in_order()
 
-    def foremost(self) -> Iterator[Request]:
-        """The first of each tenant that runs, and of those that have had the least.
+    def foremost(self, highest_level: float) -> Iterator[Request]:
+        """The first of each tenant that runs, and of some that have had the least.
 
         Others have nothing of their own to take, and their turn to take from others comes.
         """
-        tenants = {tenant for tenant in self._running if tenant in self._of}
+        if self._level is None or not self._levels or self._levels[0] >= highest_level:
+            return
         self._settle()
+        tenants = {tenant for tenant in self._running if tenant in self._of}
         tenants.update(tenant for _, tenant in self._heap[:_FOREMOST] if tenant in self._of)
-        for tenant in sorted(tenants, key=lambda tenant: (self._counters[tenant], tenant)):
-            yield next(self._of[tenant].in_order())
+        for _, tenant in sorted((self._counters[tenant], tenant) for tenant in tenants):
+            yield self._of[tenant].first
 
     def _least(self) -> float:
         """The smallest counter of those that wait; of the last one that did, if nobody does."""
         self._settle()
-        return self._heap[0][0] if self._heap else self._left_at
+        return self._heap[0][0] if self._heap else self._counters[self._last]
+
+    def _counts(self, tenant: str) -> bool:
+        """Whether the counter of a tenant is needed."""
+        return tenant in self._in_heap or tenant in self._running or tenant == self._last
 
     def _settle(self) -> None:
         """Bring to the top of the heap what belongs there."""

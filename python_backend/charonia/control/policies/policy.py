@@ -1,6 +1,6 @@
 """What a scheduling policy is made of. Owns the protocols, no policy."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,8 +21,8 @@ class WaitingOrder(Protocol):
         """Whether this one does."""
         ...
 
-    def push(self, request: Request) -> None:
-        """Add a request, that has just come or was preempted."""
+    def push(self, request: Request, *, is_new: bool) -> None:
+        """Add a request, that has just come, or waited or ran before."""
         ...
 
     def remove(self, request: Request) -> None:
@@ -36,8 +36,13 @@ class WaitingOrder(Protocol):
         """
         ...
 
-    def foremost(self) -> Iterator[Request]:
-        """Those to be looked at that may displace others, first one first; as `in_order`."""
+    def foremost(self, highest_level: float) -> Iterator[Request]:
+        """Those to be looked at that may displace others, first one first; as `in_order`.
+
+        Args:
+            highest_level: of those that run, see `Displacement`: there is no need to give anybody
+                where all that wait have the same or more.
+        """
         ...
 
 
@@ -70,12 +75,12 @@ class RunningOrder(Protocol):
 class Displacement(Protocol):
     """Who may take rows and blocks of whom."""
 
-    def may_displace(self, waiting: Request, running: Request) -> bool:
-        """Whether the one that waits may have the other preempted, now or later."""
+    def level(self, request: Request) -> float:
+        """Smaller is sooner: nobody may displace one of a smaller level, or of the same."""
         ...
 
-    def is_due(self, waiting: Request, running: Request) -> bool:
-        """Whether that may be now; asked of those that may displace."""
+    def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
+        """Those of `running`, in this order, of whom the one that waits may take all they have."""
         ...
 
 
@@ -88,6 +93,10 @@ class Service(Protocol):
 
     def note_outputs(self, updates: Iterable[Update]) -> None:
         """Tokens were generated in a step."""
+        ...
+
+    def note_end(self, request: Request) -> None:
+        """A request has generated all its tokens."""
         ...
 
 
@@ -112,6 +121,10 @@ class Deadlines(Protocol):
         """A request waits from now on: it has just come, or was preempted."""
         ...
 
+    def note_leaving(self, request: Request) -> None:
+        """A request waits no longer, or has ended."""
+        ...
+
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step computed so many tokens in so many seconds."""
         ...
@@ -120,8 +133,12 @@ class Deadlines(Protocol):
         """A request has generated all its tokens."""
         ...
 
-    def take_late(self, now: float) -> list[Late]:
-        """Those that wait and will be late, as far as is known now; each is told of once."""
+    def take_late(self, now: float, num_cached: Callable[[Request], int]) -> list[Late]:
+        """Those that wait and will be late, as far as is known now; each is told of once.
+
+        Args:
+            num_cached: tokens of a request that the prefix cache holds, which takes long to tell.
+        """
         ...
 
 

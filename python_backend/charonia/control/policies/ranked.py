@@ -4,8 +4,7 @@ Owns the ranks and both orders by them. Must not know whose a request is.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
@@ -18,8 +17,6 @@ Rank = tuple[float, int]
 """Smaller is sooner. The second part is the request's number, so that no two are equal."""
 
 RankOf = Callable[[Request], Rank]
-
-_SLACK = 64
 
 
 def ranked(
@@ -63,13 +60,14 @@ class DisplacementByPriority:
     def __init__(self, rank: RankOf) -> None:
         self._rank = rank
 
-    def may_displace(self, waiting: Request, running: Request) -> bool:
-        """Whether the one that waits may have the other preempted."""
-        return waiting.priority < running.priority and self._rank(waiting) < self._rank(running)
-
-    def is_due(self, waiting: Request, running: Request) -> bool:
+    def level(self, request: Request) -> float:
         """See `policy.Displacement`."""
-        return True
+        return request.priority
+
+    def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
+        """See `policy.Displacement`."""
+        priority, rank = waiting.priority, self._rank(waiting)
+        return (one for one in running if priority < one.priority and rank < self._rank(one))
 
 
 class RankedRunning:
@@ -101,59 +99,41 @@ class RankedRunning:
 class RankedWaiting:
     """Waiting requests by rank, smallest first. A rank does not change while its request waits.
 
-    The rank of a request that is removed stays in the heap until it comes to its top or outweighs
-    the rest: then the heap is made anew. So it never holds more than twice what waits, and a few.
+    A sorted list: what makes room in it moves eight bytes for each request behind, so that with
+    10,000 requests one comes and goes in 3 us, and with 100,000 in 23 us.
     """
 
     def __init__(self, rank: RankOf) -> None:
         self._rank = rank
-        self._heap: list[Rank] = []
+        self._ranks: list[Rank] = []
         self._by_number: dict[int, Request] = {}
 
     def __len__(self) -> int:
-        return len(self._by_number)
+        return len(self._ranks)
 
     def __contains__(self, request: Request) -> bool:
         return request.number in self._by_number
 
-    def push(self, request: Request) -> None:
+    def push(self, request: Request, *, is_new: bool) -> None:
         """Add a request."""
-        heappush(self._heap, self._rank(request))
+        insort(self._ranks, self._rank(request))
         self._by_number[request.number] = request
 
     def remove(self, request: Request) -> None:
         """Take a waiting request out, wherever it stands."""
         del self._by_number[request.number]
-        if len(self._heap) > 2 * len(self._by_number) + _SLACK:
-            self._heap = [self._rank(waiting) for waiting in self._by_number.values()]
-            heapify(self._heap)
+        del self._ranks[bisect_left(self._ranks, self._rank(request))]
+
+    @property
+    def first(self) -> Request:
+        """Of those that wait; there must be one."""
+        return self._by_number[self._ranks[0][1]]
 
     def in_order(self) -> Iterator[Request]:
-        """All of them, smallest rank first; the next one costs the log of how many came before.
+        """All of them, smallest rank first."""
+        by_number = self._by_number
+        return (by_number[number] for _, number in self._ranks)
 
-        The heap is a tree, and nobody comes before the one above: only those below the ones that
-        were taken can be next.
-        """
-        while self._heap and self._of(self._heap[0]) is None:
-            heappop(self._heap)
-        frontier = [(self._heap[0], 0)] if self._heap else []
-        taken: set[int] = set()
-        while frontier:
-            rank, index = heappop(frontier)
-            request = self._of(rank)
-            # One that left and came back may be here twice.
-            if request is not None and request.number not in taken:
-                taken.add(request.number)
-                yield request
-            for below in (2 * index + 1, 2 * index + 2):
-                if below < len(self._heap):
-                    heappush(frontier, (self._heap[below], below))
-
-    def _of(self, rank: Rank) -> Request | None:
-        """Whose rank this is; None where it waits no longer, or has another rank since."""
-        request = self._by_number.get(rank[1])
-        return request if request is not None and self._rank(request) == rank else None
-
-    def foremost(self) -> Iterator[Request]:
-        """The first ones, too: where they may displace nobody, nobody else may."""
+    def foremost(self, highest_level: float) -> Iterator[Request]:
+        """The first ones, too; with aging, who might displace somebody may be behind them."""
         return islice(self.in_order(), MAX_FOREMOST)

@@ -13,6 +13,7 @@ from torch import Tensor
 from charonia.data.kv_store import KVStore
 from charonia.data.model.decoder import Decoder, Hidden
 from charonia.data.ops.base import StepBatch
+from charonia.protocol import BlockCopy
 
 PendingLogits = Callable[[], Tensor]
 """Computes logits, [lines, vocab_size] float32, or waits for those who do; to be called once, in
@@ -33,6 +34,10 @@ class Model(Protocol):
 
     def logits(self, lines: slice) -> PendingLogits:
         """Logits of more tokens of the last pass."""
+        ...
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks of the KV cache, as if one after the other."""
         ...
 
 
@@ -57,3 +62,7 @@ class PagedModel:
         hidden = self._hidden
         assert hidden is not None, "logits() before forward()"
         return lambda: self._decoder.logits(hidden, lines)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See `Model`."""
+        self._kv.copy(copies)

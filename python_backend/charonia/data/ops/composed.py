@@ -26,6 +26,7 @@ from charonia.data.ops.base import (
     StepBatch,
     StepT,
 )
+from charonia.data.ops.kv_format import FORMATS
 from charonia.protocol import KVLayout
 
 Linear = Callable[[Tensor], Tensor]
@@ -34,7 +35,7 @@ Linear = Callable[[Tensor], Tensor]
 class PagedAttention(Protocol):
     """Attention of one step's queries over the pages; the same for every layer of the step.
 
-    Pages are [num_blocks, block_size, kv_heads, head_dim].
+    Pages are [num_blocks, block_size, kv_heads, width], a head as its `KVFormat` keeps it.
     """
 
     def __call__(self, query: Tensor, pages: Pages) -> Tensor:
@@ -122,7 +123,8 @@ class ComposedOps:
         return ComposedOps(self._primitives, is_int8=True)
 
     def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        shape = (layout.block_size, layout.num_kv_heads, layout.head_dim)
+        width = FORMATS[layout.dtype].width(layout.head_dim)
+        shape = (layout.block_size, layout.num_kv_heads, width)
         return shape, shape
 
     def begin(self, batch: StepBatch, rotation: Rotation) -> ComposedStep:

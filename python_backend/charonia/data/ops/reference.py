@@ -10,13 +10,7 @@ from torch import Tensor
 
 from charonia.data.ops.base import Pages, Rotation, StepBatch
 from charonia.data.ops.composed import PagedAttention
-
-IN_PLACE_OF_INFINITY = 6e4
-"""What replaces infinities in the pages; finite numbers are stored as they are.
-
-An infinity there would spoil other requests: times their zero weight it is no number. The request
-that computed it has lost its meaning already, so any number does; this one is within float16's
-range of 65,504, and leaves the sums that it goes into finite."""
+from charonia.data.ops.kv_format import format_of
 
 
 class ReferenceOps:
@@ -42,11 +36,11 @@ class ReferenceOps:
         num_kv_heads = pages.keys.shape[2]
         queries, keys, values = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         queries, keys = _rotate(queries, rotation), _rotate(keys, rotation)
-        block_size = pages.keys.shape[1]
+        block_size, kv_format = pages.keys.shape[1], format_of(pages.keys)
         for token, slot in enumerate(slots.tolist()):
             block, offset = divmod(slot, block_size)
-            pages.keys[block, offset] = _finite(keys[token])
-            pages.values[block, offset] = _finite(values[token])
+            pages.keys[block, offset] = kv_format.encode(keys[token])
+            pages.values[block, offset] = kv_format.encode(values[token])
         return queries
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -68,10 +62,6 @@ class ReferenceOps:
         return attend
 
 
-def _finite(x: Tensor) -> Tensor:
-    return torch.nan_to_num(x, nan=0.0, posinf=IN_PLACE_OF_INFINITY, neginf=-IN_PLACE_OF_INFINITY)
-
-
 def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)  # [tokens, heads, dim / 2]
     cos, sin = rotation.cos.float()[:, None], rotation.sin.float()[:, None]
@@ -80,23 +70,23 @@ def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _read(pages: Tensor, block_ids: Tensor, context_len: int) -> Tensor:
-    """A row's K or V in order of position: [context_len, kv_heads, head_dim]."""
+    """A row's K or V in order of position, [context_len, kv_heads, head_dim] float32."""
     block_size = pages.shape[1]
     slots = [
         pages[int(block_ids[position // block_size]), position % block_size]
         for position in range(context_len)
     ]
-    return torch.stack(slots)
+    return format_of(pages).decode(torch.stack(slots), torch.float32)
 
 
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One token's attention: `query` [heads, dim], `keys`, `values` [seen, kv_heads, dim]."""
+    """One token's attention: `query` [heads, dim]; `keys`, `values` [seen, kv_heads, dim]."""
     num_heads, head_dim = query.shape
     heads_per_kv = num_heads // keys.shape[1]
     out = torch.empty_like(query)
     for head in range(num_heads):
-        head_keys = keys[:, head // heads_per_kv].float()  # [seen, dim]
-        head_values = values[:, head // heads_per_kv].float()
+        head_keys = keys[:, head // heads_per_kv]  # [seen, dim]
+        head_values = values[:, head // heads_per_kv]
         weights = torch.softmax(head_keys @ query[head].float() / math.sqrt(head_dim), dim=0)
         out[head] = (weights @ head_values).to(query.dtype)
     return out

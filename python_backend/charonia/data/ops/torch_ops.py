@@ -12,7 +12,7 @@ from torch import Tensor
 
 from charonia.data.ops.base import Pages, Rotation, StepBatch
 from charonia.data.ops.composed import PagedAttention
-from charonia.data.ops.reference import IN_PLACE_OF_INFINITY
+from charonia.data.ops.kv_format import format_of
 
 
 class TorchOps:
@@ -30,7 +30,7 @@ class TorchOps:
     def rope_and_write(
         self, qkv: Tensor, num_heads: int, rotation: Rotation, slots: Tensor, pages: Pages
     ) -> Tensor:
-        num_kv_heads, head_dim = pages.keys.shape[2:]
+        num_kv_heads, head_dim = pages.keys.shape[2], qkv.shape[-1]
         rotated_heads = num_heads + num_kv_heads
         tokens = qkv.shape[0]
         # A head as its two halves, [tokens, heads, 2, dim / 2], and the angles to go with it.
@@ -54,8 +54,10 @@ class TorchOps:
 
 def _store(pages: Tensor, slots: Tensor, x: Tensor) -> None:
     """Write `x` [tokens, kv_heads, head_dim] to its slots, finite."""
-    finite = torch.nan_to_num(x, nan=0.0, posinf=IN_PLACE_OF_INFINITY, neginf=-IN_PLACE_OF_INFINITY)
-    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, finite)
+    encoded = format_of(pages).encode(x)
+    if pages.dtype.itemsize == 1:  # whatever they are, as torch copies no float8 to an index
+        pages, encoded = pages.view(torch.uint8), encoded.view(torch.uint8)
+    pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, encoded)
 
 
 @dataclass(frozen=True)
@@ -167,10 +169,10 @@ def _chunk(batch: StepBatch, row: int, dtype: torch.dtype) -> _Chunk:
     )
 
 
-def _gather(pages: Tensor, block_ids: Tensor) -> Tensor:
-    """Copy whole blocks, [blocks * block_size, kv_heads, head_dim]."""
+def _gather(pages: Tensor, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read whole blocks, [blocks * block_size, kv_heads, head_dim]."""
     blocks = pages.view(pages.shape[0], -1).index_select(0, block_ids)
-    return blocks.view(-1, *pages.shape[2:])
+    return format_of(pages).decode(blocks.view(-1, *pages.shape[2:]), dtype)
 
 
 def _attend_group(group: _DecodeGroup, query: Tensor, pages: Pages) -> Tensor:
@@ -178,8 +180,10 @@ def _attend_group(group: _DecodeGroup, query: Tensor, pages: Pages) -> Tensor:
     num_kv_heads = pages.keys.shape[2]
     # The heads that share a KV head take the place of its queries: K and V are read once for all.
     grouped = query.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    keys = _gather(pages.keys, group.block_ids).view(rows, -1, num_kv_heads, head_dim)
-    values = _gather(pages.values, group.block_ids).view(rows, -1, num_kv_heads, head_dim)
+    keys = _gather(pages.keys, group.block_ids, query.dtype).view(rows, -1, num_kv_heads, head_dim)
+    values = _gather(pages.values, group.block_ids, query.dtype).view(
+        rows, -1, num_kv_heads, head_dim
+    )
     out = F.scaled_dot_product_attention(
         grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.bias
     )
@@ -187,8 +191,8 @@ def _attend_group(group: _DecodeGroup, query: Tensor, pages: Pages) -> Tensor:
 
 
 def _attend_chunk(chunk: _Chunk, query: Tensor, pages: Pages) -> Tensor:
-    keys = _gather(pages.keys, chunk.block_ids)[: chunk.context_len]
-    values = _gather(pages.values, chunk.block_ids)[: chunk.context_len]
+    keys = _gather(pages.keys, chunk.block_ids, query.dtype)[: chunk.context_len]
+    values = _gather(pages.values, chunk.block_ids, query.dtype)[: chunk.context_len]
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],  # [1, heads, tokens, dim]
         keys.transpose(0, 1)[None],  # [1, kv_heads, context, dim]

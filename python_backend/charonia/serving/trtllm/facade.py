@@ -30,6 +30,7 @@ from charonia.serving.parameters import OF_REQUESTS, PARAMETER_NAMES
 from charonia.serving.schema import PromptLimits
 from charonia.serving.tensors import Array, Outputs, RawRequest, num_bytes_of
 from charonia.serving.trtllm.answers import OUTPUTS, Answer, End
+from charonia.serving.trtllm.retention import retention_of
 from charonia.serving.trtllm.rows import Row, rows_of
 from charonia.serving.trtllm.tables import MODELS
 from charonia.serving.trtllm.words import bias_of, check_words, within
@@ -327,6 +328,7 @@ class TokenFacade(Facade):
             **_choice(row, row.one("runtime_top_k"), row.one("runtime_top_p")),
             **self._stops("stop_words_list", self._words(row, "stop_words_list", "stop")),
             "bad_words": self._bad_words(row),
+            **retention_of(row, row.require("input_lengths")),
             "logit_bias": dict(zip(places.tolist(), bias[places].tolist(), strict=True)),
         }
 

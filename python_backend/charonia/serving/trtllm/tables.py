@@ -149,6 +149,18 @@ _TOKEN_INPUTS = (
     Tensor(
         "draft_input_ids", "INT32", ANY, "a guess at the answer's first tokens, see `scheduler`"
     ),
+    Tensor(
+        "retention_token_range_starts",
+        "INT32",
+        ANY,
+        "of the prompt, how long the cache keeps it, see `cache_priority`; the next three have one "
+        "value for each",
+    ),
+    Tensor("retention_token_range_ends", "INT32", ANY, "-1 is the prompt's end"),
+    Tensor("retention_token_range_priorities", "INT32", ANY, "0 to 100, what is low goes first"),
+    Tensor("retention_token_range_durations_ms", "INT32", ANY, "-1, and the default, is for ever"),
+    Tensor("retention_decode_priority", "INT32", ONE, "of what is generated"),
+    Tensor("retention_decode_duration_ms", "INT32", ONE, "of that; -1 as above"),
     Tensor("len_penalty", "FP32", ONE, _NO_BEAMS),
     Tensor("runtime_top_p_min", "FP32", ONE, _NO_DECAY),
     Tensor("runtime_top_p_reset_ids", "INT32", ONE, _NO_DECAY),
@@ -163,12 +175,6 @@ _TOKEN_INPUTS = (
     Refused("runtime_top_p_decay", "FP32", ONE, neutral=(1.0,)),
     Refused("prompt_table_extra_ids", "UINT64", ANY),
     Refused("context_phase_params", "UINT8", ANY),
-    Refused("retention_token_range_starts", "INT32", ANY),
-    Refused("retention_token_range_ends", "INT32", ANY),
-    Refused("retention_token_range_priorities", "INT32", ANY),
-    Refused("retention_token_range_durations_ms", "INT32", ANY),
-    Refused("retention_decode_priority", "INT32", ONE),
-    Refused("retention_decode_duration_ms", "INT32", ONE),
 )
 _OUTPUTS = (
     Tensor("cum_log_probs", "FP32", ANY, "[beam]: of all tokens so far"),
@@ -213,6 +219,8 @@ _TOKEN_NAMES = {
     "stop": "stop_words_list",
     "stop_token_ids": "end_id",
     "bad_words": "bad_words_list",
+    "cache_priority": "retention_token_range",
+    "ttl_s": "duration in seconds",
     "logit_bias": "embedding_bias",
 }
 

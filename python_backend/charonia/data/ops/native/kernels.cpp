@@ -5,7 +5,11 @@
 //   check.h      what is accepted from Python
 //   pool.h       threads
 //   matrix.h     packed weights, in float32, bfloat16 and int8
-//   attention.h  pages and attention over them
+//   codes.h      numbers in 8 or 4 bits: how they are rounded, and products with them
+//   pages.h      how K and V lie in the pages
+//   step.h       the tokens of a step and where their context lies
+//   products.h   q K^T and p V of a chunk of keys
+//   attention.h  attention over pages
 //   layer.h      the two halves of a decoder layer, all layers, the head
 //   line.h       a line of logits and how a token is drawn from it
 //   sampling.h   what a token is drawn with; sampling.cpp draws from many lines
@@ -40,7 +44,9 @@
 #include "layer.h"
 #include "matrix.h"
 #include "pool.h"
+#include "pages.h"
 #include "sampling.h"
+#include "step.h"
 #include "turn.h"
 #include "vectors.h"
 
@@ -93,8 +99,8 @@ at::Tensor attend(const Attention& attention, const MaybeTensor& x, const at::Te
   auto out = x ? *x : at::empty_like(residual);
   compute(attention.type(), {residual.size(0), attention.num_weights()}, [&](auto zero) {
     using T = decltype(zero);
-    attention(added<T>(x), data<T>(residual), residual.size(0), step,
-              Pages<T>(pages.first, pages.second), nullptr, data<T>(out));
+    attention(added<T>(x), data<T>(residual), residual.size(0), step, pages, nullptr,
+              data<T>(out));
   });
   return out;
 }
@@ -204,10 +210,10 @@ at::Tensor paged_attention(const at::Tensor& query, const Step& step, const Page
   auto out = at::empty_like(from);
   compute(query.scalar_type(), {query.size(0), 0}, [&](auto zero) {
     using T = decltype(zero);
-    AttentionOverPages<T>(step, Pages<T>(pages.first, pages.second), data<T>(from),
-                          query.size(1) * query.size(2), query.size(1), query.size(2),
-                          data<T>(out))
-        .run();
+    with_pages<T>(pages, heads, [&](const auto& typed) {
+      attend_over_pages<T>(step, typed, data<T>(from), query.size(1) * query.size(2),
+                           query.size(1), query.size(2), data<T>(out));
+    });
   });
   return out;
 }

@@ -59,7 +59,7 @@ void add_and_normalize(T* residual, const T* x, const T* weight, float eps, int6
 
 // Rotate a head in place, its first half against its second (Su et al. 2021, arXiv 2104.09864).
 template <class T>
-void rotate(T* head, const T* cos, const T* sin, int64_t half) {
+void rotate_head(T* head, const T* cos, const T* sin, int64_t half) {
   int64_t i = 0;
   for (; i + kLanes <= half; i += kLanes) {
     const Floats a = widen(head + i), b = widen(head + half + i);
@@ -179,16 +179,20 @@ class Attention {
   // residual += x; store K and V of its norm; out = what is attended to, by all ranks where there
   // is an exchange; all [rows, hidden].
   template <class T>
-  void operator()(const T* x, T* residual, int64_t rows, const Step& step, const Pages<T>& pages,
-                  Exchange* exchange, T* out) const {
+  void operator()(const T* x, T* residual, int64_t rows, const Step& step,
+                  const PagesOfLayer& pages, Exchange* exchange, T* out) const {
     T* normed = scratch.normed.get<T>(rows * std::max(qkv_.inputs, output_.inputs));
     T* qkv = scratch.wide.get<T>(rows * qkv_.outputs);
     add_and_normalize<T>(residual, x, data<T>(norm_.weight), norm_.eps, rows, qkv_.inputs, normed);
     timed(Phase::kQkv, [&] { qkv_.apply(normed, rows, qkv); });
-    timed(Phase::kRope, [&] { rotate_and_write<T>(qkv, rows, step, pages); });
-    timed(Phase::kAttention, [&] {
-      AttentionOverPages<T>(step, pages, qkv, qkv_.outputs, shape_.heads, shape_.head_dim, normed)
-          .run();
+    with_pages<T>(pages, shape_, [&](const auto& typed) {
+      timed(Phase::kRope, [&] {
+        rotate(qkv, rows, step);
+        write(qkv, rows, step, typed);
+      });
+      timed(Phase::kAttention, [&] {
+        attend_over_pages<T>(step, typed, qkv, qkv_.outputs, shape_.heads, shape_.head_dim, normed);
+      });
     });
     multiply_and_sum<T>(output_, Phase::kOutput, normed, rows, exchange, out);
   }
@@ -211,27 +215,38 @@ class Attention {
     return shape;
   }
 
+  // Queries and keys, in place.
   template <class T>
-  void rotate_and_write(T* qkv, int64_t rows, const Step& step, const Pages<T>& pages) const {
-    const int64_t heads = shape_.heads, kv_heads = shape_.kv_heads, head_dim = shape_.head_dim;
-    const int64_t half = head_dim / 2;
+  void rotate(T* qkv, int64_t rows, const Step& step) const {
+    const int64_t head_dim = shape_.head_dim, half = head_dim / 2;
     for_rows(rows, [&](int64_t row) {
       const int64_t position = data<int64_t>(step.positions)[row];
       const T* cos = data<T>(step.cos) + position * half;
       const T* sin = data<T>(step.sin) + position * half;
-      T* const first = qkv + row * qkv_.outputs;
-      for (int64_t head = 0; head < heads + kv_heads; ++head) {
-        T* const at = first + head * head_dim;
-        const auto& norm = head < heads ? query_norm_ : key_norm_;
+      for (int64_t head = 0; head < shape_.heads + shape_.kv_heads; ++head) {
+        T* const at = qkv + row * qkv_.outputs + head * head_dim;
+        const auto& norm = head < shape_.heads ? query_norm_ : key_norm_;
         if (norm) normalize(at, data<T>(norm->weight), norm->eps, head_dim, at);
-        rotate(at, cos, sin, half);
-      }
-      const int64_t slot = data<int64_t>(step.slots)[row];
-      for (int64_t head = 0; head < kv_heads; ++head) {
-        const T* key = first + (heads + head) * head_dim;
-        pages.write(slot, head, key, key + kv_heads * head_dim, head_dim);
+        rotate_head(at, cos, sin, half);
       }
     });
+  }
+
+  // Keys and values. Tokens may share bytes in the pages, so whoever writes a head writes all of it.
+  template <class T, class P>
+  void write(const T* qkv, int64_t rows, const Step& step, const P& pages) const {
+    const int64_t heads = shape_.heads, kv_heads = shape_.kv_heads, head_dim = shape_.head_dim;
+    const auto write_head = [&](int64_t head) {
+      for (int64_t row = 0; row < rows; ++row) {
+        const T* key = qkv + row * qkv_.outputs + (heads + head) * head_dim;
+        const int64_t slot = data<int64_t>(step.slots)[row];
+        pages.write(slot, head, key, key + kv_heads * head_dim, head_dim);
+      }
+    };
+    if (is_worth_sharing(rows))
+      Pool::get().run(kv_heads, write_head);
+    else
+      for (int64_t head = 0; head < kv_heads; ++head) write_head(head);
   }
 
   Norm norm_;
@@ -294,8 +309,7 @@ class Layers {
     const T* x = nullptr;
     for (size_t i = 0; i < layers_.size(); ++i) {
       const auto& [attention, mlp] = layers_[i];
-      (*attention)(x, residual, rows, step, Pages<T>(pages[i].first, pages[i].second),
-                   exchange_.get(), out);
+      (*attention)(x, residual, rows, step, pages[i], exchange_.get(), out);
       (*mlp)(static_cast<const T*>(out), residual, rows, exchange_.get(), out);
       x = out;
     }

@@ -26,6 +26,7 @@ from charonia.data.ops.base import (
     StepBatch,
 )
 from charonia.data.ops.composed import layers_of_halves
+from charonia.data.ops.kv_format import FORMATS, Quantized
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
@@ -105,10 +106,14 @@ class NativeOps:
 
     @staticmethod
     def page_shapes(layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """As products want their right-hand side: see `Pages` in attention.h."""
+        """As products want their right-hand side: see pages.h."""
         dim = -(-layout.head_dim // _LANES) * _LANES
-        pair = 2 if layout.dtype == "bfloat16" else 1
         heads, tokens = layout.num_kv_heads, layout.block_size
+        kv_format = FORMATS[layout.dtype]
+        if isinstance(kv_format, Quantized):
+            shape = heads, tokens, kv_format.width(dim)  # as many bytes, in another order
+            return shape, shape
+        pair = 4 // kv_format.storage.itemsize
         return (heads, dim // pair, tokens, pair), (heads, tokens // pair, dim, pair)
 
     def begin(self, batch: StepBatch, rotation: Rotation) -> Any:

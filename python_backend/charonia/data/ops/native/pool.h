@@ -36,7 +36,7 @@ inline void pause() {
 
 // The library's thread_local variables get their memory when a thread first uses one of them, and
 // where the system gives none then, the C library ends the process. So a thread begins with that,
-// and not in the middle of an operation.
+// and not in the middle of an operation; and whoever makes a thread waits until it has begun.
 inline thread_local volatile bool has_begun = false;
 
 // Threads that help the one that calls `run`. Work is claimed piece by piece, ever smaller ones,
@@ -69,6 +69,7 @@ class Pool {
       const int core = i < static_cast<int>(cores.size()) ? cores[i] : -1;
       try {
         helpers_.emplace_back([this, core] { help(core); });
+        for (int begun; (begun = num_begun_.load()) <= i;) num_begun_.wait(begun);
       } catch (const std::system_error& error) {
         const int given = this->num_threads();
         throw std::system_error(error.code(), "the system gives " + std::to_string(given) + " of " +
@@ -153,6 +154,8 @@ class Pool {
 
   void help(int core) {
     has_begun = true;
+    num_begun_.fetch_add(1);
+    num_begun_.notify_one();
     if (core >= 0) bind(core);
     uint64_t done = gate_.load(std::memory_order_acquire) >> 32;
     if (gate_.load(std::memory_order_acquire) & kOpen) --done;
@@ -205,10 +208,12 @@ class Pool {
     wake();
     for (auto& helper : helpers_) helper.join();
     helpers_.clear();
+    num_begun_.store(0);
     is_stopping_.store(false);
   }
 
   std::vector<std::thread> helpers_;
+  std::atomic<int> num_begun_{0};  // of the helpers
   std::function<void(int64_t, int64_t)> job_;
   int64_t end_ = 0;
   std::exception_ptr failure_;  // the first, written by who set has_failed_
@@ -222,12 +227,14 @@ class Pool {
 
 // Norms and rotations of few rows are not worth another thread: what it writes would have to come
 // from the other core's cache.
+inline bool is_worth_sharing(int64_t rows) { return rows >= 64; }
+
 template <class F>
 void for_rows(int64_t rows, F&& f) {
-  if (rows < 64)
-    for (int64_t row = 0; row < rows; ++row) f(row);
-  else
+  if (is_worth_sharing(rows))
     Pool::get().run(rows, f);
+  else
+    for (int64_t row = 0; row < rows; ++row) f(row);
 }
 
 // Seconds that the calling thread has spent in each kind of operation since the start: cheap enough

@@ -2,6 +2,7 @@
 // memory; and the inner loop of matrix products and of attention. Must not know tensors.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -156,7 +157,8 @@ inline T rounded(float x) {
 //
 //   unit   [column 0: k, k+1] [column 1: k, k+1] ... [column kLanes-1: k, k+1]      (kStep = 2)
 //
-// which is what the bfloat16 dot product instruction of AVX-512 wants.
+// which is what the bfloat16 dot product instruction of AVX-512 wants. So many numbers are kStored
+// elements of type Stored.
 template <class T>
 struct Format;
 
@@ -164,7 +166,8 @@ template <>
 struct Format<float> {
   using Input = float;
   using Stored = float;
-  static constexpr int kStep = 1;
+  using Sum = Floats;
+  static constexpr int kStep = 1, kStored = 1;
   using Left = Floats;
   using Right = Floats;
   static Left broadcast(const float* x) { return splat(*x); }
@@ -177,7 +180,8 @@ template <>
 struct Format<bf16> {
   using Input = bf16;
   using Stored = bf16;
-  static constexpr int kStep = 2;
+  using Sum = Floats;
+  static constexpr int kStep = 2, kStored = 2;
   using Left = __m512bh;
   using Right = __m512bh;
   static Left broadcast(const bf16* x) { return (__m512bh)_mm512_set1_epi32(load<int32_t>(x)); }
@@ -189,7 +193,8 @@ template <>
 struct Format<bf16> {
   using Input = bf16;
   using Stored = bf16;
-  static constexpr int kStep = 2;
+  using Sum = Floats;
+  static constexpr int kStep = 2, kStored = 2;
   struct Left {
     Floats even, odd;
   };
@@ -247,9 +252,11 @@ constexpr int kAheadBytes = 2048;
 // kStep units that begin at w[v] and are `w_stride` elements apart. Every sum runs over k in
 // order, whatever kRows is. Meanwhile, what lies at `ahead` in the same way is brought near.
 template <class F, int kRows, int kWide>
-[[gnu::always_inline]] inline void multiply(Floats (&sums)[kRows][kWide], const typename F::Input* x, int64_t x_stride,
-                     const typename F::Stored* const (&w)[kWide], int64_t w_stride, int64_t k,
-                     const typename F::Stored* const (&ahead)[kWide]) {
+[[gnu::always_inline]] inline void multiply(typename F::Sum (&sums)[kRows][kWide],
+                                            const typename F::Input* x, int64_t x_stride,
+                                            const typename F::Stored* const (&w)[kWide],
+                                            int64_t w_stride, int64_t k,
+                                            const typename F::Stored* const (&ahead)[kWide]) {
   for (int64_t step = 0; step < k / F::kStep; ++step) {
     typename F::Right right[kWide];
 #pragma GCC unroll 4
@@ -280,10 +287,11 @@ inline void with_rows(int64_t rows, F&& f) {
   }
 }
 
-// Cut `rows` into tiles of about the same height that leave room for kWide vectors.
-template <int kWide, class F>
+// Cut `rows` into tiles of about the same height that leave room for kWide vectors. Each height is
+// code of its own, so there may be a limit to it.
+template <int kWide, int kTallest = kSums, class F>
 inline void in_tiles(int64_t rows, F&& f) {
-  constexpr int kMost = kSums / kWide;
+  constexpr int kMost = std::min(kSums / kWide, kTallest);
   const int64_t tiles = (rows + kMost - 1) / kMost;
   for (int64_t tile = 0, first = 0; tile < tiles; ++tile) {
     const int64_t height = (rows - first) / (tiles - tile);

@@ -2,9 +2,10 @@
 
 The prompt (`text_input`) is a JSON script:
 
-- `chunks`: texts, one response each; `token_ids`: ids per chunk; `forever`: repeat them for ever;
+- `chunks`: texts, one response each, or lists with one of each sample; `token_ids`: ids per chunk;
+  `forever`: repeat them for ever;
 - `delay_s`: before each response, or `delays_s`: before each chunk; a cancellation cuts it short;
-- `finish`: the last chunk's finish_reason, null for none;
+- `finish`: the last chunk's finish_reason, null for none; or `reasons`: each chunk's, as lists;
 - `error` and `code`: raised after the chunks; `failures`: only for so many attempts of this id;
 - `raw`: more output tensors of the last response, by name, as lists;
 - `report`: an id; answers with how that request ended: "running", "cancelled", "done", "error";
@@ -105,8 +106,11 @@ class TritonPythonModel:
                     return "cancelled"
                 is_last = index == last and not script.get("forever")
                 finish = script.get("finish", "stop") if is_last else "None"
-                tensors = [tensor("text_output", [text]), tensor("output_ids", token_ids[index])]
-                if finish is not None:
+                texts = text if isinstance(text, list) else [text]
+                tensors = [tensor("text_output", texts), tensor("output_ids", token_ids[index])]
+                if "reasons" in script:
+                    tensors.append(tensor("finish_reason", script["reasons"][index]))
+                elif finish is not None:
                     tensors.append(tensor("finish_reason", [finish]))
                 raw = script.get("raw", {}) if is_last else {}
                 tensors += [tensor(name, values) for name, values in raw.items()]

@@ -1,0 +1,28 @@
+"""Configuration of the engine and of the scheduler, checked once, where it is read.
+
+Must not know Triton or torch.
+"""
+
+from charonia.config.engine_args import (
+    DEMO_CHECKPOINT,
+    DEMO_DRAFT_CHECKPOINT,
+    EngineArgs,
+    make_paths_absolute,
+    with_demo_model,
+)
+from charonia.config.kv_events_config import KVEventsConfig
+from charonia.config.scheduler_args import SchedulerArgs
+from charonia.config.speculative_config import SpeculativeConfig
+from charonia.config.values import PositiveInt
+
+__all__ = [
+    "DEMO_CHECKPOINT",
+    "DEMO_DRAFT_CHECKPOINT",
+    "EngineArgs",
+    "KVEventsConfig",
+    "PositiveInt",
+    "SchedulerArgs",
+    "SpeculativeConfig",
+    "make_paths_absolute",
+    "with_demo_model",
+]

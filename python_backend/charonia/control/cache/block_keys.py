@@ -1,0 +1,42 @@
+"""Keys of full blocks: what makes two blocks interchangeable.
+
+Owns the hash. A key chains over all tokens before it, so equal keys mean equal prefixes.
+Keyed (BLAKE2, RFC 7693, in keyed mode), so that nobody can construct a collision and read
+another tenant's cache.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from charonia.protocol import KEY_BYTES
+
+
+class BlockHasher:
+    """Makes 128-bit keys of full blocks with a secret of its own.
+
+    Args:
+        secret: key of the hash, 1 to 64 bytes, random per process.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, secret: bytes, block_size: int) -> None:
+        self._keyed = blake2b(digest_size=KEY_BYTES, key=secret)
+        self._block_size = block_size
+
+    def extend(self, keys: list[bytes], token_ids: Sequence[int], scope: bytes) -> None:
+        """Append the keys of all full blocks of `token_ids` that `keys` does not have yet.
+
+        `scope` enters the first block's key, and through the chain every later one.
+        """
+        size = self._block_size
+        start = len(keys) * size
+        tokens = array("q", token_ids[start : len(token_ids) // size * size])
+        data = tokens.tobytes()
+        num_bytes = size * tokens.itemsize
+        parent = keys[-1] if keys else b"\0" * KEY_BYTES + scope
+        for first in range(0, len(data), num_bytes):
+            block = self._keyed.copy()  # the key's own block is compressed once for all
+            block.update(parent + data[first : first + num_bytes])
+            parent = block.digest()
+            keys.append(parent)

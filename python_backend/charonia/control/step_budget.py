@@ -1,0 +1,107 @@
+"""How large the next step may be: rows, tokens, and tokens of prompts.
+
+Owns the choice between what was configured and what is learned from steps, and which rows will
+decode. Must not know who gets a row, nor what a step has.
+"""
+
+from collections import deque
+
+from charonia.control.limits import Limits
+from charonia.control.prompt_budget import PromptBudget
+from charonia.control.relief import Relief
+from charonia.control.stats import SchedulerStats
+from charonia.control.step import Step
+from charonia.control.step_size import StepSize
+
+
+class StepBudget:
+    """The budgets of one scheduler's steps.
+
+    Args:
+        prompts: how many tokens of prompts a step computes beside rows that decode; None is all
+            that fit.
+        sizes: chooses how many rows and tokens a step has; None is as many as there may be.
+        stats: shows what was chosen.
+    """
+
+    def __init__(
+        self, prompts: PromptBudget | None, sizes: StepSize | None, stats: SchedulerStats
+    ) -> None:
+        self._prompts = prompts
+        self._sizes = sizes
+        self._stats = stats
+        self._limits: Limits
+        self._num_sampling: deque[int]  # rows of the last steps, one of each stage
+
+    def start_epoch(self, limits: Limits) -> None:
+        """Begin with the first step of an engine."""
+        self._limits = limits
+        self._num_sampling = deque(maxlen=limits.num_stages)
+        self._show(num_running=0)
+
+    def num_tokens(self, num_running: int) -> int:
+        """Of the next step. Those that were chosen are beside the one of each row."""
+        most = self._limits.max_num_batched_tokens
+        if self._sizes is None or not self._limits.enable_chunked_prefill:
+            return most
+        return min(most, num_running + self._sizes.max_tokens)
+
+    def num_prompt_tokens(self, num_tokens: int, num_running: int, relief: Relief) -> int:
+        """Of the next step, whose rows that decode should not wait for prompts for long.
+
+        Those that decode are the ones that were given a token when last their stage had a step.
+
+        Args:
+            num_tokens: of the step, at most.
+        """
+        in_turn = len(self._num_sampling) == self._limits.num_stages
+        num_decodes = min(self._num_sampling[0], num_running) if in_turn else 0
+        if not num_decodes or not self._limits.enable_chunked_prefill:
+            return num_tokens
+        if self._prompts is not None:
+            num_tokens = min(num_tokens, self._prompts.tokens(num_decodes))
+        return max(1, int(num_tokens * relief.prompt_share))
+
+    def share(self, num_requests: int) -> int:
+        """Rows that a step takes at most, so that each step that may be in flight has as many.
+
+        Who joins is in the step that it joins with, so no more may join.
+
+        All rows count alike. What prompts compute is not shared out: a chunk fills the budget of
+        its step, which keeps every stage busy for long, however few rows come with it.
+
+        Args:
+            num_requests: that have a row, or may get one.
+        """
+        return -(-num_requests // self._limits.num_stages)
+
+    def num_rows(self, num_free: int, num_running: int) -> int:
+        """How many of the free rows requests may be given."""
+        if self._sizes is None:
+            return num_free
+        num_more = self._sizes.max_rows * self._limits.num_stages - num_running
+        return max(0, min(num_free, num_more))
+
+    def note_plan(self, step: Step) -> None:
+        """This step is the next one."""
+        self._num_sampling.append(step.num_sampling)
+
+    def note_preemption(self, num_running: int) -> None:
+        """A request lost its blocks, which leaves so many in all stages."""
+        if self._sizes is not None:
+            self._sizes.note_preemption(-(-num_running // self._limits.num_stages))
+
+    def observe(self, step: Step, seconds: float, num_running: int) -> None:
+        """Learn what a step took that had no drafts."""
+        num_rows = len(step.rows)
+        num_decodes = num_rows - step.num_prompts
+        if self._prompts is not None:
+            self._prompts.observe(num_decodes, step.num_prompt_tokens, seconds)
+        if self._sizes is not None:
+            self._sizes.observe(num_decodes, step.num_prompt_tokens, num_rows, seconds)
+            self._show(num_running)
+
+    def _show(self, num_running: int) -> None:
+        sizes, limits = self._sizes, self._limits
+        self._stats.max_rows = sizes.max_rows if sizes else limits.max_num_seqs
+        self._stats.max_step_tokens = self.num_tokens(num_running)

@@ -1,0 +1,72 @@
+"""What a step moves beside what it computes: blocks loaded and saved, and memory given back.
+
+Owns the amounts. Must not know rows, nor which requests wait for what is loaded.
+"""
+
+from collections.abc import Iterable
+
+from charonia.control.block_tables import BlockTables
+from charonia.control.cache import Tiers
+from charonia.control.cache.tiers import SAVED_ALONE, SAVED_AT_ONCE
+from charonia.control.fetching import LOADED_ALONE, LOADED_AT_ONCE, Fetching
+from charonia.control.fitting import Fitting
+from charonia.control.limits import Limits
+from charonia.control.step import Step
+from charonia.protocol import StepResult
+
+
+class Transfers:
+    """The transfers of one epoch's steps.
+
+    Args:
+        fitting: tells how many blocks may be loaded into.
+        tiers, fetching: None where the engine has none.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        blocks: BlockTables,
+        fitting: Fitting,
+        tiers: Tiers | None,
+        fetching: Fetching | None,
+    ) -> None:
+        self._kv = blocks.kv
+        self._fitting = fitting
+        self._tiers = tiers
+        self._fetching = fetching
+        self._least_usable = limits.blocks_for(limits.max_model_len)
+        self._num_usable = limits.num_blocks - 1  # blocks for which the engine has memory
+
+    def sizes(self) -> Iterable[tuple[str, int]]:
+        """Names of slower tiers, and how many blocks they hold."""
+        return () if self._tiers is None else self._tiers.sizes()
+
+    def plan(self, step: Step, *, is_alone: bool) -> None:
+        """Have some blocks loaded that waiting requests need, some saved, and some set aside.
+
+        What is evicted in this plan is written to, or given back, in its step, and saved before.
+
+        Args:
+            step: in which all rows have been planned.
+            is_alone: whether nothing is computed meanwhile.
+        """
+        if self._num_usable != self._kv.num_usable:
+            # As many stay as one request may need, whatever the engine says.
+            step.discards = self._kv.resize(max(self._num_usable, self._least_usable))
+        if self._tiers is None or self._fetching is None:
+            return
+        if self._fetching.has_more:
+            most = self._tiers.blocks_in(LOADED_ALONE if is_alone else LOADED_AT_ONCE)
+            num_spare = self._fitting.num_to_load_into(self._fitting.num_owed())
+            step.fetches = self._fetching.plan(most, num_spare)
+        self._kv.save(self._tiers.blocks_in(SAVED_ALONE if is_alone else SAVED_AT_ONCE))
+        step.saves = self._tiers.take_saves()
+
+    def apply(self, step: Step, result: StepResult) -> None:
+        """Take note of what was loaded, and of the memory that there is."""
+        for fetch in step.fetches:
+            assert self._fetching is not None
+            self._fetching.apply(fetch, result.not_loaded)
+        if result.num_blocks is not None:
+            self._num_usable = result.num_blocks - 1

@@ -1,0 +1,148 @@
+"""How much memory this process may still take: of the machine, and of the control groups above it.
+
+Owns reading what the kernel says. Must not know what the memory is for.
+
+A process is in a control group, which is in another one, up to the root. The limit of each counts
+for all below it, so what is left is the least of what they leave::
+
+    /sys/fs/cgroup              no limit
+      kubepods                  limit 32 GiB, 20 GiB in use ─► 12 GiB are left
+        pod                     limit 16 GiB,  3 GiB in use ─► 13 GiB are left
+          container             no limit                           this process
+
+Who looks from inside a container mostly finds its own group where it expects the root: what of the
+tree is mounted is said by `/proc/self/mountinfo`. Version 1 has a tree for memory alone and other
+names for the same; where both are mounted, it is the one that accounts for memory.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+ROOT = Path("/")
+
+
+class Memory(NamedTuple):
+    """What can be allocated, and what that is a part of, in bytes.
+
+    Attributes:
+        source: what limits: "machine", or the control group's path, as "cgroup /kubepods/pod".
+    """
+
+    available: int
+    total: int
+    source: str
+
+
+class _Names(NamedTuple):
+    """What a version of control groups calls its files, and a line of memory.stat."""
+
+    limits: tuple[str, ...]
+    usage: str
+    inactive_file: str
+
+
+_V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names(("memory.max", "memory.high"), "memory.current", "inactive_file")
+
+
+class _Mount(NamedTuple):
+    """Where a tree of control groups is mounted, and which of its groups that is the root of."""
+
+    names: _Names
+    root: str
+    point: Path
+
+
+def available_memory(root: Path = ROOT) -> Memory:
+    """The least that the machine and the control groups of this process leave.
+
+    Files that are cached and not in use count as available, as the kernel gives them up first.
+
+    Args:
+        root: of the file system in which to look for control groups.
+    """
+    machine = psutil.virtual_memory()
+    found = [Memory(machine.available, machine.total, "machine")]
+    with contextlib.suppress(OSError):  # a kernel without control groups
+        for mount, group in _groups(root):
+            if (left := _left_by(mount, group)) is not None:
+                found.append(left)
+    return min(found)
+
+
+def _groups(root: Path) -> Iterator[tuple[_Mount, str]]:
+    """This process's group and those above it, as far as they are mounted, from within outwards.
+
+    Each is a path relative to the mount.
+
+    Raises:
+        OSError: there are no control groups.
+    """
+    text = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
+    mounts = _mounts(root)
+    for line in text.splitlines():
+        _, controllers, path = line.split(":", 2)
+        is_memory = "memory" in controllers.split(",")
+        mount = mounts.get("v1" if is_memory else "v2")
+        if mount is None or not (is_memory or (not controllers and "v1" not in mounts)):
+            continue
+        parts = _below(path, mount.root)
+        for depth in range(len(parts), -1, -1):
+            yield mount, "/".join(parts[:depth])
+
+
+def _mounts(root: Path) -> dict[str, _Mount]:
+    """The trees that account for memory: "v1", where there is one, and "v2"."""
+    found: dict[str, _Mount] = {}
+    text = (root / "proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    for line in text.splitlines():
+        fields, _, behind = line.partition(" - ")
+        _, _, _, mount_root, point, *_ = fields.split(" ")
+        kind, _, options = behind.split(" ", 2)
+        where = root / point.lstrip("/")
+        if kind == "cgroup" and "memory" in options.split(","):
+            found.setdefault("v1", _Mount(_V1, mount_root, where))
+        elif kind == "cgroup2":
+            found.setdefault("v2", _Mount(_V2, mount_root, where))
+    return found
+
+
+def _below(path: str, root: str) -> list[str]:
+    """The parts of a group's path below the one that is mounted; none where it is not there.
+
+    A group outside of what is mounted is told as one that is above it, or as it is on the host.
+    """
+    parts, above = path.strip("/").split("/"), root.strip("/").split("/")
+    above = [part for part in above if part]
+    if ".." in parts or parts[: len(above)] != above:
+        return []
+    return [part for part in parts[len(above) :] if part]
+
+
+def _left_by(mount: _Mount, group: str) -> Memory | None:
+    """What a group leaves; None where it has no limit, or cannot be read."""
+    folder, names = mount.point / group, mount.names
+    limits = [limit for name in names.limits if (limit := _number(folder / name)) is not None]
+    usage = _number(folder / names.usage)
+    if not limits or usage is None:
+        return None
+    cached = 0
+    with contextlib.suppress(OSError):
+        text = (folder / "memory.stat").read_text(encoding="ascii")
+        if line := re.search(rf"^{names.inactive_file} (\d+)$", text, re.MULTILINE):
+            cached = int(line[1])
+    limit = min(limits)
+    return Memory(max(limit - max(usage - cached, 0), 0), limit, f"cgroup /{group}")
+
+
+def _number(path: Path) -> int | None:
+    """What a file says; None where it is not there, or says "max"."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,136 @@
+"""How many KV blocks a rank has room for: by what is free once the largest step has been run.
+
+Owns the arithmetic and the report of it. Must not know how a step is run, or what other ranks have
+room for.
+
+    ├── in use ──┼──────────── available, behind the step ────────────┤
+                 ├── the step at its peak ──┼── KV cache ──┼── left ──┤
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from charonia.config import EngineArgs
+from charonia.data.memory import available_memory
+from charonia.data.models import Basis, Models, Room
+from charonia.data.usage import transient_bytes, used_bytes
+from charonia.errors import ConfigError
+from charonia.protocol import MemoryReport
+
+_MIB = 2**20
+
+
+class Sizing(NamedTuple):
+    """What this rank has room for.
+
+    Attributes:
+        num_blocks: with the null block.
+        step_bytes: what the largest step took at its peak; None where it was not run, because the
+            arguments fix the KV cache's size.
+        weight_bytes: what was in use before that step.
+    """
+
+    num_blocks: int
+    bytes_per_block: int
+    step_bytes: int | None
+    weight_bytes: int
+
+    @property
+    def room(self) -> Room:
+        """What is to be agreed upon with other ranks."""
+        return Room(self.num_blocks, self.bytes_per_block)
+
+    def report(self, num_blocks: int, device: torch.device) -> MemoryReport:
+        """Account for this rank's memory.
+
+        Args:
+            num_blocks: what all ranks have agreed upon.
+        """
+        available, total, source = _left(device)
+        kv_cache = num_blocks * self.bytes_per_block
+        step = self.step_bytes or 0
+        return MemoryReport(
+            weights=self.weight_bytes,
+            step=self.step_bytes,
+            kv_cache=kv_cache,
+            left=max(available - step - kv_cache, 0),
+            total=total,
+            source=source,
+        )
+
+
+def size(basis: Basis, models: Models, run_step: Callable[[int], None]) -> Sizing:
+    """Find how many KV blocks there is memory for. All models have the same block ids.
+
+    Args:
+        run_step: runs the largest step, see `run_largest_step`; it gets the number of tokens that
+            the KV cache has at most.
+
+    Raises:
+        ConfigError: there is no memory for even one block beside the null block.
+        Exception: whatever the step raised.
+    """
+    args, device = basis.args, basis.device
+    bytes_per_block = sum(
+        model.layout.bytes_per_block for model in (models.target, models.draft) if model
+    )
+    weight_bytes = used_bytes(device)
+    if args.num_gpu_blocks_override is not None:
+        return Sizing(args.num_gpu_blocks_override, bytes_per_block, None, weight_bytes)
+    if args.kv_cache_memory_bytes is not None:
+        num_blocks = _blocks(args.kv_cache_memory_bytes, bytes_per_block, device)
+        return Sizing(num_blocks, bytes_per_block, None, weight_bytes)
+
+    def num_blocks_beside(step_bytes: int) -> int:
+        budget = _budget(args, device, step_bytes, basis.local_rank.count)
+        num_blocks = _blocks(budget, bytes_per_block, device)
+        if device.type == "cuda":
+            return num_blocks
+        most_useful = args.most_rows * -(-basis.max_model_len // args.block_size)
+        return min(num_blocks, most_useful + 1)
+
+    pool_tokens = num_blocks_beside(0) * args.block_size
+    step_bytes = transient_bytes(lambda: run_step(pool_tokens), device)
+    return Sizing(num_blocks_beside(step_bytes), bytes_per_block, step_bytes, weight_bytes)
+
+
+def line_of(report: MemoryReport, num_blocks: int) -> str:
+    """The report as a line for the log."""
+    step = "not measured" if report.step is None else f"{report.step / _MIB:.1f} MiB"
+    return (
+        f"memory: {report.weights / _MIB:.1f} MiB in use with the weights; largest step {step};"
+        f" KV cache {report.kv_cache / _MIB:.1f} MiB, {num_blocks} blocks;"
+        f" {report.left / _MIB:.1f} MiB of {report.total / _MIB:.1f} MiB are left"
+        f" ({report.source})"
+    )
+
+
+def _left(device: torch.device) -> tuple[int, int, str]:
+    """What is available of a device's memory, of how much, and what limits it."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total, str(device)
+    return available_memory()
+
+
+def _budget(args: EngineArgs, device: torch.device, step_bytes: int, num_local_ranks: int) -> int:
+    """Bytes for the KV cache beside what is in use and what a step takes."""
+    available, total, _ = _left(device)
+    if device.type == "cuda":
+        return int(total * args.gpu_memory_utilization) - (total - available) - step_bytes
+    return int((available // num_local_ranks - step_bytes) * args.cpu_memory_utilization)
+
+
+def _blocks(budget: int, bytes_per_block: int, device: torch.device) -> int:
+    num_blocks = budget // bytes_per_block
+    if num_blocks < 2:
+        which = "gpu" if device.type == "cuda" else "cpu"
+        raise ConfigError(
+            f"the KV cache needs at least 2 blocks of {bytes_per_block} bytes, but only"
+            f" {max(budget, 0)} bytes are left for it on {device.type}; set"
+            f" num_gpu_blocks_override, a larger {which}_memory_utilization or"
+            " kv_cache_memory_bytes, a smaller max_num_batched_tokens, or a smaller model"
+        )
+    return num_blocks

@@ -1,0 +1,165 @@
+"""Which path is served by what.
+
+Owns the routes, and how what no route serves is answered. Must not know how text is generated, nor
+the process around it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from charonia.gateway.errors import INVALID, NOT_FOUND, ApiError, internal, no_such_model
+from charonia.gateway.observing import Metrics, Observed, record_of
+from charonia.gateway.openai import chat, completions, tokens
+from charonia.gateway.openai.answers import Model, Models
+from charonia.gateway.openai.serving import Serving
+from charonia.gateway.watching import Watch, Work
+from charonia.version import VERSION
+
+LIVE = "/health/live"
+READY = "/health/ready"
+METRICS = "/metrics"
+QUIET = frozenset((LIVE, READY, METRICS))
+
+
+def make_app(
+    serving: Serving, watch: Watch, metrics: Metrics, log: Callable[[str], None]
+) -> FastAPI:
+    """The application of a gateway.
+
+    Args:
+        log: takes one line.
+    """
+    # Its pages of documentation would be loaded from elsewhere.
+    app = FastAPI(title="charonia", version=VERSION, docs_url=None, redoc_url=None)
+    app.add_middleware(Observed, metrics=metrics, log=log, quiet=QUIET)
+    app.add_exception_handler(HTTPException, _refuse)
+    app.add_exception_handler(ApiError, _refuse)
+    app.add_exception_handler(Exception, _fail)
+    _add_generation(app, serving, watch)
+    _add_models(app, serving)
+    _add_health(app, serving, watch, metrics)
+    return app
+
+
+def _add_generation(app: FastAPI, serving: Serving, watch: Watch) -> None:
+    @app.post("/v1/completions")
+    async def complete(request: Request) -> Response:
+        """Text that follows a text."""
+        record = record_of(request.scope)
+        return Work(watch, lambda body, reply: completions.complete(serving, record, body, reply))
+
+    @app.post("/v1/chat/completions")
+    async def answer(request: Request) -> Response:
+        """The next message of a conversation."""
+        record = record_of(request.scope)
+        return Work(watch, lambda body, reply: chat.chat(serving, record, body, reply))
+
+    @app.post("/tokenize")
+    async def tokenize() -> Response:
+        """The token ids of a text or a conversation."""
+        return Work(watch, lambda body, reply: tokens.tokenize(serving, body, reply))
+
+    @app.post("/detokenize")
+    async def detokenize() -> Response:
+        """The text of token ids."""
+        return Work(watch, lambda body, reply: tokens.detokenize(serving, body, reply))
+
+    @app.post("/v1/embeddings")
+    async def embed() -> Response:
+        """No model of embeddings is served."""
+        raise ApiError(
+            HTTPStatus.NOT_FOUND,
+            "no model of embeddings is served here",
+            kind=NOT_FOUND,
+            code="no_embedding_model",
+        )
+
+
+def _add_models(app: FastAPI, serving: Serving) -> None:
+    async def model(name: str) -> Model:
+        return Model(name, serving.created, await serving.upstream.max_model_len())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The model that is served, by its first name."""
+        return _json(Models([await model(serving.settings.model_names[0])]))
+
+    @app.get("/v1/models/{name:path}")
+    async def model_of(name: str) -> Response:
+        """The model, by any of its names."""
+        if name not in serving.settings.model_names:
+            raise no_such_model(name)
+        return _json(await model(name))
+
+
+def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) -> None:
+    @app.get(LIVE)
+    async def live() -> Response:
+        """Whether this process works."""
+        return _json({"status": "live"})
+
+    @app.get(READY)
+    async def ready() -> Response:
+        """Whether a request would be taken now, by the gateway and by one of its servers."""
+        if watch.is_draining:
+            return _json({"status": "draining"}, HTTPStatus.SERVICE_UNAVAILABLE)
+        states = await serving.upstream.states()
+        servers = [
+            {
+                "server": server.url,
+                "ready": state is not None and state.is_up,
+                "reason": "no answer" if state is None else state.reason,
+            }
+            for server, state in zip(serving.upstream.servers, states, strict=True)
+        ]
+        if any(one["ready"] for one in servers):
+            return _json({"status": "ready", "servers": servers})
+        return _json({"status": "not ready", "servers": servers}, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    @app.get(METRICS)
+    async def page() -> Response:
+        """The gateway's own metrics."""
+        for server in serving.upstream.servers:
+            metrics.outstanding.labels(server.url).set(server.num_requests)
+            metrics.breaker_open.labels(server.url).set(server.breaker.is_open)
+        content = await asyncio.to_thread(generate_latest, metrics.registry)
+        return Response(content, media_type=CONTENT_TYPE_LATEST)
+
+
+def _json(value: Any, status: int = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    """A fault of our own, which uvicorn logs."""
+    return _json(internal().body, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """An error that no request's work has answered."""
+    if isinstance(error, HTTPException):
+        where = f"{request.method} {request.url.path}"
+        words = {
+            HTTPStatus.NOT_FOUND: f"there is no {request.url.path}",
+            HTTPStatus.METHOD_NOT_ALLOWED: f"{where} is not served",
+        }
+        error = ApiError(
+            error.status_code,
+            words.get(HTTPStatus(error.status_code), error.detail),
+            kind=NOT_FOUND if error.status_code == HTTPStatus.NOT_FOUND else INVALID,
+            code="not_found" if error.status_code == HTTPStatus.NOT_FOUND else "not_allowed",
+            allow=(error.headers or {}).get("Allow"),
+        )
+    assert isinstance(error, ApiError)
+    record_of(request.scope).reason = error.message[:500]
+    response = _json(error.body, error.status)
+    response.headers.update(error.headers)
+    return response

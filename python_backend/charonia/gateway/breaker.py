@@ -1,0 +1,72 @@
+"""Whether a server is asked at all, by how it answered before.
+
+Owns the states of one server's circuit breaker. Must not know servers; time is an argument.
+
+::
+
+              MAX_FAILURES in a row                the pause is over
+    closed ──────────────────────────► open ──────────────────────────► one trial
+      ▲                                  ▲                                │  │
+      │                                  └──── failed: twice the pause ◄──┘  │
+      └─────────────────────────────────────────────── answered ◄────────────┘
+"""
+
+from collections.abc import Callable
+
+MAX_FAILURES = 3
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
+
+
+class Breaker:
+    """Of one server.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._num_failures = 0  # in a row
+        self._pause_s = FIRST_PAUSE_S
+        self._open_until: float | None = None
+        self._is_on_trial = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is wrong with the server, as far as is known."""
+        return self._open_until is not None
+
+    @property
+    def admits(self) -> bool:
+        """Whether a request may go there now."""
+        return self.wait_s == 0.0 and not self._is_on_trial
+
+    @property
+    def wait_s(self) -> float:
+        """After how many seconds it is tried again."""
+        return 0.0 if self._open_until is None else max(0.0, self._open_until - self._clock())
+
+    def begin(self) -> None:
+        """A request goes there."""
+        self._is_on_trial = self.is_open
+
+    def succeed(self) -> None:
+        """The server answered."""
+        self._num_failures = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._open_until = None
+        self._is_on_trial = False
+
+    def fail(self) -> None:
+        """The server failed, or could not be reached."""
+        self._num_failures += 1
+        if self._is_on_trial:
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
+        if self._is_on_trial or (self._num_failures >= MAX_FAILURES and not self.is_open):
+            self._open_until = self._clock() + self._pause_s
+        self._is_on_trial = False
+
+    def abandon(self) -> None:
+        """A request ended that says nothing of the server, as when its client left."""
+        self._is_on_trial = False

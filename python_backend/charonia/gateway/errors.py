@@ -1,0 +1,186 @@
+"""What goes wrong, as OpenAI's clients know it.
+
+Owns the form of an error, and which status and code each kind of a server's error has. Must not
+know connections.
+"""
+
+import math
+import re
+from http import HTTPStatus
+from typing import Any
+
+from charonia.errors import CharoniaError, PromptTooLongError
+from charonia.protocol import SamplingParams
+from charonia_client import (
+    Cancelled,
+    CharoniaClientError,
+    ConnectionFailed,
+    InvalidRequest,
+    RateLimited,
+    Timeout,
+    Unavailable,
+)
+
+CLIENT_LEFT = 499
+"""nginx's status of a request whose client has left; it is seen in the log alone."""
+INVALID = "invalid_request_error"
+NOT_FOUND = "not_found_error"
+SERVER = "server_error"
+RATE_LIMIT = "rate_limit_error"
+TIMEOUT = "timeout_error"
+RETRY_AFTER_S = 1.0
+"""Where a server does not say after how long it may be asked again."""
+_FIELD = re.compile(r"(?:each (?:token id )?of )?([a-z][a-z_]*)\b")
+
+
+class ApiError(Exception):
+    """An answer that is an error.
+
+    Args:
+        kind: `type` of OpenAI's form. param: the field that is wrong. code: for programs.
+        retry_after_s: when to try again, where that helps.
+        allow: of 405, the methods that there are.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        allow: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.allow = allow
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Beside the body."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.allow is not None:
+            headers["allow"] = self.allow
+        return headers
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that is wrong."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+
+def too_long(message: str, param: str | None = None) -> ApiError:
+    """A prompt that does not fit into the model's context."""
+    return invalid(message, param, "context_length_exceeded")
+
+
+def unavailable(message: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:
+    """What may work a little later."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        message,
+        kind=SERVER,
+        code="unavailable",
+        retry_after_s=retry_after_s,
+    )
+
+
+def no_such_model(name: str) -> ApiError:
+    """A model that is not served."""
+    return ApiError(
+        HTTPStatus.NOT_FOUND,
+        f"The model {name!r} does not exist",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def shutting_down() -> ApiError:
+    """The gateway is being stopped."""
+    error = unavailable("the gateway is shutting down")
+    error.code = "shutting_down"
+    return error
+
+
+def internal() -> ApiError:
+    """A fault of our own; the log has what happened."""
+    return ApiError(
+        HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed", kind=SERVER, code="internal"
+    )
+
+
+def of_client_error(error: CharoniaClientError) -> ApiError:
+    """What a server, or the way to it, failed with."""
+    message, code = error.message, error.kind
+    match error:
+        case InvalidRequest() if error.kind is None and "unknown model" in message:
+            # The gateway names the model, so it is not the client's fault.
+            return ApiError(HTTPStatus.BAD_GATEWAY, message, kind=SERVER, code="no_scheduler")
+        case InvalidRequest() if error.kind == PromptTooLongError.kind:
+            return too_long(message)
+        case InvalidRequest():
+            return invalid(message, field_of(message), code)
+        case RateLimited():
+            wait = RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+            return ApiError(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                message,
+                kind=RATE_LIMIT,
+                code="rate_limit_exceeded",
+                retry_after_s=wait,
+            )
+        case Unavailable() | ConnectionFailed():
+            said = message if isinstance(error, Unavailable) else "the server cannot be reached"
+            answer = unavailable(said, error.retry_after_s or RETRY_AFTER_S)
+            answer.code = code or answer.code
+            return answer
+        case Timeout():
+            return ApiError(
+                HTTPStatus.GATEWAY_TIMEOUT,
+                message,
+                kind=TIMEOUT,
+                code=code or "timeout",
+                retry_after_s=error.retry_after_s,
+            )
+        case Cancelled():
+            return ApiError(CLIENT_LEFT, message, code="cancelled")
+        case _:
+            return ApiError(
+                HTTPStatus.INTERNAL_SERVER_ERROR, message, kind=SERVER, code=code or "internal"
+            )
+
+
+def of_own_error(error: CharoniaError) -> ApiError:
+    """What tokenizing a request, or rendering its messages, failed with."""
+    if isinstance(error, PromptTooLongError):
+        return too_long(str(error))
+    if error.code in ("INVALID_ARG", "UNSUPPORTED"):
+        return invalid(str(error), field_of(str(error)), error.kind)
+    return internal()
+
+
+def field_of(message: str) -> str | None:
+    """The sampling parameter that a message of the scheduler's begins with."""
+    found = _FIELD.match(message)
+    return found[1] if found and found[1] in SamplingParams.__struct_fields__ else None

@@ -1,0 +1,184 @@
+"""One record per request: its id, its line in the log, the gateway's own metrics.
+
+Owns what is measured and logged, and the middleware that sees every request begin and end. Must not
+know what requests ask for.
+
+The middleware is plain ASGI: one that wraps responses would hold streams back, and hide that a
+client has left.
+"""
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from charonia.events import event
+
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+UNKNOWN_ROUTE = "other"
+
+
+class Metrics:
+    """Of one gateway.
+
+    Attributes:
+        registry: all of them.
+    """
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "charonia_gateway_requests",
+            "Requests that have ended, by their status; 499: the client left.",
+            ["route", "status"],
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "charonia_gateway_requests_in_flight",
+            "Requests that are being answered.",
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "charonia_gateway_request_seconds",
+            "From the first byte of a request to the last one of its answer.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.first_token_seconds = Histogram(
+            "charonia_gateway_time_to_first_token_seconds",
+            "From the first byte of a request to the first token of its stream.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "charonia_gateway_prompt_tokens", "Of requests with an answer.", registry=registry
+        )
+        self.completion_tokens = Counter(
+            "charonia_gateway_completion_tokens", "That were sent to clients.", registry=registry
+        )
+        self.retries = Counter(
+            "charonia_gateway_retries",
+            "Requests that a server did not take, and another one was asked.",
+            ["server"],
+            registry=registry,
+        )
+        self.outstanding = Gauge(
+            "charonia_gateway_server_requests",
+            "Requests of this gateway that a server has.",
+            ["server"],
+            registry=registry,
+        )
+        self.breaker_open = Gauge(
+            "charonia_gateway_server_resting",
+            "Whether a server is not asked because it failed.",
+            ["server"],
+            registry=registry,
+        )
+
+
+@dataclass
+class Record:
+    """What is known of one request.
+
+    Attributes:
+        started_at: on the monotonic clock. status: None until an answer begins.
+        reason: why it ended early; None where it did not.
+    """
+
+    request_id: str
+    started_at: float
+    status: int | None = None
+    reason: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first_token_s: float | None = None
+
+    def first_token(self) -> None:
+        """The first token is there."""
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic() - self.started_at
+
+
+def record_of(scope: Scope) -> Record:
+    """The record of the request that a scope is of."""
+    record = scope["state"]["record"]
+    assert isinstance(record, Record)
+    return record
+
+
+class Observed:
+    """Middleware that keeps the records.
+
+    Args:
+        log: takes one line.
+        quiet: paths that are asked by machines all the time; no line is logged where all is well.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, log: Callable[[str], None], quiet: frozenset[str]
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+        self._quiet = quiet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
+        record = Record(request_id, time.monotonic())
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = record.status or message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        self._metrics.in_flight.inc()
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            record.status = HTTPStatus.INTERNAL_SERVER_ERROR
+            raise
+        finally:
+            self._metrics.in_flight.dec()
+            self._note(scope, record)
+
+    def _note(self, scope: Scope, record: Record) -> None:
+        seconds = time.monotonic() - record.started_at
+        status = record.status or 0
+        metrics = self._metrics
+        route = getattr(scope.get("route"), "path", UNKNOWN_ROUTE)
+        metrics.requests.labels(route, str(int(status))).inc()
+        metrics.seconds.labels(route).observe(seconds)
+        if record.first_token_s is not None:
+            metrics.first_token_seconds.observe(record.first_token_s)
+        metrics.prompt_tokens.inc(record.prompt_tokens)
+        metrics.completion_tokens.inc(record.completion_tokens)
+        if scope["path"] in self._quiet and status < 400:
+            return
+        self._log(
+            event(
+                "request",
+                id=record.request_id,
+                method=scope["method"],
+                path=scope["path"][:200],
+                status=int(status),
+                seconds=seconds,
+                prompt_tokens=record.prompt_tokens or None,
+                completion_tokens=record.completion_tokens or None,
+                reason=record.reason,
+            )
+        )

@@ -1,0 +1,147 @@
+"""The answers, as they are written.
+
+Owns their fields. Must not know where the values come from.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from charonia.gateway.generation import Usage
+from charonia.gateway.openai.logprobs import ChatLogprobs, TextLogprobs
+
+
+class PromptDetails(msgspec.Struct):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class UsageAnswer(msgspec.Struct):
+    """What was used."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None
+
+    @classmethod
+    def of(cls, usage: Usage) -> "UsageAnswer":
+        """So far; what was cached is known at the end."""
+        cached = usage.cached_tokens
+        return cls(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.prompt_tokens + usage.completion_tokens,
+            None if cached is None else PromptDetails(cached),
+        )
+
+
+class TextChoice(msgspec.Struct):
+    """One completion, or a piece of it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType | None = UNSET
+
+
+class TextAnswer(msgspec.Struct):
+    """Of /v1/completions, whole or a piece."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageAnswer | UnsetType | None = UNSET
+    object: str = "text_completion"
+
+
+class ChatMessage(msgspec.Struct):
+    """A whole message."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatAnswer(msgspec.Struct):
+    """Of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType | None = UNSET
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct):
+    """What is new of a message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatPiece(msgspec.Struct):
+    """A piece of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunk(msgspec.Struct):
+    """A piece of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatPiece]
+    usage: UsageAnswer | UnsetType | None = UNSET
+    object: str = "chat.completion.chunk"
+
+
+class Model(msgspec.Struct):
+    """Of /v1/models."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    owned_by: str = "charonia"
+    object: str = "model"
+
+
+class Models(msgspec.Struct):
+    """All of them."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+class TokenizeAnswer(msgspec.Struct):
+    """Of /tokenize."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """Of /detokenize."""
+
+    prompt: str

@@ -1,0 +1,91 @@
+"""/v1/chat/completions: the next message of a conversation.
+
+Owns the form of its answers. Must not know connections.
+"""
+
+import time
+from collections.abc import Sequence
+
+from charonia.gateway.generation import Usage
+from charonia.gateway.observing import Record
+from charonia.gateway.openai.answers import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunk,
+    ChatMessage,
+    ChatPiece,
+    Delta,
+    UsageAnswer,
+)
+from charonia.gateway.openai.fields import read
+from charonia.gateway.openai.logprobs import ChatLogprobs, Spelling, of_prompt
+from charonia.gateway.openai.requests import ChatRequest
+from charonia.gateway.openai.serving import Serving
+from charonia.gateway.watching import Reply
+from charonia_client import Chunk, Completion, PositionLogprobs
+
+
+async def chat(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
+    """Answer a request. Raises what `Work` makes an answer of."""
+    request = await serving.prompts.run(len(body), lambda: read(ChatRequest, body))
+    request.check()
+    model = serving.check_model(request.model)
+    prompt = await serving.render(request)
+    generation = serving.generation(record, [prompt], request.sampling())
+    form = ChatForm(serving.spelling, request, record.request_id, model)
+    await serving.answer(request, generation, form, record, reply)
+
+
+class ChatForm:
+    """How messages are written."""
+
+    def __init__(
+        self, spelling: Spelling, request: ChatRequest, request_id: str, model: str
+    ) -> None:
+        self._spelling = spelling
+        self._request = request
+        self._id = f"chatcmpl-{request_id}"
+        self._model = model
+        self._created = int(time.time())
+        self._begun: set[int] = set()
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> ChatAnswer:
+        """See `Form`."""
+        (completion,) = completions
+        choices = [
+            ChatChoice(
+                sample.index,
+                ChatMessage(sample.text),
+                self._logprobs(sample.logprobs),
+                sample.finish_reason,
+            )
+            for sample in completion.samples
+        ]
+        answer = ChatAnswer(self._id, self._created, self._model, choices, UsageAnswer.of(usage))
+        num_top = self._request.prompt_logprobs
+        if num_top is not None and completion.prompt_logprobs is not None:
+            answer.prompt_logprobs = of_prompt(completion.prompt_logprobs, num_top)
+        return answer
+
+    def pieces(self, prompt_index: int, chunk: Chunk) -> list[ChatChunk]:
+        """See `Form`. The first piece of each message says whose it is, as OpenAI's does."""
+        pieces = []
+        if chunk.index not in self._begun:
+            self._begun.add(chunk.index)
+            pieces.append(self._chunk(ChatPiece(chunk.index, Delta("assistant", ""), None, None)))
+        logprobs = self._logprobs(chunk.logprobs)
+        piece = ChatPiece(chunk.index, Delta(content=chunk.text), logprobs, chunk.finish_reason)
+        pieces.append(self._chunk(piece))
+        return pieces
+
+    def last(self) -> ChatChunk:
+        """See `Form`."""
+        return self._chunk()
+
+    def _chunk(self, *choices: ChatPiece) -> ChatChunk:
+        return ChatChunk(self._id, self._created, self._model, list(choices))
+
+    def _logprobs(self, positions: Sequence[PositionLogprobs] | None) -> ChatLogprobs | None:
+        if not self._request.logprobs or positions is None:
+            return None
+        return self._spelling.chat(positions, self._request.top_logprobs or 0)

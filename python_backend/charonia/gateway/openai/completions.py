@@ -1,0 +1,151 @@
+"""/v1/completions: text that follows a text.
+
+Owns the prompts of a request, and the form of its answers. Must not know connections.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from charonia.gateway.generation import Usage
+from charonia.gateway.observing import Record
+from charonia.gateway.openai.answers import TextAnswer, TextChoice, UsageAnswer
+from charonia.gateway.openai.fields import read
+from charonia.gateway.openai.logprobs import Offsets, Spelling, TextLogprobs, of_prompt
+from charonia.gateway.openai.requests import CompletionRequest
+from charonia.gateway.openai.serving import Serving
+from charonia.gateway.prompts import Prompt
+from charonia.gateway.upstream import all_of
+from charonia.gateway.watching import Reply
+from charonia_client import Chunk, Completion, PositionLogprobs
+
+
+async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
+    """Answer a request. Raises what `Work` makes an answer of."""
+    request = await serving.prompts.run(len(body), lambda: read(CompletionRequest, body))
+    request.check()
+    model = serving.check_model(request.model)
+    serving.check_sizes(len(request.prompt))
+    prompts = await _prompts(serving, request)
+    hides = request.wants_prompt_alone
+    generation = serving.generation(record, prompts, request.sampling(), hides=hides)
+    form = TextForm(serving.spelling, request, prompts, record.request_id, model)
+    await serving.answer(request, generation, form, record, reply)
+
+
+async def _prompts(serving: Serving, request: CompletionRequest) -> list[Prompt]:
+    limit = await serving.upstream.max_model_len()
+    adds = request.add_special_tokens is not False
+
+    async def prompt_of(one: str | list[int]) -> Prompt:
+        if isinstance(one, str):
+            return await serving.prompts.of_text(one, limit, add_special_tokens=adds)
+        return serving.prompts.of_ids(one, limit)
+
+    return await all_of([prompt_of(one) for one in request.prompt])
+
+
+class TextForm:
+    """How completions are written: choice i of prompt p has the index p·n + i."""
+
+    def __init__(
+        self,
+        spelling: Spelling,
+        request: CompletionRequest,
+        prompts: Sequence[Prompt],
+        request_id: str,
+        model: str,
+    ) -> None:
+        self._spelling = spelling
+        self._request = request
+        self._prompts = prompts
+        self._id = f"cmpl-{request_id}"
+        self._model = model
+        self._created = int(time.time())
+        self._num_choices = request.n or 1
+        self._skips_special = request.skip_special_tokens is not False
+        self._offsets: dict[int, Offsets] = {}
+        self._prompt_logprobs: dict[int, Sequence[PositionLogprobs | None] | None] = {}
+
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> TextAnswer:
+        """See `Form`."""
+        choices = []
+        for prompt_index, completion in enumerate(completions):
+            self._prompt_logprobs[prompt_index] = completion.prompt_logprobs
+            for sample in completion.samples:
+                choice = self._choice(
+                    prompt_index,
+                    sample.index,
+                    sample.text,
+                    sample.token_ids,
+                    sample.logprobs,
+                    sample.finish_reason,
+                )
+                choice.prompt_logprobs = self._in_vllms_form(completion)
+                choices.append(choice)
+        answer = self._answer(choices)
+        answer.usage = UsageAnswer.of(usage)
+        return answer
+
+    def pieces(self, prompt_index: int, chunk: Chunk) -> list[TextAnswer]:
+        """See `Form`."""
+        if chunk.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt_index] = chunk.prompt_logprobs
+        choice = self._choice(
+            prompt_index,
+            chunk.index,
+            chunk.text,
+            chunk.token_ids,
+            chunk.logprobs,
+            chunk.finish_reason,
+        )
+        return [self._answer([choice])]
+
+    def last(self) -> TextAnswer:
+        """See `Form`."""
+        return self._answer([])
+
+    def _answer(self, choices: list[TextChoice]) -> TextAnswer:
+        return TextAnswer(self._id, self._created, self._model, choices)
+
+    def _choice(
+        self,
+        prompt_index: int,
+        sample: int,
+        text: str,
+        token_ids: Sequence[int],
+        positions: Sequence[PositionLogprobs] | None,
+        finish_reason: str | None,
+    ) -> TextChoice:
+        index = prompt_index * self._num_choices + sample
+        is_first = index not in self._offsets
+        offsets = self._offsets.setdefault(index, self._spelling.offsets(self._skips_special))
+        if self._request.wants_prompt_alone:
+            text, token_ids, positions = "", (), () if positions is not None else None
+        all_positions: list[PositionLogprobs | None] = list(positions or ())
+        all_ids = list(token_ids)
+        if is_first and self._request.echo:
+            text = self._echo(prompt_index) + text
+            all_ids[:0] = self._prompts[prompt_index].ids
+            all_positions[:0] = self._prompt_logprobs.get(prompt_index) or ()
+        logprobs: TextLogprobs | None = None
+        if self._request.logprobs is not None:
+            num_top = self._request.logprobs
+            logprobs = self._spelling.text_logprobs(all_ids, all_positions, num_top, offsets)
+        return TextChoice(index, text, logprobs, finish_reason)
+
+    def _echo(self, prompt_index: int) -> str:
+        prompt = self._prompts[prompt_index]
+        if prompt.text is not None:
+            return prompt.text
+        return self._spelling.decode(prompt.ids, self._skips_special)
+
+    def _in_vllms_form(
+        self, completion: Completion
+    ) -> list[dict[str, Any] | None] | UnsetType | None:
+        num_top = self._request.prompt_logprobs
+        if num_top is None or completion.prompt_logprobs is None:
+            return UNSET
+        return of_prompt(completion.prompt_logprobs, num_top)

@@ -1,0 +1,118 @@
+"""Reading a request: every field is known, or named in a refusal.
+
+Owns how JSON becomes a request's model, and the words in which that is refused. Must not know which
+fields there are.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from charonia.checkpoint_files import is_one_of
+from charonia.errors import shown
+from charonia.gateway.errors import ApiError, invalid
+
+MAX_VALUES = 2**16
+"""Of a field that is no prompt."""
+_MAX_PATH = 100
+R = TypeVar("R", bound="Fields")
+_UNION_PART = re.compile(r"str|(list|dict|literal)\[.*")
+
+
+class Fields(BaseModel):
+    """A part of a request that may have these fields alone, of these types alone.
+
+    Attributes:
+        unserved: further fields of OpenAI's and vLLM's that are not served, with the values that
+            ask for nothing and so are taken; null always is.
+        long: fields of any length, which look at themselves no further than to the first fault.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    long: ClassVar[frozenset[str]] = frozenset()
+
+
+def read(kind: type[R], body: bytes) -> R:
+    """Read a request.
+
+    Raises:
+        ApiError: it is no JSON object, or has a field that is unknown, not served or wrong.
+    """
+    try:
+        values = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(
+            f"the request's body is not valid JSON: {error}", code="invalid_json"
+        ) from None
+    if not isinstance(values, dict):
+        raise invalid(f"the request's body must be a JSON object, but is {shown(values)}")
+    given = {}
+    for name, value in values.items():
+        if name not in kind.unserved:
+            if name not in kind.model_fields:
+                raise _unknown(name)
+            if name not in kind.long:
+                _check_size(name, value)
+            given[name] = value
+        elif value is not None and not is_one_of(value, kind.unserved[name]):
+            raise _not_served(name, value, kind.unserved[name])
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Each value within it may be wrong, and pydantic tells of each. Raises ApiError."""
+    todo, num_values = [value], 0
+    while todo:
+        one = todo.pop()
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        num_values += len(inner)
+        if num_values > MAX_VALUES:
+            raise invalid(f"{name} must have at most {MAX_VALUES} values", name)
+        todo.extend(inner)
+
+
+def _unknown(path: str) -> ApiError:
+    path = path[:_MAX_PATH]
+    return invalid(f"Unrecognized request argument supplied: {path}", path, "unknown_parameter")
+
+
+def _not_served(name: str, value: Any, accepted: tuple[Any, ...]) -> ApiError:
+    words = " or ".join(shown(one) for one in accepted)
+    but = f", accepted is {words}" if accepted else ""
+    return invalid(f"{name} = {shown(value)} is not supported{but}", name, "unsupported_parameter")
+
+
+def _refusal(error: ValidationError) -> ApiError:
+    """What is wrong first. Of a field that may have several types each one's complaint is given."""
+    found = error.errors(include_url=False)
+    first = found[0]
+    path = _path(first["loc"])
+    name = path.split(".")[0].split("[")[0]
+    if first["type"] == "extra_forbidden":
+        return _unknown(path)
+    if first["type"] == "missing":
+        return invalid(f"{path} must be given, but is not", path, "missing_required_parameter")
+    reasons = dict.fromkeys(
+        one["msg"][:1].lower() + one["msg"][1:]
+        for one in found
+        if _path(one["loc"]).split(".")[0].split("[")[0] == name
+    )
+    return invalid(f"{path}: {', or '.join(reasons)}; it is {shown(first['input'])}", name)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """As in `messages[0].content`; what pydantic adds for the types of a union is left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif not _UNION_PART.fullmatch(part):
+            path += f".{part}" if path else part
+    return path[:_MAX_PATH]

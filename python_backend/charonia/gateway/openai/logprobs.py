@@ -1,0 +1,159 @@
+"""Log-probabilities as OpenAI's clients know them.
+
+Owns how tokens are spelled there: one that is no whole character has bytes, which no text shows.
+Must not know requests.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from charonia.text.tokenizer import Tokenizer
+from charonia_client import PositionLogprobs, TokenLogprob
+
+LEAST = -9999.0
+"""OpenAI's number for a token that cannot be: JSON has no infinity."""
+
+
+class TopLogprob(msgspec.Struct):
+    """One of the most likely tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    """A token of a message."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Of a message."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct):
+    """Of a completion: a list for each thing, with an entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class Spelling:
+    """How tokens are spelled."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def text(self, token_id: int, prefix: str = "") -> str:
+        r"""A token's text, or its bytes as in `\xe2\x80`, behind `prefix`."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of token ids."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+    def chat(self, positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
+        """Of the tokens of a message, each with its `num_top` most likely ones."""
+        return ChatLogprobs([self._of_message(position, num_top) for position in positions])
+
+    def _of_message(self, position: PositionLogprobs, num_top: int) -> ChatLogprob:
+        taken = position[0]
+        top = sorted((one for one in position if one.rank <= num_top), key=lambda one: one.rank)
+        return ChatLogprob(
+            self.text(taken.token_id),
+            finite(taken),
+            self._bytes(taken),
+            [TopLogprob(self.text(o.token_id), finite(o), self._bytes(o)) for o in top],
+        )
+
+    def _bytes(self, one: TokenLogprob) -> list[int]:
+        return list(self._tokenizer.token_bytes(one.token_id))
+
+    def offsets(self, skip_special_tokens: bool) -> "Offsets":
+        """Where tokens begin in a text."""
+        skipped = self._tokenizer.special_ids if skip_special_tokens else frozenset()
+        return Offsets(self._tokenizer, skipped)
+
+    def text_logprobs(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[PositionLogprobs | None],
+        num_top: int,
+        offsets: "Offsets",
+    ) -> TextLogprobs:
+        """Of tokens of a completion, or of its prompt, whose first one has none."""
+        return TextLogprobs(
+            [self.text(token_id, "bytes:") for token_id in token_ids],
+            [None if position is None else finite(position[0]) for position in positions],
+            [self._top(position, num_top) for position in positions],
+            [offsets.next(token_id) for token_id in token_ids],
+        )
+
+    def _top(self, position: PositionLogprobs | None, num_top: int) -> dict[str, float] | None:
+        """By text; of several tokens with one text the most likely counts."""
+        if position is None:
+            return None
+        top: dict[str, float] = {}
+        kept = [position[0], *(one for one in position[1:] if one.rank <= num_top)]
+        for one in sorted(kept, key=finite, reverse=True):
+            top.setdefault(self.text(one.token_id, "bytes:"), finite(one))
+        return top
+
+
+class Offsets:
+    """Where the tokens of one growing text begin, in characters."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def next(self, token_id: int) -> int:
+        """Of the next token: how many characters were whole before it."""
+        offset = self._num_characters
+        if token_id not in self._skipped:
+            data = self._tokenizer.token_bytes(token_id)
+            self._num_characters += len(self._utf8.decode(data))
+        return offset
+
+
+def finite(one: TokenLogprob) -> float:
+    """A log-probability that JSON can write."""
+    return LEAST if one.logprob is None else max(one.logprob, LEAST)
+
+
+def of_prompt(
+    positions: Sequence[PositionLogprobs | None], num_top: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` in vLLM's form: by token id."""
+    return [
+        None
+        if position is None
+        else {
+            str(one.token_id): {
+                "logprob": finite(one),
+                "rank": one.rank,
+                "decoded_token": one.text,
+            }
+            for index, one in enumerate(position)
+            if not index or one.rank <= num_top
+        }
+        for position in positions
+    ]

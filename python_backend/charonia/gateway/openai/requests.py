@@ -1,0 +1,374 @@
+"""What requests for text may say.
+
+Owns the fields, and what each is called among the scheduler's sampling parameters. Must not know
+how text is generated; ranges are checked by the scheduler.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import field_validator
+
+from charonia.errors import shown
+from charonia.gateway.errors import invalid
+from charonia.gateway.openai.fields import Fields
+from charonia_client import Sampling
+
+INT32_MAX = 2**31 - 1
+_SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "bad_words",
+    "ignore_eos",
+    "skip_special_tokens",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "prompt_logprobs",
+    "priority",
+    "cache_salt",
+)
+_TEXT: tuple[Any, ...] = ({"type": "text"},)
+_UNSERVED: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": (),
+    "metadata": (),
+    "response_format": _TEXT,
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+
+
+class StreamOptions(Fields):
+    """Of a stream: whether its last chunk, or each, has the usage."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TextRequest(Fields):
+    """What both kinds of requests for text may say.
+
+    `user` is taken for the client's own sake; nothing depends on it.
+    """
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSERVED
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether each chunk has the usage so far."""
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
+
+    def check(self) -> None:
+        """Look at what several fields say together.
+
+        Raises:
+            ApiError: they do not go together.
+        """
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream = true", "stream_options")
+        if self.has_continuous_usage and not self.includes_usage:
+            raise invalid(
+                "stream_options.continuous_usage_stats needs include_usage = true", "stream_options"
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs cannot be had with stream = true", "prompt_logprobs")
+
+    def sampling(self) -> Sampling:
+        """The scheduler's parameters.
+
+        `max_tokens` that is not given means as many as fit: the scheduler cuts it to that.
+        """
+        values = {name: getattr(self, name) for name in _SAME_NAMES}
+        given = {name: value for name, value in values.items() if value is not None}
+        limit = self._max_tokens()
+        return cast(Sampling, given | {"max_tokens": INT32_MAX if limit is None else limit})
+
+    def _max_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class CompletionRequest(TextRequest):
+    """Of /v1/completions."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_UNSERVED,
+        "prompt_embeds": (),
+        "suffix": (),
+    }
+    long: ClassVar[frozenset[str]] = frozenset(("prompt",))
+
+    prompt: Any
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompt(cls, value: Any) -> Any:
+        return checked_prompts(value)
+
+    @property
+    def wants_prompt_alone(self) -> bool:
+        """Whether nothing is to be generated: the prompt's log-probabilities, as a rule."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling(self) -> Sampling:
+        """See `TextRequest`. Where the prompt is echoed its log-probabilities are as well."""
+        sampling = super().sampling()
+        if self.best_of is not None:
+            sampling["best_of"] = self.best_of
+        if self.logprobs is not None:
+            sampling["logprobs"] = self.logprobs
+            if self.echo:
+                sampling["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        if self.wants_prompt_alone:
+            sampling["max_tokens"] = 1
+        return sampling
+
+
+class Message(Fields):
+    """Of a conversation; the fields of answers that ask for nothing may come back."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    refusal: None = None
+    annotations: list[None] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[None] | None = None
+
+
+class Conversation(Fields):
+    """What is rendered by the chat template."""
+
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def rendering(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """The messages and the other arguments of the template.
+
+        Raises:
+            ApiError: there is nothing to answer, or what cannot be rendered.
+        """
+        if not self.messages:
+            raise invalid("messages must have at least one", "messages")
+        continues = bool(self.continue_final_message)
+        adds = not continues if self.add_generation_prompt is None else self.add_generation_prompt
+        if continues and adds:
+            raise invalid(
+                "add_generation_prompt and continue_final_message cannot both be true",
+                "continue_final_message",
+            )
+        extra = self.chat_template_kwargs or {}
+        if taken := extra.keys() & _OF_RENDERING:
+            raise invalid(
+                f"chat_template_kwargs must not have {shown(min(taken))}", "chat_template_kwargs"
+            )
+        messages = [_plain(index, message) for index, message in enumerate(self.messages)]
+        return messages, {
+            **extra,
+            "add_generation_prompt": adds,
+            "continue_final_message": continues,
+        }
+
+
+_OF_RENDERING = {
+    "add_generation_prompt",
+    "bos_token",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "eos_token",
+    "messages",
+    "namespace",
+    "raise_exception",
+    "self",
+    "strftime_now",
+    "tokenize",
+    "tools",
+}
+
+
+class ChatRequest(TextRequest, Conversation):
+    """Of /v1/chat/completions."""
+
+    unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **_UNSERVED,
+        "audio": (),
+        "best_of": (),
+        "chat_template": (),
+        "documents": (),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": (),
+        "modalities": (["text"],),
+        "parallel_tool_calls": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "tool_choice": ("none",),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    }
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def check(self) -> None:
+        """See `TextRequest`."""
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs = true", "top_logprobs")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise invalid(
+                f"max_tokens = {self.max_tokens} and max_completion_tokens = "
+                f"{self.max_completion_tokens} say different things; give one",
+                "max_tokens",
+            )
+
+    def sampling(self) -> Sampling:
+        """See `TextRequest`."""
+        sampling = super().sampling()
+        if self.logprobs:
+            sampling["logprobs"] = self.top_logprobs or 0
+        return sampling
+
+    def _max_tokens(self) -> int | None:
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+
+class TokenizeRequest(Conversation):
+    """Of /tokenize: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Fields):
+    """Of /detokenize."""
+
+    long: ClassVar[frozenset[str]] = frozenset(("tokens",))
+
+    model: str | None = None
+    tokens: Any
+
+    @field_validator("tokens")
+    @classmethod
+    def _check_tokens(cls, value: Any) -> Any:
+        if isinstance(value, list) and _are_ids(value):
+            return value
+        raise ValueError("must be a list of token ids")
+
+
+def checked_prompts(value: Any) -> list[str | list[int]]:
+    """What `prompt` may be, as a list of prompts.
+
+    Raises:
+        ValueError: it is none of the four.
+    """
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(one, str) for one in value):
+            return value
+        if _are_ids(value):
+            return [value]
+        if all(isinstance(one, list) and one and _are_ids(one) for one in value):
+            return value
+    raise ValueError(
+        "must be a text, a list of texts, a list of token ids, or a list of such lists"
+    )
+
+
+def _are_ids(values: Sequence[Any]) -> bool:
+    return all(type(one) is int and 0 <= one <= INT32_MAX for one in values)
+
+
+def _plain(index: int, message: Message) -> dict[str, Any]:
+    """A message as templates know it: texts, and `system` for OpenAI's `developer`."""
+    where = f"messages[{index}].content"
+    content = message.content
+    if content is None:
+        raise invalid(f"{where} must be a text or a list of parts, but is null", "messages")
+    if isinstance(content, list):
+        content = "\n".join(_text_of(f"{where}[{i}]", part) for i, part in enumerate(content))
+    plain = {"role": "system" if message.role == "developer" else message.role, "content": content}
+    return plain if message.name is None else {**plain, "name": message.name}
+
+
+def _text_of(where: str, part: Mapping[str, Any]) -> str:
+    text = part.get("text")
+    if part.keys() == {"type", "text"} and part["type"] == "text" and isinstance(text, str):
+        return text
+    raise invalid(
+        f'{where} must be {{"type": "text", "text": …}}, the only kind that is supported, but is '
+        f"{shown(dict(part))}",
+        "messages",
+    )

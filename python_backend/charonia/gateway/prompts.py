@@ -1,0 +1,141 @@
+"""Texts to token ids, off the event loop where they are long.
+
+Owns the tokenizer, the chat template and the threads for them. Must not know requests.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from charonia.gateway.errors import invalid, too_long
+from charonia.text.tokenizer import Tokenizer
+
+SHORT_BYTES = 2048
+"""Up to so much is tokenized on the event loop: a thread would take longer."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer follows.
+
+    Attributes:
+        text: that the ids were made from; None where the client gave ids.
+    """
+
+    ids: Sequence[int]
+    text: str | None = None
+
+
+class Template(Protocol):
+    """Makes a text of a conversation; `text.chat_template.ChatTemplate` is one."""
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> str:
+        """Raises InvalidRequestError where the template refuses the messages."""
+        ...
+
+
+class Prompts:
+    """Makes prompts; belongs to one event loop.
+
+    Args:
+        template: of conversations, or why there is none.
+        num_threads: for texts that are long.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: Template | str, num_threads: int) -> None:
+        self.tokenizer = tokenizer
+        self._template = template
+        self._threads = ThreadPoolExecutor(num_threads, "charonia-tokenizing")
+
+    async def of_text(
+        self, text: str, max_model_len: int | None, *, add_special_tokens: bool
+    ) -> Prompt:
+        """Tokenize a text.
+
+        Args:
+            max_model_len: refuses at once what cannot be short enough; None refuses nothing.
+
+        Raises:
+            InvalidRequestError: it cannot be tokenized. ApiError: it is too long.
+        """
+        per_token = self.tokenizer.max_bytes_per_token
+        num_bytes = len(text) if text.isascii() else len(text.encode(errors="replace"))
+        if max_model_len is not None and per_token and num_bytes > max_model_len * per_token:
+            raise too_long(
+                f"This model's maximum context length is {max_model_len} tokens, which have at most"
+                f" {max_model_len * per_token} bytes. However, the prompt has {num_bytes} bytes."
+            )
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode(
+                text, add_special_tokens, lambda num_ids: _check_length(num_ids, max_model_len)
+            )
+
+        return Prompt(await self.run(num_bytes, encode), text)
+
+    def of_ids(self, ids: Sequence[int], max_model_len: int | None) -> Prompt:
+        """Take token ids. Raises ApiError where they are too many."""
+        _check_length(len(ids), max_model_len)
+        return Prompt(ids)
+
+    async def of_messages(
+        self,
+        messages: list[dict[str, Any]],
+        options: dict[str, Any],
+        max_model_len: int | None,
+        *,
+        add_special_tokens: bool,
+    ) -> Prompt:
+        """Render a conversation and tokenize what comes of it; a template writes its own BOS.
+
+        Args:
+            options: further arguments of the template.
+
+        Raises:
+            InvalidRequestError: the template refuses it. ApiError: there is none; or too long.
+        """
+        template = self._template
+        if isinstance(template, str):
+            raise invalid(template, "messages", "no_chat_template")
+        text = await self.run(size_of(messages), lambda: template.render(messages, **options))
+        return await self.of_text(text, max_model_len, add_special_tokens=add_special_tokens)
+
+    async def run(self, num_bytes: int, call: Callable[[], T]) -> T:
+        """Do something with so many bytes, in a thread where they are many."""
+        if num_bytes <= SHORT_BYTES:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_length(num_ids: int, max_model_len: int | None) -> None:
+    if max_model_len is not None and num_ids >= max_model_len:
+        raise too_long(
+            f"This model's maximum context length is {max_model_len} tokens. However, the prompt"
+            f" has {num_ids} tokens, and at least one must be generated."
+        )
+
+
+def size_of(value: Any) -> int:
+    """About how many bytes a decoded JSON value has: for whoever chooses a thread."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(size_of(one) for pair in value.items() for one in pair)
+    if isinstance(value, list):
+        return sum(map(size_of, value)) if value and not isinstance(value[0], int) else len(value)
+    return 8

@@ -1,0 +1,170 @@
+"""The gateway's process: it listens, serves, and ends in good order.
+
+Owns signals and draining. Must not know routes.
+
+::
+
+    SIGTERM ─► readiness says no, new requests get 503 ─► nothing runs, or drain_timeout_s is over
+               ─► what still runs ends with an error ─► the port is closed
+    SIGINT ──► the same, without waiting
+"""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from charonia.errors import CheckpointError, ConfigError
+from charonia.events import event
+from charonia.gateway.app import make_app
+from charonia.gateway.connections import Connection
+from charonia.gateway.observing import Metrics
+from charonia.gateway.openai.serving import Serving
+from charonia.gateway.prompts import Prompts, Template
+from charonia.gateway.settings import GatewaySettings
+from charonia.gateway.upstream import Upstream
+from charonia.gateway.watching import Watch
+from charonia.text.chat_template import ChatTemplate
+from charonia.text.tokenizer import Tokenizer
+
+_POLL_S = 0.05
+_CLOSE_S = 5
+_BACKLOG = 2048
+
+
+def run_gateway(settings: GatewaySettings, log: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        log: takes one line; None prints to stderr.
+
+    Raises:
+        CheckpointError: the tokenizer or the chat template cannot be read. ConfigError: the port
+            is taken, or the address is not of this machine.
+    """
+    log = log or _print
+    tokenizer = Tokenizer.from_dir(settings.tokenizer)
+    template = _template(settings, log)
+    listener = _listen(settings.host, settings.port)
+    try:
+        asyncio.run(_serve(settings, tokenizer, template, listener, log))
+    finally:
+        listener.close()
+
+
+async def _serve(
+    settings: GatewaySettings,
+    tokenizer: Tokenizer,
+    template: Template | str,
+    listener: socket.socket,
+    log: Callable[[str], None],
+) -> None:
+    metrics = Metrics()
+    upstream = Upstream(
+        settings.servers,
+        settings.scheduler_model,
+        on_retry=lambda url: metrics.retries.labels(url).inc(),
+    )
+    watch = Watch(
+        max_body_bytes=settings.max_body_bytes,
+        max_held_bytes=settings.max_held_bytes,
+        read_timeout_s=settings.read_timeout_s,
+        stall_timeout_s=settings.stall_timeout_s,
+        max_requests=settings.max_requests,
+        log=log,
+    )
+    prompts = Prompts(tokenizer, template, settings.num_threads)
+    serving = Serving(settings, prompts, upstream)
+    config = uvicorn.Config(
+        make_app(serving, watch, metrics, log),
+        http=Connection,
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=_CLOSE_S,
+    )
+    server = _Server(config, watch, settings.drain_timeout_s, log)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log(event("gateway_serving", url=f"http://{shown}:{port}", servers=" ".join(settings.servers)))
+    try:
+        await server.serve([listener])
+    finally:
+        prompts.close()
+        await upstream.close()
+    log(event("gateway_stopped"))
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn's, which finishes what it has while it still listens."""
+
+    def __init__(
+        self, config: uvicorn.Config, watch: Watch, drain_s: float, log: Callable[[str], None]
+    ) -> None:
+        super().__init__(config)
+        self._watch = watch
+        self._drain_s = drain_s
+        self._log = log
+        self._drain_until: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal: a second one does not wait."""
+        is_hasty = sig == signal.SIGINT or self._drain_until is not None
+        self._drain_until = time.monotonic() + (0.0 if is_hasty else self._drain_s)
+
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn: called ten times a second; whether to stop."""
+        if self._drain_until is None:
+            return await super().on_tick(counter)
+        if not self._watch.is_draining:
+            self._watch.is_draining = True
+            self._log(event("gateway_draining", requests=self._watch.num_requests))
+        if self._watch.num_requests and time.monotonic() < self._drain_until:
+            return False
+        if num_left := self._watch.num_requests:
+            self._log(event("gateway_ends_requests", requests=num_left))
+        self._watch.closing.set()
+        close_until = time.monotonic() + _CLOSE_S
+        while self._watch.num_requests and time.monotonic() < close_until:
+            await asyncio.sleep(_POLL_S)
+        return True
+
+
+def _template(settings: GatewaySettings, log: Callable[[str], None]) -> Template | str:
+    """The chat template, or why there is none: texts can be completed all the same."""
+    try:
+        return ChatTemplate.from_checkpoint(settings.tokenizer, settings.chat_template)
+    except CheckpointError as error:
+        log(event("gateway_without_chats", reason=str(error)))
+        return str(error)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} is no address: {error.strerror}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"{host}:{port} cannot be listened on: {error.strerror}") from None
+    return listener
+
+
+def _print(line: str) -> None:
+    print(f"charonia: {line}", file=sys.stderr, flush=True)

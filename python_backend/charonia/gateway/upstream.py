@@ -1,0 +1,233 @@
+"""The servers behind a gateway: which one gets a request, and when another one is asked.
+
+Owns how many requests each has, and what their failures mean for the choice. Must not know HTTP,
+nor what is asked for.
+
+A request goes to the server that has the fewest of this gateway's. It goes to another one only
+while nothing of an answer has come, and only where that may do better: the connection failed, or
+the server cannot take it now.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from charonia.gateway.breaker import Breaker
+from charonia.gateway.errors import unavailable
+from charonia_client import (
+    AsyncClient,
+    CharoniaClientError,
+    Chunk,
+    Completion,
+    ConnectionFailed,
+    EngineState,
+    Overloaded,
+    QueueFull,
+    RateLimited,
+    RetryPolicy,
+    Sampling,
+    ServerError,
+    Timeouts,
+    Unavailable,
+)
+from charonia_client.values import Include
+
+MAX_ATTEMPTS = 3
+STATE_AGE_S = 0.2
+"""For so long an answer to a probe counts: many may ask at a time."""
+LENGTH_AGE_S = 5.0
+"""After so long a server is asked again how long a request may be: it may have another model."""
+_BUSY = (QueueFull, Overloaded, RateLimited)
+_INCLUDE: tuple[Include, ...] = ("token_ids", "num_tokens", "timing")
+T = TypeVar("T")
+
+
+class Server:
+    """One server.
+
+    Attributes:
+        num_requests: of this gateway that it has now. turn: when it was chosen last.
+        max_model_len: as it last said.
+    """
+
+    def __init__(self, url: str, model: str, clock: Callable[[], float]) -> None:
+        self.url = url
+        self.client = AsyncClient(url, model=model, retry=RetryPolicy(max_attempts=1))
+        self.breaker = Breaker(clock)
+        self.num_requests = 0
+        self.turn = 0
+        self.max_model_len: int | None = None
+        self._clock = clock
+        self._probe: asyncio.Task[EngineState | None] | None = None
+        self._probed_at = 0.0
+
+    async def state(self) -> EngineState | None:
+        """How its scheduler and engine are; None where it does not answer."""
+        return await asyncio.shield(self.refreshed(STATE_AGE_S))
+
+    def refreshed(self, age_s: float) -> "asyncio.Task[EngineState | None]":
+        """The last probe, or a new one where that is older; it may be under way."""
+        is_old = self._clock() - self._probed_at > age_s
+        if self._probe is None or (self._probe.done() and is_old):
+            self._probe = asyncio.create_task(self._ask())
+        return self._probe
+
+    async def _ask(self) -> EngineState | None:
+        state = None
+        with contextlib.suppress(CharoniaClientError):
+            state = await self.client.probe()
+            self.max_model_len = state.max_model_len or self.max_model_len
+        self._probed_at = self._clock()
+        return state
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """A request is there for as long as this lasts; what it ends with counts."""
+        self.num_requests += 1
+        self.breaker.begin()
+        try:
+            yield
+        except CharoniaClientError as error:
+            self._judge(error)
+            raise
+        except BaseException:  # the client left: no fault of the server's
+            self.breaker.abandon()
+            raise
+        finally:
+            self.num_requests -= 1
+
+    def _judge(self, error: CharoniaClientError) -> None:
+        is_fault = isinstance(error, ServerError | Unavailable | ConnectionFailed)
+        if is_fault and not isinstance(error, _BUSY) and error.kind != "quarantined":
+            self.breaker.fail()
+        else:
+            self.breaker.succeed()  # it answered, if not what was hoped for
+
+
+class Upstream:
+    """All servers. Belongs to one event loop.
+
+    Args:
+        urls: `host:port` of gRPC. model: what their schedulers are called.
+        on_retry: called with the URL of a server whose request goes to another one.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        *,
+        on_retry: Callable[[str], None] = lambda url: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.servers = [Server(url, model, clock) for url in urls]
+        self._on_retry = on_retry
+        self._num_turns = 0
+
+    async def stream(
+        self, prompt: Sequence[int], sampling: Sampling, request_id: str, timeouts: Timeouts
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream an answer. Closing the generator cancels the request.
+
+        Raises:
+            CharoniaClientError: as `AsyncClient.stream`. ApiError: all servers rest.
+        """
+
+        async def chunks(client: AsyncClient) -> AsyncGenerator[Chunk, None]:
+            async with client.stream(
+                prompt, sampling, request_id=request_id, include=_INCLUDE, timeouts=timeouts
+            ) as stream:
+                async for chunk in stream:
+                    yield chunk
+
+        async with contextlib.aclosing(self._ask(chunks)) as answer:
+            async for chunk in answer:
+                yield chunk
+
+    async def complete(
+        self, prompt: Sequence[int], sampling: Sampling, request_id: str, timeouts: Timeouts
+    ) -> Completion:
+        """Get a whole answer. Cancelling the task cancels the request. Raises as `stream`."""
+
+        async def whole(client: AsyncClient) -> AsyncGenerator[Completion, None]:
+            yield await client.generate(
+                prompt, sampling, request_id=request_id, include=_INCLUDE, timeouts=timeouts
+            )
+
+        async with contextlib.aclosing(self._ask(whole)) as answer:
+            return await anext(answer)
+
+    async def states(self) -> list[EngineState | None]:
+        """How each server is; None for one that does not answer."""
+        return list(await asyncio.gather(*(server.state() for server in self.servers)))
+
+    async def max_model_len(self) -> int | None:
+        """The longest request that every server takes, as far as any has said so."""
+        if all(server.max_model_len is None for server in self.servers):
+            await self.states()
+        for server in self.servers:
+            server.refreshed(LENGTH_AGE_S)  # for those who come later
+        known = [server.max_model_len for server in self.servers]
+        return min((length for length in known if length is not None), default=None)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*(server.client.close() for server in self.servers))
+
+    async def _ask(
+        self, call: Callable[[AsyncClient], AsyncGenerator[T, None]]
+    ) -> AsyncGenerator[T, None]:
+        tried: set[Server] = set()
+        while True:
+            server = self._choose(tried)
+            tried.add(server)
+            has_begun = False
+            try:
+                with server.taking():
+                    async with contextlib.aclosing(call(server.client)) as answer:
+                        async for part in answer:
+                            if not has_begun:
+                                server.breaker.succeed()
+                            has_begun = True
+                            yield part
+                return
+            except CharoniaClientError as error:
+                if has_begun or not _may_do_better(error) or not self._has_another(tried):
+                    raise
+                self._on_retry(server.url)
+
+    def _choose(self, tried: set[Server]) -> Server:
+        free = [one for one in self.servers if one not in tried and one.breaker.admits]
+        if not free:
+            wait_s = min(server.breaker.wait_s for server in self.servers)
+            raise unavailable("no server can be reached", max(wait_s, 1.0))
+        server = min(free, key=lambda one: (one.num_requests, one.turn))
+        self._num_turns += 1
+        server.turn = self._num_turns
+        return server
+
+    def _has_another(self, tried: set[Server]) -> bool:
+        if len(tried) >= MAX_ATTEMPTS:
+            return False
+        return any(server not in tried and server.breaker.admits for server in self.servers)
+
+
+def _may_do_better(error: CharoniaClientError) -> bool:
+    """Whether another server may take what one did not."""
+    return isinstance(error, Unavailable | ConnectionFailed) and not isinstance(error, RateLimited)
+
+
+async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """The results of calls that run at a time; the first that fails cancels the others."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,304 @@
+"""A request's work, beside a watcher of the connection that it came on.
+
+Owns the task of each request, what ends it early, and how errors are answered. Must not know what
+the work is.
+
+::
+
+    body read ─► work ─────────────────────────────► answer complete
+                  │  ▲ cancelled at once, wherever it waits
+    watcher ──────┼──┤ the client left                    499 in the log
+    reply.send ───┼──┤ nothing was read for stall_s       the connection is aborted
+    closing ──────┴──┘ the gateway is shutting down       503, in a stream an error event
+
+After the first byte of a stream an error is an event, and `[DONE]` follows.
+"""
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from charonia.errors import CharoniaError
+from charonia.events import event
+from charonia.gateway import errors
+from charonia.gateway.connections import abort
+from charonia.gateway.errors import ApiError
+from charonia.gateway.observing import record_of
+from charonia_client import CharoniaClientError
+
+_GONE_S = 5.0
+_LINE_ENDS = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+"""That are none in JSON or events, but at which many a client's library splits a stream."""
+_ESCAPES = [(character.encode(), text.encode()) for character, text in _LINE_ENDS.items()]
+_encode = msgspec.json.Encoder().encode
+
+
+class StalledError(Exception):
+    """The client takes nothing of its answer."""
+
+
+class Reply:
+    """The answer to one request, as far as it is sent.
+
+    Args:
+        stall_s: in which the client must take what is sent.
+
+    Attributes:
+        is_streaming: whether a stream has begun. is_complete: whether nothing may follow.
+    """
+
+    def __init__(self, send: Send, stall_s: float) -> None:
+        self._send = send
+        self._stall_s = stall_s
+        self.is_streaming = False
+        self.is_complete = False
+
+    async def whole(self, value: Any, status: int = HTTPStatus.OK, **headers: str) -> None:
+        """Send an answer in one piece, as JSON."""
+        body = _encode(value)
+        head = {"content-type": "application/json", "content-length": str(len(body)), **headers}
+        await self._start(status, head)
+        await self._part(body, is_last=True)
+
+    async def event(self, value: Any) -> None:
+        """Send a server-sent event; the first one begins the stream."""
+        if not self.is_streaming:
+            self.is_streaming = True
+            await self._start(
+                HTTPStatus.OK,
+                {
+                    "content-type": "text/event-stream; charset=utf-8",
+                    "cache-control": "no-cache",
+                    "x-accel-buffering": "no",
+                },
+            )
+        data = _encode(value)
+        for character, escape in _ESCAPES:
+            data = data.replace(character, escape)
+        await self._part(b"data: " + data + b"\n\n")
+
+    async def done(self) -> None:
+        """End a stream."""
+        await self._part(b"data: [DONE]\n\n", is_last=True)
+
+    async def error(self, error: ApiError) -> None:
+        """Answer with an error."""
+        if self.is_complete:
+            return
+        if self.is_streaming:
+            await self.event(error.body)
+            await self.done()
+        else:
+            headers = {name.replace("-", "_"): value for name, value in error.headers.items()}
+            await self.whole(error.body, error.status, **headers)
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        pairs = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+        await self._put({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _part(self, body: bytes, *, is_last: bool = False) -> None:
+        await self._put({"type": "http.response.body", "body": body, "more_body": not is_last})
+        self.is_complete = is_last
+
+    async def _put(self, message: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._send(message)
+        except TimeoutError:
+            raise StalledError from None
+
+
+class Watch:
+    """What all requests of a gateway have in common.
+
+    Args:
+        max_body_bytes, max_held_bytes, read_timeout_s, stall_timeout_s, max_requests: see
+            `GatewaySettings`.
+        log: takes one line.
+
+    Attributes:
+        closing: set it to end all work. num_requests: that work now. num_bytes: of their bodies.
+        is_draining: whether new work is refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_body_bytes: int,
+        max_held_bytes: int,
+        read_timeout_s: float,
+        stall_timeout_s: float,
+        max_requests: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self.max_body_bytes = max_body_bytes
+        self.max_held_bytes = max_held_bytes
+        self.read_timeout_s = read_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self.max_requests = max_requests
+        self.log = log
+        self.closing = asyncio.Event()
+        self.num_requests = 0
+        self.num_bytes = 0
+        self.is_draining = False
+
+    @contextlib.contextmanager
+    def admitting(self) -> Iterator["Body"]:
+        """A request is at work for as long as this lasts; its body may be read.
+
+        Raises:
+            ApiError: no more are taken.
+        """
+        if self.is_draining:
+            raise errors.shutting_down()
+        if self.num_requests >= self.max_requests:
+            raise errors.unavailable(f"the gateway has {self.max_requests} requests, its most")
+        self.num_requests += 1
+        body = Body(self)
+        try:
+            yield body
+        finally:
+            self.num_requests -= 1
+            self.num_bytes -= body.num_bytes
+
+
+class Work(Response):
+    """A response that is worked out while its connection is watched.
+
+    Args:
+        run: gets the body and answers; it is cancelled when nobody wants the answer any more.
+    """
+
+    def __init__(
+        self, watch: Watch, run: Callable[[bytes, Reply], Coroutine[Any, Any, None]]
+    ) -> None:
+        self.status_code = HTTPStatus.OK
+        self.background = None
+        self._watch = watch
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        reply = Reply(send, self._watch.stall_timeout_s)
+        record = record_of(scope)
+        try:
+            try:
+                with self._watch.admitting() as body:
+                    await self._work(await body.read(scope, receive), receive, reply)
+            except ApiError as error:
+                await self._refuse(scope, reply, error)
+            except CharoniaClientError as error:
+                await self._refuse(scope, reply, errors.of_client_error(error))
+            except CharoniaError as error:
+                await self._refuse(scope, reply, errors.of_own_error(error))
+            except ClientLeft:
+                record.status, record.reason = errors.CLIENT_LEFT, "the client left"
+            except StalledError:
+                raise
+            except Exception:
+                lines = traceback.format_exc()
+                self._watch.log(event("fault", id=record.request_id, traceback=lines))
+                await self._refuse(scope, reply, errors.internal())
+        except StalledError:
+            record.status, record.reason = errors.CLIENT_LEFT, "the client reads nothing"
+            abort(scope)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GONE_S):
+                    await _until_left(receive)
+
+    async def _refuse(self, scope: Scope, reply: Reply, error: ApiError) -> None:
+        record = record_of(scope)
+        record.status, record.reason = error.status, error.message[:500]
+        await reply.error(error)
+
+    async def _work(self, body: bytes, receive: Receive, reply: Reply) -> None:
+        work = asyncio.create_task(self._run(body, reply))
+        left = asyncio.create_task(_until_left(receive))
+        closing = asyncio.create_task(self._watch.closing.wait())
+        tasks = (work, left, closing)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            has_left = left.done()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if reply.is_complete:
+            return None  # it ended at that very moment
+        raise ClientLeft if has_left else errors.shutting_down()
+
+
+class ClientLeft(Exception):
+    """The connection is closed."""
+
+
+class Body:
+    """A request's body.
+
+    Attributes:
+        num_bytes: that have come.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self.num_bytes = 0
+
+    async def read(self, scope: Scope, receive: Receive) -> bytes:
+        """All of it.
+
+        Raises:
+            ApiError: it is too long, or does not come, or there is no room for it. ClientLeft: the
+                connection is closed.
+        """
+        announced = dict(scope["headers"]).get(b"content-length", b"")
+        self._check(int(announced) if announced.isdigit() else 0)
+        parts = []
+        limit_s = self._watch.read_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeft
+                    parts.append(message.get("body", b""))
+                    self._hold(len(parts[-1]))
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise ApiError(
+                HTTPStatus.REQUEST_TIMEOUT,
+                f"the request's body did not come within {limit_s:g} s",
+                kind=errors.TIMEOUT,
+                code="request_timeout",
+            ) from None
+
+    def _hold(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._watch.num_bytes += num_bytes
+        self._check(self.num_bytes)
+        if self._watch.num_bytes > self._watch.max_held_bytes:
+            raise errors.unavailable("the gateway holds as many bytes of requests as it may")
+
+    def _check(self, num_bytes: int) -> None:
+        most = self._watch.max_body_bytes
+        if num_bytes > most:
+            raise ApiError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the request's body must have at most {most} bytes",
+                code="request_too_large",
+            )
+
+
+async def _until_left(receive: Receive) -> None:
+    """Wait until the client has gone. It has nothing more to say that would matter."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

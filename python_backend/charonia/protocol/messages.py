@@ -1,0 +1,362 @@
+"""The messages between the planes, and their binary form (MessagePack).
+
+Owns the types that cross a process boundary. Must not know how a plan is made or executed.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "cancelled"]
+KEY_BYTES = 16
+"""Of the key of a block's content: a hash of all tokens up to its end."""
+
+
+class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
+    """What the engine needs of a request's SamplingParams: everything is token ids by now.
+
+    Attributes:
+        seed: 64-bit seed of the noise, 0 .. 2**64 - 1.
+        top_k: 0 is all.
+        bad_words_ids: token id sequences whose last token must not follow the ones before it.
+        min_tokens: while fewer tokens are generated, `stop_ids` cannot be sampled.
+        num_logprobs, num_prompt_logprobs: -1 none, 0 the token itself, k also the top k.
+    """
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    bad_words_ids: list[list[int]] = []
+    min_tokens: int = 0
+    stop_ids: list[int] = []
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
+
+
+class NewRow(msgspec.Struct, frozen=True):
+    """A request that joins a row of the engine, for the first time or after a preemption.
+
+    Attributes:
+        row: 0 .. max_num_seqs - 1, free until now.
+        token_ids: all its tokens so far, prompt and generated.
+        num_prompt: how many of them are the prompt.
+        num_computed: how many have their KV in `block_ids` already (prefix hits).
+        block_ids: its blocks so far; position p lives in block_ids[p // block_size].
+        num_draft_computed: how many have the draft model's KV in them, too.
+    """
+
+    row: int
+    token_ids: list[int]
+    num_prompt: int
+    num_computed: int
+    block_ids: list[int]
+    sampling: RowSampling
+    num_draft_computed: int = 0
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
+    """All that is in a block is to be in another one, too: K and V of all layers and models."""
+
+    source: int
+    target: int
+
+
+class BlockSave(msgspec.Struct, frozen=True, array_like=True):
+    """What a block contains is to be in a slot of a slower tier, too, in place of what is there.
+
+    Attributes:
+        tier: its place in `KeptBlocks.tiers`. slot: 0 .. num_slots - 1.
+        key: of the content, `KEY_BYTES`. has_draft: whether the draft model's KV is part of it.
+    """
+
+    block_id: int
+    tier: int
+    slot: int
+    key: bytes
+    has_draft: bool
+
+
+class BlockLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What a slot of a slower tier contains is to be in a block, if it is of this key."""
+
+    tier: int
+    slot: int
+    block_id: int
+    key: bytes
+
+
+class RowStep(msgspec.Struct, frozen=True, array_like=True):
+    """What one row computes in this step: the next `num_tokens` known tokens after its cursor.
+
+    A row whose cursor reaches its last known token samples the next one, appends it, and reports
+    it. With drafts it does so several times: they are computed in the same pass, and as long as
+    the sampled token is the draft at its place, the token sampled behind that draft counts too::
+
+        known tokens ......... t │ d1   d2   d3      num_drafts = 3
+          num_tokens ──────────┘ │  │    │    │
+        sampled                 d1  d2   x    ·      2 accepted; the run is d1 d2 x
+
+    The cursor then stands behind the last accepted draft.
+
+    Attributes:
+        new_block_ids: appended to the row's block table first; it must hold the drafts too.
+        num_drafts: how many, >= 0; any only where `num_tokens` reaches the last known token.
+        draft_ids: the drafts; empty where the engine's draft model is to guess them.
+        num_draft_tokens: known tokens that the draft model computes first, after its own cursor;
+            they reach the last known token where it is to guess.
+    """
+
+    row: int
+    num_tokens: int
+    new_block_ids: list[int] = []
+    num_drafts: int = 0
+    draft_ids: list[int] = []
+    num_draft_tokens: int = 0
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Asks an engine for its EngineInfo."""
+
+
+class StepPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One step. The engine drops `leaves`, adds `joins`, and computes `rows`.
+
+    Before that it makes `saves`, `loads` and `copies`, in this order: a block may be saved, and
+    written to by the same plan. Of `discards` it may give back the memory: what they contain is of
+    no use, and they are in no table. `step_id` counts from 0 in each epoch; step 0 has `reset` set
+    and only it has.
+    """
+
+    epoch: int
+    step_id: int
+    reset: bool = False
+    leaves: list[int] = []
+    joins: list[NewRow] = []
+    saves: list[BlockSave] = []
+    loads: list[BlockLoad] = []
+    discards: list[int] = []
+    copies: list[BlockCopy] = []
+    rows: list[RowStep] = []
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Raw log-probabilities at one position.
+
+    Attributes:
+        token_ids: the sampled (or prompt) token first, then the most likely ones, best first.
+        logprobs: of each of `token_ids`.
+        rank: of the first token, 1 is the most likely. The others have ranks 1, 2, …
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class RowResult(msgspec.Struct, frozen=True, array_like=True):
+    """The run of tokens that a row committed in this step: its accepted drafts and one more.
+
+    It is empty while the row's known tokens are not all computed.
+
+    Attributes:
+        logprobs: one entry per token of `token_ids`, or None when not asked for.
+        prompt_logprobs: one entry per prompt token *predicted* in this step, in order: the
+            step that computes prompt positions a .. b-1 reports tokens a+1 .. min(b, num_prompt-1).
+    """
+
+    row: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+Collectives = dict[str, tuple[int, int, float]]
+"""Collective operations of one rank by name: how many, of how many bytes, in how many seconds."""
+
+
+class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What a step committed.
+
+    Attributes:
+        rows: of each row of the plan, in the plan's order.
+        seconds: what it took inside the engine. draft_seconds: the draft model's part of that.
+        collectives: what its ranks exchanged since the step before; None where there is one.
+        num_blocks: for which there is memory at this moment, with the null block; None is all.
+        not_loaded: blocks into which the plan had something loaded that was not there, or damaged.
+    """
+
+    epoch: int
+    step_id: int
+    rows: list[RowResult]
+    seconds: float
+    draft_seconds: float = 0.0
+    collectives: Collectives | None = None
+    not_loaded: list[int] = []
+    num_blocks: int | None = None
+
+
+class StepFailure(msgspec.Struct, frozen=True, tag=True):
+    """A step raised and the engine lives; it waits for a plan with `reset`."""
+
+    message: str
+
+
+class Farewell(msgspec.Struct, frozen=True, tag=True):
+    """The engine is being unloaded; nothing follows. Said unasked, or instead of an answer."""
+
+
+class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a rank's KV cache.
+
+    `dtype` says how K and V are kept: a float type of torch's, or int8, fp8 or int4 (see
+    `data.ops.kv_format`). `bytes_per_block` counts K and V of all layers, with their scales.
+
+    Where an engine has several ranks, what it tells of is rank 0's part: its layers and heads.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    bytes_per_block: int
+
+
+class SlotContent(msgspec.Struct, frozen=True, array_like=True):
+    """What a slot of a tier contains; see `BlockSave`."""
+
+    slot: int
+    key: bytes
+    has_draft: bool
+
+
+class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A slower tier of the KV cache, as an engine has found or left it.
+
+    Attributes:
+        contents: in the order in which they were saved, as far as that is known.
+    """
+
+    name: Literal["host", "file"]
+    num_slots: int
+    contents: list[SlotContent]
+
+
+class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine keeps of blocks beside its KV cache, and for longer.
+
+    Attributes:
+        hash_secret: key of the hash that made the contents' keys, and is to make all others.
+        slot_bytes: that are moved for a block, on the rank with the most.
+        tiers: the faster ones first.
+    """
+
+    hash_secret: bytes
+    slot_bytes: int
+    tiers: list[TierInfo]
+
+
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's memory is for, in bytes; of rank 0, where there are several.
+
+    Attributes:
+        weights: what was in use once the weights were loaded.
+        step: what the largest step takes at its peak beside that; None where the arguments fix the
+            KV cache's size, so that none was run.
+        kv_cache: the target's and the draft model's. On a CPU it is taken as it is written to.
+        left: what others may take once all of that is in use. total: of which that is a part.
+        source: what limits: "machine", a control group, or a GPU.
+    """
+
+    weights: int
+    step: int | None
+    kv_cache: int
+    left: int
+    total: int
+    source: str
+
+
+class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What the scheduler must know of an engine.
+
+    Attributes:
+        epoch: of the last plan executed, 0 when fresh. pids: of all its processes.
+        num_blocks: with the null block 0, which is never handed out.
+        max_model_len: tokens of prompt and output together.
+        eos_token_ids: as the checkpoint's configuration says.
+        max_draft_len: tokens that the draft model can look back on; 0 where there is none.
+        num_stages: of its pipeline, each of which can compute another step, of other rows.
+        kept: what slower tiers hold at this moment; None where there are none.
+        checkpoint: digest of the model's checkpoint, and of the draft model's; "" where nobody
+            knows.
+        watches_memory: whether results say how many blocks there is memory for.
+        memory: what it is for; None where there is none to speak of, as in a simulation.
+    """
+
+    epoch: int
+    pids: list[int]
+    num_blocks: int
+    kv: KVLayout
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    architecture: str
+    dtype: str
+    device: str
+    num_parameters: int
+    max_draft_len: int = 0
+    num_stages: int = 1
+    kept: KeptBlocks | None = None
+    checkpoint: str = ""
+    memory: MemoryReport | None = None
+    watches_memory: bool = False
+
+
+EngineRequest = Hello | StepPlan
+EngineReply = EngineInfo | StepResult | StepFailure | Farewell
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)
+_reply_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineReply)
+
+
+def encode(message: EngineRequest | EngineReply) -> bytes:
+    """Encode a message as MessagePack."""
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes | memoryview) -> EngineRequest:
+    """Decode what the scheduler sent.
+
+    Raises:
+        msgspec.DecodeError: not MessagePack, or not of the message's types.
+    """
+    request: EngineRequest = _decode(_request_decoder, data)
+    return request
+
+
+def decode_reply(data: bytes | memoryview) -> EngineReply:
+    """Decode what the engine answered.
+
+    Raises:
+        msgspec.DecodeError: not MessagePack, or not of the message's types.
+    """
+    reply: EngineReply = _decode(_reply_decoder, data)
+    return reply
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> Any:
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        raise msgspec.DecodeError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:  # which msgspec lets through
+        raise msgspec.DecodeError(f"it is not UTF-8: {error.reason}") from None

@@ -1,0 +1,230 @@
+"""What a request asks for: how its tokens are chosen, when it ends, and what else it wants.
+
+Owns names, ranges and defaults, which are vLLM's. Must not know tokens or tensors.
+"""
+
+import math
+
+import msgspec
+
+from charonia.errors import InvalidRequestError, shown
+
+UINT64_MAX = 2**64 - 1
+INT32_MAX = 2**31 - 1
+DEFAULT_CACHE_PRIORITY = 35
+MAX_CACHE_PRIORITY = 100
+MAX_CACHE_RANGES = 32
+MAX_TTL_S = 1e9
+MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
+"""Of one prompt; OpenAI's API has as many."""
+MAX_ENTRIES = {"stop": 64, "stop_token_ids": 1024, "bad_words": 256, "logit_bias": 4096}
+MAX_CHARACTERS = {"stop": 8192, "bad_words": 8192, "tenant": 256, "cache_salt": 256}
+
+
+class CacheRange(msgspec.Struct, frozen=True, kw_only=True):
+    """How long blocks are kept in the prefix cache whose first token is in a range of positions.
+
+    Attributes:
+        start: the first position, >= 0. end: the one behind the last; None is without an end.
+        priority: 0 to `MAX_CACHE_PRIORITY`, what is lower is evicted first; the default is what all
+            have for which nobody asks.
+        ttl_s: for how long once no request uses a block, then it has the default; None is for ever.
+    """
+
+    start: int = 0
+    end: int | None = None
+    priority: int = DEFAULT_CACHE_PRIORITY
+    ttl_s: float | None = None
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request wants its tokens chosen and when to stop. Names and defaults are vLLM's.
+
+    Attributes:
+        max_tokens: tokens to generate at most, >= 1; cut to what fits in `max_model_len`.
+        min_tokens: EOS, stop tokens and stop strings are held off before this many tokens.
+        temperature: 0 is greedy.
+        top_p: smallest set of tokens with this probability mass, in (0, 1].
+        top_k: this many most likely tokens; 0 or -1 is all.
+        min_p: tokens at least this fraction as likely as the most likely one, in [0, 1].
+        seed: of the stateless noise; None takes a random one at admission.
+        n: samples of the prompt; sample i is what `seed` + i gives alone. best_of: samples that
+            are generated, of which the n of the greatest log-probability are returned; None is n.
+            `MAX_SAMPLES` at most.
+        stop: strings that end the text; stop_token_ids: tokens that end it. These and the next
+            ones have at most as many entries and characters as `MAX_ENTRIES`, `MAX_CHARACTERS`.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+        bad_words: strings that must not be generated.
+        ignore_eos: go on after the end-of-sequence token.
+        skip_special_tokens: leave special tokens out of the text.
+        presence_penalty, frequency_penalty: subtracted from logits of generated tokens, [-2, 2].
+        repetition_penalty: divides positive, multiplies negative logits of tokens seen in prompt
+            or output, > 0.
+        logit_bias: added to the logits of these token ids, each in [-100, 100].
+        logprobs: this many most likely tokens per generated token, with their raw
+            log-probabilities (before temperature and penalties); 0 is the sampled token alone.
+        prompt_logprobs: the same for the prompt's tokens; such a request takes no cache hits.
+        priority: smaller is sooner, where the scheduling policy asks for it. deadline_ms: total
+            time the request may take.
+        tenant: whose request this is; caches are isolated by tenant and cache_salt.
+        cache_salt: isolates the prefix cache further. speculation: False turns drafts off.
+        cache_priority: how long the cache keeps the prompt, or what is at ranges of positions,
+            generated tokens among them, see `CacheRange`; None asks for nothing.
+        cache_ttl_s: for how long, where a range does not say it.
+        use_answer_cache: whether it may get an answer that was computed for an equal request, and
+            its own be kept for others, where the scheduler keeps answers (`answer_cache_bytes`).
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    bad_words: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    deadline_ms: int | None = None
+    tenant: str = ""
+    cache_salt: str = ""
+    speculation: bool = True
+    cache_priority: int | tuple[CacheRange, ...] | None = None
+    cache_ttl_s: float | None = None
+    use_answer_cache: bool = True
+
+    def __post_init__(self) -> None:
+        """Check ranges.
+
+        Raises:
+            InvalidRequestError: a value is out of range; the text names it and the range.
+        """
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _check(
+            "min_tokens",
+            self.min_tokens,
+            0 <= self.min_tokens <= self.max_tokens,
+            f"from 0 to max_tokens ({self.max_tokens})",
+        )
+        # They must fit into an engine's tensors.
+        for name in ("max_tokens", "top_k"):
+            value = getattr(self, name)
+            _check(name, value, value <= INT32_MAX, f"at most {INT32_MAX}")
+        _check_range("temperature", self.temperature, 0.0, 1e6)
+        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        _check("top_k", self.top_k, self.top_k >= -1, "-1 or 0 (all), or at least 1")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check(
+            "seed",
+            self.seed,
+            self.seed is None or -(2**63) <= self.seed <= UINT64_MAX,
+            "a 64-bit integer",
+        )
+        _check_range("n", self.n, 1, MAX_SAMPLES)
+        if self.best_of is not None:
+            _check_range("best_of", self.best_of, self.n, MAX_SAMPLES)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.0 < self.repetition_penalty <= 1e6,
+            "above 0 and at most 1e6",
+        )
+        for token_id, bias in self.logit_bias.items():
+            _check_range(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
+        _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for name, most in MAX_ENTRIES.items():
+            _check_size(name, len(getattr(self, name)), most, "entries")
+        for name, most in MAX_CHARACTERS.items():
+            value = getattr(self, name)
+            num = len(value) if isinstance(value, str) else sum(map(len, value))
+            _check_size(name, num, most, "characters")
+        _check("stop", self.stop, all(self.stop), "a string or a list of non-empty strings")
+        _check("bad_words", self.bad_words, all(self.bad_words), "a list of non-empty strings")
+        _check_range("priority", self.priority, -INT32_MAX, INT32_MAX)
+        _check(
+            "deadline_ms",
+            self.deadline_ms,
+            self.deadline_ms is None or 1 <= self.deadline_ms <= 2**31,
+            "from 1 to 2147483648",
+        )
+        _check_ttl("cache_ttl_s", self.cache_ttl_s)
+        if isinstance(self.cache_priority, list):
+            msgspec.structs.force_setattr(self, "cache_priority", tuple(self.cache_priority))
+        if isinstance(self.cache_priority, tuple):
+            _check_cache_ranges(self.cache_priority)
+        else:
+            _check_range("cache_priority", self.cache_priority, 0, MAX_CACHE_PRIORITY)
+        if self.cache_ttl_s is not None and self.cache_priority is None:
+            raise InvalidRequestError(
+                f"cache_ttl_s = {shown(self.cache_ttl_s)} has no effect without a cache_priority"
+            )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+
+def _check(name: str, value: object, ok: bool, accepted: str) -> None:
+    if not ok:
+        raise InvalidRequestError(f"{name} must be {accepted}, but is {shown(value)}")
+
+
+def _check_size(name: str, num: int, most: int, what: str) -> None:
+    if num > most:
+        raise InvalidRequestError(f"{name} must have at most {most} {what}, but has {num}")
+
+
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is None:
+        return
+    _check(name, value, math.isfinite(value) and low <= value <= high, f"from {low} to {high}")
+
+
+def _check_ttl(name: str, value: float | None) -> None:
+    ok = value is None or 0.0 < value <= MAX_TTL_S
+    _check(name, value, ok, f"above 0 and at most {MAX_TTL_S:.0f}")
+
+
+def _check_cache_ranges(ranges: tuple[CacheRange, ...]) -> None:
+    _check_size("cache_priority", len(ranges), MAX_CACHE_RANGES, "ranges")
+    for one in ranges:
+        _check("range of cache_priority", one, isinstance(one, CacheRange), "a CacheRange")
+    end: int | None = 0
+    for one in sorted(ranges, key=lambda one: one.start):
+        _check_range("start of cache_priority", one.start, 0, INT32_MAX)
+        _check(
+            "end of cache_priority",
+            one.end,
+            one.end is None or one.start < one.end <= INT32_MAX,
+            f"above start ({one.start}) and at most {INT32_MAX}",
+        )
+        _check_range("priority of cache_priority", one.priority, 0, MAX_CACHE_PRIORITY)
+        _check_ttl("ttl_s of cache_priority", one.ttl_s)
+        is_apart = end is not None and end <= one.start
+        reaches = "has no end" if end is None else f"ends at {end}"
+        _check(
+            "start of cache_priority",
+            one.start,
+            is_apart,
+            f"behind the range before it, which {reaches}",
+        )
+        end = one.end

@@ -1,0 +1,37 @@
+"""Which tokens a checkpoint's configuration gives a name, or makes special.
+
+Owns which of its files say so. Must not know a tokenizer.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from charonia.checkpoint_files import read_json_object
+
+CONFIG_FILE = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+def read_token_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with special_tokens_map.json where that counts.
+
+    Raises:
+        CheckpointError: one of them is no JSON object.
+    """
+    config = read_json_object(directory / CONFIG_FILE, is_optional=True)
+    if "added_tokens_decoder" not in config:
+        config |= read_json_object(directory / SPECIAL_TOKENS_FILE, is_optional=True)
+    return config
+
+
+def contents_of_named(config: dict[str, Any]) -> dict[str, str]:
+    """The texts of named tokens, such as `eos_token`, as far as there are such."""
+    found = {}
+    further = config.get("extra_special_tokens")
+    entries = {name: config.get(name) for name in NAMED_TOKENS}
+    for name, entry in (entries | (further if isinstance(further, dict) else {})).items():
+        content = entry.get("content") if isinstance(entry, dict) else entry
+        if isinstance(content, str):
+            found[name] = content
+    return found

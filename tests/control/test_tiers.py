@@ -1,0 +1,450 @@
+"""What is saved to slower tiers, and loaded from them for those that wait."""
+
+import pytest
+
+from charonia.control import Tiers, fetching
+from charonia.control.cache import tiers
+from charonia.control.fitting import MAX_PASSES
+from charonia.control.policies import (
+    DisplacementByPriority,
+    by_arrival,
+    by_priority,
+    fair,
+    ranked,
+)
+from charonia.control.stats import SchedulerStats
+from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, SlotContent, StepPlan, TierInfo
+from support.echo import SLOT_BYTES
+from support.invariants import check_invariants
+from support.stepping import Bench, make_request
+
+NUM_BLOCKS = 40
+LOADED_AT_ONCE = fetching.LOADED_AT_ONCE // SLOT_BYTES
+SAVED_AT_ONCE = tiers.SAVED_AT_ONCE // SLOT_BYTES
+SAVED_ALONE = tiers.SAVED_ALONE // SLOT_BYTES
+
+
+def make_bench(*tier_sizes: int, **changes) -> Bench:
+    values = {"num_blocks": NUM_BLOCKS, "max_num_seqs": 4, "max_model_len": 160} | changes
+    return Bench(tier_sizes=tier_sizes or (100,), **values)
+
+
+def make_prompt(key: str, token_id: int = 7, **changes):
+    """Eight full blocks of four tokens, and two tokens more."""
+    values = {"token_ids": [token_id] * 34, "max_tokens": 2} | changes
+    return make_request(key, **values)
+
+
+def run(bench: Bench, *requests) -> list[StepPlan]:
+    """Step until the requests have ended and nothing is to be moved."""
+    bench.add(*requests)
+    plans = []
+    while (plan := bench.scheduler.plan(0.0)) is not None:
+        bench.scheduler.apply(bench.engine.submit(plan).result(None), 0.0)
+        plans.append(plan)
+    assert not bench.scheduler.requests
+    return plans
+
+
+def wash_out(bench: Bench) -> list[StepPlan]:
+    """Have everything evicted by what nobody will hit."""
+    return run(bench, make_request("z", token_ids=list(range(100, 250)), max_tokens=6))
+
+
+def saves_of(plans: list[StepPlan]) -> list[BlockSave]:
+    return [save for plan in plans for save in plan.saves]
+
+
+def loads_of(plans: list[StepPlan]) -> list[BlockLoad]:
+    return [load for plan in plans for load in plan.loads]
+
+
+def fill(bench: Bench) -> None:
+    """Have a tier hold the eight blocks of the prompt, and the cache none of them."""
+    run(bench, make_prompt("a"))
+    run(bench, make_prompt("b"))
+    wash_out(bench)
+
+
+# ---------------------------------------------------------------------- saving
+
+
+def test_what_was_hit_is_saved_and_nothing_else():
+    bench = make_bench()
+    assert saves_of(run(bench, make_prompt("a"))) == []
+    saves = saves_of(run(bench, make_prompt("b")))
+    assert len({save.block_id for save in saves}) == len(saves) == 8
+    assert bench.scheduler.stats.blocks_saved == 8
+    assert dict(bench.scheduler.tier_sizes()) == {"host": 8}
+    assert saves_of(run(bench, make_prompt("c"))) == [], "they are saved"
+    assert saves_of(wash_out(bench)) == []
+
+
+def test_few_are_saved_beside_rows_that_compute_and_more_in_steps_without():
+    prompt = [7] * (4 * (SAVED_ALONE + SAVED_AT_ONCE + 3) + 1)
+    bench = make_bench(300, num_blocks=400, max_model_len=400, max_num_batched_tokens=400)
+    run(bench, make_request("a", token_ids=prompt, max_tokens=1))
+    plans = run(bench, make_request("b", token_ids=prompt, max_tokens=1))
+    assert [len(plan.saves) for plan in plans] == [SAVED_AT_ONCE, SAVED_ALONE, 3]
+    assert [len(plan.rows) for plan in plans] == [1, 0, 0]
+
+
+def test_what_is_evicted_before_it_was_saved_is_saved_before_it_is_written_to():
+    prompt = [7] * 122  # 30 full blocks
+    bench = make_bench(max_num_batched_tokens=160)
+    run(bench, make_request("a", token_ids=prompt, max_tokens=1))
+    bench.add(make_request("b", token_ids=prompt, max_tokens=1))
+    assert len(bench.step().saves) == SAVED_AT_ONCE
+    bench.add(make_request("z", token_ids=list(range(100, 250)), max_tokens=6))
+    assert len(bench.step().saves) == 30 - SAVED_AT_ONCE
+    bench.ends()
+    request = make_request("c", token_ids=prompt, max_tokens=1)
+    run(bench, request)
+    assert request.num_cached == 120
+
+
+def test_a_step_never_saves_more_than_one_that_nothing_waits_for():
+    prompt = [7] * (4 * 3 * SAVED_ALONE + 1)
+    bench = make_bench(1000, num_blocks=400, max_model_len=1600, max_num_batched_tokens=1600)
+    run(bench, make_request("a", token_ids=prompt, max_tokens=1))
+    bench.add(make_request("b", token_ids=prompt, max_tokens=1))
+    assert len(bench.step().saves) == SAVED_AT_ONCE
+    kv = bench.scheduler.kv
+    to_save = list(kv._to_save)
+    bench.add(make_request("z", token_ids=[i % 250 for i in range(1200)], max_tokens=1))
+    assert len(bench.step().saves) == SAVED_ALONE
+    left = [key for key in to_save if kv.find([key])]
+    assert list(kv._to_save) == left != [], "what was not evicted waits for its turn"
+    bench.ends()
+
+
+def test_each_tier_gets_what_it_lacks_and_the_first_one_that_has_it_gives_it():
+    bench = make_bench(4, 100)
+    run(bench, make_prompt("a"))
+    saves = saves_of(run(bench, make_prompt("b")))
+    assert sorted(save.tier for save in saves) == [0] * 8 + [1] * 8
+    assert dict(bench.scheduler.tier_sizes()) == {"host": 4, "file": 8}
+    wash_out(bench)
+    loads = loads_of(run(bench, make_prompt("c")))
+    assert [load.tier for load in loads] == [0] * 4 + [1] * 4, "the first ones are kept longest"
+
+
+def test_what_was_asked_for_longest_ago_makes_room():
+    bench = make_bench(16)
+    for token_id in (1, 2, 1, 3):
+        run(bench, make_prompt("a", token_id))
+        run(bench, make_prompt("b", token_id))
+    wash_out(bench)
+    plans = run(bench, make_prompt("a", 1))
+    assert len(loads_of(plans)) == 8
+    assert loads_of(run(bench, make_prompt("a", 2))) == []
+
+
+# ---------------------------------------------------------------------- loading
+
+
+def test_a_request_waits_for_what_is_loaded_and_hits_it():
+    bench = make_bench()
+    fill(bench)
+    request = make_prompt("c")
+    plans = run(bench, request)
+    assert [(len(plan.loads), len(plan.joins)) for plan in plans[:2]] == [(8, 0), (0, 1)]
+    assert request.num_cached == 32
+    assert bench.scheduler.stats.blocks_loaded == 8
+    assert bench.scheduler.stats.loads_failed == 0
+
+
+def test_few_are_loaded_beside_rows_that_compute():
+    prompt = [7] * (4 * (LOADED_AT_ONCE + 5) + 2)
+    bench = make_bench(300, num_blocks=200, max_model_len=800, max_num_batched_tokens=800)
+    for key in "ab":
+        run(bench, make_request(key, token_ids=prompt, max_tokens=1))
+    run(bench, make_request("z", token_ids=[i % 250 for i in range(790)], max_tokens=4))
+    bench.add(make_request("x", max_tokens=20))
+    bench.step()
+    bench.add(make_request("c", token_ids=prompt, max_tokens=1))
+    assert [len(bench.step().loads) for _ in range(3)] == [LOADED_AT_ONCE, 5, 0]
+    bench.ends()
+
+
+def test_blocks_are_loaded_before_it_is_a_requests_turn():
+    bench = make_bench(max_num_seqs=1)
+    fill(bench)
+    bench.add(make_request("x", max_tokens=20))
+    bench.step()
+    request = make_prompt("c")
+    bench.add(request)
+    assert [len(bench.step().loads) for _ in range(3)] == [8, 0, 0]
+    assert not bench.scheduler._epoch.transfers._fetching.has_more
+    bench.ends()
+    assert request.num_cached == 32
+
+
+def test_what_a_step_may_load_goes_to_who_came_first():
+    prompts = {key: [ord(key)] * (4 * LOADED_AT_ONCE + 2) for key in "ab"}
+    bench = make_bench(300, num_blocks=200, max_model_len=800, max_num_batched_tokens=800)
+    for key, prompt in prompts.items():
+        for name in "12":
+            run(bench, make_request(key + name, token_ids=prompt, max_tokens=1))
+    run(bench, make_request("z", token_ids=[i % 250 for i in range(790)], max_tokens=4))
+    bench.add(make_request("x", max_tokens=20))
+    bench.step()
+    requests = [make_request(key, token_ids=prompts[key], max_tokens=9) for key in "ba"]
+    bench.add(*requests)
+    assert [len(bench.step().loads) for _ in range(3)] == [LOADED_AT_ONCE, LOADED_AT_ONCE, 0]
+    assert [request.num_cached for request in requests] == [4 * LOADED_AT_ONCE] * 2
+    bench.ends()
+
+
+def test_others_pass_who_waits():
+    bench = make_bench()
+    fill(bench)
+    first = make_prompt("c")
+    bench.add(first, make_request("x"))
+    plan = bench.step()
+    assert bench.running == {"x"}
+    assert len(plan.loads) == 8
+    assert first.num_passed == 1
+    bench.step()
+    assert bench.running == {"c", "x"} or "c" not in {r.key for r in bench.scheduler.requests}
+
+
+def test_nobody_passes_who_was_passed_often_enough_while_its_blocks_are_loaded():
+    bench = make_bench()
+    fill(bench)
+    first = make_prompt("c")
+    first.num_passed = MAX_PASSES
+    bench.add(first, make_request("x"))
+    assert len(bench.step().loads) == 8
+    assert bench.running == set()
+    bench.step()
+    assert first.num_cached == 32
+    bench.ends()
+
+
+def test_who_waits_for_loads_is_not_passed_for_ever():
+    """Small ones come all the time, and take each block that becomes free."""
+    bench = make_bench(max_num_seqs=64)
+    fill(bench)
+    source = (
+        make_request(f"s{i}", token_ids=[50 + i % 100], max_tokens=3 + i % 5) for i in range(1000)
+    )
+    for _ in range(40):
+        bench.add(next(source))
+    for _ in range(10):
+        bench.step()
+    large = make_request("c", token_ids=[7] * 34 + [1] * 90, max_tokens=1)
+    bench.add(large)
+    num_steps = 0
+    while large.started_at is None:
+        bench.add(*(next(source) for _ in range(8)))
+        bench.step()
+        num_steps += 1
+        assert num_steps < 100, "it is starved"
+    assert large.num_passed <= MAX_PASSES + 64
+
+
+def test_two_that_wait_for_the_same_have_it_loaded_once():
+    bench = make_bench()
+    fill(bench)
+    requests = [make_prompt(key) for key in "cde"]
+    plans = run(bench, *requests)
+    assert len(loads_of(plans)) == 8
+    assert [request.num_cached for request in requests] == [32] * 3
+
+
+def test_what_is_lost_is_computed_and_not_asked_for_again():
+    bench = make_bench()
+    fill(bench)
+    number = [one.key for one in bench.engine.tiers[0].values()].index(
+        list(bench.scheduler._epoch.transfers._tiers._tiers[0].contents)[3]
+    )
+    bench.engine.lose(number)
+    request = make_prompt("c")
+    plans = run(bench, request)
+    assert len(loads_of(plans)) == 8
+    assert 0 < request.num_cached < 32
+    assert bench.scheduler.stats.loads_failed == 1
+    assert len(loads_of(run(bench, make_prompt("d")))) == 0, "the cache has it"
+    wash_out(bench)
+    request = make_prompt("e")
+    run(bench, request)
+    assert request.num_cached == 32, "it was saved again"
+
+
+def test_a_request_that_is_cancelled_while_its_blocks_are_loaded_leaves_them_in_the_cache():
+    bench = make_bench()
+    fill(bench)
+    bench.add(make_prompt("c"))
+    plan = bench.scheduler.plan(0.0)
+    assert plan is not None
+    assert plan.loads
+    bench.scheduler.finish("c")
+    bench.scheduler.apply(bench.engine.submit(plan).result(None), 0.0)
+    assert bench.scheduler.kv.num_used == 0
+    request = make_prompt("d")
+    assert loads_of(run(bench, request)) == []
+    assert request.num_cached == 32
+
+
+def test_nothing_is_loaded_where_there_is_no_room_and_nobody_waits_in_vain():
+    bench = make_bench()
+    fill(bench)
+    large = make_request("x", token_ids=[1] * 130, max_tokens=20)
+    bench.add(large)
+    while large.row is None or large.num_computed < 130:
+        bench.step()
+    waiting = make_prompt("c")
+    bench.add(waiting)
+    loads = [len(bench.step().loads) for _ in range(4)]
+    assert loads == [5, 0, 0, 0]
+    assert waiting.row is None
+    bench.add(make_request("y", token_ids=[2] * 4, max_tokens=1))
+    bench.step()
+    assert 0 < waiting.num_passed <= MAX_PASSES, "it is treated as any that does not fit"
+    assert bench.ends()
+    assert waiting.num_cached > 0
+
+
+def test_who_may_displace_others_waits_for_its_blocks_first():
+    rank = by_priority()
+    bench = make_bench(policy=ranked(rank, DisplacementByPriority(rank)), max_num_seqs=1)
+    fill(bench)
+    bench.add(make_request("x", priority=1, max_tokens=40))
+    bench.step()
+    urgent = make_prompt("c", priority=0)
+    bench.add(urgent)
+    plan = bench.step()
+    assert len(plan.loads) == 8
+    assert bench.running == {"x"}
+    bench.step()
+    assert urgent.num_cached == 32
+    bench.ends()
+
+
+def begin(bench: Bench):
+    """Plan a step and have the engine execute it; its result is applied later."""
+    plan = bench.scheduler.plan(0.0)
+    assert plan is not None
+    return plan, bench.engine.submit(plan)
+
+
+def test_who_waits_for_loads_of_a_step_in_flight_waits_for_its_end():
+    bench = make_bench(async_scheduling=True)
+    fill(bench)
+    bench.add(make_request("x", max_tokens=20))
+    bench.step()
+    first, second = make_prompt("c"), make_prompt("d")
+    bench.add(first)
+    loading, one = begin(bench)
+    bench.add(second)
+    ahead, other = begin(bench)
+    assert (len(loading.loads), len(ahead.loads)) == (8, 0)
+    assert [*loading.joins, *ahead.joins] == []
+    for pending in (one, other):
+        bench.scheduler.apply(pending.result(None), 0.0)
+        check_invariants(bench.scheduler)
+    assert len(bench.step().joins) == 2
+    bench.ends()
+    assert (first.num_cached, second.num_cached) == (32, 32)
+
+
+def test_what_another_one_has_computed_before_it_is_loaded_is_there_once():
+    bench = make_bench(async_scheduling=True)
+    fill(bench)
+    bench.add(make_prompt("e", takes_hits=False, max_tokens=9))
+    _, computing = begin(bench)
+    bench.add(make_prompt("c"))
+    loading, other = begin(bench)
+    assert len(loading.loads) == 8
+    for pending in (computing, other):
+        bench.scheduler.apply(pending.result(None), 0.0)
+        check_invariants(bench.scheduler)
+    assert not bench.scheduler.kv._index._twins
+    bench.ends()
+
+
+def test_requests_that_take_no_hits_wait_for_nothing():
+    bench = make_bench()
+    fill(bench)
+    assert loads_of(run(bench, make_prompt("c", takes_hits=False))) == []
+
+
+def test_what_is_loaded_for_a_tenant_counts_to_its_share():
+    bench = make_bench(
+        policy=fair(by_arrival, lambda tenant: 1.0), cache_weight_of=lambda tenant: 1.0
+    )
+    for key in "ab":
+        run(bench, make_prompt(key, tenant="t"))
+    wash_out(bench)
+    bench.add(make_prompt("c", tenant="t"))
+    assert len(bench.step().loads) == 8
+    assert bench.scheduler.kv._shares._tenants["t"].num_blocks == 8
+    bench.ends()
+
+
+def test_samples_wait_for_the_one_that_computes_their_prompt():
+    bench = make_bench()
+    fill(bench)
+    first, second = make_prompt("c.0"), make_prompt("c.1", index=1)
+    second.group = first.group
+    assert len(loads_of(run(bench, first, second))) == 8
+
+
+@pytest.mark.parametrize("tier_sizes", [(1,), (2,), (1, 1)])
+def test_tiers_of_next_to_no_slots_do_no_harm(tier_sizes):
+    bench = make_bench(*tier_sizes)
+    for _ in range(3):
+        fill(bench)
+    bench.scheduler.reset(tiers=bench.tiers(bench.scheduler.stats))
+    fill(bench)
+
+
+def test_what_a_tier_holds_outlives_an_epoch():
+    bench = make_bench()
+    fill(bench)
+    bench.scheduler.reset(epoch=5, tiers=bench.tiers(bench.scheduler.stats))
+    request = make_prompt("c")
+    assert len(loads_of(run(bench, request))) == 8
+    assert request.num_cached == 32
+    bench.scheduler.reset()
+    assert dict(bench.scheduler.tier_sizes()) == {}
+    assert loads_of(run(bench, make_prompt("d"))) == []
+
+
+def test_a_load_whose_place_was_taken_meanwhile_is_not_planned():
+    """What is evicted for it is saved in the only slot, in which it was."""
+    bench = make_bench(1)
+    fill(bench)
+    run(bench, make_prompt("x", 3), make_prompt("y", 4))
+    kv = bench.scheduler.kv
+    kv._to_save.update(dict.fromkeys(kv._index._by_key))
+    while kv._pool.num_empty:
+        kv._pool.take()
+    request = make_prompt("c")
+    bench.add(request)
+    plan = bench.scheduler.plan(0.0)
+    assert plan is not None
+    assert plan.loads == []
+    assert plan.saves
+
+
+# ---------------------------------------------------------------------- the tiers themselves
+
+
+def test_a_failed_load_frees_its_slot_once():
+    contents = [SlotContent(0, b"a", False), SlotContent(1, b"b", True)]
+    stats = SchedulerStats()
+    info = TierInfo(name="host", num_slots=2, contents=contents)
+    kept = Tiers(KeptBlocks(hash_secret=b"s", slot_bytes=2**30, tiers=[info]), stats)
+    assert kept.blocks_in(1000) == 1, "of large blocks as well"
+    load, has_draft = kept.load(5, b"b")
+    assert (load, has_draft) == (BlockLoad(0, 1, 5, b"b"), True)
+    kept.drop([load])
+    kept.drop([load])
+    assert b"b" not in kept
+    assert stats.loads_failed == 2
+    kept.save(7, b"c", False)
+    kept.save(8, b"d", False)
+    assert [(save.slot, save.key) for save in kept.take_saves()] == [(1, b"c"), (0, b"d")]
+    assert b"a" not in kept

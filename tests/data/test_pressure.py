@@ -1,0 +1,132 @@
+"""How many KV blocks an engine says there is memory for, as others take and leave it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from charonia.data.kv_store import KVStore
+from charonia.data.memory import Memory
+from charonia.data.pressure import Pressure, stalled_percent
+from charonia.protocol import KVLayout
+
+TOTAL, RESERVE, BLOCK = 10_000, 0.1, 10
+"""Bytes; 1,000 of them are to be left."""
+NUM_BLOCKS = 160  # a sixteenth is 10
+
+
+class Machine:
+    """Memory that a test takes and gives."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.available = 5000
+        self.stalled = 0.0
+        self.num_looks = 0
+        self.pressure = Pressure(
+            NUM_BLOCKS,
+            BLOCK,
+            RESERVE,
+            clock=lambda: self.now,
+            memory=self._memory,
+            stalled=lambda: self.stalled,
+        )
+
+    def _memory(self) -> Memory:
+        self.num_looks += 1
+        return Memory(self.available, TOTAL, "machine")
+
+    def later(self, available: int | None = None) -> int:
+        """The blocks a second later."""
+        self.now += 1.0
+        if available is not None:
+            self.available = available
+        return self.pressure.num_blocks()
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+def test_as_long_as_there_is_memory_there_are_all_blocks(machine: Machine) -> None:
+    assert [machine.later(available) for available in (5000, 1000, 1500)] == [NUM_BLOCKS] * 3
+
+
+def test_what_is_lacking_is_given_up_and_at_least_a_sixteenth(machine: Machine) -> None:
+    assert machine.later(600) == NUM_BLOCKS - 40
+    assert machine.later(999) == NUM_BLOCKS - 50
+    assert machine.later(1000) == NUM_BLOCKS - 50
+
+
+def test_it_grows_again_where_there_is_twice_as_much_as_is_to_be_left(machine: Machine) -> None:
+    machine.later(0)
+    assert machine.later(1000) == 60
+    assert machine.later(2099) == 60, "less than a step"
+    assert machine.later(2100) == 70
+    assert machine.later(2300) == 100
+    assert machine.later(5000) == NUM_BLOCKS
+
+
+def test_one_block_and_the_null_block_stay(machine: Machine) -> None:
+    machine.available = 0
+    assert machine.later() == 60
+    assert machine.later() == 2
+    assert machine.later() == 2
+
+
+def test_where_all_wait_for_memory_there_is_too_little_of_it(machine: Machine) -> None:
+    machine.stalled = 10.0
+    assert machine.later() == NUM_BLOCKS - 10
+    machine.stalled = 9.9
+    assert machine.later() == NUM_BLOCKS
+
+
+def test_it_is_looked_once_a_second(machine: Machine) -> None:
+    machine.pressure.num_blocks()
+    machine.available = 0
+    machine.now += 0.9
+    assert machine.pressure.num_blocks() == NUM_BLOCKS
+    machine.now += 0.1
+    assert machine.pressure.num_blocks() < NUM_BLOCKS
+    assert machine.num_looks == 2
+
+
+def test_what_the_kernel_says_of_stalls_is_read(tmp_path: Path) -> None:
+    assert stalled_percent(tmp_path) == 0.0
+    (tmp_path / "proc/pressure").mkdir(parents=True)
+    file = tmp_path / "proc/pressure/memory"
+    file.write_text(
+        "some avg10=80.00 avg60=1.00 avg300=0.00 total=1\n"
+        "full avg10=12.34 avg60=0.10 avg300=0.00 total=1\n"
+    )
+    assert stalled_percent(tmp_path) == 12.34
+    file.write_text("nonsense\n")
+    assert stalled_percent(tmp_path) == 0.0
+
+
+@pytest.mark.parametrize("width", [16, 3000, 8192])
+def test_blocks_whose_memory_is_given_back_are_zeros_and_others_stay(width: int) -> None:
+    """Blocks of less than a page, of some that lie across pages, and of whole pages."""
+    layout = KVLayout(
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=1,
+        block_size=1,
+        dtype="float32",
+        bytes_per_block=0,
+    )
+    store = KVStore(layout, ((width,), (width, 2)), 40, torch.device("cpu"))
+    tensors = [tensor for pages in store.pages for tensor in pages]
+    for tensor in tensors:
+        tensor.fill_(1.5)
+    discarded = [3, 9, 10, 11, 12, 39, 38]
+    store.discard(discarded)
+    kept = [block_id for block_id in range(40) if block_id not in discarded]
+    for tensor in tensors:
+        assert (tensor[kept] == 1.5).all()
+        assert ((tensor[discarded] == 1.5) | (tensor[discarded] == 0.0)).all()
+        if width == 8192:
+            assert not tensor[discarded].any()
+    store.discard(kept)
+    assert all(tensor.isfinite().all() for tensor in tensors)

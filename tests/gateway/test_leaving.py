@@ -1,0 +1,220 @@
+"""Whoever leaves is cancelled in the scheduler, wherever the request is; nothing else ends."""
+
+import contextlib
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from charonia.launch.run import running_server
+from charonia.launch.server import TritonServer
+from support.e2e import (
+    ENDLESS_BLOCKS,
+    ONE_THREAD,
+    one_torch_thread,
+    scrape,
+    wait_for,
+    wait_idle,
+)
+from support.gateway import Gateway, asking, running_gateway, wait_metric
+
+CANCELLED = "charonia_cancellations_total"
+GENERATED = "charonia_generation_tokens_total"
+LEFT = 'charonia_gateway_requests_total{route="/v1/completions",status="499"}'
+RUNNING, WAITING = "charonia_requests_running", "charonia_requests_waiting"
+SHORT_STEPS = "max_num_batched_tokens=32"
+"""So that a long prompt takes many steps."""
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[TritonServer]:
+    """Two rows, steps of few tokens."""
+    settings = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=2", SHORT_STEPS)
+    with one_torch_thread(), running_server(model=model, settings=settings) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def gateway(server: TritonServer, model: Path) -> Iterator[Gateway]:
+    with running_gateway([server.grpc_url], model) as gateway:
+        yield gateway
+
+
+@contextlib.contextmanager
+def all_cancelled(server: TritonServer, gateway: Gateway, count: int = 1) -> Iterator[None]:
+    """What happens here ends so many requests in the scheduler, and one in the gateway."""
+    before, left = wait_idle(server), gateway.metrics().get(LEFT, 0)
+    yield
+    after = wait_idle(server)
+    assert after[CANCELLED] - before[CANCELLED] == count
+    wait_for(lambda: gateway.metrics().get(LEFT, 0), lambda found: found == left + 1)
+    assert gateway.metrics().get(LEFT, 0) == left + 1
+    assert gateway.metrics()["charonia_gateway_requests_in_flight"] == 1, "the one that asks"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_while_tokens_come_is_cancelled(
+    server: TritonServer, gateway: Gateway, *, stream: bool
+) -> None:
+    with all_cancelled(server, gateway):
+        with asking(gateway, prompt="x", stream=stream) as connection:
+            before = scrape(server)[GENERATED]
+            if stream:
+                assert connection.recv(12) == b"HTTP/1.1 200"
+            wait_for(lambda: scrape(server)[GENERATED], lambda number: number > before)
+        wait_metric(server, RUNNING, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_in_the_queue_is_cancelled_and_the_others_go_on(
+    server: TritonServer, gateway: Gateway, *, stream: bool
+) -> None:
+    before = wait_idle(server)[CANCELLED]
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(asking(gateway, prompt="y"))
+        wait_metric(server, RUNNING, 2)
+        with asking(gateway, prompt="z", stream=stream):
+            wait_metric(server, WAITING, 1)
+        wait_metric(server, WAITING, 0)
+        after = scrape(server)
+        assert (after[RUNNING], after[CANCELLED]) == (2, before + 1)
+    wait_idle(server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_while_the_prompt_is_computed_is_cancelled(
+    server: TritonServer, gateway: Gateway, *, stream: bool
+) -> None:
+    prompt = [5 + index % 200 for index in range(60_000)]
+    with (
+        all_cancelled(server, gateway),
+        asking(gateway, prompt=prompt, stream=stream, cache_salt=str(stream)),
+    ):
+        wait_metric(server, RUNNING, 1)
+
+
+def test_who_leaves_several_prompts_leaves_nothing_behind(
+    server: TritonServer, gateway: Gateway
+) -> None:
+    with all_cancelled(server, gateway, count=4):
+        with asking(gateway, prompt=["a", "b", "c", "d"], stream=True) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            wait_metric(server, WAITING, 2)
+        wait_metric(server, RUNNING, 0)
+
+
+def test_who_leaves_all_samples_leaves_nothing_behind(
+    server: TritonServer, gateway: Gateway
+) -> None:
+    with (
+        all_cancelled(server, gateway),
+        asking(gateway, prompt="a", n=2, stream=True) as connection,
+    ):
+        assert connection.recv(12) == b"HTTP/1.1 200"
+
+
+def test_who_leaves_before_the_body_has_come_leaves_nothing(
+    server: TritonServer, gateway: Gateway
+) -> None:
+    before = scrape(server)
+    host, _, port = gateway.url.removeprefix("http://").rpartition(":")
+    left = gateway.metrics().get(LEFT, 0)
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10\r\n\r\n{")
+    assert wait_for(lambda: gateway.metrics().get(LEFT, 0), lambda found: found == left + 1)
+    assert scrape(server)[CANCELLED] == before[CANCELLED]
+
+
+def test_a_reader_that_stops_reading_is_cancelled_and_holds_nothing(
+    server: TritonServer, model: Path
+) -> None:
+    with (
+        running_gateway([server.grpc_url], model, "--stall-timeout", "0.5") as gateway,
+        all_cancelled(server, gateway),
+    ):
+        options: dict[str, Any] = {"prompt": "x", "stream": True, "logprobs": 20, "n": 1}
+        with asking(gateway, 4096, **options) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            gateway.wait_line("status=499", "the client reads nothing")
+            wait_metric(server, RUNNING, 0)
+            data = bytearray()
+            while piece := connection.recv(2**16):  # what lay in the kernel
+                data += piece
+            assert b"[DONE]" not in data
+
+
+def test_a_reader_that_is_slow_gets_all(server: TritonServer, gateway: Gateway) -> None:
+    """It is slower than the tokens come, but reads."""
+    body: dict[str, Any] = {"prompt": "x", "stream": True, "logprobs": 20, "max_tokens": 600}
+    with asking(gateway, 4096, **body) as connection:
+        data = bytearray()
+        while b"[DONE]" not in data:
+            data += connection.recv(2**12)
+    lines = [line for line in bytes(data).split(b"\n") if line.startswith(b"data: {")]
+    tokens = [json.loads(line[6:])["choices"][0]["logprobs"]["tokens"] for line in lines]
+    assert sum(map(len, tokens)) == 600
+    wait_idle(server)
+
+
+def test_many_who_leave_leave_no_descriptor_behind(server: TritonServer, gateway: Gateway) -> None:
+    def descriptors() -> int:
+        return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
+
+    def leave(number: int) -> None:
+        with contextlib.ExitStack() as stack:
+            for index in range(number):
+                connection = stack.enter_context(asking(gateway, prompt="x", stream=index % 2 == 0))
+                if not index:
+                    connection.recv(12)
+
+    leave(8)
+    wait_idle(server)
+    before = wait_for(descriptors, lambda found: found < 40)
+    for _ in range(10):
+        leave(8)
+    wait_idle(server)
+    assert wait_for(descriptors, lambda found: found <= before + 2) <= before + 2
+    assert gateway.metrics()["charonia_gateway_requests_in_flight"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_runs_when_the_gateway_ends_is_told_so(
+    server: TritonServer, model: Path, number: signal.Signals
+) -> None:
+    """SIGTERM waits for it first, but not for ever."""
+    with running_gateway([server.grpc_url], model, "--drain-timeout", "0.5") as gateway:
+        with asking(gateway, prompt="x", stream=True) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            gateway.process.send_signal(number)
+            data = bytearray()
+            while piece := connection.recv(2**16):
+                data += piece
+            assert b"shutting down" in data
+            assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert gateway.wait() == 0
+    wait_idle(server)
+
+
+def test_sigterm_lets_streams_finish_and_takes_no_more(server: TritonServer, model: Path) -> None:
+    with running_gateway([server.grpc_url], model, "--drain-timeout", "600") as gateway:
+        with asking(gateway, prompt="x", stream=True, max_tokens=2000) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            gateway.process.send_signal(signal.SIGTERM)
+            gateway.wait_line("gateway_draining", "requests=1")
+            ready = gateway.http.get("/health/ready")
+            assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+            refused = gateway.http.post("/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
+            data = bytearray()
+            while piece := connection.recv(2**16):
+                data += piece
+        assert b"error" not in data
+        assert b'"finish_reason":"length"' in data
+        assert gateway.wait() == 0
+    wait_idle(server)

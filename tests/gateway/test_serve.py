@@ -1,0 +1,129 @@
+"""`charonia serve --gateway`, and what `charonia gateway` says of a start that cannot work."""
+
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from openai import OpenAI
+
+from charonia.launch.cli import main
+from support.e2e import wait_for
+from support.serving import Serving
+from support.waiting import WAIT_S
+
+
+@pytest.fixture
+def serving(model: Path, tmp_path: Path) -> Iterator[Serving]:
+    template = tmp_path / "mine.jinja"
+    template.write_text("{{ messages[0].content }}")
+    gateway = ("--gateway", "--gateway-port", "0", "--chat-template", template)
+    serving = Serving("--model", model, *gateway)
+    with serving.process:
+        yield serving
+        serving.process.kill()
+
+
+def gateways(serving: Serving) -> list[psutil.Process]:
+    """Its gateways' processes."""
+    children = psutil.Process(serving.process.pid).children()
+    return [child for child in children if "gateway" in child.cmdline()]
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url.replace("/v1", "/health/ready")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_the_gateway_beside_a_server_comes_back_when_it_is_killed_and_ends_with_it(
+    serving: Serving, model: Path
+) -> None:
+    (url,) = re.findall(r"OpenAI +(\S+)", serving.wait_announced())
+    assert wait_for(lambda: is_ready(url), bool)
+    (first,) = gateways(serving)
+    first.kill()
+    assert wait_for(lambda: is_ready(url), bool)
+    (second,) = gateways(serving)
+    assert second.pid != first.pid
+    client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=WAIT_S)
+    with client:
+        chat = client.chat.completions.create(
+            model=model.name, messages=[{"role": "user", "content": "x"}], max_tokens=1
+        )
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens == 1
+        stream = client.completions.create(
+            model=model.name,
+            prompt="x",
+            max_tokens=1000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(stream)
+        serving.process.send_signal(signal.SIGTERM)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+    _, stderr = serving.process.communicate(timeout=WAIT_S)
+    assert serving.process.returncode == 0, stderr
+    assert "gateway_restarting" in stderr
+    assert "gateway_draining" in stderr
+    assert "Traceback" not in stderr
+    assert "request id=" not in stderr
+    assert not second.is_running()
+
+
+def test_sigint_ends_both_at_once(serving: Serving) -> None:
+    (url,) = re.findall(r"OpenAI +(\S+)", serving.wait_announced())
+    assert wait_for(lambda: is_ready(url), bool)
+    (process,) = gateways(serving)
+    _, stderr = serving.end(signal.SIGINT)
+    assert serving.process.returncode == 0, stderr
+    assert not process.is_running()
+    assert "Traceback" not in stderr
+
+
+def test_a_gateway_dies_with_a_launcher_that_is_killed(serving: Serving) -> None:
+    (url,) = re.findall(r"OpenAI +(\S+)", serving.wait_announced())
+    assert wait_for(lambda: is_ready(url), bool)
+    (process,) = gateways(serving)
+    serving.process.kill()
+    process.wait(WAIT_S)
+
+
+def test_what_cannot_work_is_one_line(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        base = ["gateway", "--server", "127.0.0.1:1", "--tokenizer"]
+        cases = [
+            ([*base, str(tmp_path)], "the checkpoint has no tokenizer.json"),
+            ([*base, str(model), "--port", port], f"127.0.0.1:{port} cannot be listened on"),
+            ([*base, str(model), "--host", "192.0.2.1"], "192.0.2.1:8080 cannot be listened on"),
+            ([*base, str(model), "--host", "no such"], "no such:8080 is no address"),
+            (["serve", "--gateway-port", "1"], "--gateway-port is about the --gateway"),
+            (["serve", "--chat-template", "x"], "--chat-template is about the --gateway"),
+            (
+                ["serve", "--model", str(model), "--gateway", "--gateway-port", port],
+                f"gateway port {port} on 127.0.0.1 cannot be used",
+            ),
+            (
+                ["serve", "--model", str(model), "--gateway", "--chat-template", "no"],
+                "no chat template no",
+            ),
+        ]
+        for arguments, says in cases:
+            assert main(arguments) == 1
+            last = capsys.readouterr().err.splitlines()[-1]
+            assert last.startswith(f"charonia: {says}"), last
+
+
+def test_a_gateway_without_servers_is_a_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["gateway", "--tokenizer", "x"])
+    assert "--server" in capsys.readouterr().err
