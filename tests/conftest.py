@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from run import STARTS_PROCESSES
+from support.leftovers import temporary_directory
+
+pytest_plugins = ["support.failures"]
+
 # A machine with other work is slow at times, of which no test should say anything.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
-
-WAITING = ("client", "e2e", "gateway", "launch", "parallel")
-"""Folders of tests that wait for servers and processes more than they compute."""
 
 COVERING = ("control", "engine", "text")
 """Folders of tests that cover what the coverage gate asks for. Others are not traced, which takes
@@ -35,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waiting, computing = [], []
     for path, own in files.items():
         folder = path.relative_to(tests).parts[0]
-        (waiting if folder in WAITING else computing).append(own)
+        (waiting if folder in STARTS_PROCESSES else computing).append(own)
         for item in own if folder not in COVERING else ():
             item.add_marker("no_cover")
     turns = zip_longest(waiting, computing, fillvalue=[])
@@ -51,7 +53,7 @@ def own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """
     tmp_path_factory.getbasetemp()  # stays where it is
     with (
-        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as directory,
+        temporary_directory(os.getpid()) as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("TMPDIR", directory)

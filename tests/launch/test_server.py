@@ -121,6 +121,29 @@ def test_a_server_that_is_not_ready_in_time_is_given_up_with_what_it_said_last(
     assert said in caught.value.__notes__[0]
 
 
+def test_a_server_is_not_ready_before_its_metrics_can_be_read(make_server: MakeServer) -> None:
+    # tritonserver opens its port for metrics last.
+    server = make_server()
+    server.start()
+    ready_url = f"http://{server.http_url}/v2/health/ready"
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        patch.setattr(server, "_triton_metrics_port", deaf.getsockname()[1])
+        assert wait_for(lambda: is_ok(ready_url), bool)
+        with pytest.raises(NotReadyError):
+            server.wait_ready(0)
+    server.wait_ready()
+    assert HTTP.get(server.metrics_url).status_code == 200
+
+
+def is_ok(url: str) -> bool:
+    """Whether a page is there."""
+    try:
+        return HTTP.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
 def test_a_stop_waits_for_no_model_that_is_being_loaded(
     make_server: MakeServer, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,7 +185,7 @@ class TritonServer:
         return f"http://{self._host}:{self.metrics_port}/metrics"
 
     def _triton_metrics_url(self) -> str | None:
-        """Of tritonserver's own page."""
+        """Of tritonserver's own page; None while it does not run."""
         if not self.is_running:
             return None
         return f"http://{DEFAULT_ADDRESS}:{self._triton_metrics_port}/metrics"
@@ -215,6 +215,11 @@ class TritonServer:
         """Of tritonserver, or None before `start` and after `stop`."""
         process = self._process
         return process.pid if process else None
+
+    @property
+    def log_tail(self) -> list[str]:
+        """The last lines that it logged since it was started."""
+        return list(self._tail)
 
     def pids(self, model: str) -> list[int]:
         """Pids of the model's Python processes, without what they started themselves."""
@@ -284,7 +289,8 @@ class TritonServer:
         stop: threading.Event | None = None,
         stopped_s: float = STOPPED_S,
     ) -> None:
-        """Wait until Triton says that it and all models are ready, or `stop` is set.
+        """Wait until Triton says that it and all models are ready and its metrics can be read, or
+        `stop` is set.
 
         Raises:
             LostError: tritonserver ended, or was stopped, after clients could reach it.
@@ -455,11 +461,18 @@ class TritonServer:
         return [binary, "--disable-auto-complete-config", *flags, *self._further_options]
 
     def _says_ready(self) -> bool:
+        """Whether all models are ready, and the page of metrics can be read.
+
+        tritonserver opens its port for metrics after those for requests.
+        """
+        pages = (f"http://{self.http_url}/v2/health/ready", self._triton_metrics_url())
         try:
-            reply = httpx.get(f"http://{self.http_url}/v2/health/ready", timeout=5.0)
+            return all(
+                page is not None and httpx.get(page, timeout=5.0).status_code == 200
+                for page in pages
+            )
         except httpx.HTTPError:
             return False
-        return reply.status_code == 200
 
     def _pump_log(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

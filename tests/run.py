@@ -1,0 +1,85 @@
+"""Runs the tests as `make test` does: all of them, then what of real servers failed once more.
+
+    python tests/run.py [arguments of pytest]
+
+A test that starts processes depends on what the machine does beside it. Such a test gets a second
+run, alone and in a fresh process, when all others are through. The whole passes with at most
+`MAX_SECOND_RUNS` of them. All other tests run once.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STARTS_PROCESSES = ("client", "e2e", "gateway", "launch", "parallel")
+"""Folders whose tests may be run twice."""
+MAX_SECOND_RUNS = 3
+
+
+class Failures:
+    """A plugin for pytest that keeps what failed.
+
+    Attributes:
+        errors: the first line of the error, by the test's id. is_broken: pytest itself failed.
+    """
+
+    def __init__(self) -> None:
+        self.errors: dict[str, str] = {}
+        self.is_broken = False
+
+    def pytest_internalerror(self) -> None:
+        """Keep that pytest itself failed: where a process of xdist's did, the exit code is 0."""
+        self.is_broken = True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep a test that failed, or a fixture of it."""
+        if report.failed:
+            self.errors.setdefault(report.nodeid, first_line(report))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep a file that cannot be read."""
+        if report.failed:
+            self.errors.setdefault(report.nodeid, first_line(report))
+
+
+def first_line(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The first line of what went wrong."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr)
+    return text.strip().partition("\n")[0]
+
+
+def may_run_twice(test: str) -> bool:
+    """Whether a test, by its id, is one of real servers."""
+    path, _, name = test.partition("::")
+    folders = Path(path).parts
+    return bool(name) and folders[0] == "tests" and folders[1] in STARTS_PROCESSES
+
+
+def main(arguments: list[str]) -> int:
+    """Run the tests; returns pytest's exit code, or 0 if a second run made up for the first."""
+    failures = Failures()
+    # What failed in an earlier run is not to count for the second run of this one.
+    code = int(pytest.main([*arguments, "--cache-clear"], plugins=[failures]))
+    if failures.is_broken:
+        return int(pytest.ExitCode.INTERNAL_ERROR)
+    if code != pytest.ExitCode.TESTS_FAILED or not all(map(may_run_twice, failures.errors)):
+        return code
+    if not 0 < len(failures.errors) <= MAX_SECOND_RUNS:
+        return code
+    print(f"\n{len(failures.errors)} tests of real servers failed, and run once more\n", flush=True)
+    rest = [argument for argument in arguments if not argument.startswith("--cov")]
+    again = ["-n", "0", "--last-failed", "--last-failed-no-failures", "none"]
+    second = subprocess.run([sys.executable, "-m", "pytest", *rest, *again])
+    if second.returncode:
+        return second.returncode
+    print("\npassed on the second run:")
+    for test, error in failures.errors.items():
+        print(f"  {test}\n    first run: {error}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
