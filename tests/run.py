@@ -7,6 +7,7 @@ run, alone and in a fresh process, when all others are through. The whole passes
 `MAX_SECOND_RUNS` of them. All other tests run once.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,4 +83,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # As `python -m pytest` does: processes that tests start import the tests' modules.
+    sys.path.insert(0, os.getcwd())
     sys.exit(main(sys.argv[1:]))

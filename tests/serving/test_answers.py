@@ -14,7 +14,7 @@ from charonia.serving.schema import GenerateCall, OutputOptions
 from charonia.serving.sessions import Sessions
 from charonia.serving.tensors import Outputs, RawRequest, refuse_all
 from support.calls import parse
-from support.fronts import PbUtils
+from support.pb_utils import PbUtils
 from support.waiting import WAIT_S
 
 # ---------------------------------------------------------------------- sessions

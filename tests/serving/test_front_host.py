@@ -21,23 +21,12 @@ from charonia.serving.ledger import Ledger
 from charonia.serving.relay import Message, RelayedOutlet, RelayedRequest, post
 from charonia.serving.tensors import Outputs, RawRequest
 from charonia.sockets.connection import Connection
-from support.fronts import (
-    PbUtils,
-    Request,
-    Response,
-    answer_to,
-    new_front,
-    text_request,
-)
+from support.fronts import answer_to, new_front, text_request
+from support.pb_utils import InferenceResponse, PbUtils, Request, request_of
 from support.sockets import SchedulerEnd, refuse_threads
 from support.waiting import WAIT_S, eventually
 
 MAX_WAITING = 3
-
-
-@pytest.fixture
-def pb_utils() -> PbUtils:
-    return PbUtils()
 
 
 @pytest.fixture
@@ -70,7 +59,7 @@ def test_requests_are_answered_in_any_order_through_one_connection(
 def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
     pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
-    request = Request(text_input=np.array([b"x" * (2**26 + 1)], dtype=object))
+    request = request_of(text_input=np.array([b"x" * (2**26 + 1)], dtype=object))
     host.execute([request])
     text, code = answer_to(request)
     assert text == (
@@ -198,7 +187,7 @@ def test_an_answer_that_cannot_be_sent_keeps_none_from_being_sent(
 ) -> None:
     requests = [text_request(), text_request()]
 
-    def fail(response: Response, flags: int = 0) -> None:
+    def fail(response: InferenceResponse, flags: int = 0) -> None:
         raise OSError("it has gone")
 
     requests[0].sender.send = fail  # type: ignore[method-assign]
@@ -269,7 +258,7 @@ def test_a_decoupled_front_passes_streams_on_and_says_so(
 ) -> None:
     ledger = Ledger(MAX_WAITING, 2**27)
     host = new_front(pb_utils, tmp_path, ledger, is_decoupled=True)
-    request = Request(text_input=np.array([b"x"], dtype=object), stream=np.array([True]))
+    request = request_of(text_input=np.array([b"x"], dtype=object), stream=np.array([True]))
     host.execute([request])
     key, _, outlet = scheduler.next()
     for number in (1, 2):
@@ -286,7 +275,7 @@ def test_a_decoupled_front_passes_streams_on_and_says_so(
 def test_a_front_that_is_not_decoupled_takes_no_streams(
     pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
 ) -> None:
-    request = Request(text_input=np.array([b"x"], dtype=object), stream=np.array([False]))
+    request = request_of(text_input=np.array([b"x"], dtype=object), stream=np.array([False]))
     host.execute([request])
     text, code = answer_to(request)
     assert text == "this model cannot stream: it is not decoupled [charonia:invalid_request]"
@@ -331,7 +320,7 @@ def pair_host(
     host.finalize()
 
 
-def said(response: Response) -> str:
+def said(response: InferenceResponse) -> str:
     error = response.error()
     return error.message() if error else response.output_tensors()[0].as_numpy().item().decode()
 

@@ -37,7 +37,6 @@ def sender() -> Sender:
 
 @pytest.fixture
 def outlet(pb_utils: Any, sender: Sender) -> TritonOutlet:
-    pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     return TritonOutlet(pb_utils, sender)
 
 

@@ -10,44 +10,11 @@ import pytest
 
 from charonia.serving import postprocessor_host
 from charonia.serving.postprocessor_host import PostprocessorHost
+from support.pb_utils import PbUtils, request_of
 from support.sockets import SchedulerEnd
 from support.waiting import WAIT_S, Clock
 
 KEY, OTHER = "0" * 32, "f" * 32
-
-
-class Call:
-    """A BLS call; `exec` raises, or brings an answer without outputs."""
-
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
-
-    def exec(self, *, decoupled: bool) -> Iterator[Any]:
-        if self._error is not None:
-            raise self._error
-        return iter(())
-
-
-class Triton:
-    """`pb_utils` with a scheduler that BLS reaches, unless there is a `refusal`."""
-
-    class TritonModelException(Exception):
-        pass
-
-    def __init__(self, pb_utils: Any) -> None:
-        self.Tensor = pb_utils.Tensor
-        self.InferenceResponse = pb_utils.InferenceResponse
-        self.refusal = ""
-        self.num_calls = 0
-
-    def InferenceRequest(self, **_: Any) -> Call:
-        self.num_calls += 1
-        return Call(self.TritonModelException(self.refusal) if self.refusal else None)
-
-
-@pytest.fixture
-def triton(pb_utils: Any) -> Triton:
-    return Triton(pb_utils)
 
 
 @pytest.fixture
@@ -63,19 +30,15 @@ def log() -> list[str]:
 
 
 @pytest.fixture
-def hand_on(
-    triton: Triton, pb_utils: Any, tmp_path: Path, log: list[str]
-) -> Iterator[Callable[..., Any]]:
+def hand_on(pb_utils: PbUtils, tmp_path: Path, log: list[str]) -> Iterator[Callable[..., Any]]:
     """Hands one chunk of a request on and returns the outputs."""
-    host = PostprocessorHost(triton, "scheduler", tmp_path, log=log.append)
+    host = PostprocessorHost(pb_utils, "scheduler", tmp_path, log=log.append)
     numbers = itertools.count(1)
 
     def one(key: str, *, has_gone: bool = False) -> dict[str, Any]:
-        chunk = pb_utils.Tensor("chunk_text_output", np.array([b"a"], dtype=object))
-        name = pb_utils.Tensor(
-            "request_key", np.array([f"{key}.{next(numbers)}".encode()], dtype=object)
-        )
-        request = pb_utils.Request([chunk, name])
+        chunk = np.array([b"a"], dtype=object)
+        name = np.array([f"{key}.{next(numbers)}".encode()], dtype=object)
+        request: Any = request_of(chunk_text_output=chunk, request_key=name)
         request.is_cancelled = lambda: has_gone
         (response,) = host.execute([request])
         return {tensor.name(): tensor.as_numpy().tolist() for tensor in response.output_tensors()}
@@ -85,20 +48,20 @@ def hand_on(
 
 
 def test_every_chunk_is_handed_on_and_reported(
-    scheduler: SchedulerEnd, triton: Triton, hand_on: Callable[..., Any]
+    scheduler: SchedulerEnd, pb_utils: PbUtils, hand_on: Callable[..., Any]
 ) -> None:
     for number, key in enumerate((KEY, KEY, OTHER), start=1):
         assert hand_on(key) == {"text_output": [b"a"]}
         assert scheduler.delivered.get(timeout=WAIT_S) == (key, number)
-    assert triton.num_calls == 1, "one connection is enough"
+    assert pb_utils.num_calls == 1, "one connection is enough"
 
 
 def test_one_that_ends_in_order_has_lost_nothing(
-    scheduler: SchedulerEnd, tmp_path: Path, triton: Triton, pb_utils: Any
+    scheduler: SchedulerEnd, tmp_path: Path, pb_utils: PbUtils
 ) -> None:
-    host = PostprocessorHost(triton, "scheduler", tmp_path, log=print)
-    name = pb_utils.Tensor("request_key", np.array([f"{KEY}.1".encode()], dtype=object))
-    request = pb_utils.Request([name])
+    host = PostprocessorHost(pb_utils, "scheduler", tmp_path, log=print)
+    name = np.array([f"{KEY}.1".encode()], dtype=object)
+    request: Any = request_of(request_key=name)
     request.is_cancelled = lambda: False
     host.execute([request])
     host.finalize()
@@ -129,7 +92,7 @@ def test_a_new_scheduler_is_found_at_once(
 
 
 def test_without_a_scheduler_chunks_are_handed_on_and_not_each_asks_for_it(
-    triton: Triton,
+    pb_utils: PbUtils,
     tmp_path: Path,
     hand_on: Callable[..., Any],
     log: list[str],
@@ -137,12 +100,12 @@ def test_without_a_scheduler_chunks_are_handed_on_and_not_each_asks_for_it(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(postprocessor_host, "time", clock)
-    triton.refusal = "it is not ready"
+    pb_utils.refusal = "it is not ready"
     for _ in range(3):
         assert hand_on(KEY, has_gone=True) == {"text_output": [b"a"]}
-    assert triton.num_calls == 1
+    assert pb_utils.num_calls == 1
     assert log == ["the scheduler could not be told of a chunk: it is not ready"]
-    triton.refusal = ""
+    pb_utils.refusal = None
     clock.now += postprocessor_host._TRY_AGAIN_S + 1
     scheduler = SchedulerEnd(tmp_path)
     hand_on(KEY, has_gone=True)

@@ -4,7 +4,6 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -14,27 +13,16 @@ from charonia.serving.ledger import Ledger
 from charonia.serving.tokenizer_host import TokenizerHost
 from charonia.serving.tokenizing import INLINE_CHARACTERS
 from support.checkpoints import make_tokenizer
+from support.pb_utils import PbUtils, Sender, request_of
 from support.waiting import WAIT_S
 
 MANY = 2 * INLINE_CHARACTERS
 
 
-class Sender:
-    """As a response sender; keeps what was sent."""
-
-    def __init__(self) -> None:
-        self.sent: SimpleQueue[Any] = SimpleQueue()
-
-    def send(self, response: Any, flags: int = 0) -> None:
-        self.sent.put(response)
-
-
 class Bench:
     """A host, the model.json that it reads, and its answers."""
 
-    def __init__(self, pb_utils: Any, directory: Path) -> None:
-        self._pb_utils = pb_utils
-        pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+    def __init__(self, pb_utils: PbUtils, directory: Path) -> None:
         self._model_file = directory / "model.json"
         make_tokenizer().save(str(directory / "tokenizer.json"))
         self.ledger = Ledger(8, 10**6)
@@ -48,12 +36,10 @@ class Bench:
 
     def send(self, timeout_us: int = 0, **arrays: Any) -> Sender:
         """Hand a request in; where its answer comes."""
-        sender = Sender()
-        tensors = [self._pb_utils.Tensor(name, array) for name, array in arrays.items()]
-        request = self._pb_utils.Request(tensors, timeout_us=timeout_us)
-        request.get_response_sender = lambda: sender
+        request = request_of(**arrays)
+        request.timeout_us = timeout_us
         self.host.execute([request])
-        return sender
+        return request.sender
 
     def hold_up(self) -> threading.Event:
         """Have long prompts wait for an event."""
@@ -81,7 +67,7 @@ def answer_of(sender: Sender) -> int | str:
 
 
 @pytest.fixture
-def bench(pb_utils: Any, tmp_path: Path) -> Iterator[Bench]:
+def bench(pb_utils: PbUtils, tmp_path: Path) -> Iterator[Bench]:
     made = Bench(pb_utils, tmp_path)
     yield made
     made.host.finalize()
