@@ -99,6 +99,18 @@ def test_what_is_set_aside_is_no_room_until_the_end():
     assert bench.scheduler.stats.preemptions == 0
 
 
+def test_nobody_is_admitted_by_blocks_that_the_same_plan_sets_aside():
+    bench = make_bench(peak_memory=PeakMemory(expects=False))
+    say(bench, 17)
+    bench.add(make_request("first", max_tokens=1))
+    bench.step(1.0)
+    bench.add(*(make_request(key, max_tokens=24) for key in "abc"))
+    plan = bench.step(2.0)
+    assert (len(plan.discards), len(plan.joins)) == (16, 2)
+    assert len(bench.ends()) == 3
+    assert bench.scheduler.stats.preemptions == 0
+
+
 def test_an_idle_engine_is_asked_once_a_second():
     bench = make_bench()
     say(bench, 20)

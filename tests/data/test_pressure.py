@@ -22,6 +22,8 @@ class Machine:
         self.now = 0.0
         self.available = 5000
         self.stalled = 0.0
+        self.gives = True
+        self.num_used = NUM_BLOCKS
         self.num_looks = 0
         self.pressure = Pressure(
             NUM_BLOCKS,
@@ -37,11 +39,19 @@ class Machine:
         return Memory(self.available, TOTAL, "machine")
 
     def later(self, available: int | None = None) -> int:
-        """The blocks a second later."""
+        """The blocks a second later, of which those that are too many are given back at once.
+
+        Unless requests hold them, which `gives` says.
+        """
         self.now += 1.0
         if available is not None:
             self.available = available
-        return self.pressure.num_blocks()
+        num_blocks = self.pressure.num_blocks()
+        if self.gives or num_blocks > self.num_used:
+            num_discards = max(0, self.num_used - num_blocks)
+            self.pressure.note_plan(num_discards, is_first=False)
+            self.num_used = num_blocks
+        return num_blocks
 
 
 @pytest.fixture
@@ -66,6 +76,27 @@ def test_it_grows_again_where_there_is_twice_as_much_as_is_to_be_left(machine: M
     assert machine.later(2100) == 70
     assert machine.later(2300) == 100
     assert machine.later(5000) == NUM_BLOCKS
+
+
+def test_what_requests_hold_is_not_asked_for_twice(machine: Machine) -> None:
+    machine.gives = False
+    assert [machine.later(600), machine.later(), machine.later()] == [NUM_BLOCKS - 40] * 3
+    assert machine.later(800) == NUM_BLOCKS - 20
+    machine.gives = True
+    assert [machine.later(), machine.later(1000)] == [NUM_BLOCKS - 20] * 2
+
+
+def test_what_is_held_is_kept_where_it_is_needed_no_more(machine: Machine) -> None:
+    machine.gives = False
+    assert machine.later(600) == NUM_BLOCKS - 40
+    assert machine.later(1000) == NUM_BLOCKS
+
+
+def test_a_new_epoch_begins_with_all_blocks(machine: Machine) -> None:
+    assert [machine.later(600), machine.later(1000)] == [NUM_BLOCKS - 40] * 2
+    machine.pressure.note_plan(0, is_first=True)
+    assert machine.later() == NUM_BLOCKS
+    assert machine.later(600) == NUM_BLOCKS - 40
 
 
 def test_one_block_and_the_null_block_stay(machine: Machine) -> None:

@@ -150,3 +150,16 @@ def test_what_an_engine_says_of_its_memory_is_shown_until_another_one_says_other
         metrics.show_memory(memory)
         parts = ("weights", "step", "kv_cache", "left")
         assert [metrics.gauges["charonia_engine_memory_bytes", part] for part in parts] == shown
+
+
+def test_a_step_that_only_looks_at_memory_is_no_sign_of_a_rank_that_computes():
+    executor = EchoExecutor(num_blocks=33)
+    executor.room = 33
+    bench = Bench(executor)
+    bench.add("a", max_tokens=2)
+    bench.run()
+    stepped_at, num_submitted = bench.core.last_step_at, executor.num_submitted
+    for _ in range(4):
+        bench.step_and_wait()
+    assert executor.num_submitted > num_submitted
+    assert bench.core.last_step_at == stepped_at

@@ -55,7 +55,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "max_utilization" as soon as its prompt has room; with "guaranteed_no_evict" once all
             that run have room until they end, be their answers as long as they may, so that none is
             preempted for want of blocks; with "expected_peak" the same, but with answers as long as
-            others were lately. The names are TensorRT-LLM's, where it has them.
+            others were lately. A KV cache that shrinks for want of memory (`memory_reserve`)
+            preempts with each of them. The names are TensorRT-LLM's, where it has them.
         fair_share: tenants get equal shares of the engine, or as their weights say, whatever each
             asks for, and the scheduling policy holds among the requests of each; see
             `control.policies.fair`. Where cached blocks must go to make room, the tenant that has

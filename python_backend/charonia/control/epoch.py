@@ -5,6 +5,7 @@ requests come and go, nor what comes after the engine is lost.
 
 A step's tokens, rows and blocks go to these, in turn::
 
+    transfers.set_aside        nobody: blocks for which there is no memory any more
     admission.admit_urgent     who may displace running requests, and whom that costs their rows
     row_planner.plan_running   the running: blocks that run out are taken from the last of them
     admission.admit_waiting    those that wait, unless somebody was preempted
@@ -161,6 +162,7 @@ class Epoch:
         if suspect is not None:
             self._isolate(suspect)
         step = self._begin(now, relief)
+        self.transfers.set_aside(step)
         self._plan_rows(step, suspect, None if is_ahead else speculation)
         self._is_short, self._started = step.is_short, step.started
         self.transfers.plan(step, is_alone=not (step.rows or self._in_flight))

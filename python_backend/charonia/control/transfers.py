@@ -42,8 +42,18 @@ class Transfers:
         """Names of slower tiers, and how many blocks they hold."""
         return () if self._tiers is None else self._tiers.sizes()
 
+    def set_aside(self, step: Step) -> None:
+        """Have no more blocks in use than there is memory for, as far as others are free.
+
+        Args:
+            step: in which no row has been planned: who is admitted gets none of those blocks.
+        """
+        if self._num_usable != self._kv.num_usable:
+            # As many stay as one request may need, whatever the engine says.
+            step.discards = self._kv.resize(max(self._num_usable, self._least_usable))
+
     def plan(self, step: Step, *, is_alone: bool) -> None:
-        """Have some blocks loaded that waiting requests need, some saved, and some set aside.
+        """Have some blocks loaded that waiting requests need, and some saved.
 
         What is evicted in this plan is written to, or given back, in its step, and saved before.
 
@@ -51,9 +61,6 @@ class Transfers:
             step: in which all rows have been planned.
             is_alone: whether nothing is computed meanwhile.
         """
-        if self._num_usable != self._kv.num_usable:
-            # As many stay as one request may need, whatever the engine says.
-            step.discards = self._kv.resize(max(self._num_usable, self._least_usable))
         if self._tiers is None or self._fetching is None:
             return
         if self._fetching.has_more:

@@ -45,6 +45,7 @@ class Pressure:
         stalled: Callable[[], float] | None = None,
     ) -> None:
         self._most = self._num_blocks = num_blocks
+        self._num_given_up = 0  # of those, blocks whose memory others have
         self._bytes_per_block = bytes_per_block
         self._reserve = reserve
         self._clock = clock
@@ -60,16 +61,28 @@ class Pressure:
             self._look()
         return self._num_blocks
 
+    def note_plan(self, num_discards: int, *, is_first: bool) -> None:
+        """Take note of the blocks whose memory a plan gives back.
+
+        What requests hold is not given back before they end, so it may take many plans.
+
+        Args:
+            is_first: of an epoch, which begins with all blocks.
+        """
+        self._num_given_up = num_discards + (0 if is_first else self._num_given_up)
+
     def _look(self) -> None:
         available, total, _ = self._memory()
         reserve = int(total * self._reserve)
         step = max(1, self._most // _STEP)
         lacking = -(-(reserve - available) // self._bytes_per_block)
         spare = (available - 2 * reserve) // self._bytes_per_block
+        num_in_use = self._most - self._num_given_up
         if lacking > 0 or self._stalled() >= _STALLED_PERCENT:
-            self._num_blocks = max(2, self._num_blocks - max(step, lacking))
-        elif spare >= step:
-            self._num_blocks = min(self._most, self._num_blocks + spare)
+            self._num_blocks = max(2, num_in_use - max(step, lacking))
+            return
+        self._num_blocks = min(self._most, num_in_use + (spare if spare >= step else 0))
+        self._num_given_up = self._most - self._num_blocks  # more are used again at once
 
 
 def stalled_percent(root: Path = Path("/")) -> float:

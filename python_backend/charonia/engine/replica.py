@@ -88,7 +88,7 @@ class Replica:
 
     Attributes:
         engine_args: of the engine as last seen.
-        last_step_at: when a step was last applied, None before the first.
+        last_step_at: when a step with tokens was last applied, None before the first.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class Replica:
         self._scheduler: Scheduler | None = None
         self._in_flight: deque[_Submitted] = deque()
         self.last_step_at: float | None = None
+        self._last_arrival = 0.0  # of a result, also of a step without tokens
 
     # ------------------------------------------------------------------ questions
 
@@ -320,13 +321,14 @@ class Replica:
         if self._in_flight or self._plan_at:
             slack_s = arrived - self._in_flight[0].at if self._in_flight else 0.0
             self._plan_time.note_slack(slack_s, is_put_off=self._is_put_off)
-        began = max(step.at, self.last_step_at or 0.0)  # not before the one ahead of it has ended
+        began = max(step.at, self._last_arrival)  # not before the one ahead of it has ended
         transit_s = max(0.0, arrived - began - result.seconds)
         if began == step.at:
             self._plan_time.note_transit(transit_s)
         self._recovery.note_step()
-        self.last_step_at = arrived
+        self._last_arrival = arrived
         if step.num_tokens:
+            self.last_step_at = arrived
             self._metrics.histograms["charonia_step_seconds"].observe(result.seconds)
             self._step_seconds.observe(step.num_tokens, result.seconds)
         self._metrics.count_collectives(result.collectives or {})
