@@ -234,8 +234,8 @@ def test_what_is_observed_per_request_is_handed_on_once() -> None:
 
 def test_kv_blocks_are_shown_in_the_words_of_the_orca_header() -> None:
     metrics = Metrics()
-    metrics.gauges["charonia_kv_blocks", "total"] = 10.0
-    metrics.gauges["charonia_kv_blocks", "used"] = 4.0
+    for state, value in {"total": 12.0, "used": 4.0, "aside": 2.0}.items():
+        metrics.gauges["charonia_kv_blocks", state] = value
     registry, _ = make(metrics)
     name = "nv_trt_llm_kv_cache_block_metrics"
     values = {kind: registry.value(name, kind) for kind in ("max", "free", "used", "tokens_per")}

@@ -128,12 +128,13 @@ class MetricsExporter:
             families.observe(metric, observations.get(metric.source, ()))
 
     def _export_blocks(self, gauges: Mapping[Series, float]) -> None:
-        total = gauges.get((KV_BLOCKS.name, "total"), 0.0)
-        used = gauges.get((KV_BLOCKS.name, "used"), 0.0)
+        total, aside, used = (
+            gauges.get((KV_BLOCKS.name, state), 0.0) for state in ("total", "aside", "used")
+        )
         values = {
-            "max": total,
+            "max": total - aside,
             "used": used,
-            "free": total - used,  # what is only cached can be had at once
+            "free": total - aside - used,  # what is only cached can be had at once
             "tokens_per": float(self._block_size()),
         }
         for kind, value in values.items():
