@@ -27,15 +27,13 @@ BROKEN = "import missing\n"
 @pytest.mark.parametrize(
     ("folder", "source", "code", "num_runs"),
     [
-        ("launch", PASSES, 0, 1),
-        ("launch", ONCE.format(num_cases=1), 0, 2),
         ("e2e", ONCE.format(num_cases=run.MAX_SECOND_RUNS), 0, 2),
         ("e2e", ONCE.format(num_cases=run.MAX_SECOND_RUNS + 1), 1, 1),
         ("e2e", ALWAYS, 1, 2),
         ("control", ONCE.format(num_cases=1), 1, 1),
         ("e2e", BROKEN, 2, 1),
     ],
-    ids=["passes", "once", "as many as may", "one too many", "always", "unit", "broken"],
+    ids=["as many as may", "one too many", "always", "unit", "broken"],
 )
 def test_only_tests_of_real_servers_are_run_twice_and_only_a_few(
     tmp_path: Path, folder: str, source: str, code: int, num_runs: int

@@ -11,6 +11,7 @@ from charonia.control import Request, Update
 from charonia.control.fitting import MAX_HARMLESS, MAX_PASSES
 from charonia.control.policies import DisplacementByPriority, by_arrival, by_priority, fair
 from charonia.control.policies.fair import MAX_LOST, MAX_REMEMBERED, FairWaiting, VirtualCounters
+from support.long import long
 from support.stepping import Bench, make_request
 
 
@@ -252,9 +253,21 @@ def test_victims_are_the_latest_of_the_tenant_that_has_had_the_most():
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 2, 4)])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_backlogged_tenants_stay_within_the_bound_of_the_paper(weights, data):
+    check_bound(weights, data)
+
+
+@long
+@pytest.mark.parametrize("weights", [(1, 1), (1, 2, 4)])
+@settings(max_examples=100)
+@given(data=st.data())
+def test_whatever_many_backlogged_tenants_ask_for_they_stay_within_that_bound(weights, data):
+    check_bound(weights, data)
+
+
+def check_bound(weights, data):
     """At every step, whatever they ask for: 2 max(longest prompt, 2 * KV tokens) / weight."""
     weight_of = dict(zip("abc", map(float, weights), strict=False))
     policy = fair(by_arrival, weight_of.__getitem__)

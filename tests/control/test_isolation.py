@@ -5,6 +5,7 @@ prompts were cached, and when it gets what. All that a step computes is the same
 right or wrong, and so is the time that this takes.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from charonia.control.policies import (
 )
 from charonia.engine.admission import cache_scope
 from charonia.protocol import SamplingParams
+from support.long import one_in
 from support.stepping import Bench, make_request
 
 NUM_STEPS, NUM_DOCUMENTS, LONGEST, VOCAB = 150, 5, 24, 1000
@@ -87,10 +89,10 @@ def seen(
     return found
 
 
-@pytest.mark.parametrize("eviction", EVICTIONS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("scopes", SCOPES)
-@pytest.mark.parametrize("tier_sizes", [(), (12, 40)])
+@pytest.mark.parametrize(
+    ("eviction", "policy", "scopes", "tier_sizes"),
+    one_in(5, itertools.product(EVICTIONS, POLICIES, SCOPES, [(), (12, 40)])),
+)
 def test_who_guesses_what_others_ask_for_cannot_tell_whether_that_is_right(
     scopes: tuple[SamplingParams, SamplingParams],
     policy: str,

@@ -132,6 +132,18 @@ def test_it_takes_as_many_blocks_as_it_lacks_and_no_more(num_blocks, left):
     assert bench.running == {*left, "u"}
 
 
+def test_of_who_is_displaced_nothing_is_kept_that_it_will_not_take():
+    rank = by_priority()
+    bench = Bench(ranked(rank, DisplacementByPriority(rank)), max_num_seqs=1)
+    bench.add(make_request("a", takes_hits=False))
+    bench.step()
+    bench.add(make_request("u", -1))
+    bench.step()
+    assert bench.running == {"u"}
+    assert bench.scheduler.kv.num_reserved == 0
+    assert bench.ends() == ["u", "a"]
+
+
 def test_equals_do_not_displace_each_other():
     bench = Bench(by_priority_alone(), max_num_seqs=1)
     bench.add(make_request("a", 1))

@@ -36,7 +36,7 @@ def check_tokens(scenario):
             assert driver.reasons[key] == ("stop" if is_stop else "length")
 
 
-@settings(patient, max_examples=200)
+@settings(patient, max_examples=100)
 @given(scenarios)
 def test_every_request_gets_the_tokens_of_its_run_alone(scenario):
     check_tokens(scenario)

@@ -1,5 +1,7 @@
 """K and V in fewer bits in the CPU kernels: the same bytes as torch writes, read as torch reads."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from charonia.protocol import BlockCopy
 from support.attention import HEADS, AttentionCase, random_step, rotation_of, rows_of_a_step
 from support.batches import random_batch, random_pages
 from support.kernels import ISAS, kernels_for, native_ops, packed, unpacked
+from support.long import one_in
 from support.specs import spec_of
 
 QUANTIZED = ["int8", "fp8", "int4"]
@@ -24,11 +27,9 @@ HEAD_DIMS["fp8"] = HEAD_DIMS["int8"]
 # are computed in.
 TOLERANCE = {torch.float32: 4e-4, torch.bfloat16: 3e-2}
 
-pytestmark = [
-    pytest.mark.parametrize("isa", ISAS),
-    pytest.mark.parametrize("name", QUANTIZED),
-    pytest.mark.parametrize("dtype", TOLERANCE, ids=str),
-]
+pytestmark = pytest.mark.parametrize(
+    ("isa", "name", "dtype"), one_in(5, itertools.product(ISAS, QUANTIZED, TOLERANCE)), ids=str
+)
 
 
 def as_bytes(stored: Tensor) -> Tensor:

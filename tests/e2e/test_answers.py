@@ -37,6 +37,7 @@ from support.e2e import (
 )
 from support.embedding import make_bert
 from support.live_stream import LiveStream
+from support.long import long
 
 GENERATED = "charonia_generation_tokens_total"
 WISHES = {"return_timing": True, "return_token_ids": True, "return_finish_reason": True}
@@ -274,6 +275,7 @@ def reload_model(server: TritonServer, path: Path) -> None:
     assert main(["reload", "--url", server.grpc_url, "--model", str(path)]) == 0
 
 
+@long
 def test_another_model_answers_itself_be_it_at_the_same_place(
     shared_server: TritonServer,
     checkpoint: Callable[..., Path],
@@ -349,6 +351,7 @@ def test_a_prompt_that_the_embedding_model_does_not_read_whole_is_computed(
     assert ask_text(similar_server, long + "sat", "llm")["timing"]["cached"] == "exact"
 
 
+@long
 def test_an_embedding_model_that_cannot_be_had_fails_the_start_and_is_named(
     small_checkpoint: Path, tmp_path: Path
 ) -> None:

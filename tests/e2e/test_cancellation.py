@@ -181,6 +181,7 @@ def test_cancel_requests_end_streams_by_their_id(
     assert follow(server) == reference
 
 
+@long
 def test_a_neighbour_of_cancelled_streams_keeps_its_tokens(
     server: TritonServer, reference: list[int]
 ) -> None:

@@ -141,6 +141,7 @@ def test_streams_that_end_together_at_the_very_end_get_all_their_tokens(
     assert ends == whole, stderr
 
 
+@long
 def test_sigint_ends_a_drain_at_once(make_server: Callable[..., Drained]) -> None:
     server = make_server("--drain-timeout", 100_000)
     endless = server.stream(ENDLESS)
@@ -167,6 +168,7 @@ def test_the_command_shows_how_far_it_is_and_returns_when_the_server_has_ended(
     assert server.process.returncode == 0
 
 
+@long
 def test_who_drains_a_second_time_waits_with_the_first(make_server: Callable[..., Drained]) -> None:
     """Commands and an orchestrator's SIGTERM, in any number, lose no request."""
     server = make_server("--drain-timeout", 1000)
@@ -188,6 +190,7 @@ def test_who_drains_a_second_time_waits_with_the_first(make_server: Callable[...
     assert server.process.returncode == 0
 
 
+@long
 def test_the_command_fails_where_requests_were_not_finished(
     make_server: Callable[..., Drained],
 ) -> None:

@@ -100,6 +100,7 @@ def test_a_probe_without_a_wish_for_its_text_is_answered_without_tensors(
     assert list(answer.get_response().outputs) == []
 
 
+@long
 def test_the_end_of_generate_cancels_its_requests_and_disturbs_no_other(
     endless_checkpoint: Path,
 ) -> None:

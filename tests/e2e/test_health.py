@@ -28,6 +28,7 @@ from support.e2e import (
 )
 from support.events import events
 from support.faults import held_loads, make_faulty_repository
+from support.long import long
 
 IMPATIENCE = """
 
@@ -159,6 +160,7 @@ def test_health_names_the_engine_while_it_recovers_and_waits_for_it_when_told_to
     assert (code, "FAILED" in out) == (0, False)
 
 
+@long
 def test_an_engine_that_no_longer_answers_is_replaced_before_anybody_asks_for_it(
     target: Target,
 ) -> None:
@@ -178,6 +180,7 @@ def rejections(samples: Mapping[str, float]) -> list[float]:
     return [count for name, count in samples.items() if name.startswith("charonia_rejections")]
 
 
+@long
 def test_a_busy_scheduler_is_healthy_and_no_client_pays_for_the_question(
     narrow_server: TritonServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

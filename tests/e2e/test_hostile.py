@@ -38,7 +38,7 @@ def arena(hostile_server: TritonServer) -> Arena:
 
 
 @pytest.mark.parametrize(
-    "attack", one_in(5, ((attack,) for attack in ATTACKS.values())), ids=lambda attack: attack.name
+    "attack", one_in(6, ((attack,) for attack in ATTACKS.values())), ids=lambda attack: attack.name
 )
 def test_a_neighbour_does_not_notice_an_attack_and_nothing_is_left_of_it(
     arena: Arena, attack: Attack

@@ -15,6 +15,7 @@ from charonia.launch.server import TritonServer
 from charonia_client import Client
 from support.e2e import ONE_THREAD, one_torch_thread, wait_for
 from support.kv_events import CLEARED, BlockStored, Reader, reading, replay
+from support.long import long
 from support.waiting import WAIT_S
 
 PREFIX = [*range(100, 132)]
@@ -103,6 +104,7 @@ def test_a_router_sees_prefixes_also_of_a_scheduler_that_takes_anothers_place(
         assert (stored.parent_block_hash, stored.token_ids) == (None, PREFIX)
 
 
+@long
 def test_a_server_whose_endpoint_is_taken_does_not_start_and_says_why(
     small_checkpoint: Callable[..., Path], taken: socket.socket
 ) -> None:

@@ -20,6 +20,7 @@ from support.e2e import (
     wait_for,
     wait_idle,
 )
+from support.long import long
 
 PREFIXES = [[number * 9 + place % 7 for place in range(96)] for number in range(1, 5)]
 SAMPLING = {"max_tokens": 24, "ignore_eos": True, "temperature": 1.0}
@@ -68,6 +69,7 @@ def test_the_next_server_begins_with_what_the_last_one_has_saved(
         assert samples["charonia_kv_loads_failed_total"] == 0
 
 
+@long
 def test_an_engine_that_is_killed_while_it_moves_blocks_changes_no_stream(
     small_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

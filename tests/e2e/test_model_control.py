@@ -90,6 +90,7 @@ def wait_alone(server: TritonServer, model: str, num_processes: int = 1) -> None
     assert len(pids) == num_processes, f"{len(pids)} processes of {model}"
 
 
+@long
 def test_a_scheduler_loaded_over_another_takes_over_and_ends_its_requests(
     server: TritonServer,
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_scheduler_that_was_unloaded_serves_again_once_it_is_loaded(server: Tr
     wait_alone(server, "scheduler")
 
 
+@long
 def test_a_scheduler_is_unloaded_and_loaded_over_while_only_a_front_has_requests(
     server: TritonServer,
 ) -> None:

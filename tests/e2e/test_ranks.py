@@ -78,6 +78,7 @@ def target(small_checkpoint: Path, faulty_repository: Path) -> Iterator[Target]:
     assert leftovers(server.runtime_dir) == []
 
 
+@long
 def test_ranks_exchange_and_say_how_much(target: Target) -> None:
     metrics = wait_for(
         lambda: scrape(target.server),

@@ -8,11 +8,13 @@ from charonia.launch.run import running_server
 from charonia.traces import read_requests, read_steps
 from charonia_client import Client
 from support.e2e import ONE_THREAD, one_torch_thread, wait_for
+from support.long import long
 
 PROMPT = "a sentence that nobody may find again " * 10
 NUM_REQUESTS = 8
 
 
+@long
 def test_a_servers_record_can_be_simulated(small_checkpoint, tmp_path: Path, capsys):
     record = tmp_path / "record"
     settings = (ONE_THREAD, f"scheduler.record_dir={record}")

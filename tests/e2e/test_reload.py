@@ -245,6 +245,7 @@ def test_with_drain_what_runs_ends_on_the_old_model_and_what_comes_waits_for_the
     assert rise(before, after, "engine_reloads_total") == 1
 
 
+@long
 def test_a_held_request_can_be_cancelled_and_runs_out_of_time(
     target: Target, other_checkpoint: Path
 ) -> None:
@@ -422,6 +423,7 @@ def test_llm_takes_prompts_as_long_as_the_engine_that_there_is_now(target: Targe
         assert ask(300)[0].one("num_input_tokens") == 300
 
 
+@long
 def test_no_cached_prefix_of_one_model_is_used_for_another(
     target: Target, other_checkpoint: Path
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_server_that_is_stopped_tells_everybody_and_ends_in_order(target, prep
     assert [line for line in after if any(crash in line for crash in CRASHES)] == []
 
 
+@long
 def test_requests_of_a_front_alone_are_told_when_others_stop_the_server(target) -> None:
     """Triton waits for those, and counts none of the scheduler's."""
     url, sampling = target.server.grpc_url, {"max_tokens": 3900, "ignore_eos": True}
@@ -152,6 +153,7 @@ def test_requests_of_a_front_alone_are_told_when_others_stop_the_server(target) 
     assert events(target.log, "engine_died") == []
 
 
+@long
 def test_a_server_that_others_stop_tells_those_whom_it_still_can(target) -> None:
     """Triton carries no stream of an ensemble to its end, but those of the scheduler."""
     streams = [

@@ -35,7 +35,7 @@ from support.e2e import (
 )
 from support.faults import SLOW_STEP_S, paced
 from support.live_stream import LiveStream
-from support.long import one_in
+from support.long import long, one_in
 
 NUM_STREAMS, NUM_TOKENS = 24, 60
 WAYS_IN = [("grpc", "scheduler"), ("grpc", "llm"), ("http", "scheduler")]
@@ -197,6 +197,7 @@ def test_a_unary_request_with_drafts_has_the_same_tokens(
     assert infer_grpc(drafting_server, inputs).outputs["output_ids"] == undrafted[1]
 
 
+@long
 def test_streams_with_drafts_survive_the_death_of_the_engine(
     drafting_server: TritonServer, prompts: list[list[int]]
 ) -> None:

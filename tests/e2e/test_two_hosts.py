@@ -285,6 +285,7 @@ def test_streams_survive_a_cable_that_is_cut_and_mended(impatient_cluster: Clust
     cluster.check_survived(streams)
 
 
+@long
 def test_streams_survive_the_death_of_the_other_host_s_rank(cluster: Cluster) -> None:
     streams = cluster.start_streams()
     for pid in cluster.hosts.b.pids():

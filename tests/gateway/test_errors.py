@@ -24,6 +24,7 @@ from support.e2e import (
     wait_idle,
 )
 from support.gateway import Gateway, asking, running_gateway, wait_metric
+from support.long import long
 
 PROMPT = "def f("
 TEXT = "/v1/completions"
@@ -209,6 +210,7 @@ def test_a_body_that_is_too_large_is_refused(server: TritonServer, model: Path) 
         assert reply.status_code == 200
 
 
+@long
 def test_bodies_have_a_limit_together(narrow_server: TritonServer, model: Path) -> None:
     limits = ("--max-held-bytes", "1000")
     with running_gateway([narrow_server.grpc_url], model, *limits) as gateway:
@@ -345,6 +347,7 @@ def test_a_context_ends_where_it_ends(model: Path) -> None:
         assert gateway.http.post("/tokenize", json={"prompt": "ab"}).json()["max_model_len"] == 64
 
 
+@long
 def test_who_sends_too_fast_is_429_and_told_when_to_come_back(model: Path, tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.json"
     tenants.write_text(json.dumps({"default": {"requests_per_s": 0.001, "burst": 1}}))

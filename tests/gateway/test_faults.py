@@ -14,6 +14,7 @@ from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
 from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_for, wait_idle
 from support.gateway import Gateway, running_gateway
+from support.long import long
 
 TEXT = "/v1/completions"
 SETTINGS = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=8")
@@ -38,6 +39,7 @@ def events_of(reply: httpx.Response) -> Iterator[dict[str, Any]]:
     raise AssertionError("no [DONE]")
 
 
+@long
 def test_a_stream_goes_on_where_the_engine_dies(frail: TritonServer, model: Path) -> None:
     body = SAMPLED | {"seed": 5, "max_tokens": 1500, "stream": True}
     with running_gateway([frail.grpc_url], model) as gateway:

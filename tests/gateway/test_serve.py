@@ -13,6 +13,7 @@ from openai import OpenAI
 
 from charonia.launch.cli import main
 from support.e2e import wait_for
+from support.long import long
 from support.serving import Serving
 from support.waiting import WAIT_S
 
@@ -77,6 +78,7 @@ def test_the_gateway_beside_a_server_comes_back_when_it_is_killed_and_ends_with_
     assert not second.is_running()
 
 
+@long
 def test_sigint_ends_both_at_once(serving: Serving) -> None:
     (url,) = re.findall(r"OpenAI +(\S+)", serving.wait_announced())
     assert wait_for(lambda: is_ready(url), bool)
@@ -87,6 +89,7 @@ def test_sigint_ends_both_at_once(serving: Serving) -> None:
     assert "Traceback" not in stderr
 
 
+@long
 def test_a_gateway_dies_with_a_launcher_that_is_killed(serving: Serving) -> None:
     (url,) = re.findall(r"OpenAI +(\S+)", serving.wait_announced())
     assert wait_for(lambda: is_ready(url), bool)

@@ -15,6 +15,7 @@ from charonia import __version__
 from charonia.launch.cli import main
 from charonia.launch.processes import find_by_argument
 from support.leftovers import leftovers
+from support.long import long
 from support.serving import Serving
 from support.supervised import ALLOWED_S
 
@@ -48,6 +49,7 @@ def test_serve_announces_itself_and_ends_cleanly_on_a_signal(
     assert "Traceback" not in stderr
 
 
+@long
 def test_serve_ends_with_a_stopped_process_and_an_open_stream(serving: Serving) -> None:
     announcement = serving.wait_announced()
     url = re.search(r"http://\S+/generate_stream", announcement)

@@ -95,6 +95,7 @@ def test_a_load_that_fails_is_an_error_and_harms_nobody(
     assert server.is_running
 
 
+@long
 def test_closing_ends_the_call_under_way_and_takes_no_more(
     server: TritonServer, control: GrpcControl, repository: Path
 ) -> None:

@@ -175,6 +175,7 @@ def test_other_losses_are_seen_while_a_model_is_loaded_again(
     assert supervised.ask("generate").status_code == 200
 
 
+@long
 def test_a_model_that_cannot_be_loaded_again_costs_the_server(
     supervise: Callable[..., Target], repository: Path
 ) -> None:

@@ -32,6 +32,7 @@ from charonia.launch.server import (
 )
 from support.e2e import HTTP, wait_for
 from support.leftovers import leftovers
+from support.long import long
 from support.stand_ins import SLOW_LINE, STAND_INS, control_over_http
 from support.supervised import ALLOWED_S
 
@@ -160,6 +161,7 @@ def test_a_stop_waits_for_no_model_that_is_being_loaded(
     assert leftovers(server.runtime_dir) == []
 
 
+@long
 def test_a_stop_of_a_server_that_is_ending_already_leaves_nothing_behind(
     make_server: MakeServer, repository: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_a_server_that_ends_as_soon_as_it_is_open_is_started_again(
         assert supervised.supervisor.num_restarts == 1
 
 
+@long
 def test_a_server_that_stands_still_on_its_way_is_started_again(
     make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_server_that_crashes_on_its_way_is_started_again_but_not_for_ever(
     assert all(reason.startswith("tritonserver was ended by SIGABRT") for reason in reasons)
 
 
+@long
 def test_processes_that_do_not_end_at_once_are_killed_again_later(
     make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_tritonserver_that_is_stopped_during_its_start_is_not_waited_for(
     assert caught.type is error
 
 
+@long
 def test_a_model_that_is_silent_for_a_while_as_it_loads_is_waited_for(
     make_server: Callable[..., TritonServer], repository: Path
 ) -> None:

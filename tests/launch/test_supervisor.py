@@ -136,6 +136,7 @@ def test_a_scheduler_without_its_engine_is_given_time_to_reload_it(
     assert "the scheduler has not answered for" in supervised.lines[0]
 
 
+@long
 def test_a_server_that_keeps_failing_is_given_up(
     supervise: Callable[..., Target], repository: Path
 ) -> None:

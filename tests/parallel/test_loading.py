@@ -27,6 +27,7 @@ from charonia.parallel.table import Table
 from charonia.parallel.topology import Topology
 from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.version import VERSION
+from support.long import long
 from support.rank_end import introduced
 from support.ranked_engine import descriptors, free_address, rank_args, ranked_engine
 from support.waiting import WAIT_S, eventually
@@ -165,6 +166,7 @@ def test_what_nobody_has_thought_of_is_in_the_ranks_log_as_a_whole(
     assert "in be_rank" in log
 
 
+@long
 def test_a_second_engine_through_torch_distributed_in_one_process_is_refused_at_once(
     checkpoint: Checkpoint,
 ) -> None:

@@ -16,12 +16,14 @@ from charonia import LLM, SamplingParams
 from charonia.parallel.worker import SECRET_VARIABLE
 from parity.reference import greedy, random_prompt
 from support.checkpoints import assert_varied
+from support.long import long
 from support.ranked_engine import free_address, is_alive
 from support.waiting import WAIT_S, eventually
 
 NUM_NEW = 24
 
 
+@long
 def test_a_rank_under_torchrun_joins_one_engine_after_the_other_and_leaves_nothing(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,7 @@ def test_nothing_is_left_when_an_engine_is_closed(checkpoint: Checkpoint, cpu_ke
     eventually(lambda: set(descriptors()) <= set(open_before), "everything is closed")
 
 
+@long
 def test_an_engine_that_cannot_be_split_leaves_no_rank(checkpoint: Checkpoint) -> None:
     before = set(psutil.Process().children())
     args = rank_args(checkpoint(), tensor_parallel_size=3)

@@ -173,7 +173,7 @@ def damage(path: Path, state: random.Random) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(i, marks=long) for i in range(3, 40))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=long) for i in range(1, 40))])
 def test_a_damaged_file_costs_time_and_no_token(
     model_dir: Path, tmp_path: Path, references: list[Reference], seed: int
 ) -> None:
@@ -190,6 +190,7 @@ def test_a_damaged_file_costs_time_and_no_token(
             assert hits + loads + counter(llm, "kv_blocks_saved") > 0
 
 
+@long
 def test_another_rank_that_has_lost_its_file_costs_time_and_no_token(
     model_dir: Path, tmp_path: Path, references: list[Reference]
 ) -> None:

@@ -114,7 +114,7 @@ class Engine:
     references: list[Reference]
 
 
-@pytest.fixture(scope="module", params=one_in(7, ((case,) for case in CASES)), ids=str)
+@pytest.fixture(scope="module", params=one_in(11, ((case,) for case in CASES)), ids=str)
 def engine(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Iterator[Engine]:
     case: Case = request.param
     model_dir = checkpoint(**MODELS[case.model])

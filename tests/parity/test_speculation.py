@@ -116,7 +116,7 @@ def outcome(output: RequestOutput) -> Outcome:
 @pytest.mark.parametrize(
     ("drafter", "engine_args"),
     [
-        *one_in(4, ((drafter, size) for size in SIZES for drafter in reversed(FIXED_DRAFTERS))),
+        *one_in(7, ((drafter, size) for size in SIZES for drafter in reversed(FIXED_DRAFTERS))),
         *one_in(
             3,
             itertools.product(

@@ -12,6 +12,7 @@ from charonia.simulate.simulator import Outcome, Setting, Simulation
 from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import ADVERSARY, Arrival, Shape, shape
 from charonia.traces import TraceRequest
+from support.long import long
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="no folder of traces")
@@ -454,6 +455,7 @@ def _reused(trace, length: int) -> float:
     return num_reused / sum(one.input_length for one in trace)
 
 
+@long
 @needs_traces
 def test_an_adversary_is_stopped_by_fair_shares():
     from charonia.traces import read_requests
