@@ -43,6 +43,7 @@ from support.e2e import (
 )
 from support.hostile.target import Target
 from support.serving import CHARONIA
+from support.stopping import stop_process
 from support.supervised import ALLOWED_S
 
 REQUEST_HISTOGRAMS = ("queue_seconds", "time_to_first_token_seconds", "request_seconds")
@@ -366,7 +367,7 @@ def test_the_page_can_be_had_beside_a_server_that_was_started_by_hand(
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Stop a process meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     try:
         yield
     finally:

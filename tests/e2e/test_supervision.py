@@ -30,6 +30,7 @@ from support.leftovers import leftovers
 from support.live_stream import LiveStream
 from support.long import long
 from support.many_streams import finish
+from support.stopping import stop_process
 from support.supervised import Supervised
 
 LIMITS = SupervisionLimits(stopped_s=0.5, stranded_s=60.0, drain_s=1.0, backoff_s=0.1)
@@ -222,7 +223,7 @@ def test_a_lost_scheduler_ends_every_open_call_and_comes_back_with_the_server(
 def test_a_stopped_tritonserver_comes_back(supervised: Supervised) -> None:
     stream = start_stream(supervised, "scheduler")
     assert supervised.server.pid is not None
-    os.kill(supervised.server.pid, signal.SIGSTOP)
+    stop_process(supervised.server.pid)
     stream.wait_over(ENDS_S)
     assert stream.error is not None
     supervised.wait_serving(STARTS_S)
@@ -250,7 +251,7 @@ def test_an_engine_that_is_lost_while_it_loads_comes_back_with_the_server(
         (loading,) = wait_for(
             lambda: [pid for pid in supervised.server.pids("engine") if pid != lost], bool
         )
-        os.kill(loading, signal.SIGSTOP)
+        stop_process(loading)
     stream.wait_over()
     assert stream.error is not None
     supervised.wait_serving(STARTS_S)

@@ -1,6 +1,5 @@
 """The `charonia` command as a person or a container uses it."""
 
-import os
 import re
 import signal
 import socket
@@ -17,6 +16,7 @@ from charonia.launch.processes import find_by_argument
 from support.leftovers import leftovers
 from support.long import long
 from support.serving import Serving
+from support.stopping import stop_process
 from support.supervised import ALLOWED_S
 
 
@@ -60,7 +60,7 @@ def test_serve_ends_with_a_stopped_process_and_an_open_stream(serving: Serving) 
     with httpx.stream("POST", url[0], json=body, timeout=ALLOWED_S) as stream:
         lines = stream.iter_lines()  # whoever drops it hangs up
         next(lines)
-        os.kill(engine.pid, signal.SIGSTOP)
+        stop_process(engine.pid)
         serving.end(signal.SIGTERM)
     assert leftovers(runtime_dir) == []
 

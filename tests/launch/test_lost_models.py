@@ -18,6 +18,7 @@ from support.e2e import wait_for
 from support.events import events
 from support.long import long
 from support.stand_ins import KINDS, PROBED, UNPROBED, Target, add_pair
+from support.stopping import stop_process
 from support.supervised import ALLOWED_S
 from support.watching import Clock, Questions
 
@@ -69,7 +70,7 @@ def test_a_late_answer_about_a_lost_process_costs_no_other(
 ) -> None:
     # A question that it cannot answer is under way when it is found to be stopped.
     supervised = supervise(PROBED)
-    os.kill(supervised.server.pids("generate")[0], signal.SIGSTOP)
+    stop_process(supervised.server.pids("generate")[0])
     supervised.wait_events("model_back")
     questions.wait_asked("generate", times=2)
     assert len(events(supervised.lines, "process_lost")) == 1

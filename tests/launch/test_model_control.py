@@ -1,8 +1,6 @@
 """What gRPC says of a model, on the real tritonserver, and what the watch makes of it."""
 
 import dataclasses
-import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from charonia.launch.model_control import ModelControl
 from charonia.launch.server import TritonServer
 from support.e2e import wait_for
 from support.stand_ins import PROBED, Target, control_over_http
+from support.stopping import stop_process
 from support.supervised import ALLOWED_S
 from support.watching import Clock, Questions
 
@@ -35,7 +34,7 @@ def test_whether_a_model_is_loaded_is_unknown_only_when_tritonserver_does_not_an
         loading.result(timeout=ALLOWED_S).raise_for_status()
         assert control.is_loaded("engine") is True
         assert server.pid is not None
-        os.kill(server.pid, signal.SIGSTOP)
+        stop_process(server.pid)
         monkeypatch.setattr("charonia.launch.model_control._ANSWER_S", 0.3)
         assert control.is_loaded("engine") is None
         server.kill()  # politely, it would not end

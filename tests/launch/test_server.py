@@ -34,6 +34,7 @@ from support.e2e import HTTP, wait_for
 from support.leftovers import leftovers
 from support.long import long
 from support.stand_ins import SLOW_LINE, STAND_INS, control_over_http
+from support.stopping import stop_process
 from support.supervised import ALLOWED_S
 
 MakeServer = Callable[..., TritonServer]
@@ -97,7 +98,7 @@ def test_a_stopped_process_does_not_survive_a_stop(
     monkeypatch.setattr("charonia.launch.server.STOP_S", ALLOWED_S)
     log: list[str] = []
     with make_server(on_log=log.append) as server:
-        os.kill(server.pids("scheduler")[0], signal.SIGSTOP)
+        stop_process(server.pids("scheduler")[0])
     assert [line for line in log if EXIT_TIMEOUT in line], "that is what bounds it"
     assert leftovers(server.runtime_dir) == []
 
@@ -314,7 +315,7 @@ def test_a_killed_launcher_takes_its_server_along_and_the_next_one_sweeps(
         assert launcher.stdout is not None
         path, pid, stub = launcher.stdout.readline().split()
         assert Path(path) not in sweep_stale_runs()
-        os.kill(int(stub), signal.SIGSTOP)  # the one thing that does not die by itself
+        stop_process(int(stub))  # the one thing that does not die by itself
         launcher.kill()
     assert not wait_for(lambda: psutil.pid_exists(int(pid)), lambda is_there: not is_there)
     assert Path(path) in sweep_stale_runs()

@@ -19,6 +19,7 @@ from support.e2e import wait_for
 from support.events import events
 from support.long import long
 from support.stand_ins import UNPROBED
+from support.stopping import stop_process
 from support.supervised import ALLOWED_S, Supervised
 
 ONE_FAILURE = dataclasses.replace(UNPROBED, max_failed_starts=1)
@@ -158,7 +159,7 @@ def test_a_tritonserver_that_is_stopped_during_its_start_is_not_waited_for(
         server.start()
         wait_for(lambda: server.pids("engine"), bool)
     assert server.pid is not None
-    os.kill(server.pid, signal.SIGSTOP)
+    stop_process(server.pid)
     with (
         contextlib.closing(Probe(server.http_url, "scheduler")) as probe,
         pytest.raises(LaunchError, match=r"^tritonserver was stopped$") as caught,
@@ -178,7 +179,7 @@ def test_a_model_that_is_silent_for_a_while_as_it_loads_is_waited_for(
     server.start()
     assert wait_for(lambda: any("loads slowly" in line for line in log), bool)
     (pid,) = server.pids("engine")
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     time.sleep(SILENT_S)
     os.kill(pid, signal.SIGCONT)
     (repository / "load-slowly").unlink()

@@ -18,6 +18,7 @@ from support.e2e import wait_for
 from support.leftovers import leftovers
 from support.long import long
 from support.stand_ins import KINDS, PROBED, UNPROBED, Target
+from support.stopping import stop_process
 from support.supervised import ALLOWED_S
 from support.watching import Clock, Questions
 
@@ -65,7 +66,7 @@ def test_a_dead_tritonserver_is_restarted(supervise: Callable[..., Target]) -> N
 def test_a_stopped_tritonserver_is_restarted(supervise: Callable[..., Target]) -> None:
     supervised = supervise(UNPROBED)
     assert supervised.server.pid is not None
-    os.kill(supervised.server.pid, signal.SIGSTOP)
+    stop_process(supervised.server.pid)
     supervised.wait_serving()
     assert supervised.ask("scheduler").status_code == 200
     assert supervised.lines[0].endswith('reason="tritonserver was stopped"')
@@ -83,7 +84,7 @@ def test_a_tritonserver_that_answers_nobody_is_restarted(
     monkeypatch.setattr("charonia.launch.model_control._ANSWER_S", 1.0)
     supervised = supervise(dataclasses.replace(PROBED, server_hang_s=600))
     assert supervised.server.pid is not None
-    os.kill(supervised.server.pid, signal.SIGSTOP)
+    stop_process(supervised.server.pid)
     questions.wait_asked("scheduler")
     assert supervised.lines == []
     clock.set_forward(601)

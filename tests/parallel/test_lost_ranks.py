@@ -26,6 +26,7 @@ from charonia.parallel.team import RankTeam
 from parity.reference import random_prompt
 from support.long import long
 from support.ranked_engine import RankedEngine, is_alive, rank_args, ranked_engine
+from support.stopping import stop_process
 from support.waiting import WAIT_S, Clock, eventually
 
 Checkpoint = Callable[..., Path]
@@ -50,7 +51,7 @@ def quick_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stand_still(engine: RankedEngine) -> None:
     """Stop the other rank."""
-    os.kill(engine.pids[1], signal.SIGSTOP)
+    stop_process(engine.pids[1])
 
 
 def notice_silence(engine: RankedEngine) -> None:
@@ -262,7 +263,7 @@ def test_processes_that_stood_still_together_have_lost_nobody(
     with other_engine(args) as engine:
         assert engine.steps(1)
         for pid in engine.pids:
-            os.kill(pid, signal.SIGSTOP)
+            stop_process(pid)
         time.sleep(11.0)
         for pid in engine.pids:
             os.kill(pid, signal.SIGCONT)
