@@ -24,15 +24,21 @@ class Failures:
 
     Attributes:
         errors: the first line of the error, by the test's id. is_broken: pytest itself failed.
+        is_cut_off: some tests did not get their turn.
     """
 
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
         self.is_broken = False
+        self.is_cut_off = False
 
     def pytest_internalerror(self) -> None:
         """Keep that pytest itself failed: where a process of xdist's did, the exit code is 0."""
         self.is_broken = True
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Keep whether the run ended early, as with `--exitfirst`."""
+        self.is_cut_off = bool(session.shouldfail or session.shouldstop)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep a test that failed, or a fixture of it."""
@@ -68,10 +74,11 @@ def main(arguments: list[str]) -> int:
         return int(pytest.ExitCode.INTERNAL_ERROR)
     if code != pytest.ExitCode.TESTS_FAILED or not all(map(may_run_twice, failures.errors)):
         return code
-    if not 0 < len(failures.errors) <= MAX_SECOND_RUNS:
+    if failures.is_cut_off or not 0 < len(failures.errors) <= MAX_SECOND_RUNS:
         return code
     print(f"\n{len(failures.errors)} tests of real servers failed, and run once more\n", flush=True)
-    rest = [argument for argument in arguments if not argument.startswith("--cov")]
+    of_first = ("--cov", "--junit")  # what the first run reports, of all tests
+    rest = [argument for argument in arguments if not argument.startswith(of_first)]
     again = ["-n", "0", "--last-failed", "--last-failed-no-failures", "none"]
     second = subprocess.run([sys.executable, "-m", "pytest", *rest, *again])
     if second.returncode:

@@ -30,10 +30,11 @@ BROKEN = "import missing\n"
         ("e2e", ONCE.format(num_cases=run.MAX_SECOND_RUNS), 0, 2),
         ("e2e", ONCE.format(num_cases=run.MAX_SECOND_RUNS + 1), 1, 1),
         ("e2e", ALWAYS, 1, 2),
+        ("e2e", "# cut off\n" + ONCE.format(num_cases=2), 1, 1),
         ("control", ONCE.format(num_cases=1), 1, 1),
         ("e2e", BROKEN, 2, 1),
     ],
-    ids=["as many as may", "one too many", "always", "unit", "broken"],
+    ids=["as many as may", "one too many", "always", "cut off", "unit", "broken"],
 )
 def test_only_tests_of_real_servers_are_run_twice_and_only_a_few(
     tmp_path: Path, folder: str, source: str, code: int, num_runs: int
@@ -43,9 +44,9 @@ def test_only_tests_of_real_servers_are_run_twice_and_only_a_few(
     path.write_text(source, encoding="utf-8")
     (tmp_path / "tests" / "test_others.py").write_text(PASSES, encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, run.__file__, "tests"], cwd=tmp_path, capture_output=True, text=True
-    )
+    options = ["--exitfirst"] if "cut off" in source else []
+    command = [sys.executable, run.__file__, *options, "tests"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     assert done.stdout.count("test session starts") == num_runs
     heading, _, said = done.stdout.partition("passed on the second run:")
