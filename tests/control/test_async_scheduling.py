@@ -210,6 +210,25 @@ def test_a_step_waits_for_the_tokens_that_drafts_may_follow(changes, is_ahead):
     assert bench.tokens["a"] == expected(request)
 
 
+def test_a_drafter_that_finds_nothing_holds_up_no_step():
+    class Silent(EchoDrafter):
+        def propose(self, request, max_tokens):
+            return []
+
+    class Resting(FixedDepth):
+        def rests(self, num_able, num_tokens):
+            return True
+
+    bench = Bench(speculation=Speculation(max_drafts=3, policy=Resting(), drafter=Silent(VOCAB)))
+    bench.add(request := make_request("a"))
+    bench.plan()
+    bench.apply()
+    bench.plan()
+    assert bench.plan() is not None
+    bench.run()
+    assert bench.tokens["a"] == expected(request)
+
+
 def test_without_speculation_for_a_while_steps_overlap_and_nothing_is_drafted():
     drafter = EchoDrafter(VOCAB)
     bench = Bench(speculation=Speculation(max_drafts=3, policy=FixedDepth(), drafter=drafter))

@@ -4,9 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from charonia.control import NO_RELIEF, Relief
+from charonia.control import NO_RELIEF, FixedDepth, Relief, Speculation
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from charonia.control.prompt_budget import IDLE_FACTOR, LEAST_TOKENS, LOOK_EVERY, PromptBudget
+from support.echo import EchoDrafter
 from support.stepping import Bench, make_request
 
 
@@ -138,8 +139,8 @@ def test_steps_without_decodes_or_time_say_nothing():
 
 
 class Fixed(PromptBudget):
-    def tokens(self, num_decodes: int) -> int:
-        self.asked = num_decodes
+    def tokens(self, num_decoded: int) -> int:
+        self.asked = num_decoded
         return 3
 
 
@@ -217,16 +218,17 @@ def test_an_urgent_request_is_computed_first_and_alone():
     assert [row.num_tokens for row in plan.rows] == [3, 1]
 
 
+class Noting(PromptBudget):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[int, int, float]] = []
+
+    def observe(self, num_decoded, num_prompt_tokens, seconds):
+        self.noted.append((num_decoded, num_prompt_tokens, round(seconds, 6)))
+
+
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_the_scheduler_tells_what_steps_took(num_stages):
-    class Noting(PromptBudget):
-        def __init__(self) -> None:
-            super().__init__()
-            self.noted: list[tuple[int, int, float]] = []
-
-        def observe(self, num_decodes, num_prompt_tokens, seconds):
-            self.noted.append((num_decodes, num_prompt_tokens, round(seconds, 6)))
-
     budget = Noting()
     bench = bench_with(budget, num_stages=num_stages)
     scheduler, engine = bench.scheduler, bench.engine
@@ -235,3 +237,45 @@ def test_the_scheduler_tells_what_steps_took(num_stages):
         scheduler.apply(engine.submit(plan).result(None), now + 0.5)
     seconds = 0.5 if num_stages == 1 else 0.001
     assert budget.noted == [(0, 8, seconds), (1, 0, seconds), (1, 0, seconds)]
+
+
+def drafting(budget: PromptBudget) -> Bench:
+    speculation = Speculation(max_drafts=3, policy=FixedDepth(), drafter=EchoDrafter(256))
+    bench = Bench(
+        speculation=speculation,
+        prompt_budget=budget,
+        max_num_seqs=4,
+        num_blocks=400,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+    )
+    bench.add(make_request("a", max_tokens=900))
+    return bench
+
+
+def test_steps_with_drafts_teach_what_rows_take_with_them():
+    budget = Noting()
+    bench = drafting(budget)
+    num_drafts = [bench.step().rows[0].num_drafts for _ in range(20)]
+    assert set(num_drafts) >= {0, 3}
+    assert [noted[0] for noted in budget.noted] == [0, *(1 + each for each in num_drafts[1:])]
+
+
+def test_beside_rows_that_draft_in_every_step_a_prompt_gets_more_than_the_least():
+    bench = drafting(PromptBudget(0.03))
+    scheduler, engine = bench.scheduler, bench.engine
+    now, num_steps = 0.0, 0
+
+    def step() -> None:
+        nonlocal now
+        plan = scheduler.plan(now)
+        now += 0.01 + 0.0001 * sum(row.num_tokens + row.num_drafts for row in plan.rows)
+        scheduler.apply(engine.submit(plan).result(None), now)
+
+    for _ in range(20):
+        step()
+    bench.add(prompt := make_request("b", token_ids=[1] * 400))
+    while not prompt.num_generated:
+        step()
+        num_steps += 1
+    assert num_steps <= 12

@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from charonia.control import SchedulerStats, StepSize
+from charonia.control import FixedDepth, SchedulerStats, Speculation, StepSize
 from charonia.control.step_budget import StepBudget
+from support.echo import EchoDrafter
 from support.stepping import LIMITS, Bench, make_request
 
 MOST_ROWS, MOST_TOKENS = 256, 4096
@@ -150,6 +151,19 @@ def test_chunks_are_as_long_as_chosen_beside_rows_that_decode():
     bench.add(make_request("b", max_tokens=2))
     assert [row.num_tokens for row in bench.step().rows] == [1, 5]
     assert bench.scheduler.stats.max_step_tokens == 7
+
+
+def test_steps_with_drafts_teach_as_well():
+    size = size_of()
+    speculation = Speculation(max_drafts=3, policy=FixedDepth(), drafter=EchoDrafter(256))
+    limits = {"num_blocks": 10_000, "max_num_seqs": 64, "max_model_len": 1000}
+    bench = Bench(step_size=size, speculation=speculation, **limits)
+    bench.add(*(make_request(f"{number}", max_tokens=900) for number in range(40)))
+    for now in range(80):
+        plan = bench.scheduler.plan(now)
+        bench.scheduler.apply(bench.engine.submit(plan).result(None), now + 0.01)
+    assert any(row.num_drafts for row in plan.rows)
+    assert size.max_rows > 32
 
 
 def test_what_was_long_ago_is_forgotten():

@@ -38,8 +38,8 @@ class FewPromptTokens(PromptBudget):
         super().__init__()
         self._num_tokens = num_tokens
 
-    def tokens(self, num_decodes: int) -> int:
-        assert num_decodes > 0
+    def tokens(self, num_decoded: int) -> int:
+        assert num_decoded > 0
         return self._num_tokens
 
 
@@ -63,7 +63,7 @@ class Restless(StepSize):
         self._num_steps = 0
 
     def observe(
-        self, num_decodes: int, num_prompt_tokens: int, num_rows: int, seconds: float
+        self, num_decoded: int, num_prompt_tokens: int, num_rows: int, seconds: float
     ) -> None:
         self._num_steps += 1
         self.max_rows = 1 + self._num_steps % self._max_rows

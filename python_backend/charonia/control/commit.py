@@ -79,7 +79,7 @@ class Commit:
         token_ids, reason = request.append(run)
         # What follows a token that ended the request counts for nothing.
         num_accepted = len(token_ids) - 1 if token_ids else 0
-        if draft is not NO_DRAFT and draft.num_drafts:
+        if draft.num_drafts:
             assert self._speculation is not None
             counts = self._stats.drafts
             self._speculation.observe_run(request, draft, len(run), num_accepted, counts)

@@ -242,10 +242,9 @@ class Epoch:
         seconds = now - max(step.planned_at, self._applied_at) if is_alone else result.seconds
         if self._speculation is not None:
             self._speculation.observe_step(step, seconds, result, self._stats.drafts)
-        if not step.drafts:
-            self._budget.observe(step, seconds, len(self._policy.running))
-            if self._sharing is not None:
-                self._sharing.note_step(step.num_tokens, result.seconds)
+        self._budget.observe(step, seconds, len(self._policy.running))
+        num_tokens = step.num_tokens + step.num_drafts
+        if self._sharing is not None:
+            self._sharing.note_step(num_tokens, result.seconds - result.draft_seconds)
         if self._policy.deadlines is not None:
-            num_tokens = sum(row.num_tokens + row.num_drafts for row in step.rows)
             self._policy.deadlines.note_step(num_tokens, result.seconds)

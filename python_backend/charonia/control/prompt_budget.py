@@ -39,40 +39,45 @@ class PromptBudget:
 
     def __init__(self, target_s: float | None = None) -> None:
         self._target_s = target_s
-        self._decodes = CostCurve()  # of steps without prompts, by their rows
+        self._decodes = CostCurve()  # of steps without prompts, by their tokens
         self._rate: float | None = None  # seconds that a token of a prompt adds
         self._last = LEAST_TOKENS  # that a step had, or might have had
         self._num_unseen = 0  # steps since one said what rows take
 
-    def tokens(self, num_decodes: int) -> int:
-        """At most so many in a step in which other rows generate; at least `LEAST_TOKENS`."""
-        decode_s = self._decodes.at(num_decodes)
+    def tokens(self, num_decoded: int) -> int:
+        """At most so many in a step in which other rows generate; at least `LEAST_TOKENS`.
+
+        Args:
+            num_decoded: tokens that these rows compute, drafts included.
+        """
+        decode_s = self._decodes.at(num_decoded)
         target_s = IDLE_FACTOR * decode_s if self._target_s is None else self._target_s
         if self._rate is None or target_s <= 0.0 or self._num_unseen >= LOOK_EVERY:
             return LEAST_TOKENS
         fitting = int((_MARGIN * target_s - decode_s) / self._rate)
         return max(LEAST_TOKENS, min(fitting, _MAX_GROWTH * self._last))
 
-    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+    def observe(self, num_decoded: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step beside which there was no waiting.
 
         Args:
+            num_decoded, num_prompt_tokens: that it computed.
             seconds: from the end of the step before it to its own.
         """
-        if not num_decodes or seconds <= 0.0:
+        if not num_decoded or seconds <= 0.0:
             return
         teaches_decodes = not num_prompt_tokens
         if 0 < num_prompt_tokens <= LEAST_TOKENS:
-            is_measured = self._decodes.is_measured(num_decodes)
-            is_stuck = self._rate is not None and self.tokens(num_decodes) <= LEAST_TOKENS
+            is_measured = self._decodes.is_measured(num_decoded)
+            is_stuck = self._rate is not None and self.tokens(num_decoded) <= LEAST_TOKENS
             teaches_decodes = is_stuck or not is_measured
         if teaches_decodes:
-            self._decodes.observe(num_decodes, seconds)
+            self._decodes.observe(num_decoded, seconds)
             self._num_unseen = 0
             return
         self._num_unseen += 1
-        rate = (seconds - self._decodes.at(num_decodes)) / num_prompt_tokens
+        rate = (seconds - self._decodes.at(num_decoded)) / num_prompt_tokens
         rate = max(rate, _LEAST_RATE)
         self._rate = rate if self._rate is None else self._rate + _RATE_SHARE * (rate - self._rate)
         # A step whose prompts were short says nothing against longer ones.
-        self._last = max(num_prompt_tokens, min(self._last, self.tokens(num_decodes)))
+        self._last = max(num_prompt_tokens, min(self._last, self.tokens(num_decoded)))

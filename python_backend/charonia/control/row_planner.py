@@ -10,7 +10,7 @@ from charonia.control.live_requests import LiveRequests
 from charonia.control.policies import Policy
 from charonia.control.request import Request
 from charonia.control.stats import SchedulerStats
-from charonia.control.step import NO_BLOCKS, NO_DRAFT, Draft, Step
+from charonia.control.step import NO_BLOCKS, Draft, Step
 from charonia.control.step_budget import StepBudget
 from charonia.protocol import RowStep
 
@@ -118,7 +118,7 @@ class RowPlanner:
             spare = 0 if self._waiting else max(0, self._kv.num_free - self._limits.watermark)
             num_held = (len(request.block_ids) + spare) * self._limits.block_size
             draft = wanted.capped(num_held - len(request.token_ids))
-            if draft is NO_DRAFT:
+            if not (draft.num_drafts or draft.is_by_engine):
                 continue
             num_new = self._blocks.num_missing(request, len(request.token_ids) + draft.num_drafts)
             step.drafts[place] = draft
@@ -130,8 +130,7 @@ class RowPlanner:
                 draft.draft_ids,
                 draft.num_draft_tokens,
             )
-        num_drafts = sum(draft.num_drafts for draft in step.drafts.values())
-        self._stats.draft_depth = num_drafts / max(1, len(found))
+        self._stats.draft_depth = step.num_drafts / max(1, len(found))
 
 
 def _goes_on(request: Request) -> bool:

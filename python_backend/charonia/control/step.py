@@ -113,6 +113,11 @@ class Step:
         return self.num_prompt_tokens + len(self.rows) - self.num_prompts
 
     @property
+    def num_drafts(self) -> int:
+        """That its rows verify."""
+        return sum(draft.num_drafts for draft in self.drafts.values())
+
+    @property
     def is_empty(self) -> bool:
         """Whether the engine has nothing to do for it."""
         return not (self.rows or self.saves or self.fetches or self.discards)

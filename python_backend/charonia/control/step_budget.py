@@ -5,6 +5,7 @@ decode. Must not know who gets a row, nor what a step has.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 from charonia.control.limits import Limits
 from charonia.control.prompt_budget import PromptBudget
@@ -12,6 +13,13 @@ from charonia.control.relief import Relief
 from charonia.control.stats import SchedulerStats
 from charonia.control.step import Step
 from charonia.control.step_size import StepSize
+
+
+class _Decodes(NamedTuple):
+    """What a step computed beside prompts: rows that sample, and drafts that these verify."""
+
+    num_rows: int
+    num_drafts: int
 
 
 class StepBudget:
@@ -31,12 +39,12 @@ class StepBudget:
         self._sizes = sizes
         self._stats = stats
         self._limits: Limits
-        self._num_sampling: deque[int]  # rows of the last steps, one of each stage
+        self._last: deque[_Decodes]  # of the last steps, one of each stage
 
     def start_epoch(self, limits: Limits) -> None:
         """Begin with the first step of an engine."""
         self._limits = limits
-        self._num_sampling = deque(maxlen=limits.num_stages)
+        self._last = deque(maxlen=limits.num_stages)
         self._show(num_running=0)
 
     def num_tokens(self, num_running: int) -> int:
@@ -54,12 +62,13 @@ class StepBudget:
         Args:
             num_tokens: of the step, at most.
         """
-        in_turn = len(self._num_sampling) == self._limits.num_stages
-        num_decodes = min(self._num_sampling[0], num_running) if in_turn else 0
+        in_turn = len(self._last) == self._limits.num_stages
+        last = self._last[0] if in_turn else _Decodes(0, 0)
+        num_decodes = min(last.num_rows, num_running)
         if not num_decodes or not self._limits.enable_chunked_prefill:
             return num_tokens
         if self._prompts is not None:
-            num_tokens = min(num_tokens, self._prompts.tokens(num_decodes))
+            num_tokens = min(num_tokens, self._prompts.tokens(num_decodes + last.num_drafts))
         return max(1, int(num_tokens * relief.prompt_share))
 
     def share(self, num_requests: int) -> int:
@@ -84,7 +93,7 @@ class StepBudget:
 
     def note_plan(self, step: Step) -> None:
         """This step is the next one."""
-        self._num_sampling.append(step.num_sampling)
+        self._last.append(_Decodes(step.num_sampling, step.num_drafts))
 
     def note_preemption(self, num_running: int) -> None:
         """A request lost its blocks, which leaves so many in all stages."""
@@ -92,13 +101,14 @@ class StepBudget:
             self._sizes.note_preemption(-(-num_running // self._limits.num_stages))
 
     def observe(self, step: Step, seconds: float, num_running: int) -> None:
-        """Learn what a step took that had no drafts."""
+        """Learn what a step took."""
         num_rows = len(step.rows)
-        num_decodes = num_rows - step.num_prompts
+        # A row that verifies drafts computes one token more for each.
+        num_decoded = num_rows - step.num_prompts + step.num_drafts
         if self._prompts is not None:
-            self._prompts.observe(num_decodes, step.num_prompt_tokens, seconds)
+            self._prompts.observe(num_decoded, step.num_prompt_tokens, seconds)
         if self._sizes is not None:
-            self._sizes.observe(num_decodes, step.num_prompt_tokens, num_rows, seconds)
+            self._sizes.observe(num_decoded, step.num_prompt_tokens, num_rows, seconds)
             self._show(num_running)
 
     def _show(self, num_running: int) -> None:
