@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from charonia.control import Request, Scheduler
 from charonia.control.admission import MAX_DISPLACED
+from charonia.control.block_tables import BlockTables
 from charonia.control.fitting import MAX_PASSES
 from charonia.control.policies import (
     DisplacementByPriority,
@@ -187,6 +188,21 @@ def test_hits_on_a_victims_blocks_are_used_and_do_not_count_as_freed():
     plan = bench.step()
     assert plan.joins[0].num_computed == 32
     assert bench.running == {"b"}
+
+
+def test_a_long_cached_prefix_is_not_searched_once_per_block_of_the_victims(monkeypatch):
+    class Hits(list):
+        def __contains__(self, block_id):
+            raise AssertionError("that takes as long as there are hits")
+
+    hits = BlockTables.hits
+    monkeypatch.setattr(BlockTables, "hits", lambda self, request: Hits(hits(self, request)))
+    bench = Bench(by_priority_alone(), max_num_seqs=2)
+    bench.add(make_request("a", 1, token_ids=[5] * 32), make_request("c", 2, token_ids=[6] * 24))
+    bench.step()
+    bench.add(make_request("b", 0, token_ids=[5] * 60, max_tokens=2))
+    bench.step()
+    assert "b" in bench.running
 
 
 def test_without_chunks_a_displacing_prompt_waits_for_a_step_with_room():

@@ -255,6 +255,7 @@ class Fitting:
             Them; None where all of them are not enough.
         """
         kv, num_running = self._blocks.kv, len(self._policy.running)
+        kept = set(hits)
         victims: list[Request] = []
         num_enough: int | None = None  # of them, as long as nobody asks for later
         released: Counter[int] = Counter()
@@ -265,7 +266,7 @@ class Fitting:
             released.update(victim.block_ids)
             num_lacking -= self._blocks.num_owed(victim)
             num_lacking -= sum(
-                kv.num_references(block_id) == released[block_id] and block_id not in hits
+                kv.num_references(block_id) == released[block_id] and block_id not in kept
                 for block_id in victim.block_ids
             )
             if len(victims) == num_running:

@@ -287,11 +287,21 @@ class FairWaiting:
         """
         if self._level is None or not self._levels or self._levels[0] >= highest_level:
             return
-        self._settle()
         tenants = {tenant for tenant in self._running if tenant in self._of}
-        tenants.update(tenant for _, tenant in self._heap[:_FOREMOST] if tenant in self._of)
+        tenants.update(self._least_served())
         for _, tenant in sorted((self._counters[tenant], tenant) for tenant in tenants):
             yield self._of[tenant].first
+
+    def _least_served(self) -> list[str]:
+        """The tenants with the smallest counters, of those that wait."""
+        least: list[tuple[float, str]] = []
+        self._settle()
+        while self._heap and len(least) < _FOREMOST:
+            least.append(heappop(self._heap))
+            self._settle()
+        for place in least:
+            heappush(self._heap, place)
+        return [tenant for _, tenant in least]
 
     def _least(self) -> float:
         """The smallest counter of those that wait; of the last one that did, if nobody does."""
