@@ -1,5 +1,8 @@
 """A real server records what `charonia simulate` reads, and no text."""
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from charonia.engine.recorder import REQUESTS, STEPS
@@ -39,6 +42,52 @@ def test_a_servers_record_can_be_simulated(small_checkpoint, tmp_path: Path, cap
     text = capsys.readouterr().out
     assert f"| as recorded | {NUM_REQUESTS + 1} | {NUM_REQUESTS + 1} |" in text
     assert f"| fcfs | {NUM_REQUESTS + 1} | {NUM_REQUESTS + 1} |" in text
+
+
+@long
+def test_a_servers_schedule_can_be_replayed(small_checkpoint, tmp_path: Path, capsys):
+    """Requests of all kinds, a KV cache that is short, drafts, departures and a dead engine."""
+    settings = (
+        ONE_THREAD,
+        "num_gpu_blocks_override=60",
+        "max_num_seqs=4",
+        'speculative_config={"method": "ngram", "num_speculative_tokens": 3}',
+        "scheduling_policy=priority",
+        "scheduler.fair_share=true",
+        f"scheduler.record_dir={tmp_path / 'record'}",
+        "scheduler.record_schedule=true",
+    )
+    with (
+        one_torch_thread(),
+        running_server(model=small_checkpoint, settings=settings) as server,
+        ThreadPoolExecutor(16) as threads,
+        Client(server.grpc_url) as client,
+    ):
+        requests = [threads.submit(_use, client, number) for number in range(120)]
+        wait_for(lambda: sum(one.done() for one in requests), lambda num: num >= 40)
+        (engine,) = server.pids("engine")
+        os.kill(engine, signal.SIGKILL)
+        for request in requests:
+            request.result()
+    (journal,) = (tmp_path / "record").glob("*.journal")
+    assert b"sentence" not in journal.read_bytes()
+    assert main(["replay", str(journal)]) == 0
+    assert "all plans are equal" in capsys.readouterr().out
+
+
+def _use(client: Client, number: int) -> None:
+    """Send the request of a number: each is of another kind, and every fifth client leaves."""
+    with client.stream(
+        PROMPT[: 80 * (number % 4)] + "and one more",
+        max_tokens=5 + number % 40,
+        ignore_eos=True,
+        tenant=f"t{number % 3}",
+        priority=number % 5 - 2,
+        n=1 + number % 2,
+    ) as stream:
+        for _ in stream:
+            if not number % 5:
+                return
 
 
 def _lines(path: Path) -> list[str]:

@@ -9,6 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
+from charonia.engine.journal import Journal
 from charonia.engine.kv_events import KVEvents
 from charonia.engine.outputs import Chunk
 from charonia.engine.tenants import Tenants
@@ -43,9 +44,11 @@ class Bench:
         eviction_policy: str = "adaptive",
         tenants: Tenants | None = None,
         kv_events: KVEvents | None = None,
+        journal: Journal | None = None,
         **args,
     ) -> None:
         self._kv_events = kv_events
+        self._journal = journal
         self._tenants = tenants
         self.now = 0.0
         self.lines: list[str] = []
@@ -77,6 +80,7 @@ class Bench:
             log=self.lines.append,
             tenants=self._tenants,
             kv_events=self._kv_events,
+            journal=self._journal,
         )
 
     def _take(self, chunk: Chunk) -> None:

@@ -7,6 +7,8 @@ engines that cannot be loaded or take their time, operators, and the end of the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from charonia.engine.reload import Reload
 from engine.bench import FIXED, Bench
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants
+from support.journals import open_journal, replay
 from support.long import long
 
 STOPS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -156,6 +159,18 @@ visits_and_faults = given(
 )
 
 
+def check(**case) -> None:
+    """Every request is answered exactly once and rightly, and the run can be repeated."""
+    with TemporaryDirectory() as directory:
+        journal = open_journal(Path(directory))
+        try:
+            check_answers(journal=journal, **case)
+        finally:
+            journal.close()
+        differences = replay(Path(directory)).differences
+    assert not differences, "\n".join(differences)
+
+
 def check_answers(
     arrivals,
     num_blocks,
@@ -168,8 +183,8 @@ def check_answers(
     num_stages,
     async_scheduling,
     is_early,
+    journal,
 ):
-    """Every request is answered exactly once and rightly, whatever happens meanwhile."""
     executor = WatchedEngine(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -184,6 +199,7 @@ def check_answers(
         async_scheduling=async_scheduling,
         min_step_deadline_s=0.3,
         load_timeout_s=load_timeout_s,
+        journal=journal,
     )
     executor.load_s = load_s
     orders: list[Reload] = []
@@ -240,11 +256,11 @@ def check_answers(
 @settings(patient, max_examples=50)
 @visits_and_faults
 def test_every_request_is_answered_exactly_once_and_rightly(**case):
-    check_answers(**case)
+    check(**case)
 
 
 @long
 @settings(patient, max_examples=200)
 @visits_and_faults
 def test_in_many_more_cases_every_request_is_answered_exactly_once_and_rightly(**case):
-    check_answers(**case)
+    check(**case)

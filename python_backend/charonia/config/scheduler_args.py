@@ -73,6 +73,11 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             deadline, and keyed hashes of its blocks of 64 tokens, but no text and no token. A
             relative path is relative to the scheduler's directory. None records nothing.
         record_max_bytes: that one process of the scheduler adds to such a record; then it ends.
+        record_schedule: whether all that the scheduler decides from is written there, too, for
+            `charonia replay`: each call of it, and what came of it, in a file for each start of the
+            scheduler, of `record_max_bytes` at most. Token ids are replaced by numbers.
+        record_token_ids: whether they are not, so that the file holds what clients wrote. It is
+            needed where the KV cache's slower tiers outlive an engine.
         answer_cache_bytes: of answers that are kept for equal requests: where the model's revision,
             the prompt's ids, the tenant, the salt and all parameters that change tokens are the
             same, and the answer is determined, by a seed or because the likeliest token is taken.
@@ -113,6 +118,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tenant_header: Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_-]{1,256}$")] | None = None
     record_dir: str | None = None
     record_max_bytes: PositiveInt = 2**30
+    record_schedule: bool = False
+    record_token_ids: bool = False
     answer_cache_bytes: PositiveInt | None = None
     answer_cache_ttl_s: Seconds = 3600.0
     semantic_cache_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
@@ -131,9 +138,11 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         needs = {
             "semantic_cache_threshold": "answer_cache_bytes",
             "semantic_cache_model": "semantic_cache_threshold",
+            "record_schedule": "record_dir",
+            "record_token_ids": "record_schedule",
         }
         for name, needed in needs.items():
-            if (value := getattr(self, name)) is not None and getattr(self, needed) is None:
+            if (value := getattr(self, name)) not in (None, False) and not getattr(self, needed):
                 raise ValueError(f"{name} = {shown(value)} has no effect without {needed}")
 
     @property

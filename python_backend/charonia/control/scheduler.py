@@ -225,6 +225,9 @@ class Scheduler:
             epoch: of that engine so far. tiers: of that engine; None where it has none, or where
                 it is to be seen what they hold.
         """
+        if limits is not None:
+            for request in self.requests:
+                request.expected_ids.clear()  # they may be no tokens of this engine
         limits = limits or self.limits
         self._live.lose_all(limits)
         self._epoch = self._open_epoch(max(self._epoch.number, epoch) + 1, limits, tiers)

@@ -29,6 +29,7 @@ from charonia.engine.admission import GenerationRequest, admit, check, seeds_of
 from charonia.engine.attainment import Attainment
 from charonia.engine.deadlines import Deadlines
 from charonia.engine.gate import check_queue
+from charonia.engine.journal import Journal
 from charonia.engine.kv_events import KVEvents
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
@@ -71,6 +72,7 @@ class EngineCore:
         on_started: called with a request's key when its first step begins.
         tenants: what holds for each; None has all alike.
         kv_events: told what the prefix cache holds; None where nobody listens.
+        journal: see `Replica`.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class EngineCore:
         on_started: Callable[[str], None] = lambda _: None,
         tenants: Tenants | None = None,
         kv_events: KVEvents | None = None,
+        journal: Journal | None = None,
     ) -> None:
         tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
@@ -119,6 +122,7 @@ class EngineCore:
             read_args=read_args,
             wake=wake,
             kv_events=kv_events,
+            journal=journal,
         )
         self._set_gauges()
 

@@ -93,6 +93,7 @@ def take_over(old: Scheduler, new: Scheduler) -> None:
     requests = sorted(old.requests, key=lambda request: request.number)
     for request in requests:
         request.group.disband()
+        request.expected_ids.clear()  # they may be no tokens of this engine
     for request in requests:
         new.add(request)
 

@@ -32,6 +32,7 @@ from charonia.control import (
     Tiers,
     Update,
 )
+from charonia.engine.journal import Journal
 from charonia.engine.kv_events import KVEvents
 from charonia.engine.metrics import Metrics
 from charonia.engine.plan_time import PlanTime
@@ -85,6 +86,7 @@ class Replica:
         wake: called from any thread when `follow` has something to see.
         kv_events: told what the prefix cache holds; None where nobody listens.
         hash_secret: key of the hash of blocks, where an engine brings none; None draws one.
+        journal: of all that the scheduler decides from; None where nobody writes one.
 
     Attributes:
         engine_args: of the engine as last seen.
@@ -107,6 +109,7 @@ class Replica:
         wake: Callable[[], None],
         kv_events: KVEvents | None = None,
         hash_secret: bytes | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.engine_args = engine_args
         self._executor = executor
@@ -121,6 +124,7 @@ class Replica:
         self._wake = wake
         self._kv_events = kv_events
         self._hash_secret = hash_secret
+        self._journal = journal
         self._stats = SchedulerStats()
         self._relief = NO_RELIEF
         self._step_seconds = CostCurve()
@@ -509,7 +513,6 @@ class Replica:
         limits = self._limits_of(info, args)
         if self._scheduler is not None:
             for request in list(self._scheduler.requests):
-                request.expected_ids.clear()  # they may be no tokens of this engine
                 if reason := misfit(request, info, limits):
                     self._fail(request.group.key, UnavailableError(reason))
         tiers = None if info.kept is None else Tiers(info.kept, self._stats)
@@ -528,6 +531,7 @@ class Replica:
                 weight_of=self._weight_of,
                 cache_events=self._kv_events,
                 tiers=tiers,
+                journal=self._journal,
             )
             if self._scheduler is not None:
                 take_over(self._scheduler, new)

@@ -4,6 +4,7 @@ Owns the choice. Must not know what any of it does.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
@@ -33,6 +34,7 @@ from charonia.control.policies import (
     ranked,
 )
 from charonia.engine.drafting import make_speculation
+from charonia.engine.journal import Journal, JournaledScheduler
 
 
 def make_scheduler(
@@ -46,14 +48,20 @@ def make_scheduler(
     weight_of: Callable[[str], float],
     cache_events: CacheEvents | None,
     tiers: Tiers | None,
+    journal: Journal | None = None,
 ) -> Scheduler:
     """Set up the scheduler of one engine.
 
     Args:
         hash_secret, epoch, stats, cache_events, tiers: see `Scheduler`.
         weight_of: of a tenant, for fair shares of the engine and of the cache.
+        journal: takes its calls; None where nobody writes one.
     """
-    return Scheduler(
+    new: Callable[..., Scheduler] = Scheduler
+    if journal is not None:
+        new = partial(JournaledScheduler, journal, engine_args, scheduler_args)
+        weight_of = journal.weighing(weight_of)
+    return new(
         limits,
         hash_secret=hash_secret,
         epoch=epoch,

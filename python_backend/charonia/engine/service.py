@@ -20,6 +20,7 @@ from charonia.engine.answers import AnswerCache, PromptIndex, SimilarPrompts
 from charonia.engine.attainment import Attainment
 from charonia.engine.core import EngineCore
 from charonia.engine.gate import Gate
+from charonia.engine.journal import Journal
 from charonia.engine.kv_events import KVEvents
 from charonia.engine.ladder import Ladder
 from charonia.engine.metrics import Metrics
@@ -103,10 +104,14 @@ class EngineService:
             clock=time.monotonic,
         )
         self._recorder: Recorder | None = None
+        self._journal: Journal | None = None
         if scheduler_args.record_dir is not None:
             directory, max_bytes = Path(scheduler_args.record_dir), scheduler_args.record_max_bytes
             self._recorder = Recorder(directory, max_bytes, log=log)
             executor = RecordingExecutor(executor, self._recorder, time.monotonic)
+            if scheduler_args.record_schedule:
+                has_token_ids = scheduler_args.record_token_ids
+                self._journal = Journal(directory, max_bytes, has_token_ids=has_token_ids, log=log)
         self._core = EngineCore(
             executor,
             engine_args,
@@ -120,6 +125,7 @@ class EngineService:
             on_started=lambda key: self._answers.note_started(key),
             tenants=self._tenants,
             kv_events=kv_events,
+            journal=self._journal,
         )
         self._similar = None
         if prompt_index is not None:
@@ -300,6 +306,8 @@ class EngineService:
             self._similar.close()
         if self._recorder is not None:
             self._recorder.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def _accept(
         self, request: GenerationRequest, sink: Sink, arrived_at: float, digest: bytes | None
@@ -358,6 +366,8 @@ class EngineService:
             self._look(self._last_turn_at)
         if self._recorder is not None:
             self._recorder.flush(now=self._last_turn_at)
+        if self._journal is not None:
+            self._journal.flush(now=self._last_turn_at)
         self._answers.refresh()
         self._core.deliver()
         self._take_inbox()

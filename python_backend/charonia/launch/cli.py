@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_reload(commands)
     _add_drain(commands)
     _add_simulate(commands)
+    _add_replay(commands)
     _add_demo(commands)
     return parser
 
@@ -452,6 +453,25 @@ def _add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     simulate.set_defaults(run=_run_simulate)
 
 
+def _add_replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    replay = commands.add_parser(
+        "replay",
+        help="repeat a recorded run of the scheduler, and compare its plans",
+        description="Call the scheduler as it was called when a server recorded it (--set "
+        "scheduler.record_dir=DIR --set scheduler.record_schedule=true), without an engine, and "
+        "compare each plan with the recorded one, byte for byte. The exit code is 1 at the first "
+        "difference, which is printed.",
+    )
+    replay.add_argument("journal", type=Path, metavar="FILE", help="schedule-….journal")
+    replay.add_argument(
+        "--show",
+        type=_range,
+        metavar="A:B",
+        help="print the plans from number A to B, as lines of JSON",
+    )
+    replay.set_defaults(run=_run_replay)
+
+
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     demo = commands.add_parser(
         "demo",
@@ -617,6 +637,12 @@ def _run_simulate(options: argparse.Namespace) -> None:
             output=options.output,
         )
     )
+
+
+def _run_replay(options: argparse.Namespace) -> None:
+    from charonia.launch.replay import replay
+
+    replay(options.journal, options.show)
 
 
 def _run_demo(options: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from charonia.control.stats import SchedulerStats
-from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, TierInfo
+from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, SlotContent, TierInfo
 
 SAVED_AT_ONCE, SAVED_ALONE = 4 * 2**20, 32 * 2**20
 """Bytes that a step saves in which rows compute, and one that nothing waits for. What is evicted
@@ -38,6 +38,7 @@ class _Tier:
         self.contents = OrderedDict(
             (one.key, _Content(one.slot, one.has_draft)) for one in info.contents
         )
+        self.num_slots = info.num_slots
         used = {content.slot for content in self.contents.values()}
         self._empty = [slot for slot in range(info.num_slots - 1, -1, -1) if slot not in used]
 
@@ -76,6 +77,19 @@ class Tiers:
     def __contains__(self, key: bytes) -> bool:
         """Whether any tier holds this content."""
         return any(key in tier.contents for tier in self._tiers)
+
+    def describe(self) -> KeptBlocks:
+        """What the tiers hold now, as an engine would say it."""
+        tiers = [
+            TierInfo(
+                name=name,
+                num_slots=tier.num_slots,
+                contents=[SlotContent(one.slot, key, one.has_draft) for key, one in items],
+            )
+            for name, tier in zip(self._names, self._tiers, strict=True)
+            for items in [tier.contents.items()]
+        ]
+        return KeptBlocks(hash_secret=self.hash_secret, slot_bytes=self._slot_bytes, tiers=tiers)
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Names of the tiers, and how many blocks they hold."""
