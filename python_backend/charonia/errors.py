@@ -131,6 +131,15 @@ class RequestTimeoutError(UnavailableError):
     kind = "timeout"
     is_retryable = False
 
+    @classmethod
+    def of(cls, *, is_until_start: bool) -> "RequestTimeoutError":
+        """The error in the words that clients know.
+
+        Args:
+            is_until_start: its `timeout` is over, in Triton's own words; else its `deadline_ms`.
+        """
+        return cls("Request timeout expired" if is_until_start else "deadline_ms has passed")
+
 
 class LateRequestError(RequestTimeoutError):
     """The request cannot be answered before its `deadline_ms` any more, or would wait for longer.

@@ -89,7 +89,7 @@ def test_what_the_server_refuses_is_an_invalid_request_with_its_text(
 
 
 def test_a_deadline_of_the_server_is_a_timeout(client: Client) -> None:
-    with pytest.raises(Timeout, match="Request timeout expired"):
+    with pytest.raises(Timeout, match="deadline_ms has passed"):
         client.generate(PROMPT, max_tokens=ENDLESS, ignore_eos=True, deadline_ms=1)
 
 

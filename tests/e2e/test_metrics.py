@@ -55,7 +55,17 @@ COUNTERS = {
     "step_phase_seconds_total": ("phase", {"deliver", "transit", "apply", "draft", "verify"}),
     "rejections_total": (
         "reason",
-        {"invalid", "late", "overloaded", "queue_full", "rate_limited", "unavailable"},
+        {
+            "invalid",
+            "unavailable",
+            "queue_full",
+            "rate_limited",
+            "overloaded",
+            "engine_down",
+            "shutting_down",
+            "timeout",
+            "late",
+        },
     ),
     "generation_tokens_total": None,
     "cancellations_total": None,

@@ -254,7 +254,7 @@ def test_a_held_request_can_be_cancelled_and_runs_out_of_time(
     running.wait_tokens(3)
     with target.draining("--set", "max_num_seqs=8"):
         late = target.run([3], max_tokens=3, deadline_ms=300).wait_over()
-        assert (late.error or "").endswith("Request timeout expired [charonia:timeout]")
+        assert (late.error or "").endswith("deadline_ms has passed [charonia:timeout]")
         leaving = target.run([4], max_tokens=3)
         assert wait_for(target.num_waiting, bool) == 1
         leaving.leave()

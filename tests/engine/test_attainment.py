@@ -46,14 +46,14 @@ def counts(metrics: Metrics) -> dict[str, float]:
             {"ttft_target_missed search": 1, "inter_token_target_missed search": 1},
         ),
         ({"first_token_s": 0.1}, {"ttft_target_met search": 1}),
-        ({"reason": "unavailable"}, {"ttft_target_missed search": 1}),
+        ({"reason": "timeout"}, {"ttft_target_missed search": 1}),
         ({"reason": "cancelled", "has_deadline": True}, {}),
         (
             {"reason": "stop", "first_token_s": 0.1, "has_deadline": True},
             {"ttft_target_met search": 1, "deadline_met search": 1},
         ),
         (
-            {"reason": "unavailable", "has_deadline": True},
+            {"reason": "timeout", "has_deadline": True},
             {"ttft_target_missed search": 1, "deadline_missed search": 1},
         ),
         ({"tenant": "plain", "first_token_s": 100.0}, {}),

@@ -79,7 +79,9 @@ def test_a_timeout_in_the_queue_and_a_deadline_end_requests():
     bench.add("a", max_tokens=100, deadline_ms=500)
     bench.add("b", timeout_s=0.2)
     bench.run()
-    assert str(bench.error("a")) == str(bench.error("b")) == "Request timeout expired"
+    assert str(bench.error("a")) == "deadline_ms has passed"
+    assert str(bench.error("b")) == "Request timeout expired"
+    assert bench.core.metrics.counters["charonia_finished_total", "timeout"] == 2
     assert bench.tokens("b") == []
     assert max(bench.core.metrics.drain()["charonia_queue_seconds"]) >= 0.2, "b is not seen"
     assert 30 < len(bench.tokens("a")) < 60

@@ -131,7 +131,7 @@ class SnapshotBench(Bench):
         ({}, "length"),
         ({"stop": tuple(ascii_letters), "min_tokens": 20}, "stop"),
         ({"stop_token_ids": tuple(range(0, 256, 6))}, "stop"),
-        ({"deadline_ms": 105}, "unavailable"),
+        ({"deadline_ms": 105}, "timeout"),
         (None, "cancelled"),
     ],
 )

@@ -286,12 +286,20 @@ def test_the_oldest_cancellation_is_forgotten() -> None:
     assert cancellations.cover("4", "", before)
 
 
-@pytest.mark.parametrize("parameters", [{"timeout": 50_000}, {"deadline_ms": 50}])
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"timeout": 50_000, "deadline_ms": 60_000}, "Request timeout expired"),
+        ({"timeout": 60_000_000, "deadline_ms": 50}, "deadline_ms has passed"),
+    ],
+)
 def test_the_time_of_a_prompt_that_is_tokenized_runs(
-    bench: Bench, parameters: dict[str, int]
+    bench: Bench, parameters: dict[str, int], text: str
 ) -> None:
-    assert isinstance(error_of(bench.take(**parameters)), RequestTimeoutError)
-    assert bench.count("charonia_rejections_total", "unavailable") == 1
+    error = error_of(bench.take(**parameters))
+    assert isinstance(error, RequestTimeoutError)
+    assert str(error) == text
+    assert bench.count("charonia_rejections_total", "timeout") == 1
 
 
 @pytest.mark.parametrize("is_text", [True, False])

@@ -20,7 +20,7 @@ class RequestEnd:
     """A request that was accepted and is over.
 
     Attributes:
-        reason: "stop", "length", or the code of its error in small letters.
+        reason: "stop", "length", or the kind of its error.
         num_prompt: tokens. num_tokens: that it generated.
         first_token_s: from its arrival; None where there was no token.
         inter_token_s: in the mean of its tokens after the first; None without such.

@@ -310,7 +310,7 @@ class EngineCore:
         for key, is_until_start in self._deadlines.take_due(now):
             if is_until_start and self._streams.has_started(key):
                 continue
-            self._end(key, RequestTimeoutError("Request timeout expired"))
+            self._end(key, RequestTimeoutError.of(is_until_start=is_until_start))
 
     def _go_on_with_reload(self, reload: Reload) -> None:
         """Begin with it as soon as that may be; once it is over, those it holds are placed."""

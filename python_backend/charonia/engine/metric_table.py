@@ -7,6 +7,8 @@ about.
 from dataclasses import dataclass
 from typing import Literal
 
+from charonia.errors import KINDS, UnavailableError
+
 Kind = Literal["counter", "gauge", "histogram"]
 Place = Literal["triton", "page"]
 
@@ -29,6 +31,9 @@ load_failed: it cannot be loaded, or not in time; counted at every try.
 
 CACHED = ("exact", "joined", "semantic")
 """How a request is answered without being computed; `cached` of its timing says it, too."""
+
+UNAVAILABLE = tuple(kind for kind, error in KINDS.items() if issubclass(error, UnavailableError))
+"""Why a request is refused that is not wrong itself."""
 
 OTHERS = "other"
 """All tenants that have no name in metrics."""
@@ -153,7 +158,7 @@ METRICS = (
     Metric(
         name="charonia_finished_total",
         kind="counter",
-        help="Requests that are over, by finish reason or error code.",
+        help="Requests that are over, by finish reason or kind of error.",
         label="reason",
         values=("stop", "length"),
     ),
@@ -162,7 +167,7 @@ METRICS = (
         kind="counter",
         help="Requests that were refused before they were queued.",
         label="reason",
-        values=("invalid", "late", "overloaded", "queue_full", "rate_limited", "unavailable"),
+        values=("invalid", *UNAVAILABLE),
     ),
     Metric(
         name="charonia_cancellations_total",

@@ -31,10 +31,6 @@ from charonia.engine.tenants import Tenants
 from charonia.errors import (
     CharoniaError,
     InvalidRequestError,
-    LateRequestError,
-    OverloadedError,
-    QueueFullError,
-    RateLimitedError,
     ShuttingDownError,
     UnavailableError,
 )
@@ -423,6 +419,4 @@ class EngineService:
 
 
 def _rejection(error: CharoniaError) -> str:
-    if isinstance(error, QueueFullError | RateLimitedError | LateRequestError | OverloadedError):
-        return error.kind
-    return "unavailable" if isinstance(error, UnavailableError) else "invalid"
+    return error.kind if isinstance(error, UnavailableError) else "invalid"

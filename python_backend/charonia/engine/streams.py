@@ -137,13 +137,13 @@ class OutputStreams:
         """End a live request with an error."""
         now = self._clock()
         streams = self._streams[key]
-        self._forget(key, error.code.lower(), now)
+        self._forget(key, error.kind, now)
         for chunk in streams.fail(error, now):
             self._deliver(chunk)
 
     def refuse(self, request: GenerationRequest, arrived_at: float, error: CharoniaError) -> None:
         """End a request with an error that was taken in and is not live."""
-        self._forget_unopened(request, arrived_at, error.code.lower())
+        self._forget_unopened(request, arrived_at, error.kind)
         self._deliver(Chunk(request.key, error=error))
 
     def cancel_unopened(self, request: GenerationRequest, arrived_at: float) -> None:

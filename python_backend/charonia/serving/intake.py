@@ -247,7 +247,7 @@ class Intake:
 
     def _tokenize_later(self, call: GenerateCall, arrived_at: float, sink: Sink) -> None:
         """Have the texts tokenized, and go on with their ids."""
-        time_s = call.time_s
+        limit = call.time_limit
 
         def go_on(outcome: _Tokens | CharoniaError) -> None:
             try:
@@ -267,7 +267,8 @@ class Intake:
                 tenant=call.params.tenant,
                 encode=partial(self._tokenize, call),
                 num_bytes=call.num_bytes,
-                expires_at=None if time_s is None else arrived_at + time_s,
+                expires_at=None if limit is None else arrived_at + limit.seconds,
+                is_until_start=limit is None or limit.is_until_start,
                 done=go_on,
             )
         )

@@ -19,7 +19,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,6 +116,17 @@ class OutputOptions:
     keeps_cancelled: bool = False
 
 
+class TimeLimit(NamedTuple):
+    """How long a request may wait.
+
+    Attributes:
+        is_until_start: whether its `timeout` says so; else its `deadline_ms`.
+    """
+
+    seconds: float
+    is_until_start: bool
+
+
 @dataclass(frozen=True)
 class GenerateCall:
     """A request for text. Exactly one of `text` and `prompt_ids` is set.
@@ -139,7 +150,7 @@ class GenerateCall:
     arrived_at: float | None
 
     @property
-    def time_s(self) -> float | None:
+    def time_limit(self) -> TimeLimit | None:
         """For how long it may wait before it starts."""
         return _shortest(self.timeout_s, self.params)
 
@@ -240,8 +251,8 @@ def parse(
     )
 
 
-def read_time(raw: RawRequest) -> float | None:
-    """For how many seconds a request may wait before it starts.
+def read_time_limit(raw: RawRequest) -> TimeLimit | None:
+    """For how long a request may wait before it starts.
 
     Raises:
         InvalidRequestError: as `parse`, of its times.
@@ -387,9 +398,13 @@ def _sampling_values(raw: RawRequest) -> Mapping[str, Any]:
     return {name: raw.parameters[name] for name in OF_REQUESTS if name in raw.parameters} | values
 
 
-def _shortest(timeout_s: float | None, params: SamplingParams) -> float | None:
-    deadline_s = None if params.deadline_ms is None else params.deadline_ms / 1000
-    return min((limit for limit in (timeout_s, deadline_s) if limit is not None), default=None)
+def _shortest(timeout_s: float | None, params: SamplingParams) -> TimeLimit | None:
+    limits = []
+    if timeout_s is not None:
+        limits.append(TimeLimit(timeout_s, is_until_start=True))
+    if params.deadline_ms is not None:
+        limits.append(TimeLimit(params.deadline_ms / 1000, is_until_start=False))
+    return min(limits, default=None)
 
 
 def _timeout_s(raw: RawRequest) -> float | None:

@@ -19,7 +19,7 @@ from charonia.serving.interface import INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
 from charonia.serving.ledger import Ledger
 from charonia.serving.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.request_key import Sealer
-from charonia.serving.schema import PromptLimits, read_flag, read_prompt, read_time
+from charonia.serving.schema import PromptLimits, read_flag, read_prompt, read_time_limit
 from charonia.serving.tensors import Array, Outputs, RawRequest, read_request
 from charonia.serving.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
@@ -75,13 +75,14 @@ class TokenizerHost:
         elif len(text) <= INLINE_CHARACTERS:
             outlet.send(self._outputs(self._encode(text), text, arrived_at), is_final=True)
         else:
-            time_s = read_time(raw)
+            limit = read_time_limit(raw)
             self._tokenizing.submit(
                 Prompt(
                     key=str(id(outlet)),
                     encode=partial(self._encode, text),
                     num_bytes=raw.num_bytes,
-                    expires_at=None if time_s is None else arrived_at + time_s,
+                    expires_at=None if limit is None else arrived_at + limit.seconds,
+                    is_until_start=limit is None or limit.is_until_start,
                     done=partial(self._answer, text, outlet, arrived_at),
                 )
             )

@@ -42,6 +42,7 @@ class Prompt(Generic[T]):
     Attributes:
         key: of its request. encode: makes the ids. num_bytes: of the text.
         expires_at: when its request's time is over, on the monotonic clock.
+        is_until_start: whether its `timeout` is over then; else its `deadline_ms`.
         done: called once, with the ids or why there are none; must return quickly and not raise.
         tenant: whose it is, where that is known.
     """
@@ -52,6 +53,7 @@ class Prompt(Generic[T]):
     expires_at: float | None
     done: Callable[[T | CharoniaError], None]
     tenant: str = ""
+    is_until_start: bool = True
 
 
 class Tokenizing:
@@ -159,4 +161,4 @@ class Tokenizing:
                 now = time.monotonic()
                 for key, prompt in list(self._live.items()):
                     if prompt.expires_at is not None and prompt.expires_at <= now:
-                        self._end(key, RequestTimeoutError("Request timeout expired"))
+                        self._end(key, RequestTimeoutError.of(is_until_start=prompt.is_until_start))

@@ -323,9 +323,9 @@ class Simulation:
             self._deadlines.add(key, served.expires_at)
 
     def _expire(self) -> None:
-        for key, _ in self._deadlines.take_due(self._clock.now):
+        for key, is_until_start in self._deadlines.take_due(self._clock.now):
             self._replica.finish(key)
-            self._fail(key, RequestTimeoutError("Request timeout expired"))
+            self._fail(key, RequestTimeoutError.of(is_until_start=is_until_start))
 
     # ------------------------------------------------------------------ and go
 

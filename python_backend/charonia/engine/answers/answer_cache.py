@@ -435,7 +435,7 @@ class AnswerCache:
             flight = subscriber.flight
             if is_until_start and flight.started_at is not None:
                 continue
-            error = RequestTimeoutError("Request timeout expired")
+            error = RequestTimeoutError.of(is_until_start=is_until_start)
             if flight.is_computed and len(flight.subscribers) == 1:
                 self._core.end(flight.key, error)
             else:
@@ -480,7 +480,7 @@ class AnswerCache:
         request = subscriber.request
         self._subscribers.pop(request.key, None)
         self._deadlines.remove(request.key)
-        reason = subscriber.reason if last.error is None else last.error.code.lower()
+        reason = subscriber.reason if last.error is None else last.error.kind
         self._metrics.count_end(
             reason,
             queue_s=_queue_s(subscriber, now),
