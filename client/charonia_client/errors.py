@@ -11,7 +11,6 @@ words of Triton's own where it gives no code.
 """
 
 import re
-from typing import ClassVar
 
 
 class CharoniaClientError(Exception):
@@ -25,14 +24,14 @@ class CharoniaClientError(Exception):
         retry_after_s: after how many seconds, where the server knows that.
     """
 
-    is_retryable: ClassVar[bool] = False
+    is_retryable: bool = False
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.kind: str | None = None
         self.request_id: str | None = None
-        self.retry_after_s: float | None = None
+        self.retry_after_s = retry_after_s
 
 
 class InvalidRequest(CharoniaClientError):
@@ -59,6 +58,17 @@ class RateLimited(Unavailable):
 
 class Timeout(CharoniaClientError):
     """The client's total or first-token timeout, or a deadline in the server, has passed."""
+
+
+class Late(Timeout):
+    """The server expects that the deadline will pass, and says when it may be met, if ever.
+
+    Only with `retry_after_s` may the same request succeed later.
+    """
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message, retry_after_s)
+        self.is_retryable = retry_after_s is not None
 
 
 class Cancelled(CharoniaClientError):
@@ -93,7 +103,7 @@ KINDS: dict[str, type[CharoniaClientError]] = {
     "engine_down": Unavailable,
     "shutting_down": Unavailable,
     "timeout": Timeout,
-    "late": Timeout,
+    "late": Late,
     "cancelled": Cancelled,
     "quarantined": ServerError,
 }
@@ -141,10 +151,9 @@ def from_text(
 ) -> CharoniaClientError:
     """The error that `text` stands for; of class `default` where neither kind nor text is known."""
     if match := _SUFFIX.fullmatch(text):
-        error = KINDS.get(match[2], default)(match[1])
+        wait = _RETRY_AFTER.search(match[1])
+        error = KINDS.get(match[2], default)(match[1], float(wait[1]) if wait else None)
         error.kind = match[2]
-        if wait := _RETRY_AFTER.search(match[1]):
-            error.retry_after_s = float(wait[1])
         return error
     for known, pattern in _FOREIGN_TEXTS:
         if re.search(pattern, text, re.IGNORECASE):

@@ -27,7 +27,7 @@ class CharoniaError(Exception):
 
     kind: ClassVar[str] = "internal"
     code: ClassVar[str] = "INTERNAL"
-    is_retryable: ClassVar[bool] = False
+    is_retryable: bool = False
     has_suffix: ClassVar[bool] = True
 
     @property
@@ -145,13 +145,15 @@ class LateRequestError(RequestTimeoutError):
     """The request cannot be answered before its `deadline_ms` any more, or would wait for longer.
 
     Args:
-        retry_after_s: when it would be in time, as far as is known; the message ends with it.
+        retry_after_s: when it may be in time; the message ends with it. None where it never will
+            be: then it is of no use to try again.
     """
 
     kind = "late"
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(_with_wait(message, retry_after_s))
+        self.is_retryable = _WAIT.search(str(self)) is not None
 
 
 class RequestCancelledError(CharoniaError):
@@ -165,6 +167,9 @@ class RequestQuarantinedError(CharoniaError):
     """The request stops the engine each time it runs."""
 
     kind = "quarantined"
+
+
+_WAIT = re.compile(r"; retry after [0-9]+\.[0-9]+ s\Z")
 
 
 def _with_wait(message: str, retry_after_s: float | None) -> str:

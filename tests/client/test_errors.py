@@ -10,6 +10,7 @@ from charonia_client.errors import (
     ConnectionFailed,
     ConnectionLost,
     InvalidRequest,
+    Late,
     QueueFull,
     ServerError,
     Timeout,
@@ -45,6 +46,17 @@ def test_every_kind_of_the_server_has_its_type_and_is_cut_off_from_the_message(k
     assert str(error) == error.message == f"in ensemble 'llm', {told}"
     assert error.kind == kind
     assert error.is_retryable == told.is_retryable
+
+
+def test_who_is_late_comes_again_where_the_server_names_a_time() -> None:
+    for seconds in (None, 1.5):
+        told = server_errors.LateRequestError("it would wait", retry_after_s=seconds)
+        error = from_text(told.answer)
+        assert isinstance(error, Late)
+        assert isinstance(error, Timeout)
+        assert error.retry_after_s == seconds
+        again = server_errors.error_of(*server_errors.split_answer(told.answer))
+        assert error.is_retryable == told.is_retryable == again.is_retryable == bool(seconds)
 
 
 def test_every_kind_of_the_client_is_one_of_the_server() -> None:

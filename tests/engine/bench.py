@@ -42,6 +42,7 @@ class Bench:
         *,
         async_scheduling: bool = True,
         eviction_policy: str = "adaptive",
+        scheduling_policy: str = "fcfs",
         tenants: Tenants | None = None,
         kv_events: KVEvents | None = None,
         journal: Journal | None = None,
@@ -62,6 +63,7 @@ class Bench:
             speculative_config=speculative_config,
             async_scheduling=async_scheduling,
             eviction_policy=eviction_policy,
+            scheduling_policy=scheduling_policy,
         )
         self._scheduler_args = SchedulerArgs(**args)
         self.restart_scheduler()

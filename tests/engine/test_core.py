@@ -1,5 +1,7 @@
 """The core from a request to its end: text, tokens, limits, and what is refused."""
 
+import re
+
 import pytest
 
 from charonia.engine.admission import GenerationRequest, seeds_of
@@ -85,6 +87,22 @@ def test_a_timeout_in_the_queue_and_a_deadline_end_requests():
     assert bench.tokens("b") == []
     assert max(bench.core.metrics.drain()["charonia_queue_seconds"]) >= 0.2, "b is not seen"
     assert 30 < len(bench.tokens("a")) < 60
+
+
+def test_who_is_late_is_told_when_to_come_again_if_that_can_help():
+    bench = Bench(EchoExecutor(max_num_seqs=1, num_blocks=2**10), scheduling_policy="deadline")
+    bench.add("a", max_tokens=400, deadline_ms=5000)
+    bench.run(3)  # these steps say that they took a millisecond each
+    bench.add("b", max_tokens=3000, deadline_ms=5100)
+    bench.add("c", max_tokens=6000, deadline_ms=5200)
+    bench.run()
+    assert len(bench.tokens("a")) == 400
+    late, hopeless = bench.error("b"), bench.error("c")
+    assert (late.kind, late.is_retryable) == (hopeless.kind, True) == ("late", True)
+    assert str(late).startswith("deadline_ms cannot be met: about 3.00 s are needed, and")
+    assert re.search(r"; retry after 0\.0\d\d s$", str(late))
+    assert not hopeless.is_retryable
+    assert "retry" not in str(hopeless)
 
 
 def test_a_full_queue_refuses_and_free_rows_do_not_queue():

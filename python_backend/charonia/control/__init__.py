@@ -10,7 +10,7 @@ from charonia.control.drafter import Drafter
 from charonia.control.limits import Limits
 from charonia.control.ngram import NgramDrafter
 from charonia.control.peak_memory import PeakMemory
-from charonia.control.policies import Policy
+from charonia.control.policies import Late, Policy
 from charonia.control.prefix_sharing import PrefixSharing
 from charonia.control.prompt_budget import PromptBudget
 from charonia.control.relief import NO_RELIEF, Relief
@@ -31,6 +31,7 @@ __all__ = [
     "Drafter",
     "FixedDepth",
     "Group",
+    "Late",
     "Limits",
     "NgramDrafter",
     "PeakMemory",

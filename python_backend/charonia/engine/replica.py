@@ -24,6 +24,7 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
     NO_RELIEF,
     CostCurve,
+    Late,
     Limits,
     Relief,
     Request,
@@ -263,10 +264,8 @@ class Replica:
                 return
             self._plan_at = 0.0
             plan = scheduler.plan(started)
-            for request, needed_s, left_s in scheduler.take_late():
-                reason = f"about {needed_s:.2f} s are needed, and {left_s:.2f} s are left"
-                late = LateRequestError(f"deadline_ms cannot be met: {reason}")
-                self._fail(request.group.key, late)
+            for late in scheduler.take_late():
+                self._fail(late.request.group.key, _late_error(late))
             if plan is None:
                 return
             for request in scheduler.take_started():
@@ -587,3 +586,14 @@ class Replica:
         if self.down_reason is not None and self._scheduler is not None:
             for request in list(self._scheduler.requests):
                 self._fail(request.group.key, self.unavailable)
+
+
+def _late_error(late: Late) -> LateRequestError:
+    """What a request is told that cannot be in time; if it never could be, no time to try again."""
+    request, needed_s, left_s = late
+    can_be_in_time = needed_s <= request.expires_at - request.arrived_at
+    return LateRequestError(
+        "deadline_ms cannot be met:"
+        f" about {needed_s:.2f} s are needed, and {left_s:.2f} s are left",
+        retry_after_s=needed_s - left_s if can_be_in_time else None,
+    )
