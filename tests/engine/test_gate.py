@@ -268,6 +268,57 @@ def test_while_nobody_begins_the_wait_grows_and_stays_known():
         enter(gate, "c", deadline_ms=60_000)
 
 
+@pytest.mark.parametrize("num_starts", [0, 2])
+def test_before_enough_have_begun_a_wait_is_as_long_as_nobody_has(make_gate, num_starts):
+    gate = make_gate()
+    for number in range(num_starts):
+        enter(gate, f"a{number}")
+        clock.now += 0.1
+        gate.note_started(f"a{number}")
+    enter(gate, "b1")
+    clock.now += 0.5
+    assert gate.wait_s() is None
+    clock.now += 29.5
+    enter(gate, "b2")  # it has waited for no time, but the other one has
+    assert gate.wait_s() == pytest.approx(30.0)
+    with pytest.raises(LateRequestError, match=r"for about 30\.00 s; retry after 10\.000 s"):
+        enter(gate, "c1", deadline_ms=20_000)
+    gate.note_started("b1")
+    assert gate.wait_s() is None
+    gate.leave("b2")
+    clock.now += 100.0
+    assert gate.wait_s() is None
+
+
+def test_a_stall_counts_from_the_last_start_on_and_from_when_somebody_waits():
+    gate = make_predicting()  # whose last start was 100 s ago
+    enter(gate, "b1")
+    clock.now += 10.0
+    assert gate.wait_s() == pytest.approx(10.0)  # its prompt alone would take a tenth of a second
+    enter(gate, "b2")
+    gate.leave("b1")
+    clock.now += 10.0
+    assert gate.wait_s() == pytest.approx(20.0)
+    enter(gate, "b3")
+    gate.note_started("b2")
+    clock.now += 5.0
+    assert gate.wait_s() == pytest.approx(5.0, rel=0.1)
+
+
+def test_who_waits_behind_others_for_long_holds_up_nobody():
+    gate = make_predicting()
+    enter(gate, "low", priority=1)
+    for number in range(100):
+        enter(gate, f"b{number}", num_tokens=10)
+        clock.now += 1.0
+        gate.note_started(f"b{number}")
+    assert gate.wait_s() < 2.0
+    clock.now += 50.0
+    enter(gate, "c", deadline_ms=10)  # nobody is before it
+    with pytest.raises(LateRequestError, match=r"for about 50\.00 s"):
+        enter(gate, "d", deadline_ms=10, priority=1)
+
+
 def test_where_requests_begin_seldom_the_wait_is_known_all_the_same():
     clock.now = 0.0
     gate = Gate(Tenants(log=print), clock=clock)
