@@ -139,6 +139,28 @@ def test_how_many_requests_a_tenant_has_at_once_is_bounded_whether_they_wait_or_
         enter(gate, "a4")
 
 
+def test_who_has_too_many_at_once_is_told_when_one_of_them_may_end(make_gate):
+    gate = make_gate(default={"max_concurrency": 2})
+    enter(gate, "a1", now=100.0)
+    enter(gate, "a2")
+    with pytest.raises(RateLimitedError, match=r"when one of them has ended$"):
+        enter(gate, "a3")
+    clock.now += 8.0
+    gate.leave("a1")
+    enter(gate, "a3")
+    with pytest.raises(RateLimitedError, match=r"; retry after 4\.000 s$"):  # of two
+        enter(gate, "a4")
+    clock.now += 20.0
+    gate.leave("a2")
+    enter(gate, "a4")
+    with pytest.raises(RateLimitedError, match=r"; retry after 5\.000 s$"):  # those end after 10 s
+        gate.check("a", 0)
+    enter(gate, "b1")
+    enter(gate, "b2")
+    with pytest.raises(RateLimitedError, match=r"has ended$"):
+        enter(gate, "b3")
+
+
 def test_how_fast_they_come_is_bounded_and_the_error_says_when_there_is_room(make_gate):
     gate = make_gate(tenants={"a": {"requests_per_s": 4, "burst": 2}})
     enter(gate, "a1", now=100.0)

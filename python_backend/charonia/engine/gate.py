@@ -26,6 +26,7 @@ from charonia.errors import (
 
 MAX_REMEMBERED = 4096
 """Tenants without a request whose buckets are kept."""
+_LIFE_SHARE = 0.1  # that the last request has in the mean
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class _Account:
 
     Attributes:
         num_waiting, num_waiting_tokens: requests before their first step, and their prompts.
+        life_s: from a request's coming to its end, in the mean; None before the first end.
         filling: of its bucket, as it was at `filled_at`; None before its first request.
     """
 
@@ -41,6 +43,7 @@ class _Account:
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     wait: QueueWait = field(default_factory=QueueWait)
+    life_s: float | None = None
     filling: float | None = None
     filled_at: float = 0.0
 
@@ -49,6 +52,7 @@ class _Entry(NamedTuple):
     tenant: str
     num_tokens: int
     priority: int
+    entered_at: float
 
 
 class Gate:
@@ -156,7 +160,7 @@ class Gate:
             self._accounts.move_to_end(tenant)
             account.num_live += 1
             self._busy[tenant] = account
-            self._live[request.key] = _Entry(tenant, num_tokens, params.priority)
+            self._live[request.key] = _Entry(tenant, num_tokens, params.priority, now)
             self._waiting.add(request.key)
             self._count_waiting(account, 1, num_tokens)
             for wait in (self._wait, account.wait):
@@ -185,6 +189,9 @@ class Gate:
             entry = self._live.pop(key, None)
             if entry is not None:
                 account = self._busy[entry.tenant]
+                lived_s = self._clock() - entry.entered_at
+                mean_s = lived_s if account.life_s is None else account.life_s
+                account.life_s = mean_s + _LIFE_SHARE * (lived_s - mean_s)
                 account.num_live -= 1
                 if not account.num_live:
                     del self._busy[entry.tenant]
@@ -252,7 +259,9 @@ def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0
     if args.max_concurrency is not None and num_live >= args.max_concurrency:
         raise RateLimitedError(
             f"tenant {shown(tenant)} has {num_live} requests here, as many as it may have at once;"
-            " try again when one of them has ended"
+            " try again when one of them has ended",
+            # Of so many that began at any time the first one ends after that share of a life.
+            retry_after_s=None if account.life_s is None else account.life_s / num_live,
         )
     if args.max_queue_size is not None and num_waiting >= args.max_queue_size:
         raise QueueFullError.of(f"{args.max_queue_size} requests of tenant {shown(tenant)}")
