@@ -78,10 +78,17 @@ class QueueFullError(UnavailableError):
     @classmethod
     def of(cls, maximum: str) -> "QueueFullError":
         """The error in the words that Triton's own queue has, by which clients know it."""
-        return cls(
-            "Exceeds maximum queue size: the request is refused. "
-            f"Maximum queue size of {maximum} is reached; try again later"
-        )
+        return cls(_full_queue("is refused", maximum))
+
+    @classmethod
+    def of_leaver(cls, maximum: str, retry_after_s: float | None) -> "QueueFullError":
+        """Likewise of a request that waited and gives way to another one.
+
+        Args:
+            retry_after_s: when those before it will have begun, as far as is known.
+        """
+        text = _full_queue("gives way to one that comes before it", maximum)
+        return cls(_with_wait(text, retry_after_s))
 
 
 class RateLimitedError(UnavailableError):
@@ -170,6 +177,13 @@ class RequestQuarantinedError(CharoniaError):
 
 
 _WAIT = re.compile(r"; retry after [0-9]+\.[0-9]+ s\Z")
+
+
+def _full_queue(what: str, maximum: str) -> str:
+    return (
+        f"Exceeds maximum queue size: the request {what}. "
+        f"Maximum queue size of {maximum} is reached; try again later"
+    )
 
 
 def _with_wait(message: str, retry_after_s: float | None) -> str:

@@ -7,7 +7,7 @@ import pytest
 from charonia.engine.admission import GenerationRequest, seeds_of
 from charonia.engine.metrics import Metrics
 from charonia.engine.outputs import Chunk
-from charonia.errors import InvalidRequestError, QueueFullError
+from charonia.errors import InvalidRequestError
 from charonia.protocol import MemoryReport, SamplingParams
 from engine.bench import Bench, expected
 from support.echo import EchoExecutor
@@ -103,15 +103,6 @@ def test_who_is_late_is_told_when_to_come_again_if_that_can_help():
     assert re.search(r"; retry after 0\.0\d\d s$", str(late))
     assert not hopeless.is_retryable
     assert "retry" not in str(hopeless)
-
-
-def test_a_full_queue_refuses_and_free_rows_do_not_queue():
-    bench = Bench(EchoExecutor(max_num_seqs=2), max_queue_size=1)
-    for num_live in range(3):
-        bench.core.check_queue(num_live)
-    full = r"Exceeds maximum queue size.*Maximum queue size of 1 is reached"
-    with pytest.raises(QueueFullError, match=full):
-        bench.core.check_queue(3)
 
 
 @pytest.mark.parametrize(

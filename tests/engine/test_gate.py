@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.gate import MAX_REMEMBERED, Gate
 from charonia.engine.tenants import Tenants
@@ -32,7 +33,8 @@ def make_gate(tmp_path):
         path = tmp_path / "tenants.json"
         path.write_text(json.dumps(file))
         clock.now = 0.0
-        return Gate(Tenants(path, log=print), max_queue_tokens, clock=clock)
+        args = SchedulerArgs(max_queue_tokens=max_queue_tokens)
+        return Gate(Tenants(path, log=print), args, clock=clock)
 
     return make
 
@@ -44,8 +46,8 @@ def enter(
     *,
     num_tokens: int = 1,
     is_probe: bool = False,
-    predicts: bool = True,
     arrived_at: float | None = None,
+    num_queued: int = 0,
     **params,
 ):
     """Let a request in, of the tenant whose name is the key's first character."""
@@ -53,13 +55,22 @@ def enter(
     params = SamplingParams(tenant=key[0], **params)
     prompt_ids = [0] * num_tokens
     request = GenerationRequest(key=key, prompt_ids=prompt_ids, params=params, is_probe=is_probe)
-    gate.enter(request, arrived_at, predicts=predicts)
+    assert gate.enter(request, arrived_at, num_queued=num_queued) is None
 
 
 def test_without_limits_everybody_comes_in(make_gate):
     gate = make_gate()
     for number in range(100):
         enter(gate, f"a{number}", num_tokens=1000)
+
+
+def test_a_full_queue_refuses_whoever_comes(make_gate):
+    gate = make_gate()
+    enter(gate, "a1", num_queued=1023)
+    for is_probe in (False, True):
+        full = r"Exceeds maximum queue size.*Maximum queue size of 1024 is reached"
+        with pytest.raises(QueueFullError, match=full):
+            enter(gate, "a2", num_queued=1024, is_probe=is_probe)
 
 
 def test_the_tokens_of_all_that_wait_are_bounded(make_gate):
@@ -238,10 +249,10 @@ def test_idle_tenants_are_forgotten_when_there_are_too_many_and_busy_ones_never(
 # ---------------------------------------------------------------------- how long they would wait
 
 
-def make_predicting(*, by_tenant: bool = False) -> Gate:
+def make_predicting(**args) -> Gate:
     """A gate that has let eight requests of 10 tokens wait for a second each, one at a time."""
     clock.now = 0.0
-    gate = Gate(Tenants(log=print), by_tenant=by_tenant, clock=clock)
+    gate = Gate(Tenants(log=print), SchedulerArgs(**args), clock=clock)
     for number in range(8):
         enter(gate, f"a{number}", num_tokens=10)
         clock.now += 1.0
@@ -343,7 +354,7 @@ def test_who_waits_behind_others_for_long_holds_up_nobody():
 
 def test_where_requests_begin_seldom_the_wait_is_known_all_the_same():
     clock.now = 0.0
-    gate = Gate(Tenants(log=print), clock=clock)
+    gate = Gate(Tenants(log=print), SchedulerArgs(), clock=clock)
     for number in range(50):
         enter(gate, f"a{number}")
     for number in range(20):
@@ -355,14 +366,15 @@ def test_where_requests_begin_seldom_the_wait_is_known_all_the_same():
 def test_who_does_not_wait_in_line_is_not_refused_for_it():
     gate = make_predicting()
     enter(gate, "b", num_tokens=100)
-    enter(gate, "c", deadline_ms=10, predicts=False)
-    enter(gate, "d", deadline_ms=10, priority=-1)
+    enter(gate, "c", deadline_ms=10, priority=-1)
     with pytest.raises(LateRequestError):
-        enter(gate, "e", deadline_ms=10, priority=1)
+        enter(gate, "d", deadline_ms=10, priority=1)
+    gate.follow(EngineArgs(model="echo", scheduling_policy="deadline"))
+    enter(gate, "d", deadline_ms=10)
 
 
 def test_with_fair_shares_a_tenant_waits_for_its_own_requests_alone():
-    gate = make_predicting(by_tenant=True)
+    gate = make_predicting(fair_share=True)
     enter(gate, "a", num_tokens=100)
     enter(gate, "b", num_tokens=100)
     enter(gate, "b2", deadline_ms=10)  # nothing is known of this tenant
@@ -372,7 +384,7 @@ def test_with_fair_shares_a_tenant_waits_for_its_own_requests_alone():
 
 def test_before_anything_is_known_nobody_is_refused():
     clock.now = 0.0
-    gate = Gate(Tenants(log=print), clock=clock)
+    gate = Gate(Tenants(log=print), SchedulerArgs(), clock=clock)
     for number in range(20):
         enter(gate, f"a{number}", now=0.01 * number, num_tokens=1000, deadline_ms=1)
     for number in range(8):

@@ -382,8 +382,7 @@ def test_who_was_accepted_while_requests_finish_is_not_refused_for_a_full_queue(
     bench.add("a")
     bench.run(3)
     bench.reload(drain=True, seed=1)
-    for num_live, key in enumerate("bcdef", start=1):
-        bench.core.check_queue(num_live)
+    for key in "bcdef":
         bench.add(key)
     bench.executor.max_num_seqs = 1
     bench.run()

@@ -179,6 +179,16 @@ def test_the_limits_at_the_door_are_the_real_ones(tmp_path):
     assert ends == ["length", "rate_limited", "rate_limited"] * 2
 
 
+def test_on_a_full_queue_the_last_one_gives_way_as_in_the_server():
+    waiting = [request(priority=5, tenant="many") for _ in range(7)]
+    urgent = request(timestamp=1.0, tenant="few")
+    for changes in ({"scheduling_policy": "priority"}, {"fair_share": True}):
+        setting = make_setting(max_queue_size=2, **changes)
+        served = run(setting, *waiting, urgent).served
+        ends = [one.outcome for one in served]
+        assert ends == ["length"] * 5 + ["queue_full"] * 2 + ["length"], changes
+
+
 def test_deadlines_end_requests_wherever_they_are():
     requests = [request(10, 100, deadline_ms=200), *[request(10, 5) for _ in range(3)]]
     requests += [request(10, 5, deadline_ms=10)]

@@ -22,9 +22,12 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         engine_model: name of the Triton model that is the engine.
-        max_queue_size: waiting requests before new ones are refused.
+        max_queue_size: waiting requests before new ones are refused. With the policies "priority"
+            and "deadline" the one that would be served last is refused instead, if the new one
+            comes before it; with `fair_share` the last one of the tenant that has the most waiting
+            for its weight.
         max_queue_tokens: prompt tokens of the requests that wait for their first step, before new
-            ones are refused; None for any number.
+            ones are refused, or one of those that wait, as above; None for any number.
         max_queue_bytes: of all requests that wait or run, as they came, before new ones are
             refused. A request that lives takes some 16 times as much memory, 64 times at most.
         min_step_deadline_s: a step is never given up before this many seconds.

@@ -28,7 +28,6 @@ from charonia.control import Limits, Relief, Update
 from charonia.engine.admission import GenerationRequest, admit, check, seeds_of
 from charonia.engine.attainment import Attainment
 from charonia.engine.deadlines import Deadlines
-from charonia.engine.gate import check_queue
 from charonia.engine.journal import Journal
 from charonia.engine.kv_events import KVEvents
 from charonia.engine.metrics import Metrics
@@ -94,7 +93,6 @@ class EngineCore:
     ) -> None:
         tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
-        self._max_queue_size = scheduler_args.max_queue_size
         self._clock = clock
         self._log = log
         self._streams = OutputStreams(
@@ -178,19 +176,6 @@ class EngineCore:
             InvalidRequestError, NotSupportedError, UnavailableError.
         """
         check(request, self._replica.engine_args, self._replica.info, self.limits)
-
-    def check_queue(self, num_live: int) -> None:
-        """Refuse a request when the queue is full. Reads only; may be called from any thread.
-
-        What is live beyond the engine's rows queues, wherever it waits.
-
-        Args:
-            num_live: requests that were accepted and have had no end, added or not.
-
-        Raises:
-            QueueFullError, UnavailableError.
-        """
-        check_queue(num_live, self._max_queue_size, self.limits.max_num_seqs)
 
     # ------------------------------------------------------------------ requests come and go
 

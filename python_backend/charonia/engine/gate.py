@@ -1,7 +1,7 @@
 """Who is let in: what waits, in all and per tenant, how fast it comes, and how long it would wait.
 
-Owns the counts, and the refusals. Must not know what becomes of a request, but that it has started
-and that it has left. For all threads.
+Owns the counts, the refusals, and who is to give way instead. Must not know what becomes of a
+request, but that it has started and that it has left. For all threads.
 
 Rates are token buckets: each request takes one token, and tokens come back at the tenant's rate, up
 to the size of its bucket.
@@ -11,10 +11,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
+from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
+from charonia.engine.queue_order import Entry, QueueOrder
 from charonia.engine.queue_wait import QueueWait
+from charonia.engine.scheduling import rank_of
 from charonia.engine.tenants import TenantArgs, Tenants
 from charonia.errors import (
     InvalidRequestError,
@@ -48,40 +52,39 @@ class _Account:
     filled_at: float = 0.0
 
 
-class _Entry(NamedTuple):
-    tenant: str
-    num_tokens: int
-    priority: int
-    entered_at: float
+class Leaver(NamedTuple):
+    """Who is to leave the queue for one that comes, and what it is told."""
+
+    key: str
+    error: QueueFullError
 
 
 class Gate:
     """Refuses what is beyond the limits, before any work is done for it.
 
+    With fair shares each tenant's requests wait for each other alone.
+
     Args:
-        max_queue_tokens: prompt tokens of all requests that wait; None for any number.
-        by_tenant: whether each tenant's requests wait for each other alone, as with fair shares.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self,
-        tenants: Tenants,
-        max_queue_tokens: int | None = None,
-        *,
-        by_tenant: bool = False,
-        clock: Callable[[], float],
+        self, tenants: Tenants, args: SchedulerArgs, *, clock: Callable[[], float]
     ) -> None:
         self._tenants = tenants
-        self._by_tenant = by_tenant
+        self._args = args
         self._clock = clock
         self._wait = QueueWait()
-        self._max_queue_tokens = max_queue_tokens
+        self._order = QueueOrder(tenants.weight_of if args.fair_share else None)
+        self._predicts = True
+        self._engine_args: EngineArgs | None = None
+        self._num_entered = 0
         self._num_waiting_tokens = 0
         self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the last used one is last
         self._busy: dict[str, _Account] = {}  # those that have live requests
-        self._live: dict[str, _Entry] = {}
+        self._live: dict[str, Entry] = {}
         self._waiting: set[str] = set()
+        self._leaving: set[str] = set()  # those of the live ones that are to give way
         self._lock = threading.Lock()
 
     def num_of_tenants(self) -> dict[str, tuple[int, int]]:
@@ -101,6 +104,16 @@ class Gate:
         """Requests that are in, without probes."""
         return len(self._live)
 
+    def follow(self, engine_args: EngineArgs) -> None:
+        """Go on with the scheduling policy of the engine that serves now."""
+        if engine_args is self._engine_args:
+            return
+        with self._lock:
+            self._engine_args = engine_args
+            self._order.follow(rank_of(engine_args, self._args))
+            # By deadlines, who comes last may be the first.
+            self._predicts = engine_args.scheduling_policy != "deadline"
+
     def check(self, tenant: str, num_coming: int) -> None:
         """Refuse at once whom `enter` would refuse whatever its prompt is.
 
@@ -110,7 +123,7 @@ class Gate:
         Raises:
             InvalidRequestError, QueueFullError, RateLimitedError: as `enter`.
         """
-        args = self._args_of(tenant)
+        args = self._limits_of(tenant)
         with self._lock:
             account = self._accounts.get(tenant) or _Account()
             _check(tenant, account, args, num_coming)
@@ -122,14 +135,16 @@ class Gate:
         request: GenerationRequest,
         arrived_at: float | None = None,
         *,
-        predicts: bool = True,
-    ) -> None:
-        """Let a request in, which must leave again. A probe is always let in.
+        num_queued: int = 0,
+    ) -> Leaver | None:
+        """Let a request in, which must leave again. Of a probe only the queue's size matters.
 
         Args:
             arrived_at: when it came, by the clock; None is now. Its deadline runs from then on.
-            predicts: whether requests of one priority are served as they come, so that what waits
-                tells how long this one will.
+            num_queued: live requests beyond the engine's rows, wherever they are: the queue.
+
+        Returns:
+            Who is to give way to it, where the queue is full; see `is_leaving`.
 
         Raises:
             InvalidRequestError: its tenant is not served.
@@ -138,34 +153,29 @@ class Gate:
             LateRequestError: it would wait until after its deadline.
         """
         if request.is_probe:
-            return
-        params, num_tokens = request.params, len(request.prompt_ids)
-        tenant, now = params.tenant, self._clock()
-        args = self._args_of(tenant)
+            if self._is_full(num_queued):
+                raise QueueFullError.of(str(self._args.max_queue_size))
+            return None
+        params, num_tokens, now = request.params, len(request.prompt_ids), self._clock()
+        tenant, arrived_at = params.tenant, now if arrived_at is None else arrived_at
+        args = self._limits_of(tenant)
         with self._lock:
-            _check_tokens(self._num_waiting_tokens, num_tokens, self._max_queue_tokens)
+            entry = self._entry_of(request, arrived_at, now)
+            maximum, last = self._check_room(entry, num_queued)
             account = self._accounts.get(tenant) or _Account()
             _check(tenant, account, args)
             of_tenant = f" of tenant {shown(tenant)}"
             most_tokens = args.max_queue_tokens
             _check_tokens(account.num_waiting_tokens, num_tokens, most_tokens, of_tenant)
-            if predicts and params.deadline_ms is not None:
-                age_s = 0.0 if arrived_at is None else max(0.0, now - arrived_at)
+            if self._predicts and params.deadline_ms is not None:
+                age_s = max(0.0, now - arrived_at)
                 self._check_wait(params.deadline_ms, age_s, params.priority, account)
             filling = _filling(account, args, now)
             _check_bucket(tenant, filling, args)
             account.filling = None if filling is None else filling - 1.0
             account.filled_at = now
-            self._accounts[tenant] = account
-            self._accounts.move_to_end(tenant)
-            account.num_live += 1
-            self._busy[tenant] = account
-            self._live[request.key] = _Entry(tenant, num_tokens, params.priority, now)
-            self._waiting.add(request.key)
-            self._count_waiting(account, 1, num_tokens)
-            for wait in (self._wait, account.wait):
-                wait.note_arrival(num_tokens, params.priority, now)
-            self._forget_some()
+            self._take_in(entry, account)
+            return None if last is None else self._give_way(last, maximum)
 
     def wait_s(self) -> float | None:
         """How long one would wait that comes behind all others; None while that is not known."""
@@ -175,6 +185,7 @@ class Gate:
     def note_started(self, key: str) -> None:
         """A request waits no longer."""
         with self._lock:
+            self._leaving.discard(key)
             self._wait_no_longer(key, has_started=True)
 
     def note_joined(self, key: str) -> None:
@@ -182,9 +193,14 @@ class Gate:
         with self._lock:
             self._wait_no_longer(key, has_started=False)
 
+    def is_leaving(self, key: str) -> bool:
+        """Whether a request still is to give way: it is live, and has not started meanwhile."""
+        return key in self._leaving
+
     def leave(self, key: str) -> None:
         """A request has had its end; nothing happens when it is not in."""
         with self._lock:
+            self._leaving.discard(key)
             self._wait_no_longer(key, has_started=False)
             entry = self._live.pop(key, None)
             if entry is not None:
@@ -196,16 +212,77 @@ class Gate:
                 if not account.num_live:
                     del self._busy[entry.tenant]
 
-    def _args_of(self, tenant: str) -> TenantArgs:
+    def _limits_of(self, tenant: str) -> TenantArgs:
         """Raises InvalidRequestError: it is not served."""
         if not self._tenants.accepts(tenant):
             raise InvalidRequestError(f"tenant {shown(tenant)} is not known here")
         return self._tenants.of(tenant)
 
+    def _entry_of(self, request: GenerationRequest, arrived_at: float, now: float) -> Entry:
+        params = request.params
+        time_s = inf if params.deadline_ms is None else params.deadline_ms / 1000
+        self._num_entered += 1
+        return Entry(
+            key=request.key,
+            tenant=params.tenant,
+            num_tokens=len(request.prompt_ids),
+            entered_at=now,
+            number=self._num_entered,
+            priority=params.priority,
+            arrived_at=arrived_at,
+            expires_at=arrived_at + time_s,
+        )
+
+    def _is_full(self, num_queued: int) -> bool:
+        return num_queued - len(self._leaving) >= self._args.max_queue_size
+
+    def _check_room(self, entry: Entry, num_queued: int) -> tuple[str, Entry | None]:
+        """Which limit is reached, and who is to give way, if anybody must.
+
+        Raises:
+            QueueFullError: nobody is to, or that would not be enough.
+        """
+        num_tokens, most_tokens = self._num_waiting_tokens, self._args.max_queue_tokens
+        if self._is_full(num_queued):
+            maximum = str(self._args.max_queue_size)
+        elif _exceeds(num_tokens, entry.num_tokens, most_tokens):
+            maximum = f"{most_tokens} prompt tokens"
+        else:
+            return "", None
+        last = self._order.last_behind(entry)
+        if last is None:
+            raise QueueFullError.of(maximum)
+        _check_tokens(num_tokens - last.num_tokens, entry.num_tokens, most_tokens)
+        return maximum, last
+
+    def _take_in(self, entry: Entry, account: _Account) -> None:
+        self._accounts[entry.tenant] = account
+        self._accounts.move_to_end(entry.tenant)
+        account.num_live += 1
+        self._busy[entry.tenant] = account
+        self._live[entry.key] = entry
+        self._waiting.add(entry.key)
+        self._order.add(entry)
+        self._count_waiting(account, 1, entry.num_tokens)
+        for wait in (self._wait, account.wait):
+            wait.note_arrival(entry.num_tokens, entry.priority, entry.entered_at)
+        self._forget_some()
+
+    def _give_way(self, last: Entry, maximum: str) -> Leaver:
+        """Count one as waiting no longer, which is live until it has been told."""
+        self._wait_no_longer(last.key, has_started=False)
+        self._leaving.add(last.key)
+        wait_s = self._wait_of(self._busy[last.tenant]).seconds(last.priority, self._clock())
+        return Leaver(last.key, QueueFullError.of_leaver(maximum, wait_s))
+
+    def _wait_of(self, account: _Account) -> QueueWait:
+        return account.wait if self._args.fair_share else self._wait
+
     def _wait_no_longer(self, key: str, *, has_started: bool) -> None:
         if key not in self._waiting:
             return
         self._waiting.remove(key)
+        self._order.remove(self._live[key])
         entry, now = self._live[key], self._clock()
         account = self._busy[entry.tenant]
         self._count_waiting(account, -1, -entry.num_tokens)
@@ -217,8 +294,7 @@ class Gate:
 
     def _check_wait(self, deadline_ms: int, age_s: float, priority: int, account: _Account) -> None:
         """Refuse who would wait for longer than it has, by what waits that comes before it."""
-        wait = account.wait if self._by_tenant else self._wait
-        seconds = wait.seconds(priority, self._clock())
+        seconds = self._wait_of(account).seconds(priority, self._clock())
         left_s = deadline_ms / 1000 - age_s
         if seconds is not None and seconds > left_s:
             raise LateRequestError(
@@ -241,19 +317,6 @@ class Gate:
             del self._accounts[tenant]
 
 
-def check_queue(num_live: int, max_queue_size: int, num_rows: int) -> None:
-    """Refuse a request when the queue is full: what is live beyond the rows queues.
-
-    Args:
-        num_live: requests that were accepted and have had no end, wherever they are.
-
-    Raises:
-        QueueFullError.
-    """
-    if num_live >= max_queue_size + num_rows:
-        raise QueueFullError.of(str(max_queue_size))
-
-
 def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0) -> None:
     num_live, num_waiting = account.num_live + num_coming, account.num_waiting + num_coming
     if args.max_concurrency is not None and num_live >= args.max_concurrency:
@@ -267,8 +330,13 @@ def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0
         raise QueueFullError.of(f"{args.max_queue_size} requests of tenant {shown(tenant)}")
 
 
+def _exceeds(num_waiting: int, num_tokens: int, maximum: int | None) -> bool:
+    """Whether so many tokens more are too many; a request that waits alone may have any number."""
+    return maximum is not None and num_waiting > 0 and num_waiting + num_tokens > maximum
+
+
 def _check_tokens(num_waiting: int, num_tokens: int, maximum: int | None, whose: str = "") -> None:
-    if maximum is not None and num_waiting and num_waiting + num_tokens > maximum:
+    if _exceeds(num_waiting, num_tokens, maximum):
         raise QueueFullError.of(f"{maximum} prompt tokens{whose}")
 
 

@@ -79,17 +79,23 @@ def make_scheduler(
     )
 
 
+def rank_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> RankOf:
+    """The order of requests, of each tenant's where tenants have shares."""
+    if engine_args.scheduling_policy == "priority":
+        return by_priority(scheduler_args.priority_aging_s)
+    return by_deadline if engine_args.scheduling_policy == "deadline" else by_arrival
+
+
 def _policy(
     engine_args: EngineArgs, scheduler_args: SchedulerArgs, weight_of: Callable[[str], float]
 ) -> Policy:
-    rank: RankOf = by_arrival
+    rank = rank_of(engine_args, scheduler_args)
     displacement: Displacement | None = None
     deadlines: Deadlines | None = None
     if engine_args.scheduling_policy == "priority":
-        rank = by_priority(scheduler_args.priority_aging_s)
         displacement = DisplacementByPriority(rank)
     elif engine_args.scheduling_policy == "deadline":
-        rank, displacement = by_deadline, DisplacementByDeadline()
+        displacement = DisplacementByDeadline()
         demotes = scheduler_args.late_requests == "demote"
         deadlines = DeadlineWatch(engine_args.most_step_tokens, demotes=demotes)
     if scheduler_args.fair_share:

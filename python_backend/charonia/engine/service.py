@@ -93,12 +93,7 @@ class EngineService:
             has_shares=scheduler_args.fair_share,
             log=log,
         )
-        self._gate = Gate(
-            self._tenants,
-            scheduler_args.max_queue_tokens,
-            by_tenant=scheduler_args.fair_share,
-            clock=time.monotonic,
-        )
+        self._gate = Gate(self._tenants, scheduler_args, clock=time.monotonic)
         self._recorder: Recorder | None = None
         self._journal: Journal | None = None
         if scheduler_args.record_dir is not None:
@@ -317,14 +312,20 @@ class EngineService:
             raise InvalidRequestError("there is a live request with this key")
         if not request.is_probe:
             self._ladder.check(request.params)
-        self._core.check_queue(len(self._sinks))
-        # By deadlines, who comes last may be the first.
-        predicts = self._core.engine_args.scheduling_policy != "deadline"
-        self._gate.enter(request, arrived_at, predicts=predicts)
+        self._gate.follow(self._core.engine_args)
+        num_queued = len(self._sinks) - self._core.limits.max_num_seqs
+        leaver = self._gate.enter(request, arrived_at, num_queued=num_queued)
         request = self._ladder.capped(request)
         self._sinks[request.key] = sink
+        if leaver is not None:
+            self._inbox.append(partial(self._give_way, *leaver))
         self._inbox.append(partial(self._answers.add, request, arrived_at, digest))
         self._wake.notify()
+
+    def _give_way(self, key: str, error: CharoniaError) -> None:
+        """End a request for one that ranks before it, unless it has started since that came."""
+        if self._gate.is_leaving(key):
+            self._answers.end(key, error)
 
     def _post(self, call: Callable[[], None]) -> None:
         with self._wake:

@@ -19,7 +19,7 @@ from charonia.control import Request, Update
 from charonia.engine.admission import GenerationRequest, admit, seeds_of
 from charonia.engine.core import RESULT_WAIT_S
 from charonia.engine.deadlines import Deadlines
-from charonia.engine.gate import Gate, check_queue
+from charonia.engine.gate import Gate
 from charonia.engine.ladder import Ladder
 from charonia.engine.metrics import Metrics
 from charonia.engine.replica import Replica
@@ -197,11 +197,8 @@ class Simulation:
         path = None if args.tenants_file is None else Path(args.tenants_file)
         # A policy without shares is compared with one that has them, on the same file.
         tenants = Tenants(path, has_shares=True, log=log)
-        self._gate = Gate(
-            tenants, args.max_queue_tokens, by_tenant=args.fair_share, clock=self._clock
-        )
-        self._predicts = setting.engine_args.scheduling_policy != "deadline"
-        self._max_queue_size = args.max_queue_size
+        self._gate = Gate(tenants, args, clock=self._clock)
+        self._gate.follow(setting.engine_args)
         self._metrics = Metrics()
         self._ladder = Ladder(args, tenants, self._metrics, log=log)
         self._has_ladder = args.degradation_wait_s is not None
@@ -307,8 +304,10 @@ class Simulation:
         limits, key = self._replica.limits, wanted.key
         limits.check_prompt(len(wanted.prompt_ids))
         self._ladder.check(wanted.params)
-        check_queue(len(self._live), self._max_queue_size, limits.max_num_seqs)
-        self._gate.enter(wanted, at, predicts=self._predicts)
+        num_queued = len(self._live) - limits.max_num_seqs
+        leaver = self._gate.enter(wanted, at, num_queued=num_queued)
+        if leaver is not None:
+            self._fail(*leaver)
         wanted = self._ladder.capped(wanted)
         served = self._live[key] = self._served[int(key)]
         try:

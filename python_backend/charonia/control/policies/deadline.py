@@ -14,7 +14,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
 from charonia.control.policies.policy import Late
-from charonia.control.policies.ranked import Rank
+from charonia.control.policies.ranked import Rank, Ranked
 from charonia.control.remaining_time import RemainingTime
 from charonia.control.request import Request
 
@@ -24,7 +24,7 @@ MAX_LOOKED_UP = 4
 """Waiting requests of which a step looks up what the prefix cache has."""
 
 
-def by_deadline(request: Request) -> Rank:
+def by_deadline(request: Ranked) -> Rank:
     """The earliest deadline first, then those without one, then those that cannot meet theirs."""
     return _due_at(request), request.number
 
@@ -114,5 +114,5 @@ class DeadlineWatch:
         return request.expires_at - self._remaining.of(request, num_cached)
 
 
-def _due_at(request: Request) -> float:
+def _due_at(request: Ranked) -> float:
     return inf if request.is_demoted else min(request.expires_at, _NEVER)

@@ -6,6 +6,7 @@ Owns the ranks and both orders by them. Must not know whose a request is.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import Protocol
 
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.request import Request
@@ -16,7 +17,27 @@ MAX_FOREMOST = 4
 Rank = tuple[float, int]
 """Smaller is sooner. The second part is the request's number, so that no two are equal."""
 
-RankOf = Callable[[Request], Rank]
+
+class Ranked(Protocol):
+    """What ranks are made of: a `Request`, or what stands for one."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def arrived_at(self) -> float: ...
+
+    @property
+    def expires_at(self) -> float: ...
+
+    @property
+    def is_demoted(self) -> bool: ...
+
+
+RankOf = Callable[[Ranked], Rank]
 
 
 def ranked(
@@ -27,7 +48,7 @@ def ranked(
     return Policy(waiting, running, displacement, deadlines=deadlines)
 
 
-def by_arrival(request: Request) -> Rank:
+def by_arrival(request: Ranked) -> Rank:
     """First come, first served."""
     return 0.0, request.number
 
@@ -41,10 +62,10 @@ def by_priority(aging_s: float = 0.0) -> RankOf:
             stays the same all the while, because all that wait grow older alike.
     """
 
-    def strict(request: Request) -> Rank:
+    def strict(request: Ranked) -> Rank:
         return request.priority, request.number
 
-    def aged(request: Request) -> Rank:
+    def aged(request: Ranked) -> Rank:
         return request.arrived_at + aging_s * request.priority, request.number
 
     return aged if aging_s else strict

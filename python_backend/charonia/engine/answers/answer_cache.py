@@ -148,6 +148,16 @@ class AnswerCache:
         self._note_cancelled(subscriber)
         self._leave(subscriber, RequestCancelledError("the request was cancelled"))
 
+    def end(self, key: str, error: CharoniaError) -> None:
+        """End a request with an error; nothing happens when it is not live."""
+        subscriber = self._subscribers.get(key)
+        if subscriber is None:
+            self._core.end(key, error)
+        elif (flight := subscriber.flight).is_computed and len(flight.subscribers) == 1:
+            self._core.end(flight.key, error)
+        else:
+            self._leave(subscriber, error)
+
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
         """End some samples of a request at its client's wish, without an error; see the core's."""
         subscriber = self._subscribers.get(key)
@@ -432,14 +442,9 @@ class AnswerCache:
             subscriber = self._subscribers.get(key)
             if subscriber is None:  # it had another limit, which is over as well
                 continue
-            flight = subscriber.flight
-            if is_until_start and flight.started_at is not None:
+            if is_until_start and subscriber.flight.started_at is not None:
                 continue
-            error = RequestTimeoutError.of(is_until_start=is_until_start)
-            if flight.is_computed and len(flight.subscribers) == 1:
-                self._core.end(flight.key, error)
-            else:
-                self._leave(subscriber, error)
+            self.end(key, RequestTimeoutError.of(is_until_start=is_until_start))
 
     def _end_deserted(self) -> None:
         """End what is computed for nobody: who is left has all the samples that it wants."""
