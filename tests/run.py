@@ -4,13 +4,16 @@
 
 A test that starts processes depends on what the machine does beside it. Such a test gets a second
 run, alone and in a fresh process, when all others are through. The whole passes with at most
-`MAX_SECOND_RUNS` of them. All other tests run once.
+`MAX_SECOND_RUNS` of them. All other tests run once. What fails after its test, such as a process
+that is left behind, gets no second run.
 """
 
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -23,14 +26,22 @@ class Failures:
     """A plugin for pytest that keeps what failed.
 
     Attributes:
-        errors: the first line of the error, by the test's id. is_broken: pytest itself failed.
+        errors: the first line of the error, by the test's id. is_broken: pytest itself failed, or
+            a process that runs tests died.
         is_cut_off: some tests did not get their turn.
+        has_leaks: something failed after its test, as where a process was left behind.
     """
 
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
         self.is_broken = False
         self.is_cut_off = False
+        self.has_leaks = False
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, error: object) -> None:
+        """Keep that a process of xdist's died: nobody knows which tests it has not run."""
+        self.is_broken |= error is not None
 
     def pytest_internalerror(self) -> None:
         """Keep that pytest itself failed: where a process of xdist's did, the exit code is 0."""
@@ -44,6 +55,7 @@ class Failures:
         """Keep a test that failed, or a fixture of it."""
         if report.failed:
             self.errors.setdefault(report.nodeid, first_line(report))
+            self.has_leaks |= report.when == "teardown"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep a file that cannot be read."""
@@ -65,24 +77,39 @@ def may_run_twice(test: str) -> bool:
     return bool(name) and folders[0] == "tests" and folders[1] in STARTS_PROCESSES
 
 
+def passed(report: Path) -> int:
+    """How many tests passed, by the report of a run in which none failed."""
+    suites = ElementTree.parse(report).getroot().iter("testsuite")
+    return sum(int(suite.get("tests", 0)) - int(suite.get("skipped", 0)) for suite in suites)
+
+
 def main(arguments: list[str]) -> int:
     """Run the tests; returns pytest's exit code, or 0 if a second run made up for the first."""
     failures = Failures()
     # What failed in an earlier run is not to count for the second run of this one.
     code = int(pytest.main([*arguments, "--cache-clear"], plugins=[failures]))
     if failures.is_broken:
+        print("\npytest, or a process that ran tests, has failed: not all tests have run")
         return int(pytest.ExitCode.INTERNAL_ERROR)
     if code != pytest.ExitCode.TESTS_FAILED or not all(map(may_run_twice, failures.errors)):
         return code
-    if failures.is_cut_off or not 0 < len(failures.errors) <= MAX_SECOND_RUNS:
+    if failures.is_cut_off or failures.has_leaks:
+        return code
+    if not 0 < len(failures.errors) <= MAX_SECOND_RUNS:
         return code
     print(f"\n{len(failures.errors)} tests of real servers failed, and run once more\n", flush=True)
     of_first = ("--cov", "--junit")  # what the first run reports, of all tests
     rest = [argument for argument in arguments if not argument.startswith(of_first)]
     again = ["-n", "0", "--last-failed", "--last-failed-no-failures", "none"]
-    second = subprocess.run([sys.executable, "-m", "pytest", *rest, *again])
-    if second.returncode:
-        return second.returncode
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        again += ["--junitxml", report.name]
+        second = subprocess.run([sys.executable, "-m", "pytest", *rest, *again])
+        if second.returncode:
+            return second.returncode
+        num_passed = passed(Path(report.name))
+    if num_passed != len(failures.errors):
+        print(f"\n{num_passed} tests of {len(failures.errors)} passed on the second run")
+        return code
     print("\npassed on the second run:")
     for test, error in failures.errors.items():
         print(f"  {test}\n    first run: {error}")

@@ -50,8 +50,8 @@ def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     num_lines = max(2, MAX_LINES // len(failed))
     for report in failed:
         logs = [content for title, content in report.sections if title == SECTION]
-        lines = [line for log in logs for line in log.splitlines()]
+        num_each = (num_lines - 2) // max(1, len(logs))  # nobody knows which one matters
         terminalreporter.line(report.nodeid)
         terminalreporter.line(f"    {first_line(report)}")
-        for line in lines[-(num_lines - 2) :] if num_lines > 2 else ():
+        for line in (line for log in logs if num_each for line in log.splitlines()[-num_each:]):
             terminalreporter.line(f"    | {line}")

@@ -1,6 +1,8 @@
 """Finds what a run of the server left behind, and removes what runs of the tests did."""
 
 import contextlib
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,28 +12,42 @@ import psutil
 import pytest
 
 from charonia.launch.processes import SHARED_MEMORY
-from charonia.launch.runtime_dir import sweep_stale_runs
+from charonia.launch.runtime_dir import living_runs, owner_of, sweep_stale_runs
 
-PREFIX = "tests-"
+PREFIX = "ch-tests-"
+_NAME = re.compile(PREFIX + r"([0-9]{1,7})-[a-z0-9_]{8}")  # the process's number, and a random part
 
 
 @contextlib.contextmanager
 def temporary_directory(pid: int) -> Iterator[str]:
     """A directory for the temporary files of a process that runs tests.
 
-    First what processes left that were killed is removed: their directories, and what their
-    servers have in /dev/shm.
+    First what processes left that were killed is removed.
     """
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        owner = path.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tempfile, "tempdir", str(path))
-                sweep_stale_runs()
-            shutil.rmtree(path, ignore_errors=True)
+    remove_leftovers()
     prefix = f"{PREFIX}{pid}-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as directory:
         yield directory
+
+
+def remove_leftovers() -> None:
+    """Remove what test processes of this user left that were killed.
+
+    That is their directories, the servers that still run there, and what these have in /dev/shm.
+    """
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        match = _NAME.fullmatch(path.name)
+        if match is None or psutil.pid_exists(int(match[1])):
+            continue
+        if path.stat().st_uid != os.getuid():
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tempfile, "tempdir", str(path))
+            for launcher in filter(None, map(owner_of, living_runs())):
+                launcher.kill()
+                launcher.wait()
+            sweep_stale_runs()
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def leftovers(runtime_dir: Path) -> list[str]:

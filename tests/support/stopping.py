@@ -1,5 +1,6 @@
 """Stops processes as a debugger would, for tests of who notices."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -14,13 +15,12 @@ def stop_process(pid: int) -> None:
     while.
     """
     os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: not _running_threads(pid), f"process {pid} stands still")
+    eventually(lambda: _stands_still(pid), f"process {pid} stands still")
 
 
-def _running_threads(pid: int) -> list[str]:
-    running = []
+def _stands_still(pid: int) -> bool:
+    states = []
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-        state = stat.read_text().rpartition(")")[2].split()[0]
-        if state not in "TtZX":
-            running.append(stat.parent.name)
-    return running
+        with contextlib.suppress(OSError):  # the thread has ended
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return bool(states) and all(state in "TtZX" for state in states)
