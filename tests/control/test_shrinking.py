@@ -29,14 +29,18 @@ def test_blocks_are_set_aside_and_used_again_as_the_engine_says():
     kv = bench.scheduler.kv
     bench.add(make_request("a", max_tokens=24))
     say(bench, 21)
-    assert bench.step().discards == []
-    discards = bench.step().discards
-    assert discards == list(range(ALL, 20, -1)), "those that lie side by side"
+    first = bench.step()
+    assert (first.discards, first.num_blocks) == ([], None)
+    plan = bench.step()
+    assert plan.discards == list(range(ALL, 20, -1)), "those that lie side by side"
     assert kv.num_usable == 20
-    assert bench.step().discards == [], "it is said once"
+    again = bench.step()
+    assert again.discards == [], "it is said once"
+    assert plan.num_blocks == again.num_blocks == 21
     say(bench, NUM_BLOCKS)
     bench.step()
-    assert bench.step().discards == []
+    last = bench.step()
+    assert (last.discards, last.num_blocks) == ([], None)
     assert kv.num_usable == ALL
     bench.ends()
     assert kv.num_free == ALL

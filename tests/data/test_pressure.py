@@ -48,9 +48,8 @@ class Machine:
             self.available = available
         num_blocks = self.pressure.num_blocks()
         if self.gives or num_blocks > self.num_used:
-            num_discards = max(0, self.num_used - num_blocks)
-            self.pressure.note_plan(num_discards, is_first=False)
             self.num_used = num_blocks
+        self.pressure.note_plan(self.num_used)
         return num_blocks
 
 
@@ -94,9 +93,25 @@ def test_what_is_held_is_kept_where_it_is_needed_no_more(machine: Machine) -> No
 
 def test_a_new_epoch_begins_with_all_blocks(machine: Machine) -> None:
     assert [machine.later(600), machine.later(1000)] == [NUM_BLOCKS - 40] * 2
-    machine.pressure.note_plan(0, is_first=True)
+    machine.pressure.note_plan(None)
     assert machine.later() == NUM_BLOCKS
     assert machine.later(600) == NUM_BLOCKS - 40
+
+
+def test_plans_that_come_late_do_not_have_it_give_up_more(machine: Machine) -> None:
+    """Each is of what was said two looks before, as where steps overlap and take a second."""
+    late = [NUM_BLOCKS, NUM_BLOCKS]
+    said = []
+    for available in (600, 1000, 1000, 1000, 1000, 1000, 1000, 1000):
+        machine.now += 1.0
+        machine.available = available
+        late.append(machine.pressure.num_blocks())
+        machine.pressure.note_plan(late.pop(0))
+        said.append(late[-1])
+    assert said == [NUM_BLOCKS - 40, *[NUM_BLOCKS] * 7]
+    machine.available = 5000
+    machine.now += 1.0
+    assert machine.pressure.num_blocks() == NUM_BLOCKS
 
 
 def test_one_block_and_the_null_block_stay(machine: Machine) -> None:

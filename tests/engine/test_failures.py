@@ -59,6 +59,26 @@ def test_every_failure_is_counted_once_has_its_line_and_changes_no_token(fault, 
         assert recoveries[0] >= 3, "the time without an engine counts, not the last try alone"
 
 
+def test_a_look_at_the_memory_does_not_make_up_for_a_step_that_failed():
+    bench = Bench(EchoExecutor(num_blocks=64))
+    bench.executor.room = 64
+    bench.executor.die_next = 1
+    bench.add("a", max_tokens=1)
+    bench.run()  # with an engine that looks
+    bench.lines.clear()
+    for key in "bc":
+        bench.add(key)
+        bench.executor.fail_next = 1
+        while bench.executor.fail_next:
+            bench.core.step()
+        bench.core.cancel(key)
+        num_steps = bench.executor.num_steps
+        bench.step_and_wait()
+        bench.step_and_wait()
+        assert bench.executor.num_steps > num_steps, "it was asked for its memory"
+    assert [line.split()[0] for line in bench.lines if "engine_died" in line] == ["engine_died"]
+
+
 def test_an_engine_that_is_lost_while_nothing_runs_is_replaced_at_once():
     bench = Bench()
     bench.core.step()

@@ -83,7 +83,8 @@ class Step:
         joins: rows that begin with it. copies: of blocks, for these.
         started: requests that begin with it, and had none of their tokens computed before.
         fetches: what it loads, for requests that wait. saves: blocks that it saves to tiers.
-        discards: blocks that are set aside, of which no memory is left.
+        discards: blocks that are set aside, of which no memory is left. num_blocks: that are in use
+            then, with the null block; None is all.
         is_short: whether somebody lacks what requests in flight hold.
         requests, rows: who computes, and what the plan says of each.
         drafts: of some of them, by their places in these lists.
@@ -102,6 +103,7 @@ class Step:
     fetches: list[Fetch] = field(default_factory=list)
     saves: list[BlockSave] = field(default_factory=list)
     discards: list[int] = field(default_factory=list)
+    num_blocks: int | None = None
     is_short: bool = False
     requests: list[Request] = field(default_factory=list)
     rows: list[RowStep] = field(default_factory=list)
@@ -137,6 +139,7 @@ class Step:
             saves=self.saves,
             loads=[load for fetch in self.fetches for load in fetch.loads],
             discards=self.discards,
+            num_blocks=self.num_blocks,
             copies=self.copies,
             rows=self.rows,
         )

@@ -51,6 +51,8 @@ class Transfers:
         if self._num_usable != self._kv.num_usable:
             # As many stay as one request may need, whatever the engine says.
             step.discards = self._kv.resize(max(self._num_usable, self._least_usable))
+        if self._kv.num_usable < self._kv.num_blocks - 1:
+            step.num_blocks = self._kv.num_usable + 1
 
     def plan(self, step: Step, *, is_alone: bool) -> None:
         """Have some blocks loaded that waiting requests need, and some saved.

@@ -45,7 +45,7 @@ class Pressure:
         stalled: Callable[[], float] | None = None,
     ) -> None:
         self._most = self._num_blocks = num_blocks
-        self._num_given_up = 0  # of those, blocks whose memory others have
+        self._num_in_use = num_blocks  # the memory of the others is given back
         self._bytes_per_block = bytes_per_block
         self._reserve = reserve
         self._clock = clock
@@ -61,15 +61,16 @@ class Pressure:
             self._look()
         return self._num_blocks
 
-    def note_plan(self, num_discards: int, *, is_first: bool) -> None:
-        """Take note of the blocks whose memory a plan gives back.
+    def note_plan(self, num_blocks: int | None) -> None:
+        """Take note of how many blocks are in use from a plan on, with the null block.
 
-        What requests hold is not given back before they end, so it may take many plans.
+        What requests hold is not given back before they end, so it may take many plans until that
+        are no more than there is memory for.
 
         Args:
-            is_first: of an epoch, which begins with all blocks.
+            num_blocks: None is all.
         """
-        self._num_given_up = num_discards + (0 if is_first else self._num_given_up)
+        self._num_in_use = self._most if num_blocks is None else num_blocks
 
     def _look(self) -> None:
         available, total, _ = self._memory()
@@ -77,12 +78,12 @@ class Pressure:
         step = max(1, self._most // _STEP)
         lacking = -(-(reserve - available) // self._bytes_per_block)
         spare = (available - 2 * reserve) // self._bytes_per_block
-        num_in_use = self._most - self._num_given_up
         if lacking > 0 or self._stalled() >= _STALLED_PERCENT:
-            self._num_blocks = max(2, num_in_use - max(step, lacking))
-            return
-        self._num_blocks = min(self._most, num_in_use + (spare if spare >= step else 0))
-        self._num_given_up = self._most - self._num_blocks  # more are used again at once
+            self._num_blocks = max(2, self._num_in_use - max(step, lacking))
+        else:
+            # What was asked for and is held is kept. A late plan has what was said before.
+            as_many = max(self._num_blocks, self._num_in_use)
+            self._num_blocks = min(self._most, as_many + (spare if spare >= step else 0))
 
 
 def stalled_percent(root: Path = Path("/")) -> float:

@@ -328,9 +328,9 @@ class Replica:
         transit_s = max(0.0, arrived - began - result.seconds)
         if began == step.at:
             self._plan_time.note_transit(transit_s)
-        self._recovery.note_step()
         self._last_arrival = arrived
         if step.num_tokens:
+            self._recovery.note_step()
             self.last_step_at = arrived
             self._metrics.histograms["charonia_step_seconds"].observe(result.seconds)
             self._step_seconds.observe(step.num_tokens, result.seconds)

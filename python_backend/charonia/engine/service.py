@@ -52,7 +52,8 @@ class ServiceState:
         is_up: whether steps can run. down_reason: why requests are refused; None while they are
             not.
         num_live: requests that were accepted and have had no end.
-        last_step_at: when a step was last applied, on the monotonic clock; None before the first.
+        last_step_at: when a step with tokens was last applied, on the monotonic clock; None before
+            the first.
         last_turn_at: when the thread last began to look for what there is to do, ten times a second
             at least unless it is held up; None before the first.
     """

@@ -130,7 +130,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     Before that it makes `saves`, `loads` and `copies`, in this order: a block may be saved, and
     written to by the same plan. Of `discards` it may give back the memory: what they contain is of
     no use, and they are in no table. `step_id` counts from 0 in each epoch; step 0 has `reset` set
-    and only it has.
+    and only it has. `num_blocks` are in use once that is done, with the null block; None is all.
     """
 
     epoch: int
@@ -141,6 +141,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     saves: list[BlockSave] = []
     loads: list[BlockLoad] = []
     discards: list[int] = []
+    num_blocks: int | None = None
     copies: list[BlockCopy] = []
     rows: list[RowStep] = []
 

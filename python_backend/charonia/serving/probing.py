@@ -10,17 +10,17 @@ How to ask, over HTTP `generate` of the scheduler::
 
     engine_up      bool            whether steps can run now
     reason         string | null   why requests are refused at once; null while they are taken
-    step_age_s     number | null   seconds since a step of the engine was last applied; null: never
+    step_age_s     number | null   seconds since a step with tokens was last applied; null: never
     turn_age_s     number | null   seconds since the scheduling thread last looked for work; more
                                    than a step or a load takes means that it hangs
     max_model_len  int | null      of prompt and answer together; null while no engine says it
 
-Every step applied shows that the scheduling thread and the engine work together. While clients'
-requests run, theirs show it. While nothing is live, a probe that finds the last step more than
-`TOKEN_INTERVAL_S` ago has the engine generate one token and does not wait for it: ask again until
-the step's age shows that it came. So a probe takes no place in the queue, appears in no metric of
-requests, waits for nothing, and is answered while the engine is down or hangs. Whoever sends many
-gets no more than one token per interval computed.
+Every step with tokens that is applied shows that the scheduling thread and the engine work
+together. While clients' requests run, theirs show it. While nothing is live, a probe that finds the
+last one more than `TOKEN_INTERVAL_S` ago has the engine generate one token and does not wait for
+it: ask again until the step's age shows that it came. So a probe takes no place in the queue,
+appears in no metric of requests, waits for nothing, and is answered while the engine is down or
+hangs. Whoever sends many gets no more than one token per interval computed.
 """
 
 import contextlib
