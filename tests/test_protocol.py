@@ -45,6 +45,7 @@ from charonia.protocol import (
         ("stop", ("a", "")),
         ("bad_words", ("",)),
         ("deadline_ms", 0),
+        ("deadline_ms", INT32_MAX + 1),
         ("cache_priority", 101),
         ("cache_priority", -1),
         ("cache_priority", tuple(CacheRange(start=i, end=i + 1) for i in range(33))),

@@ -176,6 +176,13 @@ def test_a_timeout_in_the_queue_has_the_exact_text(idle_server: TritonServer) ->
         assert reply.json() == {"error": TIMEOUT}
 
 
+def test_a_negative_timeout_is_refused(server: TritonServer) -> None:
+    inputs = request_inputs(PROMPT, {"max_tokens": 1})
+    refusal = "timeout must be microseconds, at least 0, but is -1"
+    for call in (stream_grpc, infer_grpc):
+        assert refusal in error_of(partial(call, server, inputs, timeout=-1)).message()
+
+
 def test_a_deadline_ends_a_request_that_runs(server: TritonServer) -> None:
     num_received = 0
 

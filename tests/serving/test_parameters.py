@@ -1,5 +1,6 @@
 """Sampling parameters: names, coercion and what is refused."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -165,6 +166,26 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
     assert name in message
     assert "must be" in message
     assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "accepted"),
+    [
+        ("deadline_ms", (0, 2**31), "from 1 to 2147483647"),
+        ("priority", (-(2**31), 2**31), "from -2147483647 to 2147483647"),
+        ("top_k", (2**31,), "at most 2147483647"),
+        ("stop_token_ids", ([2**31], [-(2**31)]), "an integer from 0 to 2147483647"),
+    ],
+)
+def test_bounds_are_the_same_on_either_side_and_accepted(
+    name: str, wrong: tuple[Any, ...], accepted: str
+) -> None:
+    for value in wrong:
+        with pytest.raises(InvalidRequestError, match=f"{name} must be {accepted}, but is"):
+            parse_sampling_params({name: value})
+    for bound in map(int, re.findall(r"-?\d+", accepted)):
+        value = [bound] if isinstance(wrong[0], list) else bound
+        assert getattr(parse_sampling_params({name: value}), name) in (bound, (bound,))
 
 
 def test_an_unknown_name_is_refused_with_what_is_accepted() -> None:

@@ -146,6 +146,17 @@ def test_a_timeout_counts_wherever_it_stands(
     assert generate_call(raw).timeout_s == timeout_s
 
 
+def test_a_negative_timeout_of_grpc_is_refused_as_one_of_http() -> None:
+    inputs = {"input_ids": ids(1)}
+    for raw in (
+        RawRequest(inputs, {}, timeout_us=2**64 - 1),  # what Triton makes of gRPC's -1
+        RawRequest(inputs, {"timeout": -1}),
+    ):
+        words = "^timeout must be microseconds, at least 0, but is -1$"
+        with pytest.raises(InvalidRequestError, match=words):
+            parse(raw)
+
+
 def test_logprobs_of_the_prompt_are_an_output_when_they_are_computed() -> None:
     raw = RawRequest({"input_ids": ids(1)}, {"prompt_logprobs": 0})
     assert generate_call(raw).options.names == {"text_output", "prompt_logprobs"}

@@ -159,12 +159,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check("stop", self.stop, all(self.stop), "a string or a list of non-empty strings")
         _check("bad_words", self.bad_words, all(self.bad_words), "a list of non-empty strings")
         _check_range("priority", self.priority, -INT32_MAX, INT32_MAX)
-        _check(
-            "deadline_ms",
-            self.deadline_ms,
-            self.deadline_ms is None or 1 <= self.deadline_ms <= 2**31,
-            "from 1 to 2147483648",
-        )
+        _check_range("deadline_ms", self.deadline_ms, 1, INT32_MAX)
         _check_ttl("cache_ttl_s", self.cache_ttl_s)
         if isinstance(self.cache_priority, list):
             msgspec.structs.force_setattr(self, "cache_priority", tuple(self.cache_priority))

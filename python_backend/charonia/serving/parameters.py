@@ -92,7 +92,7 @@ def parse_timeout(value: Any) -> int:
     Raises:
         InvalidRequestError: it is not an integer of at least 0.
     """
-    timeout_us = _integer_64("timeout", value)
+    timeout_us = _integer("timeout", value)
     if timeout_us < 0:
         raise _ill_typed("timeout", value, "microseconds, at least 0")
     return timeout_us
@@ -102,7 +102,7 @@ def _ill_typed(name: str, value: Any, accepted: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name} must be {accepted}, but is {shown(value)}")
 
 
-def _integer_64(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
         value = int(value.strip())
     if isinstance(value, float) and value.is_integer():
@@ -112,12 +112,11 @@ def _integer_64(name: str, value: Any) -> int:
     return value
 
 
-def _integer(name: str, value: Any) -> int:
-    number = _integer_64(name, value)
-    # A seed has 64 bits; everything else must also fit into the engine's 32-bit tensors.
-    if name != "seed" and abs(number) > INT32_MAX:
-        raise _ill_typed(name, value, f"an integer of at most {INT32_MAX}")
-    return number
+def _token_id(name: str, value: Any) -> int:
+    token_id = _integer(name, value)
+    if abs(token_id) > INT32_MAX:  # it must fit into the engine's tensors
+        raise _ill_typed(name, value, f"an integer from 0 to {INT32_MAX}")
+    return token_id
 
 
 def _number(name: str, value: Any) -> float:
@@ -157,7 +156,7 @@ def _integers(name: str, value: Any) -> tuple[int, ...]:
     values = _json_value(name, value, accepted)
     if not isinstance(values, list):
         raise _ill_typed(name, value, accepted)
-    return tuple(_integer(f"each of {name}", item) for item in values)
+    return tuple(_token_id(f"each of {name}", item) for item in values)
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:
@@ -166,7 +165,7 @@ def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(values, dict):
         raise _ill_typed(name, value, accepted)
     return {
-        _integer(f"each token id of {name}", token_id): _number(
+        _token_id(f"each token id of {name}", token_id): _number(
             f"{name} of {shown(token_id)}", bias
         )
         for token_id, bias in values.items()

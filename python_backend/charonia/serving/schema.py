@@ -408,7 +408,10 @@ def _shortest(timeout_s: float | None, params: SamplingParams) -> TimeLimit | No
 
 
 def _timeout_s(raw: RawRequest) -> float | None:
-    limits_us = [raw.timeout_us, parse_timeout(raw.parameters.get("timeout", 0))]
+    own_us = raw.timeout_us
+    if own_us >= 2**63:  # a negative one, which Triton casts to an unsigned integer
+        own_us -= 2**64
+    limits_us = [parse_timeout(own_us), parse_timeout(raw.parameters.get("timeout", 0))]
     return min((limit / 1e6 for limit in limits_us if limit), default=None)
 
 
