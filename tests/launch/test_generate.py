@@ -62,6 +62,12 @@ def test_sampling_options_reach_the_server(
     [
         (("hello", "--max-tokens", "0"), "max_tokens must be at least 1, but is 0"),
         (("hello", "--model-name", "no_such"), "unknown model: 'no_such'"),
+        (
+            ("hello", "--priority", "-1"),
+            "priority = -1 has no effect with scheduling_policy 'fcfs'",
+        ),
+        (("hello", "--deadline-ms", "0"), "deadline_ms must be from 1 to 2147483647, but is 0"),
+        (("hello", "--tenant", "x" * 257), "tenant must have at most 256 characters, but has 257"),
     ],
 )
 def test_a_refused_request_is_one_line(

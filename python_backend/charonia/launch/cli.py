@@ -317,6 +317,11 @@ def _add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     generate.add_argument(
         "--stop", action="append", default=[], metavar="S", help="may be repeated"
     )
+    generate.add_argument("--priority", type=int, metavar="N", help="smaller is sooner")
+    generate.add_argument(
+        "--deadline-ms", type=int, metavar="N", help="milliseconds that all of it may take"
+    )
+    generate.add_argument("--tenant", metavar="NAME", help="whose request it is")
     generate.add_argument("--protocol", choices=("grpc", "http"), default="grpc")
     generate.add_argument(
         "--url", metavar="U", help="host:port (default: 127.0.0.1:8001, with http 127.0.0.1:8000)"
@@ -584,6 +589,9 @@ def _run_generate(options: argparse.Namespace) -> None:
             "temperature": options.temperature,
             "seed": options.seed,
             "stop": options.stop or None,
+            "priority": options.priority,
+            "deadline_ms": options.deadline_ms,
+            "tenant": options.tenant,
         },
         protocol=options.protocol,
         url=options.url,
