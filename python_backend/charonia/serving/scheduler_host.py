@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import PATH_PARAMETERS, EngineArgs, SchedulerArgs
 from charonia.embedding import PromptIndex, load_encoder
 from charonia.engine.kv_events import KVEventPublisher, KVEvents
 from charonia.engine.service import EngineService
@@ -79,7 +79,7 @@ class SchedulerHost:
         self._pb_utils = pb_utils
         self._log = log
         scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
-        for name in ("tenants_file", "record_dir", "semantic_cache_model"):
+        for name in PATH_PARAMETERS:
             if (path := getattr(scheduler_args, name)) is not None:
                 path = str(Path(args["model_repository"]) / path)
                 scheduler_args = msgspec.structs.replace(scheduler_args, **{name: path})
