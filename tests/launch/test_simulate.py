@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from charonia.launch.cli import main
-from charonia.traces import TraceRequest, read_requests, write_requests
+from charonia.traces import StepRecord, TraceRequest, read_requests, write_requests
 
 TIMES = "step=10ms,token=100us"
 
@@ -161,6 +161,23 @@ def test_what_cannot_be_is_refused(trace, capsys, options, reason):
     assert error.startswith("charonia: ")
     assert reason in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("num_drafting", "is_refused"), [(2, False), (3, True)])
+def test_a_record_made_with_drafts_is_refused(trace, tmp_path, capsys, num_drafting, is_refused):
+    steps = tmp_path / "steps.jsonl"
+    records = [
+        StepRecord(n, n + 0.01, 0.009, 0, 3 if n < num_drafting else 0, 1, 1, 50, 50)
+        for n in range(100)
+    ]
+    steps.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in records))
+    options = ["--step-times", str(steps), "--kv-tokens", "1000"]
+    assert main(["simulate", str(trace), *options]) == int(is_refused)
+    error = (
+        "charonia: steps.jsonl: 3 of 100 steps verified drafts, which cannot be simulated; record"
+        " with speculative_config=null\n"
+    )
+    assert capsys.readouterr().err == (error if is_refused else "")
 
 
 MOST = "a number from 1 to 2147483647"

@@ -43,6 +43,7 @@ _CONSTANTS = {
 }
 Numbers = npt.NDArray[np.float64]
 _MIN_RECORDS = 50
+_MAX_DRAFTING = 0.02  # of the steps: a drafter at rest looks now and then whether drafts pay
 _NUM_QUANTILES = 101
 _MAX_RESIDUAL = 10.0  # times as long as predicted: it was interrupted, which is noise
 _FASTEST = 0.1  # of the requests, which came when there was no step, or at its end
@@ -96,7 +97,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if path.name.removesuffix(".gz").endswith(".jsonl"):
             requests = path.with_name(path.name.replace("steps", "requests"))
             has_requests = requests != path and requests.exists()
-            return cls.fit(read_steps(path), read_requests(requests) if has_requests else ())
+            steps = read_steps(path)
+            _check_drafts(path.name, steps)
+            return cls.fit(steps, read_requests(requests) if has_requests else ())
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
@@ -213,6 +216,15 @@ class StepClock:
     def host_s(self, num_rows: int) -> float:
         """Until a plan of so many rows is sent."""
         return self._times.host + self._times.host_row * num_rows
+
+
+def _check_drafts(name: str, steps: Sequence[StepRecord]) -> None:
+    num_drafting = sum(1 for one in steps if one.num_drafts)
+    if num_drafting > _MAX_DRAFTING * len(steps):
+        raise ConfigError(
+            f"{name}: {num_drafting} of {len(steps)} steps verified drafts, which cannot be"
+            " simulated; record with speculative_config=null"
+        )
 
 
 def _knots(sizes: Sequence[int]) -> list[int]:
