@@ -233,3 +233,12 @@ def test_rows_and_tokens_of_a_step_may_be_left_to_the_scheduler():
     assert (args.most_rows, args.most_step_tokens) == (256, 4096)
     with pytest.raises(ConfigError, match="max_num_seqs"):
         EngineArgs.from_dict({"model": "m", "max_num_seqs": "many"})
+
+
+def test_tokens_of_a_step_are_not_left_to_the_scheduler_where_prompts_are_not_cut():
+    values = {"model": "m", "enable_chunked_prefill": False}
+    with pytest.raises(
+        ConfigError, match="max_num_batched_tokens = 'auto' has no effect with enable"
+    ):
+        EngineArgs.from_dict(values | {"max_num_batched_tokens": "auto"})
+    EngineArgs.from_dict(values | {"max_num_seqs": "auto"})

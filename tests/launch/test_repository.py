@@ -281,6 +281,8 @@ def test_a_target_between_tokens_needs_prompts_that_can_be_cut(source: Path, tar
         prepare(source, target, *settings, "max_num_batched_tokens=4096", "max_model_len=512")
     args = prepare(source, target, settings[0]).scheduler_args
     assert args.inter_token_target_ms == 20.0
+    with pytest.raises(ConfigError, match="inter_token_target_ms"):
+        change_engine(target, RepositoryOptions(settings=settings[1:]))
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -190,6 +190,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "swap_space and kv_cache_path keep what the prefix cache holds, but"
                 " enable_prefix_caching = False has none"
             )
+        if self.max_num_batched_tokens == "auto" and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "max_num_batched_tokens = 'auto' has no effect with enable_chunked_prefill ="
+                " False, where each prompt is computed in one step; accepted is a number"
+            )
         draft_ranks = self.draft_ranks
         if draft_ranks > self.tensor_parallel_size:
             raise ConfigError(

@@ -165,11 +165,12 @@ def change_engine(repository: Path, options: RepositoryOptions) -> EngineChange:
         names = ", ".join(f"scheduler.{name}" for name in scheduler_settings)
         raise ConfigError(f"{names} cannot change while the server runs; start it anew for that")
     scheduler, config = _find_scheduler(repository)
-    engine = _override_parameters(config, {}).engine_model
-    model_json = repository / engine / "1" / "model.json"
+    scheduler_args = _override_parameters(config, {})
+    model_json = repository / scheduler_args.engine_model / "1" / "model.json"
     values = _engine_values(model_json, options, engine_settings)
     after = EngineArgs.from_dict(values)
     check_checkpoint(after)
+    check_target(after, scheduler_args)
     return EngineChange(EngineArgs.from_file(model_json), after, values, scheduler)
 
 
