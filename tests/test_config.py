@@ -28,7 +28,15 @@ def test_vllms_metrics_are_asked_for_by_the_name_that_vllm_gave_it(value, is_wan
     [
         ({"report_custom_metrics": "yes"}, "unknown .*; accepted are .*, REPORT_CUSTOM_METRICS"),
         ({"max_queue_size": "0"}, "max_queue_size"),
-        ({"num_sender_threads": "many"}, "num_sender_threads"),
+        (
+            {"num_sender_threads": "many"},
+            "^num_sender_threads must be an integer from 1 to 256, but is 'many'$",
+        ),
+        (
+            {"tenant_header": "a b"},
+            r"^tenant_header must be a string like \^\[A.* or null, but is 'a b'$",
+        ),
+        ({"degradation_ladder": "all"}, "^degradation_ladder = 'all' must name some of"),
     ],
 )
 def test_a_wrong_parameter_of_the_scheduler_is_named(parameters, message):
@@ -42,7 +50,20 @@ def test_a_wrong_parameter_of_the_scheduler_is_named(parameters, message):
         (None, "cannot be read"),
         ("[1]", "not a JSON object"),
         ('{"model": "m", "max_num_seq": 1}', "unknown engine argument 'max_num_seq'"),
-        ('{"model": "m", "max_num_seqs": 0}', "max_num_seqs"),
+        (
+            '{"model": "m", "max_num_seqs": "abc"}',
+            "^max_num_seqs must be an integer from 1 to 2147483647 or 'auto', but is 'abc'$",
+        ),
+        (
+            '{"model": "m", "memory_reserve": 1}',
+            "memory_reserve must be a number from 0 to below 1, but is 1$",
+        ),
+        (
+            '{"model": "m", "gpu_memory_utilization": 0}',
+            "must be a number above 0 and at most 1, but is 0$",
+        ),
+        ('{"model": "m", "speculative_config": 5}', "must be an object or null, but is 5$"),
+        ('{"model": "m", "seed": "%s"}' % ("x" * 9999), "seed must be an integer or null, .*…$"),
         ('{"model": "m", "tensor_parallel_size": 0}', "tensor_parallel_size"),
         (
             '{"model": "m", "speculative_config": {"model": "d", "draft_tensor_parallel_size": 2}}',
@@ -60,7 +81,10 @@ def test_a_wrong_parameter_of_the_scheduler_is_named(parameters, message):
             '{"model": "m", "tensor_parallel_size": 2, "rendezvous": "here"}',
             "rendezvous = 'here' is not HOST:PORT",
         ),
-        ('{"model": "m", "rank_timeout_s": 1.9}', ">= 2.*rank_timeout_s"),
+        (
+            '{"model": "m", "rank_timeout_s": 1.9}',
+            "rank_timeout_s must be a number from 2 to 31536000, but is 1.9",
+        ),
     ],
 )
 def test_a_wrong_model_json_is_refused_by_name(tmp_path: Path, text, message):
@@ -70,6 +94,11 @@ def test_a_wrong_model_json_is_refused_by_name(tmp_path: Path, text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         EngineArgs.from_file(path)
     assert str(tmp_path) not in str(caught.value)
+
+
+def test_an_argument_that_is_needed_is_named():
+    with pytest.raises(ConfigError, match="model must be given"):
+        EngineArgs.from_dict({})
 
 
 def test_without_a_model_it_is_the_demo_pair_and_the_log_says_so(tmp_path: Path):
@@ -131,9 +160,15 @@ def test_one_length_of_an_n_gram_makes_room_for_the_other(values, lengths):
         ({}, "neither a method nor a model; methods are 'draft_model', 'ngram' and 'suffix'"),
         ({"method": "draft_model"}, "'draft_model' needs a model"),
         ({"method": "ngram", "model": "d"}, "'ngram' takes no model, but one is named"),
-        ({"method": "eagle", "model": "d"}, "Invalid enum value 'eagle'"),
+        (
+            {"method": "eagle", "model": "d"},
+            "method of speculative_config must be 'draft_model', 'ngram', 'suffix' or null, .*eagl",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
-        ({"method": "ngram", "num_speculative_tokens": 65}, "<= 64"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 65},
+            "num_speculative_tokens of .* an integer from 1 to 64 or null, but is 65",
+        ),
         ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 2}, r"must be at most"),
         ({"method": "suffix", "synthetic_acceptance_rate": 1.5}, "synthetic_acceptance_rate"),
         (
@@ -190,8 +225,14 @@ def test_an_endpoint_of_this_machine_is_bound_and_another_one_is_connected_to(en
     ("values", "message"),
     [
         ({"end_point": "x"}, "unknown key of kv_events_config 'end_point'; accepted are .*topic"),
-        ({"publisher": "kafka"}, "Invalid enum value 'kafka' .*kv_events_config.publisher"),
-        ({"enable_kv_cache_events": "yes"}, "Expected `bool`, .*enable_kv_cache_events"),
+        (
+            {"publisher": "kafka"},
+            "publisher of kv_events_config must be 'null' or 'zmq', but is 'kafka'",
+        ),
+        (
+            {"enable_kv_cache_events": "yes"},
+            "enable_kv_cache_events of .* must be true or false, but is 'yes'",
+        ),
         ({"endpoint": "5557"}, "endpoint = '5557' is neither tcp://HOST:PORT nor ipc://PATH"),
         ({"endpoint": "inproc://x"}, "endpoint = 'inproc://x' is neither"),
         ({"endpoint": "tcp://*"}, "endpoint = 'tcp://\\*' is neither"),
@@ -203,7 +244,7 @@ def test_an_endpoint_of_this_machine_is_bound_and_another_one_is_connected_to(en
         ({"buffer_steps": 0}, "buffer_steps = 0 must be 1 to 2147483646"),
         ({"hwm": -1}, "hwm = -1 must be 1 to"),
         ({"max_queue_size": 2**31}, "max_queue_size = 2147483648 must be 1 to"),
-        ({"hwm": "many"}, "Expected `int`, got `str` .*kv_events_config.hwm"),
+        ({"hwm": "many"}, "hwm of kv_events_config must be an integer, but is 'many'"),
     ],
 )
 def test_a_wrong_kv_events_config_is_refused_by_name(values, message):

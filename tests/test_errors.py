@@ -11,6 +11,7 @@ from charonia.errors import (
     InvalidRequestError,
     LateRequestError,
     error_of,
+    shown,
     split_answer,
 )
 
@@ -57,3 +58,10 @@ def test_the_readme_lists_every_kind() -> None:
     ]
     text = README.read_text(encoding="utf-8")
     assert "\n".join(["| --- | --- | --- | --- |", *rows, ""]) in text
+
+
+def test_a_value_that_has_no_text_is_shown_by_its_type() -> None:
+    nested: list[object] = []
+    for _ in range(10_000):
+        nested = [nested]
+    assert shown(nested) == "a list that is nested too deeply to show"

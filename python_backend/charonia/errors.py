@@ -282,5 +282,8 @@ _SHOWN = 80  # characters
 
 def shown(value: object) -> str:
     """A value as it may stand in a message: its repr, shortened where a client made it long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply to show"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -66,14 +66,29 @@ def test_those_that_the_file_does_not_name_may_be_refused(path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "tenants.json: "),
-        ({"tenant": {}}, "unknown field `tenant`"),
-        ({"tenants": {"a": {"wait": 1}}}, "unknown field `wait`"),
-        ({"tenants": {"a": {"weight": 0}}}, ">= 0.001"),
+        ("{", "^tenants.json is not a JSON object: "),
+        ("[]", "^tenants.json is not a JSON object: "),
+        ({"tenant": {}}, "^tenants.json: unknown key 'tenant'; accepted are unknown, default, te"),
+        (
+            {"tenants": {"a": {}, "b": {"wait": 1}}},
+            r"^tenants.json: unknown key of tenants\['b'\] 'wait'; accepted are weight, max_",
+        ),
+        (
+            {"tenants": {"a": {}, "b": {"weight": 0}}},
+            r"weight of tenants\['b'\] must be a number from 0.001 to 1000000, but is 0$",
+        ),
+        ({"tenants": {"a": 5}}, r"tenants\['a'\] must be an object, but is 5$"),
+        ({"tenants": []}, r"tenants must be an object, but is \[\]$"),
         ({"tenants": {"other": {}}}, "no tenant may be called 'other'"),
-        ({"default": {"max_queue_size": "many"}}, r"max_queue_size`"),
-        ({"default": {"burst": 2}}, "burst is given without requests_per_s"),
-        ({"unknown": "ignore"}, "ignore"),
+        (
+            {"default": {"max_queue_size": "many"}},
+            "max_queue_size of default must be an integer from 1 to 2147483647 or null, .*'many'$",
+        ),
+        (
+            {"tenants": {"a": {"burst": 2}}},
+            r"^tenants.json: tenants\['a'\]: burst is given without requests_per_s$",
+        ),
+        ({"unknown": "ignore"}, "unknown must be 'accept' or 'refuse', but is 'ignore'$"),
         ({"tenants": {"a": {"weight": 2}}}, "weight of 'a' has no effect without .* fair_share"),
     ],
 )

@@ -13,7 +13,7 @@ from charonia.config.engine_args import (
 from charonia.config.kv_events_config import KVEventsConfig
 from charonia.config.scheduler_args import PATH_PARAMETERS, SchedulerArgs
 from charonia.config.speculative_config import SpeculativeConfig
-from charonia.config.values import PositiveInt
+from charonia.config.values import PositiveInt, convert
 
 __all__ = [
     "DEMO_CHECKPOINT",
@@ -24,6 +24,7 @@ __all__ = [
     "PositiveInt",
     "SchedulerArgs",
     "SpeculativeConfig",
+    "convert",
     "make_paths_absolute",
     "with_demo_model",
 ]

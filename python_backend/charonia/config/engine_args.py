@@ -19,7 +19,6 @@ from charonia.config.values import (
     MAX_SECONDS,
     PositiveInt,
     Seconds,
-    check_names,
     convert,
     is_address,
     is_path,
@@ -34,8 +33,6 @@ _MAX_BYTES = 2**53
 _MAX_GIB = 2.0**20
 _MOST_ROWS, _MOST_STEP_TOKENS = 256, 4096  # of those that adapt
 _GENERATION_CONFIG_WORDS = ("auto", "none", "vllm")
-_CONFIGS = {"speculative_config": SpeculativeConfig, "kv_events_config": KVEventsConfig}
-"""Arguments that are objects."""
 
 
 def _no_log(line: str) -> None:
@@ -272,9 +269,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range; it is named.
         """
-        for name, config in _CONFIGS.items():
-            if isinstance(nested := values.get(name), dict):
-                check_names(nested, config, f"key of {name}")
         return convert(vllm_args.leave_out(values, log), cls, "engine argument")
 
     @classmethod

@@ -6,9 +6,10 @@ configuration.
 
 import os
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import msgspec
+from msgspec import inspect
 
 from charonia.errors import ConfigError, shown
 
@@ -18,7 +19,12 @@ PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 T = TypeVar("T")
 _PORT = re.compile("[0-9]{1,5}")
-_MAX_REASON = 200  # characters of a text that is not ours
+_WORDS: dict[type[inspect.Type], str] = {
+    inspect.BoolType: "true or false",
+    inspect.DictType: "an object",
+    inspect.NoneType: "null",
+    inspect.StructType: "an object",
+}
 
 
 def is_path(text: str) -> bool:
@@ -35,42 +41,96 @@ def is_address(text: str) -> bool:
     return bool(host and _PORT.fullmatch(port)) and 0 < int(port) < 2**16
 
 
-def check_names(values: dict[str, Any], cls: type, what: str) -> None:
-    """Refuse names that a configuration does not have.
+def convert(values: dict[str, Any], cls: type[T], what: str, *, strict: bool = True) -> T:
+    """Make a configuration of the values of its fields.
 
     Args:
-        what: they are, such as "engine argument", for the error's text.
+        cls: a Struct. what: its fields are, such as "engine argument", for the error's text.
+        strict: whether a number must be one; else text that says one will do.
 
     Raises:
-        ConfigError: it names the first of them, and those that there are.
+        ConfigError: an unknown name, a wrong type or a value out of range. It names the value, and
+            what is accepted.
     """
+    _check_names(values, cls, what)
+    try:
+        return msgspec.convert(values, cls, strict=strict)
+    except (ValueError, RecursionError):
+        raise ConfigError(_fault(values, cls, "", strict=strict)) from None
+
+
+def _check_names(values: dict[str, Any], cls: type, what: str) -> None:
     accepted = [field.encode_name for field in msgspec.structs.fields(cls)]
     for name in values:
         if name not in accepted:
             raise ConfigError(f"unknown {what} {shown(name)}; accepted are {', '.join(accepted)}")
 
 
-def convert(values: dict[str, Any], cls: type[T], what: str, *, strict: bool = True) -> T:
-    """Make a configuration of the values of its fields.
+def _fault(value: Any, kind: Any, name: str, *, strict: bool) -> str:
+    """What is wrong with a value, or what is in it; "" is nothing.
 
     Args:
-        what: they are, as of `check_names`.
-        strict: whether a number must be one; else text that says one will do.
-
-    Raises:
-        ConfigError: an unknown name, a wrong type or a value out of range; it is named.
+        kind: its type, as in the annotation of a field.
     """
-    check_names(values, cls, what)
+    options = _options(kind)
+    for option in options if isinstance(value, dict) else ():
+        if isinstance(option, inspect.StructType):
+            return _fault_of_fields(value, option.cls, name, strict=strict)
+        if isinstance(option, inspect.DictType):
+            item = get_args(kind)[1]
+            faults = (
+                _fault(value[key], item, f"{name}[{shown(key)}]", strict=strict) for key in value
+            )
+            return next(filter(None, faults), "")
     try:
-        return msgspec.convert(values, cls, strict=strict)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{what}: {_shortened(str(error))}") from None
+        msgspec.convert(value, kind, strict=strict)
+    except (ValueError, RecursionError):
+        *others, last = [word for option in options for word in _words(option)]
+        accepted = f"{', '.join(others)} or {last}" if others else last
+        return f"{name} must be {accepted}, but is {shown(value)}"
+    return ""
 
 
-def _shortened(text: str) -> str:
-    """msgspec's text, which has the value or the name as it came; what matters ends it."""
-    return (
-        text
-        if len(text) <= _MAX_REASON
-        else f"{text[: _MAX_REASON // 2]}…{text[-_MAX_REASON // 2 :]}"
-    )
+def _fault_of_fields(values: dict[str, Any], cls: Any, name: str, *, strict: bool) -> str:
+    _check_names(values, cls, f"key of {name}")
+    for field in msgspec.structs.fields(cls):
+        full_name = f"{field.encode_name} of {name}" if name else field.encode_name
+        if field.encode_name not in values:
+            if field.required:
+                return f"{full_name} must be given"
+        elif fault := _fault(values[field.encode_name], field.type, full_name, strict=strict):
+            return fault
+    try:
+        msgspec.convert(values, cls, strict=strict)
+    except ValueError as error:  # the configuration's own
+        reason = str(error.__cause__ or error)
+        return f"{name}: {reason}" if name else reason
+    return ""
+
+
+def _options(kind: Any) -> tuple[inspect.Type, ...]:
+    """The types of which a value may have one."""
+    found = inspect.type_info(kind)
+    return found.types if isinstance(found, inspect.UnionType) else (found,)
+
+
+def _words(kind: inspect.Type) -> list[str]:
+    """What a type accepts, for people."""
+    match kind:
+        case inspect.LiteralType():
+            return [repr(value) for value in kind.values]
+        case inspect.IntType():
+            return [f"an integer{_range(kind)}"]
+        case inspect.FloatType():
+            return [f"a number{_range(kind)}"]
+        case inspect.StrType():
+            return ["a string" if kind.pattern is None else f"a string like {kind.pattern}"]
+    return [_WORDS[type(kind)]]
+
+
+def _range(kind: inspect.IntType | inspect.FloatType) -> str:
+    """Of numbers that are bounded on both sides or on none."""
+    if kind.ge is None and kind.gt is None:
+        return ""
+    low = f" above {kind.gt:.10g} and at most" if kind.ge is None else f" from {kind.ge:.10g} to"
+    return f"{low} {kind.le:.10g}" if kind.lt is None else f"{low} below {kind.lt:.10g}"

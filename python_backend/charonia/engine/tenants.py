@@ -14,11 +14,11 @@ Owns the file's format, and what holds at this moment. Must not know requests.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from charonia.config import PositiveInt
+from charonia.config import PositiveInt, convert
 from charonia.engine.metric_table import OTHERS
 from charonia.errors import ConfigError, shown
 from charonia.events import event
@@ -93,10 +93,14 @@ class TenantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 range; the text says what, and where.
         """
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         except OSError as error:
             raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too
+            raise ConfigError(f"{path.name} is not a JSON object: {error}") from None
+        try:
+            return convert(values, cls, "key")
+        except ConfigError as error:
             raise ConfigError(f"{path.name}: {error}") from None
 
 
