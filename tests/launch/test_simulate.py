@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import msgspec
 import pytest
@@ -51,6 +52,20 @@ def test_policies_are_compared(trace, tmp_path, capsys):
     assert [run["name"] for run in report["runs"]] == policies
     assert report["runs"][0]["hit_rate"] > 0.5
     assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_is_said_why_runs_are_equal(trace, capsys):
+    options = ["--kv-tokens", "100000", "--policy", "fcfs", "--policy", "fair"]
+    assert simulate(trace, *options, "--policy", "deadline") == 0
+    assert re.search(
+        r"All runs are equal\. .* waited 0\.\d+ s at most, and have 2 tenants, 1 priority and 0"
+        r" deadlines\.\n",
+        capsys.readouterr().out,
+    )
+    assert simulate(trace, *options[:4], "--deadline-ms", "1:9") == 0
+    assert "equal" not in capsys.readouterr().out, "there is but one run"
+    assert simulate(trace, *options, "--adversary", "0.3", "--set", "max_num_seqs=2") == 0
+    assert "equal" not in capsys.readouterr().out
 
 
 def test_a_run_can_be_simulated_again_and_beside_what_was_recorded(trace, tmp_path, capsys):
@@ -104,6 +119,7 @@ def test_it_is_said_why_nothing_is_finished(trace, tmp_path, capsys):
     options = ["--kv-tokens", "50", "--policy", "fcfs", "--policy", "fair", "--output"]
     assert simulate(trace, *options, str(tmp_path / "out")) == 0
     out, err = capsys.readouterr()
+    assert "\nAll runs are equal: no request was begun.\n" in out
     assert out.count("| 40 prompt_too_long |") == 2
     assert out.count("| 20 prompt_too_long |") == 4
     assert err == (

@@ -17,7 +17,7 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.errors import ConfigError
 from charonia.launch.repository import check_target, split_settings
 from charonia.simulate.plots import write_plot
-from charonia.simulate.report import By, RunReport, recorded, report, tables
+from charonia.simulate.report import By, RunReport, recorded, report, sameness, tables
 from charonia.simulate.simulator import Outcome, Setting, Simulation
 from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import Shape, shape
@@ -76,6 +76,8 @@ def simulate(options: SimulateOptions) -> None:
     measured = recorded(trace)
     shown = [measured, *reports] if measured is not None else reports
     text = tables(shown)
+    if reason := sameness(reports, [one.request for one in outcomes[0].served]):
+        text += f"\n{reason}\n"
     print(text, end="")
     if options.output is not None:
         _write(options, times, text, reports, outcomes)

@@ -5,7 +5,7 @@ Owns which numbers these are. Must not know how they came about.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -188,6 +188,24 @@ def recorded(trace: Sequence[TraceRequest]) -> RunReport | None:
     return RunReport(name=RECORDED, classes=[overall], seconds=seconds)
 
 
+def sameness(reports: Sequence[RunReport], traffic: Sequence[TraceRequest]) -> str:
+    """Why several runs with this traffic show the same; "" where they do not."""
+    first, *others = (replace(one, name="") for one in reports)
+    if not others or any(one != first for one in others):
+        return ""
+    longest = first.overall.queue.longest
+    if longest is None:
+        return "All runs are equal: no request was begun."
+    tenants = _number(len({one.tenant for one in traffic}), "tenant", "tenants")
+    priorities = _number(len({one.priority for one in traffic}), "priority", "priorities")
+    deadlines = _number(sum(1 for one in traffic if one.deadline_ms), "deadline", "deadlines")
+    return (
+        "All runs are equal. Policies order requests that wait, by tenant, priority or deadline;"
+        f" here requests waited {_seconds(longest)} s at most, and have {tenants}, {priorities} and"
+        f" {deadlines}."
+    )
+
+
 def _class_name(by: By, tenant: str, priority: int) -> str:
     return f"priority {priority}" if by == "priority" else tenant or "(no tenant)"
 
@@ -313,6 +331,10 @@ def _kinds(counts: dict[str, int]) -> str:
     """How many of which kind, the most first; a trace need not say it."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return ", ".join(f"{num:,} {kind or 'unknown'}" for kind, num in ordered) or _MISSING
+
+
+def _number(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}"
 
 
 def _seconds(value: float | None) -> str:
