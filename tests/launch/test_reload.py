@@ -1,15 +1,17 @@
-"""Which server `charonia reload` means."""
+"""Which server `charonia reload` means, and what it shows."""
 
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from charonia.launch import runtime_dir
+from charonia.launch import reload, runtime_dir
 from charonia.launch.errors import LaunchError
 from charonia.launch.reload import find_run
 from charonia.launch.runtime_dir import REPOSITORY, SERVER_FILE, RuntimeDir
+from charonia.serving.reload import ReloadState
 
 MakeRun = Callable[[int], Path]
 
@@ -68,3 +70,23 @@ def test_a_run_whose_launcher_has_gone_is_none(make_run: MakeRun) -> None:
     (run / runtime_dir.OWNER_FILE).write_text(json.dumps(owner | {"created": 1.0}), "utf-8")
     with pytest.raises(LaunchError, match="no server"):
         find_run(None, None)
+
+
+def test_a_drain_is_shown_in_few_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draining = [ReloadState("draining", 1, num_live=16 - n, num_held=n) for n in range(16)]
+    states = iter([*draining, ReloadState("loading", 1), ReloadState("done", 1)])
+    monkeypatch.setattr(reload, "POLL_S", 0.0)
+    monkeypatch.setattr(reload, "_ask", lambda channel, question: next(states))
+    channel: Any = None
+    assert reload._follow(channel, ReloadState("waiting", 1)).phase == "done"
+    assert capsys.readouterr().err.splitlines() == [
+        "charonia: waiting",
+        "charonia: draining: 16 requests are running, 0 wait",
+        "charonia: draining: 8 requests are running, 8 wait",
+        "charonia: draining: 4 requests are running, 12 wait",
+        "charonia: draining: 2 requests are running, 14 wait",
+        "charonia: draining: 1 requests are running, 15 wait",
+        "charonia: loading",
+    ]

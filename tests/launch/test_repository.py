@@ -356,6 +356,19 @@ def test_a_change_of_the_engine_is_checked_and_told_and_writes_nothing(
         change_engine(target, RepositoryOptions(settings=("scheduler.max_queue_size=1",)))
 
 
+def test_of_an_argument_that_is_an_object_what_changes_is_told(source: Path, target: Path) -> None:
+    prepare(source, target, 'speculative_config={"method": "ngram"}')
+
+    def differences(config: str) -> dict[str, tuple[Any, Any]]:
+        options = RepositoryOptions(settings=(f"speculative_config={config}",))
+        return change_engine(target, options).differences()
+
+    assert differences('{"method": "ngram", "prompt_lookup_max": 4}') == {
+        "speculative_config.prompt_lookup_max": (None, 4)
+    }
+    assert differences("null") == {"speculative_config": ({"method": "ngram"}, None)}
+
+
 def test_a_copy_of_the_repository_finds_its_checkpoint(tmp_path: Path) -> None:
     copy = shutil.copytree(default_repository(), tmp_path / "elsewhere")
     args = EngineArgs.from_file(copy / "engine" / "1" / "model.json")

@@ -123,15 +123,18 @@ def _ask(channel: Channel, message: Any) -> ReloadState:
 
 
 def _follow(channel: Channel, state: ReloadState) -> ReloadState:
-    """Show how far it is until it is over; returns how it ended."""
-    shown = ""
+    """Show how far it is until it is over; returns how it ended.
+
+    A line for each phase; of a drain one more whenever half of the requests that run have ended.
+    """
+    shown: ReloadState | None = None
     while state.phase not in ("done", "failed"):
-        line: str = state.phase
-        if state.phase == "draining":
-            line += f": {state.num_live} requests are running, {state.num_held} wait"
-        if line != shown:
+        if shown is None or state.phase != shown.phase or 2 * state.num_live <= shown.num_live > 0:
+            line: str = state.phase
+            if state.phase == "draining":
+                line += f": {state.num_live} requests are running, {state.num_held} wait"
             print(f"charonia: {line}", file=sys.stderr, flush=True)
-            shown = line
+            shown = state
         time.sleep(POLL_S)
         state = _ask(channel, ReloadQuestion(state.number))
     return state

@@ -13,7 +13,7 @@ Two files are changed in the copy, and models may be added, see `fronts`::
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,9 +148,30 @@ class EngineChange:
     scheduler: str
 
     def differences(self) -> dict[str, tuple[Any, Any]]:
-        """The arguments that change, by name: before and after."""
-        before, after = (msgspec.to_builtins(args) for args in (self.before, self.after))
-        return {name: (before[name], after[name]) for name in after if before[name] != after[name]}
+        """The arguments that change, by name: before and after.
+
+        Of one that is an object before and after each key that changes; else what it says beside
+        its defaults.
+        """
+        return dict(_differences(self.before, self.after))
+
+
+def _differences(before: msgspec.Struct, after: msgspec.Struct) -> Iterator[tuple[str, Any]]:
+    for field in msgspec.structs.fields(after):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if isinstance(old, msgspec.Struct) and isinstance(new, msgspec.Struct):
+            for key, change in _differences(old, new):
+                yield f"{field.name}.{key}", change
+        elif old != new:
+            yield field.name, (_said(old), _said(new))
+
+
+def _said(value: Any) -> Any:
+    """A value as its file would say it."""
+    if not isinstance(value, msgspec.Struct):
+        return value
+    said = ((field, getattr(value, field.name)) for field in msgspec.structs.fields(value))
+    return {field.name: one for field, one in said if one != field.default}
 
 
 def change_engine(repository: Path, options: RepositoryOptions) -> EngineChange:
