@@ -32,7 +32,7 @@ help:
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
 	@echo "make bench-overlap   measure what steps that overlap are worth behind Triton; arguments in ARGS"
-	@echo "make bench-control   measure what planning a step costs, by policy and by what waits; arguments in ARGS"
+	@echo "make bench-control   measure what planning a step costs, by policy, by what happens in it and by what waits; arguments in ARGS"
 	@echo "make bench-simulator   measure how far the simulator is from a real server; arguments in ARGS"
 	@echo "make bench-stall   measure how long a stream stands still beside long prompts; arguments in ARGS"
 	@echo "make bench-flood   flood a server from three tenants, and judge what each got; arguments in ARGS"

@@ -1,19 +1,19 @@
-"""Measure what the control plane costs: plan() and apply() of a step, by what waits and by policy.
+"""Measure what the control plane costs: plan() and apply() of a step, by what happens and policy.
 
     python loadtests/control_bench.py                              # 256 rows, all policies
-    python loadtests/control_bench.py --rows 32 --waiting 0 10000
+    python loadtests/control_bench.py --rows 32 --waiting 0 10000 --kinds steady churn
 
-The real scheduler plans steps of rows that all decode, and gets a result for each at once; nothing
-is computed. Tenants and three priorities are spread over the requests. Policies take turns, a step
-each, so that the machine's drift is everybody's. In cases with churn one request ends and another
-one comes in each step, as where many short answers are generated.
+The real scheduler plans steps of rows that decode, and gets a result for each at once; nothing is
+computed. Tenants and three priorities are spread over the requests. Policies take turns, a step
+each, so that the machine's drift is everybody's. What happens in the steps that are timed is the
+kind of a case, see `control_kinds.py`; that it did is asserted step by step. Where requests get
+rows, there are cases in which all must have room until their ends, with `PeakMemory`.
 """
 
 import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -22,7 +22,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
-from charonia.control import Limits, Policy, Request, Scheduler
+from charonia.control import Policy
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByDeadline,
@@ -33,17 +33,15 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
-from charonia.protocol import RowResult, RowSampling, StepPlan, StepResult
+from control_kinds import BUDGET, KINDS, Bench, Size, Timed
 from record import circumstances, output_stem
 from report import markdown_table
 
-NUM_PRIORITIES = 3
-PROMPT_TOKENS = 64
-BLOCK_SIZE = 16
-BUDGET = 4096
-BAR_MS = 0.5
-FAR = 1e6
-"""Seconds, of deadlines that nobody misses."""
+GOAL_MS = 0.5
+GOAL_SIZES = (256, 10_000, 256)
+"""Rows, waiting requests, tenants: for so many and fewer is the goal."""
+WITH_PEAK = ("admission", "displacement")
+"""Kinds of cases in which it is asked who will have room."""
 
 
 def policies() -> Mapping[str, Callable[[], Policy]]:
@@ -70,180 +68,119 @@ def policies() -> Mapping[str, Callable[[], Policy]]:
 
 @dataclass(frozen=True)
 class Case:
-    """One policy and size: medians of many steps, in milliseconds.
+    """One policy, kind and size: medians of many steps, in milliseconds.
 
     Attributes:
+        expected_peak: whether those that get a row must have room until their ends.
         change_ms: for one request that ends and another one that comes.
     """
 
     policy: str
+    kind: str
+    expected_peak: bool
     rows: int
     waiting: int
     tenants: int
-    churn: bool
     change_ms: float
     plan_ms: float
     apply_ms: float
 
+    @property
+    def together_ms(self) -> float:
+        """Of plan() and apply()."""
+        return self.plan_ms + self.apply_ms
 
-class Bench:
-    """A scheduler with all its rows decoding, and requests that wait behind them.
-
-    Those that wait have no smaller priority than those that run, so that nobody is displaced while
-    it is timed.
-    """
-
-    def __init__(
-        self, policy: Policy, rows: int, waiting: int, steps: int, tenants: int, *, churn: bool
-    ) -> None:
-        self._tenants = tenants
-        self._churns = False
-        self._num_tokens = num_tokens = PROMPT_TOKENS + steps + 64
-        limits = Limits(
-            num_blocks=2 + rows * (-(-num_tokens // BLOCK_SIZE) + 1) * 102 // 100,
-            block_size=BLOCK_SIZE,
-            max_model_len=2 * num_tokens,
-            max_num_seqs=rows,
-            max_num_batched_tokens=BUDGET,
-        )
-        self._scheduler = Scheduler(limits, hash_secret=b"benchmark", policy=policy)
-        self._drawn = random.Random(0)
-        self._num_added = 0
-        for number in range(rows + waiting):
-            priority = 0 if number < rows else number % NUM_PRIORITIES
-            self._scheduler.add(self._new(priority))
-        while self._scheduler.num_running < rows:
-            self.step()
-        for _ in range(8):  # the last prompts are computed, and one token each is the rest
-            self.step()
-        self._churns = churn
-
-    def _new(self, priority: int) -> Request:
-        number, self._num_added = self._num_added, self._num_added + 1
-        return Request(
-            key=str(number),
-            token_ids=[self._drawn.randrange(50_000) for _ in range(PROMPT_TOKENS)],
-            num_prompt=PROMPT_TOKENS,
-            sampling=RowSampling(seed=1),
-            max_tokens=self._num_tokens,
-            stop_ids=frozenset({0}),
-            arrived_at=float(number),
-            tenant=str(number % self._tenants),
-            priority=priority,
-            expires_at=FAR + number,
-        )
-
-    def step(self) -> tuple[float, float, float]:
-        """Seconds of changes, of plan() and of apply()."""
-        change_s = self._change() if self._churns else 0.0
-        started = time.perf_counter()
-        plan = self._scheduler.plan(0.0)
-        planned = time.perf_counter()
-        assert plan is not None
-        result = self._result(plan)
-        arrived = time.perf_counter()
-        self._scheduler.apply(result, 0.0)
-        return change_s, planned - started, time.perf_counter() - arrived
-
-    def _change(self) -> float:
-        """One request ends and another one comes; seconds of that."""
-        running = [one.key for one in self._scheduler.requests if one.row is not None]
-        gone, priority = self._drawn.choice(running), self._drawn.randrange(NUM_PRIORITIES)
-        request = self._new(priority)
-        started = time.perf_counter()
-        self._scheduler.finish(gone)
-        self._scheduler.add(request)
-        return time.perf_counter() - started
-
-    def _result(self, plan: StepPlan) -> StepResult:
-        """A token for each row that has computed all it knows."""
-        requests = {one.row: one for one in self._scheduler.requests if one.row is not None}
-        rows = []
-        for step in plan.rows:
-            request = requests[step.row]
-            is_through = request.num_computed + step.num_tokens == len(request.token_ids)
-            rows.append(RowResult(step.row, [7] if is_through else []))
-        return StepResult(epoch=plan.epoch, step_id=plan.step_id, rows=rows, seconds=0.01)
+    @property
+    def verdict(self) -> str:
+        """Whether the goal is met; it is for no more than so many rows, requests and tenants."""
+        sizes = zip((self.rows, self.waiting, self.tenants), GOAL_SIZES, strict=True)
+        if any(own > most for own, most in sizes):
+            return ""
+        return "met" if self.together_ms < GOAL_MS else "missed"
 
 
-def measure(rows: int, waiting: int, steps: int, tenants: int, *, churn: bool) -> list[Case]:
-    """Time so many steps of each policy, in turns."""
+def measure(kind: str, size: Size, *, expected_peak: bool = False) -> list[Case]:
+    """Time steps of each policy in which such a thing may happen, in turns."""
     benches = {
-        name: Bench(make(), rows, waiting, steps, tenants, churn=churn)
-        for name, make in policies().items()
+        name: Bench(policy, KINDS[kind](), size, expected_peak=expected_peak)
+        for name, policy in ((name, make()) for name, make in policies().items())
+        if policy.displacement is not None or not KINDS[kind].displaces
     }
-    seconds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in benches}
+    found: dict[str, list[Timed]] = {name: [] for name in benches}
     order, names = random.Random(0), list(benches)
-    for _ in range(steps):
+    for _ in range(size.steps):
         order.shuffle(names)
         for name in names:
-            seconds[name].append(benches[name].step())
+            found[name].append(benches[name].step())
+    for bench in benches.values():
+        bench.end()
     return [
         Case(
             name,
-            rows,
-            waiting,
-            tenants,
-            churn,
-            *(1e3 * statistics.median(parts) for parts in zip(*found, strict=True)),
+            kind,
+            expected_peak,
+            size.rows,
+            size.waiting,
+            size.tenants,
+            change_ms=1e3 * statistics.median(one.change_s for one in steps),
+            plan_ms=1e3 * statistics.median(one.plan_s for one in steps),
+            apply_ms=1e3 * statistics.median(one.apply_s for one in steps),
         )
-        for name, found in seconds.items()
+        for name, steps in found.items()
     ]
+
+
+COLUMNS: Mapping[str, Callable[[Case], str]] = {
+    "kind": lambda case: case.kind + (", expected peak" if case.expected_peak else ""),
+    "policy": lambda case: case.policy,
+    "rows": lambda case: str(case.rows),
+    "waiting": lambda case: f"{case.waiting:,}",
+    "tenants": lambda case: str(case.tenants),
+    "end and add, ms": lambda case: f"{case.change_ms:.3f}" if case.change_ms else "",
+    "plan(), ms": lambda case: f"{case.plan_ms:.3f}",
+    "apply(), ms": lambda case: f"{case.apply_ms:.3f}",
+    "together, ms": lambda case: f"{case.together_ms:.3f}",
+    f"goal: below {GOAL_MS}": lambda case: case.verdict,
+}
 
 
 def table(cases: Sequence[Case]) -> str:
     """The cases as Markdown."""
     return markdown_table(
-        [
-            "policy",
-            "rows",
-            "waiting",
-            "tenants",
-            "churn",
-            "plan(), ms",
-            "apply(), ms",
-            "together, ms",
-        ],
-        [
-            [
-                case.policy,
-                str(case.rows),
-                f"{case.waiting:,}",
-                str(case.tenants),
-                "yes" if case.churn else "",
-                f"{case.change_ms:.3f}" if case.churn else "",
-                f"{case.plan_ms:.3f}",
-                f"{case.apply_ms:.3f}",
-                f"{case.plan_ms + case.apply_ms:.3f}",
-            ]
-            for case in cases
-        ],
+        list(COLUMNS), [[cell(case) for cell in COLUMNS.values()] for case in cases]
     )
 
 
 def write_plot(cases: Sequence[Case], path: Path) -> None:
     """Milliseconds of a step against what waits, a line per policy."""
-    kinds = list(dict.fromkeys((case.tenants, case.churn) for case in cases))
+    kinds = list(dict.fromkeys((case.kind, case.expected_peak) for case in cases))
+    tenants = list(dict.fromkeys(case.tenants for case in cases))
     figure, axes = plt.subplots(
-        1, len(kinds), figsize=(5.5 * len(kinds), 4.5), sharey=True, squeeze=False
+        len(kinds),
+        len(tenants),
+        figsize=(5.5 * len(tenants), 3.5 * len(kinds)),
+        sharey="row",
+        squeeze=False,
     )
     figure.set_layout_engine("constrained")
-    for axis, (tenants, churn) in zip(axes[0], kinds, strict=True):
-        for name in dict.fromkeys(case.policy for case in cases):
-            own = [
-                case
-                for case in cases
-                if (case.policy, case.tenants, case.churn) == (name, tenants, churn)
-            ]
-            together = [case.plan_ms + case.apply_ms for case in own]
+    for axis, ((kind, expected_peak), num_tenants) in zip(
+        axes.flat, product(kinds, tenants), strict=True
+    ):
+        lines: dict[str, list[Case]] = {}
+        for case in cases:
+            if (case.kind, case.expected_peak, case.tenants) == (kind, expected_peak, num_tenants):
+                lines.setdefault(case.policy, []).append(case)
+        for name, own in lines.items():
+            together = [case.together_ms for case in own]
             axis.plot([case.waiting for case in own], together, marker="o", label=name)
-        axis.axhline(BAR_MS, color="black", linewidth=0.8, linestyle="dashed", label="bar")
+        axis.axhline(GOAL_MS, color="black", linewidth=0.8, linestyle="dashed", label="goal")
         axis.set_xscale("symlog", linthresh=10)
         axis.set_xlim(left=-1)
+        axis.set_ylim(bottom=0)
         axis.set_xlabel("waiting requests")
-        axis.set_title(f"{tenants} tenants{', one comes and goes in each step' if churn else ''}")
-    axes[0][0].set_ylim(0, 1.05 * max(case.plan_ms + case.apply_ms for case in cases))
-    axes[0][0].set_ylabel(f"plan() + apply() of {cases[0].rows} rows, ms")
+        axis.set_title(f"{kind}{', expected peak' if expected_peak else ''}, {num_tenants} tenants")
+    for axis in axes[:, 0]:
+        axis.set_ylabel(f"plan() + apply() of {cases[0].rows} rows, ms")
     axes[0][0].legend(fontsize="small")
     figure.savefig(path, dpi=120)
 
@@ -260,6 +197,7 @@ def main() -> None:
     parser.add_argument(
         "--tenants", type=int, nargs="+", default=[8, 256], metavar="N", help="default: 8 and 256"
     )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
     parser.add_argument(
         "--output", type=Path, metavar="STEM", help="default: results/DATE-control, beside this"
@@ -268,9 +206,12 @@ def main() -> None:
     stem = output_stem(options.output, "control")
     about = circumstances("control_bench.py")
     cases: list[Case] = []
-    sizes = list(product((False, True), options.tenants, options.waiting))
-    for churn, tenants, waiting in tqdm(sizes, unit="size"):
-        cases += measure(options.rows, waiting, options.steps, tenants, churn=churn)
+    kinds = [(kind, False) for kind in options.kinds]
+    kinds += [(kind, True) for kind in options.kinds if kind in WITH_PEAK]
+    sizes = list(product(kinds, options.tenants, options.waiting))
+    for (kind, expected_peak), tenants, waiting in tqdm(sizes, unit="size"):
+        size = Size(options.rows, waiting, tenants, options.steps)
+        cases += measure(kind, size, expected_peak=expected_peak)
     print(table(cases))
     files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
     found = about | {"cases": [asdict(case) for case in cases]}
