@@ -17,6 +17,7 @@ from charonia.control.policies import (
     fair,
 )
 from charonia.control.policies.fair import MAX_LOST, MAX_REMEMBERED, FairWaiting, VirtualCounters
+from support.counting import count_calls
 from support.stepping import Bench, make_request
 
 
@@ -385,3 +386,15 @@ def test_a_step_looks_at_a_few_that_can_displace_nobody_and_the_next_one_at_othe
     assert (f"u{num - 1}" in bench.running) == (num_harmless < MAX_HARMLESS)
     bench.step()
     assert f"u{num - 1}" in bench.running
+
+
+def test_a_plan_puts_tenants_that_run_in_order_once_where_nothing_is_charged(monkeypatch):
+    bench = Bench(fair(by_arrival, equal), num_blocks=100, max_num_seqs=8)
+    bench.add(*[make_request(f"{n}", tenant=str(n)) for n in range(9)])
+    bench.step()
+    result = bench.engine.submit(bench.scheduler.plan(0.0)).result(None)
+    bench.scheduler.apply(result, 0.0)
+    bench.scheduler.finish("0")
+    calls = count_calls(monkeypatch, VirtualCounters, "in_order")
+    assert len(bench.scheduler.plan(0.0).joins) == 1
+    assert calls["in_order"] == 1

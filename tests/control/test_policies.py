@@ -1,6 +1,7 @@
 """Scheduling policies one by one: order, displacement, and what they cost."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -9,14 +10,16 @@ from hypothesis import strategies as st
 from charonia.control import Request, Scheduler
 from charonia.control.admission import MAX_DISPLACED
 from charonia.control.block_tables import BlockTables
-from charonia.control.fitting import MAX_PASSES
+from charonia.control.fitting import MAX_PASSES, Fitting
 from charonia.control.policies import (
     DisplacementByPriority,
     Policy,
     by_arrival,
     by_priority,
+    fair,
     ranked,
 )
+from support.counting import count_calls
 from support.echo import EchoExecutor
 from support.invariants import check_invariants
 from support.stepping import LIMITS, Bench, make_request
@@ -120,6 +123,29 @@ def test_of_a_burst_of_urgent_requests_each_step_admits_as_many_as_it_may_displa
     bench.add(*(make_request(f"b{i:02}", 0) for i in range(num)))
     assert [len(bench.step().joins) for _ in range(2)] == [MAX_DISPLACED, 4]
     assert all(key.startswith("b") for key in bench.running)
+
+
+def test_a_plan_that_displaces_many_counts_once_what_the_rows_lack(monkeypatch):
+    bench = Bench(by_priority_alone(), max_num_seqs=32, num_blocks=200, max_num_batched_tokens=512)
+    bench.add(*[make_request(f"{n}", 1) for n in range(32)])
+    bench.step()
+    bench.add(*[make_request(f"u{n}", 0) for n in range(MAX_DISPLACED)])
+    calls = count_calls(monkeypatch, Fitting, "num_owed")
+    assert len(bench.step().joins) == MAX_DISPLACED
+    assert calls["num_owed"] == 1
+
+
+@pytest.mark.parametrize("make", [ranked, partial(fair, weight_of=lambda _: 1.0)])
+def test_a_change_costs_no_look_at_the_level_of_every_row(monkeypatch, make):
+    rank = by_priority()
+    policy = make(rank, displacement=DisplacementByPriority(rank))
+    bench = Bench(policy, max_num_seqs=32, num_blocks=200, max_num_batched_tokens=512)
+    bench.add(*[make_request(f"{n}", tenant=str(n)) for n in range(40)])
+    bench.step()
+    bench.scheduler.finish("0")
+    calls = count_calls(monkeypatch, DisplacementByPriority, "level")
+    assert len(bench.step().joins) == 1
+    assert calls["level"] < 16
 
 
 @pytest.mark.parametrize(("num_blocks", "left"), [(3, "abc"), (6, "ab"), (10, "a"), (14, "")])
@@ -243,8 +269,9 @@ def test_who_is_in_a_step_is_not_displaced_before_it_is_applied(num_stages):
 
 def test_three_parts_of_different_policies_make_a_policy():
     """First come first served, but urgent requests may displace, and the oldest has to go."""
-    order, last_first = ranked(by_arrival), ranked(lambda request: (0.0, -request.number))
     displacement = DisplacementByPriority(by_priority())
+    order = ranked(by_arrival)
+    last_first = ranked(lambda request: (0.0, -request.number), displacement)
     bench = Bench(Policy(order.waiting, last_first.running, displacement), max_num_seqs=2)
     bench.add(make_request("a", 5), make_request("b", 5))
     bench.step()

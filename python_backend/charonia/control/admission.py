@@ -66,13 +66,14 @@ class Admission:
         """
         num_tokens = num_displaced = 0
         joined: set[int | None] = set()  # rows
+        owed: int | None = None  # see `Fitting.num_owed`
         while num_displaced < MAX_DISPLACED:
             if num_tokens >= step.prompt_budget:  # it would join without being in the step
                 return
             budget = step.budget
             if not self._limits.enable_chunked_prefill:  # those that run come first
                 budget -= sum(request.num_to_compute for request in self._running.in_order())
-            found = self._fitting.next_urgent(budget, has_free_row=self._num_free_rows() > 0)
+            found = self._fitting.next_urgent(budget, owed, has_free_row=self._num_free_rows() > 0)
             if found is None:
                 return
             num_running = len(self._running) + 1 - len(found.victims)
@@ -83,11 +84,13 @@ class Admission:
             if any(victim.num_in_flight for victim in found.victims):
                 step.is_short = True
                 return
+            owed = found.owed - self._blocks.num_owed(found.victims)
             for victim in found.victims:
                 self._live.preempt(victim)
             if found.victims:  # of what they held, twins may take the place
                 found = found._replace(hits=self._blocks.hits(found.request))
             self._admit(step, found)
+            owed += self._blocks.num_owed([found.request])
             joined.add(found.request.row)
             num_displaced += len(found.victims)
             num_tokens += found.request.num_to_compute
@@ -114,7 +117,7 @@ class Admission:
                 return
             self._admit(step, found)
             self._planner.plan_row(step, found.request, [])
-            owed += self._blocks.num_owed(found.request)
+            owed += self._blocks.num_owed([found.request])
 
     def _num_free_rows(self) -> int:
         """Rows that requests may be given."""

@@ -4,7 +4,7 @@ Owns the way from a request's tokens to blocks of the pool. Must not know rows, 
 is given blocks, and who loses them, is decided elsewhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from charonia.control.cache import BlockHasher, CacheEvents, KVCache, Tiers
@@ -92,9 +92,10 @@ class BlockTables:
         num_tokens -= request.num_slots
         return -(-num_tokens // self._block_size) if num_tokens > 0 else 0
 
-    def num_owed(self, request: Request) -> int:
-        """Blocks that a running request lacks for its known tokens, and for one in flight."""
-        return self.num_missing(request, len(request.token_ids) + request.num_sampling)
+    def num_owed(self, requests: Iterable[Request]) -> int:
+        """Blocks that running requests lack for their known tokens, and for those in flight."""
+        lacking = (len(one.token_ids) + one.num_sampling - one.num_slots for one in requests)
+        return sum(self._limits.blocks_for(num_tokens) for num_tokens in lacking if num_tokens > 0)
 
     def reserve(self, request: Request) -> int:
         """Keep what a waiting request will hit, as far as that can be; how many blocks it has."""

@@ -8,7 +8,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
-from math import inf
 from typing import NamedTuple
 
 from charonia.control.block_tables import BlockTables
@@ -41,12 +40,14 @@ class Fit(NamedTuple):
     Attributes:
         hits: cached blocks of its prefix. victims: whom it displaces; where steps overlap, some of
             them may be in flight. passed: who waits before it and does not fit.
+        owed: see `Fitting.num_owed`, before it has the row.
     """
 
     request: Request
     hits: list[int]
     victims: list[Request]
     passed: list[Request]
+    owed: int
 
 
 class Fitting:
@@ -76,13 +77,11 @@ class Fitting:
         self._peak = peak
         self._sharing = sharing
         self._fetching = fetching
-        self._num_changes = 0  # of the running ones, when this was found:
-        self._highest_level = -inf  # of any, see `Displacement`
         self._num_skipped = 0  # waiting requests that the last step has looked at, in vain
 
     def num_owed(self) -> int:
         """Blocks that all running requests lack for what the next step may compute of them."""
-        return sum(map(self._blocks.num_owed, self._policy.running.in_order()))
+        return self._blocks.num_owed(self._policy.running.in_order())
 
     def num_to_load_into(self, owed: int) -> int:
         """Blocks that may be loaded into for requests that wait, none of which others wait for.
@@ -112,7 +111,7 @@ class Fitting:
         passed: list[Request] = []
         for request, hits in candidates:
             if hits is not None and self._fits(request, hits, budget, owed):
-                return Fit(request, hits, [], passed)
+                return Fit(request, hits, [], passed, owed)
             passed.append(request)
         return None
 
@@ -156,7 +155,9 @@ class Fitting:
             return False
         return self._fetching.waits(request, hits, self.num_to_load_into(owed))
 
-    def next_urgent(self, budget: int, *, has_free_row: bool) -> Fit | None:
+    def next_urgent(
+        self, budget: int, owed: int | None = None, *, has_free_row: bool
+    ) -> Fit | None:
         """The next request in order that may displace anybody and would fit then.
 
         One that fits without that has not much more right to what is free than others: it may pass
@@ -165,11 +166,11 @@ class Fitting:
 
         Args:
             budget: tokens that the step has left.
+            owed: see `num_owed`; None counts it, where anybody may displace others.
         """
         displacement = self._policy.displacement
         if displacement is None or not self._policy.waiting:
             return None
-        owed: int | None = None
         passed: list[Request] = []
         for request, below in islice(self._displacers(displacement), MAX_CONSIDERED):
             hits = self._blocks.hits(request)
@@ -183,10 +184,10 @@ class Fitting:
                     if passed:
                         return None
                     if first is request or _may_be_passed(first):
-                        return Fit(request, hits, [], [first] if first is not request else [])
+                        return Fit(request, hits, [], [first] if first is not request else [], owed)
                 victims = self._victims(request, -spare, hits, below)
                 if victims is not None:
-                    return Fit(request, hits, victims, passed)
+                    return Fit(request, hits, victims, passed, owed)
             if not _may_be_passed(request):
                 return None
             passed.append(request)
@@ -200,15 +201,13 @@ class Fitting:
         Nothing may be admitted or preempted meanwhile.
         """
         running = self._policy.running
-        if self._num_changes != running.num_changes:
-            self._num_changes = running.num_changes
-            self._highest_level = max(map(displacement.level, running.in_order()), default=-inf)
+        highest_level = running.highest_level
         last_first: list[Request] = []
         num_harmless, num_skipped = 0, self._num_skipped
         self._num_skipped = 0
-        candidates = self._policy.waiting.foremost(self._highest_level)
+        candidates = self._policy.waiting.foremost(highest_level)
         for place, request in enumerate(islice(candidates, num_skipped, None), num_skipped + 1):
-            if displacement.level(request) >= self._highest_level:
+            if displacement.level(request) >= highest_level:
                 continue
             last_first = last_first or running.in_order()[::-1]
             victims = displacement.victims(request, last_first)
@@ -264,7 +263,7 @@ class Fitting:
                 continue  # with stages others are in none; else one waits for all of them alike
             victims.append(victim)
             released.update(victim.block_ids)
-            num_lacking -= self._blocks.num_owed(victim)
+            num_lacking -= self._blocks.num_owed([victim])
             num_lacking -= sum(
                 kv.num_references(block_id) == released[block_id] and block_id not in kept
                 for block_id in victim.block_ids

@@ -21,9 +21,10 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import chain
 
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
-from charonia.control.policies.ranked import RankedRunning, RankedWaiting, RankOf
+from charonia.control.policies.ranked import Levels, RankedWaiting, RankOf
 from charonia.control.request import Request, Update
 
 MAX_REMEMBERED = 4096
@@ -47,9 +48,10 @@ def fair(
         displacement: by rank; see `FairDisplacement`.
     """
     counters = VirtualCounters(weight_of)
-    running = FairRunning(counters, rank)
+    level = displacement.level if displacement else None
+    running = FairRunning(counters, rank, level)
     return Policy(
-        FairWaiting(counters, rank, running.tenants, displacement.level if displacement else None),
+        FairWaiting(counters, rank, running.tenants, level),
         running,
         displacement and FairDisplacement(displacement, counters, running),
         counters,
@@ -64,6 +66,9 @@ class VirtualCounters:
         weight_of: see `fair`.
         input_cost, output_cost: of a token. Generating one takes more of an engine than reading
             one; 1 and 2 are the paper's.
+
+    Attributes:
+        num_changes: how often counters were raised so far.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class VirtualCounters:
         self._weight_of = weight_of
         self._input_cost = input_cost
         self._output_cost = output_cost
+        self.num_changes = 0
         self._counters: dict[str, float] = {}
         self._mean_output = 0.0  # tokens of a request
 
@@ -108,12 +114,19 @@ class VirtualCounters:
         """How far a tenant's counter goes up while so many requests of common length run."""
         return num_requests * self._output_cost * self._mean_output / self._weight_of(tenant)
 
+    def in_order(self, tenants: Iterable[str]) -> list[str]:
+        """Who has had the least first."""
+        counters = self._counters
+        return [tenant for _, tenant in sorted((counters.get(one, 0.0), one) for one in tenants)]
+
     def _charge(self, tenant: str, cost: float) -> None:
         self._counters[tenant] = self[tenant] + cost / self._weight_of(tenant)
+        self.num_changes += 1
 
     def lift(self, tenant: str, least: float) -> None:
         """Raise a tenant's counter to `least`, if it is below."""
         self._counters[tenant] = max(self[tenant], least)
+        self.num_changes += 1
 
     def forget_some(self, keep: Callable[[str], bool]) -> None:
         """Forget tenants when there are too many, the least served first.
@@ -163,14 +176,26 @@ class FairDisplacement:
 
 
 class FairRunning:
-    """Running requests, those of the tenant that has had the least first."""
+    """Running requests, those of the tenant that has had the least first.
 
-    def __init__(self, counters: VirtualCounters, rank: RankOf) -> None:
+    Args:
+        level: see `Levels`.
+    """
+
+    def __init__(
+        self,
+        counters: VirtualCounters,
+        rank: RankOf,
+        level: Callable[[Request], float] | None = None,
+    ) -> None:
         self._counters = counters
         self._rank = rank
-        self._of: dict[str, RankedRunning] = {}
+        self._of: dict[str, list[Request]] = {}  # by rank
+        self._levels = Levels(level)
         self._num_running = 0
-        self.num_changes = 0
+        self._num_changes = 0
+        self._in_order: list[Request] = []  # as of so many changes here, and of the counters:
+        self._in_order_at = (0, 0)
 
     def __len__(self) -> int:
         return self._num_running
@@ -182,25 +207,34 @@ class FairRunning:
 
     def add(self, request: Request) -> None:
         """Add a request that was given a row."""
-        if request.tenant not in self._of:
-            self._of[request.tenant] = RankedRunning(self._rank)
-        self._of[request.tenant].add(request)
+        insort(self._of.setdefault(request.tenant, []), request, key=self._rank)
+        self._levels.add(request)
         self._num_running += 1
-        self.num_changes += 1
+        self._num_changes += 1
 
     def remove(self, request: Request) -> None:
         """Take one out that gives its row back."""
         requests = self._of[request.tenant]
-        requests.remove(request)
+        del requests[bisect_left(requests, self._rank(request), key=self._rank)]
+        self._levels.remove(request)
         self._num_running -= 1
-        self.num_changes += 1
+        self._num_changes += 1
         if not requests:
             del self._of[request.tenant]
 
     def in_order(self) -> list[Request]:
         """All of them, tenant by tenant."""
-        tenants = sorted((self._counters[tenant], tenant) for tenant in self._of)
-        return [request for _, tenant in tenants for request in self._of[tenant].in_order()]
+        at = self._num_changes, self._counters.num_changes
+        if at != self._in_order_at:
+            tenants = self._counters.in_order(self._of)
+            self._in_order = list(chain.from_iterable(map(self._of.__getitem__, tenants)))
+            self._in_order_at = at
+        return self._in_order.copy()
+
+    @property
+    def highest_level(self) -> float:
+        """See `policy.RunningOrder`."""
+        return self._levels.highest
 
 
 class FairWaiting:

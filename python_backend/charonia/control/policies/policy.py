@@ -47,13 +47,7 @@ class WaitingOrder(Protocol):
 
 
 class RunningOrder(Protocol):
-    """The requests that have a row, in the order in which they keep what they have.
-
-    Attributes:
-        num_changes: how many were added or removed so far.
-    """
-
-    num_changes: int
+    """The requests that have a row, in the order in which they keep what they have."""
 
     def __len__(self) -> int:
         """How many run."""
@@ -68,7 +62,15 @@ class RunningOrder(Protocol):
         ...
 
     def in_order(self) -> list[Request]:
-        """All of them: the first is the first to get tokens, the last one is the first victim."""
+        """All of them: the first is the first to get tokens, the last one is the first victim.
+
+        The list is the caller's.
+        """
+        ...
+
+    @property
+    def highest_level(self) -> float:
+        """Of any of them, see `Displacement`; -inf where nobody displaces anybody."""
         ...
 
 
@@ -76,7 +78,10 @@ class Displacement(Protocol):
     """Who may take rows and blocks of whom."""
 
     def level(self, request: Request) -> float:
-        """Smaller is sooner: nobody may displace one of a smaller level, or of the same."""
+        """Smaller is sooner: nobody may displace one of a smaller level, or of the same.
+
+        It stays the same while a request has a row.
+        """
         ...
 
     def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:

@@ -6,6 +6,7 @@ Owns the ranks and both orders by them. Must not know whose a request is.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from math import inf
 from typing import Protocol
 
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
@@ -44,7 +45,8 @@ def ranked(
     rank: RankOf, displacement: Displacement | None = None, deadlines: Deadlines | None = None
 ) -> Policy:
     """All requests in one order."""
-    waiting, running = RankedWaiting(rank), RankedRunning(rank)
+    level = displacement.level if displacement else None
+    waiting, running = RankedWaiting(rank), RankedRunning(rank, level)
     return Policy(waiting, running, displacement, deadlines=deadlines)
 
 
@@ -91,13 +93,44 @@ class DisplacementByPriority:
         return (one for one in running if priority < one.priority and rank < self._rank(one))
 
 
-class RankedRunning:
-    """Running requests by rank, smallest first."""
+class Levels:
+    """The levels of some requests, see `Displacement`.
 
-    def __init__(self, rank: RankOf) -> None:
+    Args:
+        level: of a request; None where nobody displaces anybody.
+    """
+
+    def __init__(self, level: Callable[[Request], float] | None) -> None:
+        self._level = level
+        self._in_order: list[float] = []
+
+    @property
+    def highest(self) -> float:
+        """Of any; -inf without one."""
+        return self._in_order[-1] if self._in_order else -inf
+
+    def add(self, request: Request) -> None:
+        """Add that of a request."""
+        if self._level is not None:
+            insort(self._in_order, self._level(request))
+
+    def remove(self, request: Request) -> None:
+        """Take that of a request out."""
+        if self._level is not None:
+            del self._in_order[bisect_left(self._in_order, self._level(request))]
+
+
+class RankedRunning:
+    """Running requests by rank, smallest first.
+
+    Args:
+        level: see `Levels`.
+    """
+
+    def __init__(self, rank: RankOf, level: Callable[[Request], float] | None = None) -> None:
         self._rank = rank
         self._requests: list[Request] = []
-        self.num_changes = 0
+        self._levels = Levels(level)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -105,16 +138,21 @@ class RankedRunning:
     def add(self, request: Request) -> None:
         """Add a request that was given a row."""
         insort(self._requests, request, key=self._rank)
-        self.num_changes += 1
+        self._levels.add(request)
 
     def remove(self, request: Request) -> None:
         """Take one out that gives its row back."""
         del self._requests[bisect_left(self._requests, self._rank(request), key=self._rank)]
-        self.num_changes += 1
+        self._levels.remove(request)
 
     def in_order(self) -> list[Request]:
         """All of them, smallest rank first."""
         return self._requests.copy()
+
+    @property
+    def highest_level(self) -> float:
+        """See `policy.RunningOrder`."""
+        return self._levels.highest
 
 
 class RankedWaiting:
