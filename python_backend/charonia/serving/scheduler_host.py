@@ -101,6 +101,7 @@ class SchedulerHost:
             cancel=self._cancel,
             cancel_samples=self._cancel_samples,
             log=log,
+            stream_interval=scheduler_args.stream_interval,
         )
         self._executor = BlsExecutor(
             pb_utils,

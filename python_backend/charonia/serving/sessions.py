@@ -7,7 +7,9 @@ Owns the sender threads and what waits for them. Must not know how chunks come a
                                a send is under way)               per session)
 
 A send is a blocking round trip, so whatever piled up for a request while one was under way goes
-out as one response. A session that does not stream waits for its last chunk.
+out as one response. A stream's responses may be held until `stream_interval` tokens of a sample
+have gathered; the first token and the end of a sample are never held, nor is an error. A session
+that does not stream waits for its last chunk.
 
 Where another model hands responses on, a send says nothing of that: Triton takes any number and
 keeps them for that model. If that reports what it has handed on, a session has a few responses at
@@ -92,6 +94,7 @@ class Session:
         name: tuple[str, str],
         num_bytes: int,
         num_samples: int,
+        stream_interval: int,
     ) -> None:
         self.key = key
         self.options = options
@@ -101,6 +104,9 @@ class Session:
         self.num_bytes = num_bytes
         self.samples = [Chunk(key, index=index) for index in range(num_samples)]
         self.chunks: list[Chunk] = []
+        self._stream_interval = stream_interval
+        self._num_awaited = [1] * num_samples  # tokens of each sample before a response is due
+        self._is_due = False
         self.is_queued = False
         self.is_cancelled = False
         self.is_abandoned = False
@@ -121,6 +127,24 @@ class Session:
         """Responses up to this one, counted from 1, were handed on. The caller holds the lock."""
         self.num_delivered = max(min(number, self.num_sent), self.num_delivered)
 
+    def take(self, chunk: Chunk) -> None:
+        """Keep a chunk to be sent; nothing follows the last one. The caller holds the lock."""
+        if self.chunks and self.chunks[-1].is_final:
+            return
+        self.chunks.append(chunk)
+        self._num_awaited[chunk.index] -= len(chunk.token_ids)
+        if chunk.ends_sample or self._num_awaited[chunk.index] <= 0:
+            self._is_due = True
+
+    def give_out(self) -> list[Chunk]:
+        """What waits, for the next response. The caller holds the lock."""
+        chunks, self.chunks = self.chunks, []
+        for chunk in chunks:
+            self._num_awaited[chunk.index] = self._stream_interval
+        self._is_due = False
+        self.num_sent += 1
+        return chunks
+
     def may_send(self, max_under_way: int) -> bool:
         """Whether what waits may go out now. The caller holds the lock."""
         if not self.chunks:
@@ -129,7 +153,7 @@ class Session:
             return not self.waits_with_end()
         if self.chunks[-1].error is not None:  # which all samples have, each in a chunk of its own
             return False
-        return self.options.is_streaming and not self.is_full(max_under_way)
+        return self.options.is_streaming and self._is_due and not self.is_full(max_under_way)
 
     def is_full(self, max_under_way: int) -> bool:
         """Whether a report must come before the next response."""
@@ -192,6 +216,7 @@ class Sessions:
         ledger: what all of them may hold. cancel: called with the key of a request to be ended,
             once per request. cancel_samples: called with the key and indexes of samples, likewise.
         log: takes one line, from any thread.
+        stream_interval: tokens of a sample that are gathered for a response, after its first.
     """
 
     def __init__(
@@ -203,9 +228,11 @@ class Sessions:
         cancel: Callable[[str], None],
         cancel_samples: Callable[[str, Collection[int]], None],
         log: Callable[[str], None],
+        stream_interval: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
         self._ledger = ledger
+        self._stream_interval = stream_interval
         self._cancel = cancel
         self._cancel_samples = cancel_samples
         self._log = log
@@ -248,7 +275,9 @@ class Sessions:
         """
         self._ledger.take(num_bytes)
         name = request_id, tenant
-        session = Session(key, options, echo, outlet, name, num_bytes, num_samples)
+        session = Session(
+            key, options, echo, outlet, name, num_bytes, num_samples, self._stream_interval
+        )
         if self._sessions.setdefault(key, session) is not session:
             self._ledger.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
@@ -399,8 +428,7 @@ class Sessions:
 
     def _take(self, session: Session, chunk: Chunk) -> None:
         with session.lock:
-            if not session.chunks or not session.chunks[-1].is_final:
-                session.chunks.append(chunk)
+            session.take(chunk)
             self._queue(session)
 
     def _queue(self, session: Session) -> None:
@@ -438,8 +466,7 @@ class Sessions:
                     session.is_queued = False
                     self._queue(session)
                     continue
-                chunks, session.chunks = session.chunks, []
-                session.num_sent += 1
+                chunks = session.give_out()
             try:
                 self._send(session, chunks)
             except Exception:
