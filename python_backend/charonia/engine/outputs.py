@@ -5,11 +5,11 @@ back. Must not know steps or blocks.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import cast
 
 import msgspec
+from msgspec.structs import replace
 
 from charonia.control import Request, Update
 from charonia.errors import CharoniaError, RequestCancelledError
@@ -22,8 +22,7 @@ PromptLogprobs = list[TokenLogprobs | None]
 Timing = dict[str, float | str | list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True):
     """A piece of one sample's output. The last one has a finish reason or an error; where that is
     a cancellation, also what was held back until then.
 

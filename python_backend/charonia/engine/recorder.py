@@ -9,7 +9,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from io import SEEK_END, FileIO
 from pathlib import Path
 
@@ -195,8 +194,9 @@ class Followed:
                 output_length=self._num_tokens,
                 intake_ms=_milliseconds(self._intake_s),
             )
-            is_cancelled = chunk.finish_reason == "cancelled"
-            last = replace(chunk, finish_reason=self._reason) if is_cancelled else chunk
+            last = chunk
+            if chunk.finish_reason == "cancelled":
+                last = msgspec.structs.replace(chunk, finish_reason=self._reason)
             self._note_end(line, last)
         self._sink(chunk)
 

@@ -361,14 +361,14 @@ class AnswerCache:
         if own is None:
             return
         if own.timing is not None and subscriber is not flight.leader:
-            own = replace(own, timing=flight.timing_for(subscriber, own.timing))
+            own = msgspec.structs.replace(own, timing=flight.timing_for(subscriber, own.timing))
         if not had_token:
             self._observe_first_token(subscriber)
         if own.is_final:
             # What was generated for all of them is one's, so that a tenant's sum is right.
             is_one = subscriber is flight.subscribers[0]
             if not chunk.is_final:  # others want samples that it does without
-                own = replace(own, timing=self._timing_so_far(subscriber, now))
+                own = msgspec.structs.replace(own, timing=self._timing_so_far(subscriber, now))
                 flight.subscribers.remove(subscriber)
                 is_one = not flight.subscribers
                 self._maybe_deserted.append(flight)
@@ -392,7 +392,7 @@ class AnswerCache:
             if own is None:  # its client does without this sample
                 continue
             if own.is_final:
-                own = replace(own, timing=timing)
+                own = msgspec.structs.replace(own, timing=timing)
                 self._observe_first_token(subscriber)
                 self._forget(subscriber, own, now, 0)
             self._deliver(own)

@@ -9,8 +9,10 @@ know who may subscribe, nor what is kept of the answer.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
+
+from msgspec.structs import replace
 
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.answers.answer_store import Piece, Pieces
