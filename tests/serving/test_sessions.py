@@ -687,6 +687,18 @@ def test_each_sample_has_an_interval_a_first_token_and_an_end_of_its_own(
     ]
 
 
+def test_what_has_no_token_does_not_take_the_place_of_the_first_one(
+    by_fours: Harness, new_outlet: Any
+) -> None:
+    outlet = new_outlet()
+    sink = by_fours.sessions.open("k", STREAMING, str, outlet, num_samples=2)
+    sink(Chunk("k", text="-", index=1, num_open=2))
+    for index in (0, 1):
+        sink(Chunk("k", text="ab"[index], token_ids=(index,), index=index, num_open=2))
+        by_fours.settle(new_outlet())
+    assert [outputs["text_output"] for outputs, _ in outlet.sent] == [["a", "-"], ["", "b"]]
+
+
 def test_a_whole_answer_is_one_response_with_any_interval(
     by_fours: Harness, new_outlet: Any
 ) -> None:

@@ -140,7 +140,8 @@ class Session:
         """What waits, for the next response. The caller holds the lock."""
         chunks, self.chunks = self.chunks, []
         for chunk in chunks:
-            self._num_awaited[chunk.index] = self._stream_interval
+            if chunk.token_ids:
+                self._num_awaited[chunk.index] = self._stream_interval
         self._is_due = False
         self.num_sent += 1
         return chunks
