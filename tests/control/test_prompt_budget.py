@@ -1,5 +1,6 @@
 """How many tokens of prompts go beside rows that decode, learned from what steps take."""
 
+from collections import deque
 from itertools import pairwise
 
 import pytest
@@ -259,6 +260,31 @@ def test_steps_with_drafts_teach_what_rows_take_with_them():
     num_drafts = [bench.step().rows[0].num_drafts for _ in range(20)]
     assert set(num_drafts) >= {0, 3}
     assert [noted[0] for noted in budget.noted] == [0, *(1 + each for each in num_drafts[1:])]
+
+
+def test_a_guess_behind_a_prompt_is_not_taken_for_a_row_that_decodes():
+    budget = Noting()
+    bench = drafting(budget)
+    bench.ends()
+    budget.noted.clear()
+    bench.add(make_request("b", max_tokens=2, expected_ids=deque([1, 2, 3])))
+    plan = bench.step()
+    assert plan.rows[0].num_drafts == 1
+    assert budget.noted[0][:2] == (0, 8)
+
+
+def test_drafts_of_rows_that_have_gone_are_not_counted():
+    budget = Fixed()
+    bench = drafting(budget)
+    scheduler = bench.scheduler
+    bench.add(*(make_request(key, max_tokens=900) for key in "bc"))
+    while sum(row.num_drafts for row in bench.step().rows) < 9:
+        pass
+    for key in "bc":
+        scheduler.finish(key)
+    bench.add(make_request("d"))
+    bench.step()
+    assert budget.asked == 4
 
 
 def test_beside_rows_that_draft_in_every_step_a_prompt_gets_more_than_the_least():

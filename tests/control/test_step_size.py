@@ -24,7 +24,7 @@ def run(size: StepSize, num_steps: int, seconds_of, load: int = 10**6) -> None:
         rows = min(load, size.max_rows)
         num_prompt_tokens = size.max_tokens - rows if step % 2 and size.max_tokens > rows else 0
         seconds = seconds_of(rows + num_prompt_tokens)
-        size.observe(rows, num_prompt_tokens, rows, seconds)
+        size.observe(rows, num_prompt_tokens, rows, seconds, seconds)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +164,18 @@ def test_steps_with_drafts_teach_as_well():
         bench.scheduler.apply(bench.engine.submit(plan).result(None), now + 0.01)
     assert any(row.num_drafts for row in plan.rows)
     assert size.max_rows > 32
+
+
+def test_rows_keep_a_time_between_tokens_of_which_accepted_drafts_give_several():
+    def rows_at(num_per_step: int) -> int:
+        size = size_of(adapts_tokens=False, target_s=0.030)
+        for step in range(3000):
+            rows = max(1, size.max_rows - step % 3 * 5)
+            seconds = 0.010 + 0.0002 * rows * num_per_step
+            size.observe(rows * num_per_step, 0, rows, seconds, seconds / num_per_step)
+        return size.max_rows
+
+    assert rows_at(4) > rows_at(1) > 16
 
 
 def test_what_was_long_ago_is_forgotten():

@@ -63,7 +63,12 @@ class Restless(StepSize):
         self._num_steps = 0
 
     def observe(
-        self, num_decoded: int, num_prompt_tokens: int, num_rows: int, seconds: float
+        self,
+        num_decoded: int,
+        num_prompt_tokens: int,
+        num_rows: int,
+        seconds: float,
+        token_s: float,
     ) -> None:
         self._num_steps += 1
         self.max_rows = 1 + self._num_steps % self._max_rows

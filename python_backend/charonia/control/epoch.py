@@ -242,7 +242,7 @@ class Epoch:
         seconds = now - max(step.planned_at, self._applied_at) if is_alone else result.seconds
         if self._speculation is not None:
             self._speculation.observe_step(step, seconds, result, self._stats.drafts)
-        self._budget.observe(step, seconds, len(self._policy.running))
+        self._budget.observe(step, result, seconds, len(self._policy.running))
         num_tokens = step.num_tokens + step.num_drafts
         if self._sharing is not None:
             self._sharing.note_step(num_tokens, result.seconds - result.draft_seconds)

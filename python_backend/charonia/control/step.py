@@ -120,6 +120,15 @@ class Step:
         return sum(draft.num_drafts for draft in self.drafts.values())
 
     @property
+    def num_decode_drafts(self) -> int:
+        """Of these, behind rows that compute no prompt."""
+        return sum(
+            draft.num_drafts
+            for place, draft in self.drafts.items()
+            if self.rows[place].num_tokens == 1
+        )
+
+    @property
     def is_empty(self) -> bool:
         """Whether the engine has nothing to do for it."""
         return not (self.rows or self.saves or self.fetches or self.discards)

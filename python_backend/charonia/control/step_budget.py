@@ -13,10 +13,11 @@ from charonia.control.relief import Relief
 from charonia.control.stats import SchedulerStats
 from charonia.control.step import Step
 from charonia.control.step_size import StepSize
+from charonia.protocol import StepResult
 
 
 class _Decodes(NamedTuple):
-    """What a step computed beside prompts: rows that sample, and drafts that these verify."""
+    """What a step computed beside prompts: rows that sample, and drafts that they verify."""
 
     num_rows: int
     num_drafts: int
@@ -68,7 +69,8 @@ class StepBudget:
         if not num_decodes or not self._limits.enable_chunked_prefill:
             return num_tokens
         if self._prompts is not None:
-            num_tokens = min(num_tokens, self._prompts.tokens(num_decodes + last.num_drafts))
+            num_drafts = last.num_drafts * num_decodes // last.num_rows
+            num_tokens = min(num_tokens, self._prompts.tokens(num_decodes + num_drafts))
         return max(1, int(num_tokens * relief.prompt_share))
 
     def share(self, num_requests: int) -> int:
@@ -93,22 +95,27 @@ class StepBudget:
 
     def note_plan(self, step: Step) -> None:
         """This step is the next one."""
-        self._last.append(_Decodes(step.num_sampling, step.num_drafts))
+        self._last.append(_Decodes(step.num_sampling, step.num_decode_drafts))
 
     def note_preemption(self, num_running: int) -> None:
         """A request lost its blocks, which leaves so many in all stages."""
         if self._sizes is not None:
             self._sizes.note_preemption(-(-num_running // self._limits.num_stages))
 
-    def observe(self, step: Step, seconds: float, num_running: int) -> None:
+    def observe(self, step: Step, result: StepResult, seconds: float, num_running: int) -> None:
         """Learn what a step took."""
         num_rows = len(step.rows)
-        # A row that verifies drafts computes one token more for each.
-        num_decoded = num_rows - step.num_prompts + step.num_drafts
+        # A row that verifies drafts computes one token more for each, and gives several tokens.
+        num_decoded, token_s = num_rows - step.num_prompts, seconds
+        if step.drafts:
+            num_decoded += step.num_decode_drafts
+            num_given = sum(len(row.token_ids) for row in result.rows)
+            token_s = seconds * num_rows / max(num_given, num_rows)
         if self._prompts is not None:
             self._prompts.observe(num_decoded, step.num_prompt_tokens, seconds)
         if self._sizes is not None:
-            self._sizes.observe(num_decoded, step.num_prompt_tokens, num_rows, seconds)
+            num_prompt_tokens = step.num_prompt_tokens
+            self._sizes.observe(num_decoded, num_prompt_tokens, num_rows, seconds, token_s)
             self._show(num_running)
 
     def _show(self, num_running: int) -> None:

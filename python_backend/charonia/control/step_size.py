@@ -123,14 +123,20 @@ class StepSize:
         self._choose()
 
     def observe(
-        self, num_decoded: int, num_prompt_tokens: int, num_rows: int, seconds: float
+        self,
+        num_decoded: int,
+        num_prompt_tokens: int,
+        num_rows: int,
+        seconds: float,
+        token_s: float,
     ) -> None:
         """Learn from a step; both sizes may change.
 
         Args:
             num_decoded: tokens of rows that decode, drafts included.
             num_prompt_tokens: of the other rows. num_rows: all of these.
-            seconds: from the end of the step before it to its own.
+            seconds: from the end of the step before it to its own. token_s: of these, for a token
+                of each row: where drafts are accepted there are several.
         """
         if self._tokens is not None:
             self._tokens.note_tried(num_decoded + num_prompt_tokens)
@@ -138,7 +144,7 @@ class StepSize:
         if self._rows is not None:
             self._rows.note_tried(num_rows)
             if not num_prompt_tokens:
-                self._rows.observe(num_rows, seconds)
+                self._rows.observe(num_rows, token_s)
             self._room = min(self._max_rows, self._room + 1 / _STEPS_PER_ROW)
         self._num_steps += 1
         if self._num_steps % _CHOOSE_EVERY == 0:

@@ -29,7 +29,7 @@ from charonia.control.request import Request, Update
 
 MAX_REMEMBERED = 4096
 """Tenants without a request whose counters are kept."""
-_FOREMOST = 4  # tenants without a running request of which somebody may displace others
+_FOREMOST = 4  # tenants that have had the least, of which somebody may displace others
 MAX_LOST = 4
 _SLACK = 64
 _OUTPUT_SHARE = 0.05  # that the last request has in the mean of their lengths
