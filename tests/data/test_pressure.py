@@ -91,11 +91,11 @@ def test_what_is_held_is_kept_where_it_is_needed_no_more(machine: Machine) -> No
     assert machine.later(1000) == NUM_BLOCKS
 
 
-def test_a_new_epoch_begins_with_all_blocks(machine: Machine) -> None:
+def test_a_new_epoch_takes_nothing_back_by_itself(machine: Machine) -> None:
     assert [machine.later(600), machine.later(1000)] == [NUM_BLOCKS - 40] * 2
-    machine.pressure.note_plan(None)
-    assert machine.later() == NUM_BLOCKS
-    assert machine.later(600) == NUM_BLOCKS - 40
+    machine.pressure.note_plan(None, is_first=True)
+    assert machine.later() == NUM_BLOCKS - 40
+    assert machine.later(600) == NUM_BLOCKS - 80
 
 
 def test_plans_that_come_late_do_not_have_it_give_up_more(machine: Machine) -> None:

@@ -61,7 +61,7 @@ class Pressure:
             self._look()
         return self._num_blocks
 
-    def note_plan(self, num_blocks: int | None) -> None:
+    def note_plan(self, num_blocks: int | None, *, is_first: bool = False) -> None:
         """Take note of how many blocks are in use from a plan on, with the null block.
 
         What requests hold is not given back before they end, so it may take many plans until that
@@ -69,8 +69,11 @@ class Pressure:
 
         Args:
             num_blocks: None is all.
+            is_first: of an epoch. It says nothing: it begins with all blocks, and has yet to be
+                told for how many there is memory.
         """
-        self._num_in_use = self._most if num_blocks is None else num_blocks
+        if not is_first:
+            self._num_in_use = self._most if num_blocks is None else num_blocks
 
     def _look(self) -> None:
         available, total, _ = self._memory()

@@ -288,7 +288,7 @@ class Runner:
         """Save, load, discard and copy blocks; return those that could not be loaded."""
         not_loaded: list[int] = []
         if self._pressure is not None:
-            self._pressure.note_plan(plan.num_blocks)
+            self._pressure.note_plan(plan.num_blocks, is_first=plan.reset)
         has_moved = bool(plan.saves or plan.loads or plan.discards)
         others = self._team.move(plan) if self._team and has_moved else list
         if self._tiers is not None and (plan.saves or plan.loads):
