@@ -1,6 +1,8 @@
 """What a scheduler decides from is written, and gives the same plans again."""
 
 import errno
+import os
+import stat
 from collections import Counter, deque
 from dataclasses import replace
 from math import inf
@@ -11,14 +13,16 @@ import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.control import NO_RELIEF, Group, Relief, SchedulerStats
+from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.commit import Commit
+from charonia.engine.admission import cache_scope
 from charonia.engine.journal import HEADER, Added, Applied, Blamed, Finished, Planned
 from charonia.engine.scheduling import make_scheduler
 from charonia.engine.tenants import Tenants
 from charonia.errors import ConfigError
-from charonia.protocol import CacheRange, StepResult
+from charonia.protocol import CacheRange, SamplingParams, StepResult
 from charonia.simulate.replay import MAX_DIFFERENCES, Replay, read_journal
-from engine.bench import Bench
+from engine.bench import FIXED, Bench
 from engine.test_reload import Reloading
 from support.echo import EchoExecutor
 from support.journals import open_journal, replay
@@ -81,7 +85,7 @@ def test_token_ids_are_written_as_numbers_in_the_order_of_their_appearance(tmp_p
     journal.close()
     (added,) = (entry for entry in entries() if isinstance(entry, Added))
     assert (added.token_ids, added.stop_ids) == ([0, 1, 0], [1, 2])
-    assert added.cache_scope == b"0"
+    assert added.cache_scope not in (b"", cache_scope(SamplingParams(cache_salt="s")))
     assert b"salt" not in msgspec.msgpack.encode(entries())
     plans = [entry.plan for entry in entries() if isinstance(entry, Planned) and entry.plan]
     assert plans[0].joins[0].token_ids == [0, 1, 0]
@@ -238,12 +242,12 @@ def test_whatever_decides_decides_alike(tmp_path, engine_values, scheduler_value
     scheduler_args = SchedulerArgs(**scheduler_values)
     bench = Stepping(num_blocks=24, max_num_seqs=3, tier_sizes=tier_sizes)
     limits = replace(bench.scheduler.limits, async_scheduling=engine_args.async_scheduling)
-    journal = open_journal(tmp_path)
+    journal = open_journal(tmp_path, has_token_ids=bool(tier_sizes))
     scheduler = make_scheduler(
         engine_args,
         scheduler_args,
         limits,
-        hash_secret=b"secret",
+        hash_secret=os.urandom(32),
         epoch=0,
         stats=(stats := SchedulerStats()),
         weight_of={"a": 1.0, "b": 2.0}.__getitem__,
@@ -304,7 +308,7 @@ def test_blocks_that_slower_tiers_have_kept_need_token_ids(tmp_path, has_token_i
     else:
         assert len(lines) == 1
         assert lines[0].startswith("journal_stopped ")
-        assert "needs record_token_ids" in lines[0]
+        assert "slower tiers need record_token_ids" in lines[0]
 
 
 def test_a_full_journal_ends_and_requests_go_on(tmp_path, entries):
@@ -315,6 +319,7 @@ def test_a_full_journal_ends_and_requests_go_on(tmp_path, entries):
     bench.run()
     assert len(bench.tokens("a")) == 20
     assert lines == ['journal_stopped reason="record_max_bytes are written"']
+    assert replay(tmp_path).end == "record_max_bytes are written"
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3000
     assert replay(tmp_path).differences == ()
 
@@ -398,3 +403,121 @@ def test_what_is_no_journal_is_refused(tmp_path, data, reason):
 def test_calls_of_no_scheduler_are_refused():
     with pytest.raises(ConfigError, match="does not begin with a scheduler's start"):
         Replay().run(iter([Blamed(guilty=None)]))
+
+
+@pytest.mark.parametrize("eviction_policy", sorted(EVICTIONS))
+def test_what_is_evicted_by_bits_of_its_key_is_evicted_again(tmp_path, eviction_policy):
+    """A large cache, of which some entries alone are watched, with prefixes that come again."""
+    engine_args = EngineArgs(model="echo", eviction_policy=eviction_policy)
+    bench = Stepping(num_blocks=1500, max_model_len=400, max_num_batched_tokens=512)
+    journal = open_journal(tmp_path)
+    scheduler = make_scheduler(
+        engine_args,
+        SchedulerArgs(),
+        bench.scheduler.limits,
+        hash_secret=os.urandom(32),
+        epoch=0,
+        stats=SchedulerStats(),
+        weight_of=lambda _: 1.0,
+        cache_events=None,
+        tiers=None,
+        journal=journal,
+    )
+    random = Random(3)
+    for now in range(400):
+        key, family = f"{now}", random.randrange(60) ** 2 // 60
+        token_ids = [1000 + family] * random.randint(1, 200) + [random.randrange(900)] * 30
+        request = make_request(key, group=Group(key), token_ids=token_ids, max_tokens=1)
+        scheduler.add(request)
+        plan = scheduler.plan(now)
+        scheduler.apply(bench.engine.submit(plan).result(None), now)
+    journal.close()
+    outcome = replay(tmp_path)
+    assert not outcome.differences, "\n".join(outcome.differences)
+    assert scheduler.stats.blocks_evicted > 100
+    assert outcome.end == ""
+
+
+def test_requests_that_wait_for_a_prompt_of_their_group_go_on_with_another_engine(tmp_path):
+    journal = open_journal(tmp_path)
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=2), journal=journal)
+    for key in "abc":
+        bench.add(key, n=3)
+    bench.run(2)
+    bench.reload(enable_prefix_caching=False)
+    bench.run()
+    journal.close()
+    outcome = replay(tmp_path)
+    assert not outcome.differences, "\n".join(outcome.differences)
+
+
+def test_what_was_accepted_of_drafts_goes_along_to_another_engine(tmp_path, entries):
+    journal = open_journal(tmp_path)
+    bench = Reloading(executor=EchoExecutor(max_draft_len=100), journal=journal)
+    bench.reload(speculative_config=FIXED)
+    bench.add("a", max_tokens=40)
+    bench.run(5)
+    bench.reload(speculative_config=FIXED, enable_prefix_caching=False)
+    bench.run()
+    journal.close()
+    added = [entry for entry in entries() if isinstance(entry, Added)]
+    assert added[-1].carried.drafts.num_accepted > 0
+    assert not replay(tmp_path).differences
+
+
+def test_after_its_end_nothing_is_kept_and_a_disk_that_fails_at_the_end_harms_nobody(tmp_path):
+    lines = []
+    journal = open_journal(tmp_path, log=lines.append)
+    bench = Reloading(journal=journal, fair_share=True)
+    bench.add("a", tenant="x")
+    bench.run(2)
+    journal._file.close()
+    journal._file = BrokenFile()
+    journal.stop("a test")
+    bench.reload(enable_prefix_caching=False)
+    bench.add("b", tenant="y")
+    bench.run()
+    assert len(bench.tokens("b")) == 20
+    assert (journal.scheduler, journal._weights) == (None, {})
+
+
+def test_what_fails_in_the_journal_fails_no_call(tmp_path, monkeypatch):
+    lines = []
+    journal = open_journal(tmp_path, log=lines.append)
+    monkeypatch.setattr(journal, "_encode", None)
+    bench = Bench(journal=journal)
+    bench.add("a")
+    bench.run()
+    assert len(bench.tokens("a")) == 20
+    assert len(lines) == 1
+    assert "internal error: TypeError" in lines[0]
+
+
+def test_its_owner_alone_can_read_it(tmp_path):
+    open_journal(tmp_path).close()
+    (path,) = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_length_beyond_the_file_ends_it_without_an_end(tmp_path):
+    journal = open_journal(tmp_path)
+    bench = Bench(journal=journal)
+    bench.add("a")
+    bench.run()
+    journal.close()
+    assert replay(tmp_path).end == ""
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[len(HEADER) : len(HEADER) + 4] = b"\xff\xff\xff\xff"
+    path.write_bytes(data)
+    outcome = replay(tmp_path)
+    assert (outcome.num_schedulers, outcome.end) == (0, None)
+
+
+def test_a_scheduler_that_cannot_be_made_is_said(tmp_path, entries):
+    journal = open_journal(tmp_path)
+    Bench(journal=journal)
+    journal.close()
+    opened = msgspec.structs.replace(entries()[0], hash_secret=b"x" * 100)
+    with pytest.raises(ConfigError, match="the journal's scheduler cannot be made: ValueError"):
+        Replay().run(iter([opened]))

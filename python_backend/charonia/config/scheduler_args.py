@@ -83,7 +83,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             `charonia replay`: each call of it, and what came of it, in a file for each start of the
             scheduler, of `record_max_bytes` at most. Token ids are replaced by numbers.
         record_token_ids: whether they are not, so that the file holds what clients wrote. It is
-            needed where the KV cache's slower tiers outlive an engine.
+            needed where the KV cache has slower tiers.
         answer_cache_bytes: of answers that are kept for equal requests: where the model's revision,
             the prompt's ids, the tenant, the salt and all parameters that change tokens are the
             same, and the answer is determined, by a seed or because the likeliest token is taken.

@@ -21,7 +21,7 @@ class BlockTables:
 
     Args:
         hash_secret: key of the block hash, 1 to 64 random bytes.
-        eviction, stats, events, tiers, weight_of: see `Scheduler`.
+        eviction, stats, events, tiers, weight_of, new_hasher: see `Scheduler`.
 
     Attributes:
         kv: the pool.
@@ -36,13 +36,14 @@ class BlockTables:
         events: CacheEvents | None = None,
         tiers: Tiers | None = None,
         weight_of: Callable[[str], float] | None = None,
+        new_hasher: Callable[[bytes, int], BlockHasher] = BlockHasher,
     ) -> None:
         num_blocks = limits.num_blocks
         self.kv = KVCache(num_blocks, eviction(num_blocks), stats, events, tiers, weight_of)
         self._events = events
         self._limits = limits
         self._block_size = limits.block_size
-        self._hasher = BlockHasher(hash_secret, limits.block_size)
+        self._hasher = new_hasher(hash_secret, limits.block_size)
 
     def hits(self, request: Request) -> list[int]:
         """Blocks that a waiting request would begin with: another sample's, or cached ones.

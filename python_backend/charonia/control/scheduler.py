@@ -20,7 +20,7 @@ rows and blocks of one engine, and the steps in flight; it chooses who moves.
 from collections.abc import Callable, Iterable
 
 from charonia.control.block_tables import BlockTables
-from charonia.control.cache import CacheEvents, KVCache, Tiers
+from charonia.control.cache import BlockHasher, CacheEvents, KVCache, Tiers
 from charonia.control.cache.eviction import Eviction, Lru
 from charonia.control.epoch import Epoch
 from charonia.control.limits import Limits
@@ -61,6 +61,7 @@ class Scheduler:
         tiers: of this engine, slower than its KV cache; None where it has none. Their hash secret
             counts in place of the other one.
         cache_weight_of: of a tenant, its share of what is cached; None where nobody has one.
+        new_hasher: makes the hasher of blocks, of the secret and the tokens of a block.
 
     Attributes:
         relief: what steps do without; may be set at any time.
@@ -83,6 +84,7 @@ class Scheduler:
         cache_events: CacheEvents | None = None,
         tiers: Tiers | None = None,
         cache_weight_of: Callable[[str], float] | None = None,
+        new_hasher: Callable[[bytes, int], BlockHasher] = BlockHasher,
     ) -> None:
         self.stats = stats or SchedulerStats()
         self.relief = NO_RELIEF
@@ -99,6 +101,7 @@ class Scheduler:
         self._new_eviction = eviction
         self._cache_events = cache_events
         self._cache_weight_of = cache_weight_of
+        self._new_hasher = new_hasher
         self._late: list[Late] = []  # see take_late()
         self._epoch = self._open_epoch(epoch + 1, limits, tiers)
 
@@ -254,6 +257,7 @@ class Scheduler:
             self._cache_events,
             tiers,
             self._cache_weight_of,
+            self._new_hasher,
         )
         if self._cache_events is not None:
             self._cache_events.cleared()

@@ -9,15 +9,17 @@ four bytes, and MessagePack::
     HEADER  Opened  Added  Planned  Applied  Added  Planned  Finished  Applied  Reset  Planned  ...
 
 Token ids are replaced by numbers in the order in which they first appear, unless they are asked
-for: a scheduler only compares them. What the engine needs beside them (temperatures, biases) is
-left out.
+for: a scheduler only compares them, and hashes what it writes. What the engine needs beside them
+(temperatures, biases) is left out.
 """
 
+import contextlib
 import os
+import secrets
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from datetime import UTC, datetime
+from hashlib import blake2b
 from io import FileIO
 from math import inf
 from pathlib import Path
@@ -27,7 +29,8 @@ import msgspec
 from msgspec.structs import replace
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Limits, Relief, Request, Scheduler, Tiers, Update
+from charonia.control import DraftCounts, Limits, Relief, Request, Scheduler, Tiers, Update
+from charonia.control.cache import BlockHasher
 from charonia.errors import ConfigError
 from charonia.events import event
 from charonia.protocol import CacheRange, KeptBlocks, RowSampling, StepPlan, StepResult
@@ -37,19 +40,7 @@ FRAME = struct.Struct(">I")
 FLUSH_EVERY_S = 1.0
 _FLUSH_BYTES = 2**20
 _NO_SAMPLING = RowSampling(seed=0)
-_NO_SECRET = b"replay"
-_CARRIED = (  # of a request that has lived with another engine
-    "is_demoted",
-    "num_passed",
-    "num_preemptions",
-    "num_restarts",
-    "num_known_at_death",
-    "num_cached",
-    "started_at",
-    "awaits_until",
-    "refused_from",
-)
-_DEFAULTS = {one.name: one.default for one in fields(Request)}
+_END_BYTES = 512  # that are kept for the last entry
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -66,15 +57,28 @@ class Opened(Entry, frozen=True, kw_only=True):
     engine_args: EngineArgs
     scheduler_args: SchedulerArgs
     limits: Limits
+    hash_secret: bytes
     epoch: int
     kept: KeptBlocks | None
 
 
-class Added(Entry, frozen=True, kw_only=True):
-    """`Scheduler.add`. See `Request`.
+class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a request brings along that has lived with another engine. See `Request`."""
 
-    `carried` has the attributes of `_CARRIED` that are not as at first.
-    """
+    is_demoted: bool = False
+    num_passed: int = 0
+    num_preemptions: int = 0
+    num_restarts: int = 0
+    num_known_at_death: int | None = None
+    num_cached: int = 0
+    started_at: float | None = None
+    awaits_until: float = inf
+    refused_from: float = inf
+    drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)
+
+
+class Added(Entry, frozen=True, kw_only=True):
+    """`Scheduler.add`. See `Request`."""
 
     key: str
     group: str
@@ -94,7 +98,7 @@ class Added(Entry, frozen=True, kw_only=True):
     speculates: bool = True
     expected_ids: list[int] = []
     is_probe: bool = False
-    carried: dict[str, Any] = {}
+    carried: Carried = Carried()
 
 
 class Finished(Entry, frozen=True, kw_only=True):
@@ -141,7 +145,13 @@ class Weighed(Entry, frozen=True, kw_only=True):
     weight: float
 
 
-AnyEntry = Opened | Added | Finished | Planned | Applied | Reset | Blamed | Weighed
+class Ended(Entry, frozen=True, kw_only=True):
+    """The journal ends here. `reason`: why it does before the scheduler; empty if it does not."""
+
+    reason: str
+
+
+AnyEntry = Opened | Added | Finished | Planned | Applied | Reset | Blamed | Weighed | Ended
 
 
 def decided(plan: StepPlan, names: Callable[[Iterable[int]], list[int]] = list) -> StepPlan:
@@ -170,10 +180,10 @@ class Journal:
 
     Attributes:
         scheduler: the one whose calls are written; the one before it only hands its requests over.
+        has_token_ids: whether token ids are written as they are.
 
     Args:
         max_bytes: that it writes at most; then it ends.
-        has_token_ids: whether token ids are written as they are.
         log: takes one line.
 
     Raises:
@@ -184,11 +194,11 @@ class Journal:
         self, directory: Path, max_bytes: int, *, has_token_ids: bool, log: Callable[[str], None]
     ) -> None:
         self.scheduler: Scheduler | None = None
-        self._left = max_bytes
-        self._has_token_ids = has_token_ids
+        self._left = max_bytes - len(HEADER) - _END_BYTES
+        self.has_token_ids = has_token_ids
         self._log = log
         self._names: dict[int, int] = {}
-        self._scopes: dict[bytes, int] = {}
+        self._scope_key = secrets.token_bytes(16)
         self._weights: dict[str, float] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._buffer = bytearray(HEADER)
@@ -197,7 +207,7 @@ class Journal:
         name = f"schedule-{now:%Y%m%dT%H%M%S.%f}-{os.getpid()}.journal"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file: FileIO | None = (directory / name).open("xb", buffering=0)
+            self._file: FileIO | None = FileIO(directory / name, "xb", opener=_for_its_owner)
         except OSError as error:
             raise ConfigError(
                 f"record_dir: {directory} cannot be written: {error.strerror}"
@@ -205,38 +215,47 @@ class Journal:
 
     def names_of(self, token_ids: Iterable[int]) -> list[int]:
         """What is written in place of token ids."""
-        if self._has_token_ids:
+        if self.has_token_ids:
             return list(token_ids)
         names = self._names
         return [names.setdefault(token_id, len(names)) for token_id in token_ids]
 
     def scope_of(self, scope: bytes) -> bytes:
         """What is written in place of a cache's scope, which may be a secret."""
-        if self._has_token_ids:
+        if self.has_token_ids or not scope:
             return scope
-        number = self._scopes.setdefault(scope, len(self._scopes)) if scope else ""
-        return str(number).encode()
+        return blake2b(scope, digest_size=8, key=self._scope_key).digest()
+
+    def new_hasher(self, secret: bytes, block_size: int) -> BlockHasher:
+        """A hasher of what is written, as policies of eviction go by bits of the hash."""
+        if self.has_token_ids or self._file is None:
+            return BlockHasher(secret, block_size)
+        return BlockHasher(secret, block_size, self.names_of, self.scope_of)
 
     def kept_of(self, tiers: Tiers | None) -> KeptBlocks | None:
         """What is written of slower tiers.
 
-        The keys of what they hold were made of token ids: without these nobody would find them.
+        Their keys are those of token ids, as others are to find what they keep: where these are not
+        written, nothing is.
         """
         if tiers is None:
             return None
-        kept = tiers.describe()
-        if self._has_token_ids:
-            return kept
-        if any(tier.contents for tier in kept.tiers):
-            self.stop("slower tiers hold blocks of before, which needs record_token_ids")
-        return replace(kept, hash_secret=_NO_SECRET)
+        if not self.has_token_ids:
+            self.stop("slower tiers need record_token_ids")
+        return tiers.describe()
+
+    def begin(self, scheduler: Scheduler, opened: Opened) -> None:
+        """Write the calls of this scheduler from now on, if anything is written."""
+        if self._file is not None:
+            self.scheduler = scheduler
+            self.write(opened)
 
     def weighing(self, weight_of: Callable[[str], float]) -> Callable[[str], float]:
         """The same function; what it returns is written."""
 
         def weigh(tenant: str) -> float:
             weight = weight_of(tenant)
-            if self._weights.get(tenant) != weight:
+            if self._file is not None and self._weights.get(tenant) != weight:
                 self._weights[tenant] = weight
                 self.write(Weighed(tenant=tenant, weight=weight))
             return weight
@@ -247,13 +266,17 @@ class Journal:
         """Append an entry."""
         if self._file is None:
             return
-        data = self._encode(entry)
-        self._left -= FRAME.size + len(data)
-        if self._left < 0:
-            self.stop("record_max_bytes are written")
+        before = len(self._buffer)
+        try:
+            self._append(entry)
+        except Exception as error:
+            self.fail(error)
             return
-        self._buffer += FRAME.pack(len(data)) + data
-        if len(self._buffer) >= _FLUSH_BYTES:
+        self._left -= len(self._buffer) - before
+        if self._left < 0:
+            del self._buffer[before:]
+            self.stop("record_max_bytes are written")
+        elif len(self._buffer) >= _FLUSH_BYTES:
             self._flush()
 
     def flush(self, *, now: float) -> None:
@@ -268,16 +291,29 @@ class Journal:
 
     def close(self) -> None:
         """Write what was noted, and no more."""
-        self._flush()
-        self.scheduler = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._end("")
 
     def stop(self, reason: str) -> None:
         """Write no more, and say why."""
-        self.close()
-        self._log(event("journal_stopped", reason=reason))
+        if self._file is not None:
+            self._end(reason)
+            self._log(event("journal_stopped", reason=reason))
+
+    def fail(self, error: Exception) -> None:
+        """Write no more because of a defect of the journal, which is to harm nobody."""
+        self.stop(f"internal error: {type(error).__name__}: {error}")
+
+    def _end(self, reason: str) -> None:
+        if self._file is None:
+            return
+        with contextlib.suppress(Exception):  # perhaps that is the reason
+            self._append(Ended(reason=reason))
+        self._flush()
+        self._let_go()
+
+    def _append(self, entry: AnyEntry) -> None:
+        data = self._encode(entry)
+        self._buffer += FRAME.pack(len(data)) + data
 
     def _flush(self) -> None:
         data, self._buffer = memoryview(self._buffer), bytearray()
@@ -285,7 +321,20 @@ class Journal:
             while data and self._file is not None:  # a disk that gets full may take a part
                 data = data[self._file.write(data) :]
         except OSError as error:
-            self.stop(str(error.strerror))
+            self._let_go()
+            self._log(event("journal_stopped", reason=error.strerror))
+
+    def _let_go(self) -> None:
+        """Write no more, whatever the file says to that."""
+        file, self._file, self.scheduler = self._file, None, None
+        self._weights.clear()
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class JournaledScheduler(Scheduler):
@@ -305,16 +354,17 @@ class JournaledScheduler(Scheduler):
     ) -> None:
         self._journal = journal
         kept = journal.kept_of(values["tiers"])
-        super().__init__(limits, **values)
-        journal.scheduler = self
-        journal.write(
+        super().__init__(limits, new_hasher=journal.new_hasher, **values)
+        journal.begin(
+            self,
             Opened(
                 engine_args=engine_args,
                 scheduler_args=scheduler_args,
                 limits=limits,
+                hash_secret=values["hash_secret"],
                 epoch=values["epoch"],
                 kept=kept,
-            )
+            ),
         )
 
     def add(self, request: Request) -> None:
@@ -393,12 +443,19 @@ class JournaledScheduler(Scheduler):
             raise
         finally:
             if self._is_written:
-                written = entry(gave)
-                self._journal.write(replace(written, raised=raised) if raised else written)
+                self._write(entry, gave, raised)
+
+    def _write(self, entry: Callable[[T | None], AnyEntry], gave: T | None, raised: str) -> None:
+        """Write how a call ended; whatever fails here is no failure of the call."""
+        try:
+            written = entry(gave)
+            self._journal.write(replace(written, raised=raised) if raised else written)
+        except Exception as error:
+            self._journal.fail(error)
 
     def _added(self, request: Request) -> Added:
         names = self._journal.names_of
-        carried = {name: getattr(request, name) for name in _CARRIED}
+        carried = {name: getattr(request, name) for name in Carried.__struct_fields__}
         return Added(
             key=request.key,
             group=request.group.key,
@@ -418,5 +475,5 @@ class JournaledScheduler(Scheduler):
             speculates=request.speculates,
             expected_ids=names(request.expected_ids),
             is_probe=request.is_probe,
-            carried={n: value for n, value in carried.items() if value != _DEFAULTS[n]},
+            carried=Carried(**carried),
         )

@@ -45,4 +45,9 @@ def replay(path: Path, show: tuple[int, int] | None = None) -> None:
     )
     if outcome.differences:
         raise LaunchError("\n".join(("the first difference:", *outcome.differences)))
-    print("all plans are equal, byte for byte")
+    if outcome.end is None:
+        print("the end of the journal is not there: the scheduler was killed, or goes on")
+    elif outcome.end:
+        print(f"the journal ends before the scheduler did: {outcome.end}")
+    if outcome.num_plans:
+        print("all plans are equal, byte for byte")

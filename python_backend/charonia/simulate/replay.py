@@ -7,6 +7,7 @@ was, nor wait for anything.
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import SEEK_END
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from charonia.engine.journal import (
     AnyEntry,
     Applied,
     Blamed,
+    Carried,
+    Ended,
     Finished,
     Opened,
     Planned,
@@ -33,7 +36,8 @@ from charonia.protocol import KeptBlocks, RowSampling
 
 MAX_DIFFERENCES = 10
 """Of one plan that are shown."""
-_SECRET = b"replay"
+_MAX_SHOWN = 300  # characters of a value
+_MAX_GROUPS = 4096  # that are remembered, whether or not they have requests
 
 
 def read_journal(
@@ -55,14 +59,16 @@ def read_journal(
                 wanted = f"its first line must be {HEADER.decode().strip()!r}"
                 raise ConfigError(f"{path} is no journal that this version replays: {wanted}")
             on_read(len(header))
+            size = file.seek(0, SEEK_END)
+            file.seek(len(header))
             while len(head := file.read(FRAME.size)) == FRAME.size:
                 (length,) = FRAME.unpack(head)
-                data = file.read(length)
-                if len(data) < length:
+                if length > size - file.tell():
                     return
+                data = file.read(length)
                 try:
                     entry: AnyEntry = decode(data)
-                except (msgspec.DecodeError, ValueError) as error:
+                except (ValueError, RecursionError) as error:
                     place = file.tell() - length
                     raise ConfigError(f"{path} is damaged at byte {place}: {error}") from None
                 yield entry
@@ -79,6 +85,8 @@ class Replayed:
         num_schedulers: one for each start, and for each engine that was loaded with other
             arguments. num_requests, num_plans: of all of them; plans that say something.
         seconds: from the first plan to the last one, when the run was recorded.
+        end: why the journal ends before the scheduler did; empty where it does not, and None where
+            its end is not there.
         differences: of the first plan that is not as it was; empty where all are.
     """
 
@@ -86,6 +94,7 @@ class Replayed:
     num_requests: int = 0
     num_plans: int = 0
     seconds: float = 0.0
+    end: str | None = None
     differences: tuple[str, ...] = ()
 
 
@@ -116,6 +125,8 @@ class Replay:
         for entry in entries:
             if isinstance(entry, Weighed):
                 self._weights[entry.tenant] = entry.weight
+            elif isinstance(entry, Ended):
+                self._outcome.end = entry.reason
             elif isinstance(entry, Opened):
                 self._open(entry)
             elif self._scheduler is None:
@@ -129,17 +140,22 @@ class Replay:
 
     def _open(self, entry: Opened) -> None:
         self._outcome.num_schedulers += 1
-        self._scheduler = make_scheduler(
-            entry.engine_args,
-            entry.scheduler_args,
-            entry.limits,
-            hash_secret=_SECRET,
-            epoch=entry.epoch,
-            stats=self._stats,
-            weight_of=lambda tenant: self._weights.get(tenant, 1.0),
-            cache_events=None,
-            tiers=self._tiers(entry.kept),
-        )
+        self._groups.clear()  # who goes on comes anew
+        try:
+            self._scheduler = make_scheduler(
+                entry.engine_args,
+                entry.scheduler_args,
+                entry.limits,
+                hash_secret=entry.hash_secret,
+                epoch=entry.epoch,
+                stats=self._stats,
+                weight_of=lambda tenant: self._weights.get(tenant, 1.0),
+                cache_events=None,
+                tiers=self._tiers(entry.kept),
+            )
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"the journal's scheduler cannot be made: {reason}") from error
 
     def _tiers(self, kept: KeptBlocks | None) -> Tiers | None:
         return None if kept is None else Tiers(kept, self._stats)
@@ -192,6 +208,8 @@ class Replay:
         return ""
 
     def _request(self, entry: Added) -> Request:
+        if len(self._groups) > _MAX_GROUPS:
+            self._groups = {key: one for key, one in self._groups.items() if one.members}
         group = self._groups.get(entry.group)
         if group is None or not group.members:
             group = self._groups[entry.group] = Group(entry.group)
@@ -215,8 +233,8 @@ class Replay:
             expected_ids=deque(entry.expected_ids),
             is_probe=entry.is_probe,
         )
-        for name, value in entry.carried.items():
-            setattr(request, name, value)
+        for name in Carried.__struct_fields__:
+            setattr(request, name, getattr(entry.carried, name))
         return request
 
     def _note_plan(self, entry: Planned) -> None:
@@ -252,4 +270,9 @@ def _compared(path: str, recorded: Any, now: Any) -> Iterator[str]:
         for index, pair in enumerate(zip(recorded, now, strict=True)):
             yield from _compared(f"{path}[{index}]", *pair)
     elif recorded != now:
-        yield f"{path}: {recorded} when recorded, {now} now"
+        yield f"{path}: {_short(recorded)} when recorded, {_short(now)} now"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"

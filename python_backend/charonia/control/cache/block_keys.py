@@ -6,7 +6,7 @@ another tenant's cache.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from charonia.protocol import KEY_BYTES
@@ -18,11 +18,20 @@ class BlockHasher:
     Args:
         secret: key of the hash, 1 to 64 bytes, random per process.
         block_size: tokens per block.
+        names, scope_name: what is hashed in place of token ids and of a scope; None is these.
     """
 
-    def __init__(self, secret: bytes, block_size: int) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        block_size: int,
+        names: Callable[[Sequence[int]], Sequence[int]] | None = None,
+        scope_name: Callable[[bytes], bytes] | None = None,
+    ) -> None:
         self._keyed = blake2b(digest_size=KEY_BYTES, key=secret)
         self._block_size = block_size
+        self._names = names
+        self._scope_name = scope_name
 
     def extend(self, keys: list[bytes], token_ids: Sequence[int], scope: bytes) -> None:
         """Append the keys of all full blocks of `token_ids` that `keys` does not have yet.
@@ -31,7 +40,10 @@ class BlockHasher:
         """
         size = self._block_size
         start = len(keys) * size
-        tokens = array("q", token_ids[start : len(token_ids) // size * size])
+        new = token_ids[start : len(token_ids) // size * size]
+        tokens = array("q", new if self._names is None else self._names(new))
+        if self._scope_name is not None:
+            scope = self._scope_name(scope)
         data = tokens.tobytes()
         num_bytes = size * tokens.itemsize
         parent = keys[-1] if keys else b"\0" * KEY_BYTES + scope
