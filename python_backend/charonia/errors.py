@@ -22,12 +22,14 @@ class CharoniaError(Exception):
     Attributes:
         kind: what went wrong, for programs. code: the name of a Triton status code.
         is_retryable: whether the same request may succeed a little later.
+        is_clients_doing: whether the client or its tenant is the cause, and not the server.
         has_suffix: whether the text that a client gets ends with the kind.
     """
 
     kind: ClassVar[str] = "internal"
     code: ClassVar[str] = "INTERNAL"
     is_retryable: bool = False
+    is_clients_doing: ClassVar[bool] = False
     has_suffix: ClassVar[bool] = True
 
     @property
@@ -41,6 +43,7 @@ class InvalidRequestError(CharoniaError):
 
     kind = "invalid_request"
     code = "INVALID_ARG"
+    is_clients_doing = True
 
 
 class ExactTextError(InvalidRequestError):
@@ -60,6 +63,7 @@ class NotSupportedError(CharoniaError):
 
     kind = "not_supported"
     code = "UNSUPPORTED"
+    is_clients_doing = True
 
 
 class UnavailableError(CharoniaError):
@@ -91,6 +95,12 @@ class QueueFullError(UnavailableError):
         return cls(_with_wait(text, retry_after_s))
 
 
+class TenantQueueFullError(QueueFullError):
+    """As many requests of the tenant wait, or as many prompt tokens of them, as it may have."""
+
+    is_clients_doing = True
+
+
 class RateLimitedError(UnavailableError):
     """The tenant has as many requests at once as it may have, or sends them too fast.
 
@@ -99,6 +109,7 @@ class RateLimitedError(UnavailableError):
     """
 
     kind = "rate_limited"
+    is_clients_doing = True
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(_with_wait(message, retry_after_s))
@@ -168,6 +179,7 @@ class RequestCancelledError(CharoniaError):
 
     kind = "cancelled"
     code = "CANCELLED"
+    is_clients_doing = True
 
 
 class RequestQuarantinedError(CharoniaError):

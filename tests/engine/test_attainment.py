@@ -68,6 +68,16 @@ def test_what_was_promised_is_met_or_missed(path, end, found):
     assert counts(metrics) == found
 
 
+def test_whom_the_server_refuses_has_missed_what_was_promised(path):
+    metrics = Metrics()
+    attainment = Attainment(Tenants(path, log=print), metrics)
+    attainment.note_refusal("search", has_deadline=True)
+    attainment.note_refusal("search", has_deadline=False)
+    attainment.note_refusal("plain", has_deadline=False)
+    assert counts(metrics) == {"ttft_target_missed search": 2, "deadline_missed search": 1}
+    assert not metrics.counters["charonia_tenant_requests_total", "search"]
+
+
 def test_a_core_counts_what_its_tenants_got(path):
     bench = Bench(tenants=Tenants(path, log=print))
     bench.add("a", tenant="search", max_tokens=5)

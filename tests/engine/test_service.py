@@ -1,5 +1,6 @@
 """The service under many threads: every request is answered once, whoever comes and goes."""
 
+import json
 import threading
 import time
 from collections import defaultdict
@@ -20,6 +21,7 @@ from charonia.errors import (
     RateLimitedError,
     ShuttingDownError,
     UnavailableError,
+    error_of,
 )
 from charonia.protocol import SamplingParams
 from engine.bench import byte_tokenizer
@@ -197,6 +199,55 @@ def test_what_a_tenant_may_have_is_counted_from_coming_to_end(tmp_path):
     client.submit("third", tenant="a")
     assert client.wait("third")[-1].finish_reason == "length"
     service.close()
+
+
+def test_whom_a_full_queue_refuses_has_missed_its_targets(tmp_path):
+    tenants = tmp_path / "tenants.json"
+    own = {"max_queue_size": 1, "ttft_target_ms": 1e6}
+    targets = {"a": {"ttft_target_ms": 1e6}, "own": own}
+    tenants.write_text(json.dumps({"tenants": targets}))
+    executor = Gated(max_num_seqs=1)
+    service = make_service(executor, tenants_file=str(tenants), max_queue_size=2)
+    wait_until_up(service)
+    client = Client(service)
+    client.submit("first", tenant="a")
+    assert executor.is_asked.wait(WAIT_S)
+    client.submit("second", tenant="own")
+    with pytest.raises(QueueFullError, match="of tenant 'own'"):
+        client.submit("third", tenant="own", deadline_ms=10**6)
+    client.submit("fourth", tenant="a")
+    with pytest.raises(QueueFullError, match="Maximum queue size of 2 is"):
+        client.submit("fifth", tenant="a", deadline_ms=10**6)
+    executor.may_step.set()
+    for key in ("first", "second", "fourth"):
+        assert client.wait(key)[-1].finish_reason == "length"
+    service.close()
+    counters = service.metrics.counters
+    for metric, tenant, num in (
+        ("ttft_target_met", "a", 2),
+        ("ttft_target_missed", "a", 1),
+        ("deadline_missed", "a", 1),
+        ("ttft_target_met", "own", 1),
+        ("ttft_target_missed", "own", 0),
+        ("deadline_missed", "own", 0),
+    ):
+        assert counters[f"charonia_{metric}_total", tenant] == num, (metric, tenant)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_missed"),
+    [
+        *[(kind, 1) for kind in ("queue_full", "late", "overloaded", "timeout", "internal")],
+        *[(kind, 1) for kind in ("engine_down", "shutting_down", "unavailable")],
+        *[(kind, 0) for kind in ("rate_limited", "invalid_request", "prompt_too_long")],
+        *[(kind, 0) for kind in ("not_supported", "cancelled")],
+    ],
+)
+def test_a_refusal_is_a_missed_deadline_unless_it_is_the_clients_own_doing(kind, num_missed):
+    service = make_service(EchoExecutor())
+    service.count_rejection(error_of("no", kind), SamplingParams(deadline_ms=1000))
+    service.close()
+    assert service.metrics.counters["charonia_deadline_missed_total", "other"] == num_missed
 
 
 def test_who_would_be_late_is_counted_as_that():

@@ -178,7 +178,8 @@ def test_too_many_long_prompts_are_refused_at_once(bench: Bench) -> None:
 def test_a_tenant_that_has_all_it_may_have_is_refused_before_its_prompts_are_tokenized(
     new_outlet: Callable[[], Any], tmp_path: Path
 ) -> None:
-    limits = {"unknown": "refuse", "tenants": {"a": {"max_queue_size": 1}, "b": {}}}
+    args = {"a": {"max_queue_size": 1, "ttft_target_ms": 1e6}, "b": {"ttft_target_ms": 1e6}}
+    limits = {"unknown": "refuse", "tenants": args}
     (tmp_path / "tenants.json").write_text(json.dumps(limits))
     bench = Bench(new_outlet, tenants_file=tmp_path / "tenants.json")
     waiting = [bench.take(tenant="a")]
@@ -186,9 +187,12 @@ def test_a_tenant_that_has_all_it_may_have_is_refused_before_its_prompts_are_tok
     assert "1 requests of tenant 'a'" in str(error_of(bench.take(tenant="a")))
     assert "'c' is not known" in str(error_of(bench.take(tenant="c")))
     waiting.append(bench.take(tenant="b"))  # there is still room for it
-    assert "2 requests" in str(error_of(bench.take(tenant="b")))
+    assert "2 requests" in str(error_of(bench.take(tenant="b", deadline_ms=60_000)))
     for tenant, num in (("a", 1), ("b", 1), ("other", 1)):
         assert bench.count("charonia_tenant_rejections_total", tenant) == num
+    for metric in ("ttft_target", "deadline"):  # what the server has no room for, not the tenant
+        eventually(lambda name=f"charonia_{metric}_missed_total": bench.count(name, "b") == 1)
+        assert bench.count(f"charonia_{metric}_missed_total", "a") == 0
     bench.tokenizer.may_go_on.set()
     assert all(text_of(outlet).startswith(LONG) for outlet in waiting)
     assert bench.tokenizer.num_long == 2

@@ -212,6 +212,29 @@ def test_who_would_wait_beyond_the_deadline_is_refused_at_the_door():
     assert by_deadline[-2].outcome == "length"  # it is the first there
 
 
+def test_a_refusal_is_a_missed_deadline_unless_it_is_the_tenants_own_doing(tmp_path):
+    def in_time(*requests, **changes):
+        outcome = run(make_setting(**changes), *requests)
+        ends = {one.outcome for one in outcome.served}
+        return ends, report("x", outcome, "none", 1000).overall.attainment
+
+    hasty = [request(deadline_ms=60_000, tenant="a") for _ in range(10)]
+    assert in_time(*hasty, max_queue_size=2) == ({"length", "queue_full"}, 0.6)
+    assert in_time(*hasty, request(2000, 1, deadline_ms=60_000)) == (
+        {"length", "prompt_too_long"},
+        1.0,
+    )
+    file = tmp_path / "tenants.json"
+    for limit, kind in (
+        ({"max_queue_size": 2}, "queue_full"),
+        ({"max_queue_tokens": 20}, "queue_full"),
+        ({"requests_per_s": 1}, "rate_limited"),
+        ({"max_concurrency": 2}, "rate_limited"),
+    ):
+        file.write_text(json.dumps({"tenants": {"a": limit}}))
+        assert in_time(*hasty, tenants_file=str(file)) == ({"length", kind}, 1.0), limit
+
+
 @pytest.mark.parametrize("fair_share", [False, True])
 def test_weights_are_taken_whatever_the_policy_is(tmp_path, fair_share):
     file = tmp_path / "tenants.json"

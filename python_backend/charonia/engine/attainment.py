@@ -3,7 +3,8 @@
 Owns which end of a request counts as what. Must not know how requests are served.
 
 A request that its client cancelled says nothing of what was promised. One that ended with an error
-before its first token has missed the target for that.
+before its first token has missed the target for that, and so has one that was refused: clients see
+no difference. Only a refusal of which the client or its tenant is the cause says nothing.
 """
 
 from dataclasses import dataclass
@@ -62,6 +63,14 @@ class Attainment:
         if args.inter_token_target_ms is not None and end.inter_token_s is not None:
             is_met = 1000 * end.inter_token_s <= args.inter_token_target_ms
             self._count("charonia_inter_token_target", label, is_met=is_met)
+
+    def note_refusal(self, tenant: str, *, has_deadline: bool) -> None:
+        """Count a request that was refused, and not by its client's doing."""
+        label = self._tenants.label_of(tenant)
+        if has_deadline:
+            self._count("charonia_deadline", label, is_met=False)
+        if self._tenants.of(tenant).ttft_target_ms is not None:
+            self._count("charonia_ttft_target", label, is_met=False)
 
     def _count(self, what: str, label: str, *, is_met: bool) -> None:
         self._metrics.count(f"{what}_{'met' if is_met else 'missed'}_total", 1, label)

@@ -25,6 +25,7 @@ from charonia.errors import (
     LateRequestError,
     QueueFullError,
     RateLimitedError,
+    TenantQueueFullError,
     shown,
 )
 
@@ -148,7 +149,7 @@ class Gate:
 
         Raises:
             InvalidRequestError: its tenant is not served.
-            QueueFullError: too much waits, in all or of its tenant.
+            QueueFullError: too much waits, in all or (TenantQueueFullError) of its tenant.
             RateLimitedError: its tenant has too many requests at once, or sends them too fast.
             LateRequestError: it would wait until after its deadline.
         """
@@ -164,9 +165,9 @@ class Gate:
             maximum, last = self._check_room(entry, num_queued)
             account = self._accounts.get(tenant) or _Account()
             _check(tenant, account, args)
-            of_tenant = f" of tenant {shown(tenant)}"
-            most_tokens = args.max_queue_tokens
-            _check_tokens(account.num_waiting_tokens, num_tokens, most_tokens, of_tenant)
+            if _exceeds(account.num_waiting_tokens, num_tokens, args.max_queue_tokens):
+                most = f"{args.max_queue_tokens} prompt tokens of tenant {shown(tenant)}"
+                raise TenantQueueFullError.of(most)
             if self._predicts and params.deadline_ms is not None:
                 age_s = max(0.0, now - arrived_at)
                 self._check_wait(params.deadline_ms, age_s, params.priority, account)
@@ -252,7 +253,8 @@ class Gate:
         last = self._order.last_behind(entry)
         if last is None:
             raise QueueFullError.of(maximum)
-        _check_tokens(num_tokens - last.num_tokens, entry.num_tokens, most_tokens)
+        if _exceeds(num_tokens - last.num_tokens, entry.num_tokens, most_tokens):
+            raise QueueFullError.of(f"{most_tokens} prompt tokens")
         return maximum, last
 
     def _take_in(self, entry: Entry, account: _Account) -> None:
@@ -327,17 +329,12 @@ def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0
             retry_after_s=None if account.life_s is None else account.life_s / num_live,
         )
     if args.max_queue_size is not None and num_waiting >= args.max_queue_size:
-        raise QueueFullError.of(f"{args.max_queue_size} requests of tenant {shown(tenant)}")
+        raise TenantQueueFullError.of(f"{args.max_queue_size} requests of tenant {shown(tenant)}")
 
 
 def _exceeds(num_waiting: int, num_tokens: int, maximum: int | None) -> bool:
     """Whether so many tokens more are too many; a request that waits alone may have any number."""
     return maximum is not None and num_waiting > 0 and num_waiting + num_tokens > maximum
-
-
-def _check_tokens(num_waiting: int, num_tokens: int, maximum: int | None, whose: str = "") -> None:
-    if _exceeds(num_waiting, num_tokens, maximum):
-        raise QueueFullError.of(f"{maximum} prompt tokens{whose}")
 
 
 def _filling(account: _Account, args: TenantArgs, now: float) -> float | None:

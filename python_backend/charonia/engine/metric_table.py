@@ -447,7 +447,10 @@ METRICS = (
     Metric(
         name="charonia_ttft_target_missed_total",
         kind="counter",
-        help="Requests whose first token came too late for the tenant's target, or never.",
+        help=(
+            "Requests whose first token came too late for the tenant's target, or never;"
+            " refused ones, too, unless the client or its tenant is the cause."
+        ),
         label="tenant",
         values=(OTHERS,),
     ),
@@ -475,7 +478,10 @@ METRICS = (
     Metric(
         name="charonia_deadline_missed_total",
         kind="counter",
-        help="Requests with a deadline that were accepted and not answered in time.",
+        help=(
+            "Requests with a deadline that were not answered in time;"
+            " refused ones, too, unless the client or its tenant is the cause."
+        ),
         label="tenant",
         values=(OTHERS,),
     ),

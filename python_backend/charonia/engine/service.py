@@ -122,10 +122,11 @@ class EngineService:
         self._similar = None
         if prompt_index is not None:
             self._similar = SimilarPrompts(prompt_index, tokenizer.decode, post=self._post, log=log)
+        self._attainment = Attainment(self._tenants, self._core.metrics)
         self._answers = AnswerCache(
             self._core,
             scheduler_args,
-            Attainment(self._tenants, self._core.metrics),
+            self._attainment,
             deliver=self._deliver,
             on_started=self._gate.note_started,
             on_joined=self._gate.note_joined,
@@ -207,7 +208,7 @@ class EngineService:
                     self._inbox.append(followed.note_taken_in)
         except CharoniaError as error:
             if not request.is_probe:
-                self.count_rejection(error, request.params.tenant)
+                self.count_rejection(error, request.params)
             if followed is not None:
                 followed.note_refused(error)
             raise
@@ -224,17 +225,24 @@ class EngineService:
         self._ladder.check(params)
         self._gate.check(params.tenant, num_coming)
 
-    def count_rejection(self, error: CharoniaError, tenant: str | None = None) -> None:
+    def count_rejection(self, error: CharoniaError, params: SamplingParams | None = None) -> None:
         """Count a request that is refused, here or before it could be submitted.
 
         Args:
-            tenant: whose it is, where that is known.
+            params: of the request, where they are known.
         """
         with self._wake:
             self.metrics.count("charonia_rejections_total", label=_rejection(error))
-            if tenant is not None:
-                label = self._tenants.label_of(tenant)
-                self.metrics.count("charonia_tenant_rejections_total", label=label)
+            if params is None:
+                return
+            tenant, has_deadline = params.tenant, params.deadline_ms is not None
+            label = self._tenants.label_of(tenant)
+            self.metrics.count("charonia_tenant_rejections_total", label=label)
+            if not error.is_clients_doing:
+                # What was promised is counted by the thread that counts ends.
+                self._inbox.append(
+                    partial(self._attainment.note_refusal, tenant, has_deadline=has_deadline)
+                )
 
     @property
     def limits(self) -> Limits:

@@ -30,6 +30,7 @@ from charonia.errors import (
     RequestCancelledError,
     UnavailableError,
 )
+from charonia.protocol import SamplingParams
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.cancellations import Cancellations
 from charonia.serving.interface import DRAFT_IDS
@@ -168,22 +169,22 @@ class Intake:
         return defaults
 
     @contextlib.contextmanager
-    def _counting(self, tenant: str | None = None) -> Iterator[None]:
+    def _counting(self, params: SamplingParams | None = None) -> Iterator[None]:
         """Count what is refused before it reaches the service, which counts for itself.
 
         Args:
-            tenant: whose it is, where that is known.
+            params: of the request, where they are known.
         """
         try:
             yield
         except CharoniaError as error:
-            self._service.count_rejection(error, tenant)
+            self._service.count_rejection(error, params)
             raise
 
     def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
         arrived_at = time.monotonic() if call.arrived_at is None else call.arrived_at
         tenant = call.params.tenant
-        with self._counting(tenant):
+        with self._counting(call.params):
             self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
@@ -203,7 +204,7 @@ class Intake:
             if tokens is not None:
                 self._submit(call, tokens, arrived_at, sink)
             else:
-                with self._counting(tenant):
+                with self._counting(call.params):
                     self._tokenize_later(call, arrived_at, sink)
         except BaseException:
             self._sessions.drop(call.key)
@@ -252,7 +253,7 @@ class Intake:
         def go_on(outcome: _Tokens | CharoniaError) -> None:
             try:
                 if isinstance(outcome, CharoniaError):
-                    self._count_end(outcome, call.params.tenant)
+                    self._count_end(outcome, call.params)
                     raise outcome
                 self._submit(call, outcome, arrived_at, sink)
             except CharoniaError as error:
@@ -273,12 +274,12 @@ class Intake:
             )
         )
 
-    def _count_end(self, error: CharoniaError, tenant: str) -> None:
+    def _count_end(self, error: CharoniaError, params: SamplingParams) -> None:
         """Count a request that got no further than being tokenized."""
         if isinstance(error, RequestCancelledError):
             self._service.count_cancellation()
         else:
-            self._service.count_rejection(error, tenant)
+            self._service.count_rejection(error, params)
 
     def _submit(self, call: GenerateCall, tokens: _Tokens, arrived_at: float, sink: Sink) -> None:
         request = GenerationRequest(

@@ -54,7 +54,8 @@ class ClassReport:
         outcomes: how many ended how.
         ttft, inter_token, total: to the first token, between tokens, to the end.
         queue: to the first step.
-        attainment: share of those with a deadline that were finished by it; None without any.
+        attainment: share of those with a deadline that were finished by it, but for those of which
+            the refusal is their client's doing; None without any.
     """
 
     name: str
@@ -214,7 +215,7 @@ def _class_report(name: str, members: Sequence[Served], inter_token: Distributio
     outcomes: defaultdict[str, int] = defaultdict(int)
     for one in members:
         outcomes[one.outcome] += 1
-    due = [one for one in members if one.expires_at is not None]
+    due = [one for one in members if one.expires_at is not None and not one.is_clients_doing]
     in_time = sum(one.is_finished and one.ended_at <= (one.expires_at or 0) for one in due)
     return ClassReport(
         name=name,

@@ -98,7 +98,7 @@ class Served:
 
     Attributes:
         num_tokens: that it got. outcome: "stop", "length" or the kind of the error.
-        expires_at: its deadline.
+        expires_at: its deadline. is_clients_doing: it was refused, and not because of the server.
     """
 
     request: TraceRequest
@@ -110,6 +110,7 @@ class Served:
     ended_at: float = 0.0
     num_tokens: int = 0
     outcome: str = ""
+    is_clients_doing: bool = False
 
     def milliseconds_to(self, when: float | None) -> float | None:
         """From its arrival on."""
@@ -298,6 +299,7 @@ class Simulation:
         try:
             self._let_in(wanted, arrival.at)
         except CharoniaError as error:
+            served.is_clients_doing = error.is_clients_doing
             self._note_end(served, error.kind)
 
     def _let_in(self, wanted: GenerationRequest, at: float) -> None:
