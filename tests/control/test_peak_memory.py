@@ -173,6 +173,7 @@ def test_an_urgent_request_displaces_as_many_as_its_end_needs():
 
 def test_how_many_must_give_way_is_found_with_few_looks_at_the_peak(monkeypatch):
     calls = count_calls(monkeypatch, PeakMemory, "fits")
+    needs = count_calls(monkeypatch, PeakMemory, "_need")
     rank = by_priority()
     policy = ranked(rank, DisplacementByPriority(rank))
     peak = PeakMemory(expects=False)
@@ -188,7 +189,38 @@ def test_how_many_must_give_way_is_found_with_few_looks_at_the_peak(monkeypatch)
     assert len(bench.running) == 64
     bench.add(make_request("u", -1, token_ids=[7] * 24, max_tokens=300))
     calls.clear()
+    needs.clear()
     bench.step()
     assert "u" in bench.running
     assert len(bench.running) < 50, "many must give way"
     assert calls["fits"] < 12
+    assert needs["_need"] <= 64 + calls["fits"], "each that runs is looked at once"
+
+
+def test_who_is_admitted_is_one_of_those_that_run_to_the_next_in_the_same_plan(monkeypatch):
+    needs = count_calls(monkeypatch, PeakMemory, "_need")
+    bench = Bench(
+        peak_memory=PeakMemory(expects=True),
+        max_num_seqs=16,
+        num_blocks=200,
+        max_num_batched_tokens=256,
+    )
+    bench.add(*[make_request(f"{n}") for n in range(12)])
+    bench.step()
+    bench.add(*[make_request(f"{n}") for n in range(12, 16)])
+    needs.clear()
+    assert len(bench.step().joins) == 4
+    assert needs["_need"] == 12 + 3 + 4, "those that ran, those that joined, and each that waited"
+
+
+def test_what_requests_need_is_kept_until_the_next_plan():
+    limits = replace(LIMITS, block_size=1, max_model_len=2000)
+    peak = PeakMemory(expects=True)
+    first, second, request = running(10, 5), running(10, 20), running(10, 15)
+    assert not peak.fits(limits, 49, [first, second], request, 0)
+    assert peak.fits(limits, 50, [second], request, 0), "without the first one"
+    second.max_known += 1
+    assert peak.fits(limits, 50, [second], request, 0)
+    second.max_known += 100
+    peak.begin_plan()
+    assert not peak.fits(limits, 50, [second], request, 0)

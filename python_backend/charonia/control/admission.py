@@ -64,6 +64,7 @@ class Admission:
         the last ones in order, so there is nobody whom they might displace. Who has joined the step
         stays in it, though a prompt may have made another tenant the one that has had less.
         """
+        self._fitting.begin(step)
         num_tokens = num_displaced = 0
         joined: set[int | None] = set()  # rows
         owed: int | None = None  # see `Fitting.num_owed`
@@ -104,6 +105,7 @@ class Admission:
         num_free_rows = self._num_free_rows()
         if not num_free_rows or not self._waiting:
             return
+        self._fitting.begin(step)
         owed = self._fitting.num_owed()
         if self._sharing is not None:
             self._sharing.begin(self._running.in_order())

@@ -17,6 +17,7 @@ from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Displacement, Policy
 from charonia.control.prefix_sharing import PrefixSharing
 from charonia.control.request import Request
+from charonia.control.step import Step
 
 MAX_CONSIDERED = 4
 """Waiting requests that a step looks at, where the first ones do not fit."""
@@ -77,7 +78,14 @@ class Fitting:
         self._peak = peak
         self._sharing = sharing
         self._fetching = fetching
+        self._step: Step | None = None
         self._num_skipped = 0  # waiting requests that the last step has looked at, in vain
+
+    def begin(self, step: Step) -> None:
+        """Have the next questions be about this step."""
+        if self._peak is not None and step is not self._step:
+            self._peak.begin_plan()
+        self._step = step
 
     def num_owed(self) -> int:
         """Blocks that all running requests lack for what the next step may compute of them."""
@@ -237,8 +245,9 @@ class Fitting:
         """Whether a waiting request has room beside the running ones but these, to their ends."""
         if self._peak is None:
             return True
-        gone = set(victims)
-        running = [one for one in self._policy.running.in_order() if one not in gone]
+        running = self._policy.running.in_order()
+        if gone := set(victims):
+            running = [one for one in running if one not in gone]
         num_usable = self._blocks.kv.num_usable
         return self._peak.fits(self._limits, num_usable, running, request, len(hits))
 
@@ -272,16 +281,16 @@ class Fitting:
                 num_lacking -= self._limits.watermark
             if num_lacking <= 0 and num_enough is None:
                 num_enough = len(victims)
-                if self._peak is None:
+                if self._has_room_later(request, hits, victims):
                     return victims
         if num_enough is None or not self._has_room_later(request, hits, victims):
             return None
         # The more give up what they hold, the more room there is later.
-        numbers = range(num_enough, len(victims))
+        numbers = range(num_enough + 1, len(victims))
         index = bisect_left(
             numbers, True, key=lambda count: self._has_room_later(request, hits, victims[:count])
         )
-        return victims[: num_enough + index]
+        return victims[: num_enough + 1 + index]
 
 
 def _may_be_passed(request: Request) -> bool:

@@ -17,7 +17,9 @@ to be guaranteed counts each request's blocks at its own end, as if all ends cam
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, count
+from operator import add, mul
 
 from charonia.control.limits import Limits
 from charonia.control.request import Request
@@ -26,6 +28,10 @@ _NUM_PAST = 512
 """Answers whose lengths are remembered."""
 _QUANTILE = 0.8
 """Of the lengths of those that were longer than a request is by now: a few end later."""
+
+Need = tuple[int, int]
+"""Of a request: how much it grows, and how much it has, in tokens; or no growth, and all the blocks
+that it may have."""
 
 
 class OutputLengths:
@@ -66,55 +72,65 @@ class PeakMemory:
     def __init__(self, *, expects: bool) -> None:
         self.num_held = 0
         self._lengths = OutputLengths() if expects else None
+        # Of those that ran since the plan began. All ends at once need no less than the peak.
+        self._needs: dict[Request, Need] = {}
+        self._all_ends = 0
 
     def note_end(self, request: Request) -> None:
         """A request has generated all its tokens."""
         if self._lengths is not None:
             self._lengths.note(request.num_generated)
 
+    def begin_plan(self) -> None:
+        """Forget what requests need: since the last plan they have more tokens."""
+        self._needs = {}
+        self._all_ends = 0
+
     def fits(
         self,
         limits: Limits,
         num_usable: int,
-        running: Iterable[Request],
+        running: Sequence[Request],
         request: Request,
         num_hits: int,
     ) -> bool:
         """Whether there is room for a request beside those that run. Alone it always has.
+
+        What those that run need is kept until `begin_plan`.
 
         Args:
             num_usable: blocks of the pool that are not set aside.
             num_hits: cached blocks of its prefix. Where lengths are expected ones they are taken to
                 be others' for ever, too, as what these began with is.
         """
-        batch = [*running, request]
-        if len(batch) == 1 and not self.num_held:
+        if not running and not self.num_held:
             return True
-        num_blocks = num_usable - self.num_held
+        room = num_usable - self.num_held
+        if self._lengths is not None:
+            room *= limits.block_size
+        for one in running:
+            if one not in self._needs:
+                need = self._needs[one] = self._need(limits, one, one.num_cached)
+                self._all_ends += sum(need)
+        own = self._need(limits, request, num_hits * limits.block_size)
+        if self._all_ends + sum(own) <= room:
+            return True
+        return _peak([*map(self._needs.__getitem__, running), own]) <= room
+
+    def _need(self, limits: Limits, request: Request, num_cached: int) -> Need:
         if self._lengths is None:
             # The last token of a request is never computed, and drafts stay before it.
-            return sum(limits.blocks_for(one.max_known - 1) for one in batch) <= num_blocks
-        slack = limits.block_size - 1  # of a request's last block
-        needs = [
-            (_num_left(one, self._lengths), len(one.token_ids) - one.num_cached + slack)
-            for one in batch[:-1]
-        ]
-        own = len(request.token_ids) - num_hits * limits.block_size + slack
-        needs.append((_num_left(request, self._lengths), own))
-        return _peak(needs) <= num_blocks * limits.block_size
+            return 0, limits.blocks_for(request.max_known - 1)
+        num_left = request.max_known - len(request.token_ids)
+        expected = self._lengths.expected(request.num_generated)
+        if expected is not None:
+            num_left = min(num_left, expected - request.num_generated)
+        slack = limits.block_size - 1  # of its last block
+        return num_left, len(request.token_ids) - num_cached + slack
 
 
-def _num_left(request: Request, lengths: OutputLengths) -> int:
-    """Tokens that a request will still generate."""
-    most = request.max_known - len(request.token_ids)
-    expected = lengths.expected(request.num_generated)
-    return most if expected is None else min(most, expected - request.num_generated)
-
-
-def _peak(needs: list[tuple[int, int]]) -> int:
-    """Tokens at the worst of the ends: of requests with so many to come, and so many now."""
-    held = peak = 0
-    for count, (num_left, num_tokens) in enumerate(sorted(needs, reverse=True), start=1):
-        held += num_tokens
-        peak = max(peak, held + count * num_left)
-    return peak
+def _peak(needs: Iterable[Need]) -> int:
+    """What requests hold at the worst of their ends."""
+    num_left, num_held = zip(*sorted(needs, reverse=True), strict=True)
+    at_ends: Iterable[int] = map(add, accumulate(num_held), map(mul, count(1), num_left))
+    return max(at_ends)
