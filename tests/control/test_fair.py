@@ -398,3 +398,17 @@ def test_a_plan_puts_tenants_that_run_in_order_once_where_nothing_is_charged(mon
     calls = count_calls(monkeypatch, VirtualCounters, "in_order")
     assert len(bench.scheduler.plan(0.0).joins) == 1
     assert calls["in_order"] == 1
+
+
+def test_counters_are_asked_for_few_of_those_that_run_beside_harmless_requests(monkeypatch):
+    """Of the rows one has a higher level, and comes before all that wait."""
+    rank = by_priority(aging_s=1.0)
+    policy = fair(rank, equal, DisplacementByPriority(rank))
+    bench = Bench(policy, num_blocks=400, max_num_seqs=32, max_num_batched_tokens=512)
+    bench.add(make_request("old", 5, arrived_at=-100.0))
+    bench.add(*[make_request(f"{n}", tenant=str(n)) for n in range(31)])
+    bench.step()
+    bench.add(*[make_request(f"w{n}", tenant=str(n), arrived_at=9.0) for n in range(8)])
+    calls = count_calls(monkeypatch, VirtualCounters, "__getitem__")
+    assert not bench.step().joins
+    assert calls["__getitem__"] < 64

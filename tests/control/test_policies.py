@@ -135,6 +135,34 @@ def test_a_plan_that_displaces_many_counts_once_what_the_rows_lack(monkeypatch):
     assert calls["num_owed"] == 1
 
 
+def test_what_victims_hold_is_not_looked_at_block_by_block_where_all_of_it_is_too_little(
+    monkeypatch,
+):
+    bench = Bench(by_priority_alone(), max_num_seqs=8)
+    bench.add(make_request("a", 0, token_ids=[1] * 40, max_tokens=4))
+    bench.add(make_request("b", 2, max_tokens=4))
+    bench.step()
+    bench.add(make_request("u", 1, token_ids=[3] * 32, max_tokens=1))
+    calls = count_calls(monkeypatch, Fitting, "_num_released")
+    bench.step()
+    assert bench.running == {"a", "b"}
+    assert not calls
+
+
+def test_who_shares_what_it_gives_up_counts_for_little(monkeypatch):
+    """Two hold the same blocks, which are free when a third one has given them up, too."""
+    bench = Bench(by_priority_alone(), max_num_seqs=8)
+    shared = [5] * 32
+    bench.add(make_request("a", 2, token_ids=shared, max_tokens=20))
+    bench.step()
+    bench.add(*[make_request(key, 2, token_ids=[*shared, 6], max_tokens=20) for key in "bc"])
+    bench.step()
+    bench.add(make_request("u", 0, token_ids=[7] * 30, max_tokens=4))
+    bench.step()
+    assert bench.running == {"u"}
+    assert bench.scheduler.stats.preemptions == 3
+
+
 @pytest.mark.parametrize("make", [ranked, partial(fair, weight_of=lambda _: 1.0)])
 def test_a_change_costs_no_look_at_the_level_of_every_row(monkeypatch, make):
     rank = by_priority()

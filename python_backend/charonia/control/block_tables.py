@@ -95,8 +95,12 @@ class BlockTables:
 
     def num_owed(self, requests: Iterable[Request]) -> int:
         """Blocks that running requests lack for their known tokens, and for those in flight."""
-        lacking = (len(one.token_ids) + one.num_sampling - one.num_slots for one in requests)
-        return sum(self._limits.blocks_for(num_tokens) for num_tokens in lacking if num_tokens > 0)
+        num_blocks = 0
+        for one in requests:
+            num_tokens = len(one.token_ids) + one.num_sampling - one.num_slots
+            if num_tokens > 0:
+                num_blocks += self._limits.blocks_for(num_tokens)
+        return num_blocks
 
     def reserve(self, request: Request) -> int:
         """Keep what a waiting request will hit, as far as that can be; how many blocks it has."""

@@ -262,24 +262,28 @@ class Fitting:
         Returns:
             Them; None where all of them are not enough.
         """
-        kv, num_running = self._blocks.kv, len(self._policy.running)
-        kept = set(hits)
+        kept, num_running = set(hits), len(self._policy.running)
         victims: list[Request] = []
         num_enough: int | None = None  # of them, as long as nobody asks for later
+        uncounted: list[Request] = []  # of them, who cannot be enough even if nobody shares blocks
+        num_at_most = 0  # blocks of these
         released: Counter[int] = Counter()
         for victim in below:
             if victim.num_in_flight and not self._limits.overlaps:
                 continue  # with stages others are in none; else one waits for all of them alike
             victims.append(victim)
-            released.update(victim.block_ids)
+            if num_enough is not None:
+                continue
+            uncounted.append(victim)
+            num_at_most += len(victim.block_ids)
             num_lacking -= self._blocks.num_owed([victim])
-            num_lacking -= sum(
-                kv.num_references(block_id) == released[block_id] and block_id not in kept
-                for block_id in victim.block_ids
-            )
             if len(victims) == num_running:
                 num_lacking -= self._limits.watermark
-            if num_lacking <= 0 and num_enough is None:
+            if num_lacking > num_at_most:
+                continue
+            num_lacking -= self._num_released(uncounted, released, kept)
+            uncounted, num_at_most = [], 0
+            if num_lacking <= 0:
                 num_enough = len(victims)
                 if self._has_room_later(request, hits, victims):
                     return victims
@@ -291,6 +295,24 @@ class Fitting:
             numbers, True, key=lambda count: self._has_room_later(request, hits, victims[:count])
         )
         return victims[: num_enough + 1 + index]
+
+    def _num_released(
+        self, victims: Iterable[Request], released: Counter[int], kept: set[int]
+    ) -> int:
+        """Blocks that are free when these victims have given up theirs, too.
+
+        Args:
+            released: how often each block was given up by others; these are added.
+            kept: blocks that are not given up, whoever holds them.
+        """
+        num_references, num_released = self._blocks.kv.num_references, 0
+        for victim in victims:
+            released.update(victim.block_ids)
+            num_released += sum(
+                num_references(block_id) == released[block_id] and block_id not in kept
+                for block_id in victim.block_ids
+            )
+        return num_released
 
 
 def _may_be_passed(request: Request) -> bool:

@@ -19,7 +19,7 @@ another engine makes be computed again.
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 
@@ -91,9 +91,8 @@ class VirtualCounters:
     def note_admission(self, request: Request) -> None:
         """Charge the prompt tokens that are to be computed."""
         if not request.is_probe:
-            self._charge(
-                request.tenant, self._input_cost * (request.num_prompt - request.num_cached)
-            )
+            num_tokens = request.num_prompt - request.num_cached
+            self._charge({request.tenant: self._input_cost * num_tokens})
 
     def note_outputs(self, updates: Iterable[Update]) -> None:
         """Charge the tokens that were generated."""
@@ -102,8 +101,7 @@ class VirtualCounters:
             request = update.request
             if not request.is_probe:
                 tokens[request.tenant] += len(update.token_ids)
-        for tenant, num_tokens in tokens.items():
-            self._charge(tenant, self._output_cost * num_tokens)
+        self._charge({one: self._output_cost * num for one, num in tokens.items()})
 
     def note_end(self, request: Request) -> None:
         """Learn how long answers are."""
@@ -119,8 +117,10 @@ class VirtualCounters:
         counters = self._counters
         return [tenant for _, tenant in sorted((counters.get(one, 0.0), one) for one in tenants)]
 
-    def _charge(self, tenant: str, cost: float) -> None:
-        self._counters[tenant] = self[tenant] + cost / self._weight_of(tenant)
+    def _charge(self, costs: Mapping[str, float]) -> None:
+        counters, weight_of = self._counters, self._weight_of
+        for tenant, cost in costs.items():
+            counters[tenant] = counters.get(tenant, 0.0) + cost / weight_of(tenant)
         self.num_changes += 1
 
     def lift(self, tenant: str, least: float) -> None:
@@ -166,13 +166,12 @@ class FairDisplacement:
         """See `policy.Displacement`."""
         tenant, counters = waiting.tenant, self._counters
         bound = counters[tenant] - counters.swing(tenant, len(self._running))
-        owing = (
+        return (
             one
-            for one in running
+            for one in self._inner.victims(waiting, running)  # mostly few of those that run
             if one.tenant == tenant
             or (counters[one.tenant] > bound and one.num_preemptions < MAX_LOST)
         )
-        return self._inner.victims(waiting, owing)
 
 
 class FairRunning:
