@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from httpx_sse import EventSource
 
 from charonia.launch.server import TritonServer
 from support.e2e import (
@@ -154,8 +155,8 @@ def test_whoever_leaves_leaves_nothing_of_any_sample_behind(server: TritonServer
     body = {"input_ids": PROMPT, "n": NUM_SAMPLES, "max_tokens": ENDLESS, "ignore_eos": True}
     url = generate_url(server, "scheduler", stream=True)
     with httpx.stream("POST", url, json=body | {"stream": True}) as reply:
-        lines = reply.iter_lines()  # whoever drops it hangs up
-        assert next(lines).startswith("data: ")
+        events = EventSource(reply).iter_sse()  # whoever drops it hangs up
+        next(events)
         wait_running(server, NUM_SAMPLES)
     wait_idle(server)
 
@@ -222,18 +223,15 @@ def test_samples_are_cancelled_over_http(server: TritonServer) -> None:
     assert reply["finish_reason"] == ["cancelled"] * NUM_SAMPLES
     assert len(reply["text_output"]) == NUM_SAMPLES
     url = generate_url(server, "llm", stream=True)
-    with httpx.stream(
-        "POST", url, json=body | {"stream": True}, timeout=ANSWER_TIMEOUT_S
-    ) as events:
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=ANSWER_TIMEOUT_S) as reply:
         reasons: list[str] = []
-        for line in events.iter_lines():
-            if line:
-                before, reasons = reasons, json.loads(line.removeprefix("data: "))["finish_reason"]
-                if not before:
-                    generate(server, cancel | {"cancel_samples": 1}, "generate")
-                if before != reasons == ["None", "cancelled", "None"]:
-                    wait_running(server, NUM_SAMPLES - 1)
-                    generate(server, cancel | {"cancel_samples": [0, 2]})
+        for event in EventSource(reply).iter_sse():
+            before, reasons = reasons, event.json()["finish_reason"]
+            if not before:
+                generate(server, cancel | {"cancel_samples": 1}, "generate")
+            if before != reasons == ["None", "cancelled", "None"]:
+                wait_running(server, NUM_SAMPLES - 1)
+                generate(server, cancel | {"cancel_samples": [0, 2]})
     assert reasons == ["cancelled"] * NUM_SAMPLES
     wait_idle(server)
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 import tritonclient.http
+from httpx_sse import EventSource
 
 from charonia.launch.server import TritonServer
 from charonia.serving.interface import Tensor
@@ -357,8 +358,7 @@ def test_curl_as_in_nvidias_readme(server: TritonServer) -> None:
     assert answer["text_output"].startswith("a")
     body = {"text_input": "a", "max_tokens": 5, "stream": True}
     answer = HTTP.post(generate_url(server, "ensemble", stream=True), json=body)
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data")]
-    assert "".join(event["text_output"] for event in events)
+    assert "".join(event.json()["text_output"] for event in EventSource(answer).iter_sse())
 
 
 # ---------------------------------------------------------------------- without streams

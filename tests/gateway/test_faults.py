@@ -1,6 +1,5 @@
 """What breaks behind a gateway: streams go on, or end with an error that says so."""
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from httpx_sse import EventSource
 
 from charonia.launch.run import running_server
 from charonia.launch.server import TritonServer
@@ -30,12 +30,12 @@ def frail(model: Path) -> Iterator[TritonServer]:
 
 def events_of(reply: httpx.Response) -> Iterator[dict[str, Any]]:
     """The events of a stream, which ends with `[DONE]`."""
-    lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
-    for line in lines:
-        if line == "[DONE]":
-            assert next(lines, None) is None
+    events = EventSource(reply).iter_sse()
+    for event in events:
+        if event.data == "[DONE]":
+            assert next(events, None) is None
             return
-        yield json.loads(line)
+        yield event.json()
     raise AssertionError("no [DONE]")
 
 

@@ -1,7 +1,6 @@
 """Models beside the scheduler, of the real tritonserver with stand-ins: each comes back alone."""
 
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from httpx_sse import EventSource
 
 from charonia.launch.lookout import Lookout
 from charonia.launch.stranded import StrandedCalls
@@ -34,7 +34,7 @@ def test_another_lost_model_is_brought_back_alone_and_streams_go_on(
     pid = supervised.server.pid
     url = f"http://{supervised.server.http_url}/v2/models/scheduler/generate_stream"
     with httpx.stream("POST", url, json=ENDLESS, timeout=ALLOWED_S) as stream:
-        chunks = (json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line)
+        chunks = (event.json() for event in EventSource(stream).iter_sse())
         first = next(chunks)
         os.kill(old, fault)
         supervised.wait_events("model_back")

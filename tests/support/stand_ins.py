@@ -26,14 +26,16 @@ UNPROBED = SupervisionLimits(
 """Nobody is asked anything: what is noticed is in the process table."""
 PROBED = SupervisionLimits(
     probe_interval_s=0.1,
-    probe_timeout_s=1.0,
     hang_s=math.inf,
     model_hang_s=math.inf,
     server_hang_s=math.inf,
     stopped_s=0.5,
     backoff_s=0.1,
 )
-"""All are asked, and may be silent for ever, as far as a test does not bound it."""
+"""All are asked, and may be silent for ever, as far as a test does not bound it.
+
+For an answer they have the usual time: Triton takes a second to say that a process is gone.
+"""
 SLOW_LINE = "the stand-in engine loads slowly"
 KINDS = {signal.SIGKILL: "died", signal.SIGSTOP: "stopped"}
 
