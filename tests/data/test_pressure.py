@@ -7,7 +7,7 @@ import torch
 
 from charonia.data.kv_store import KVStore
 from charonia.data.memory import Memory
-from charonia.data.pressure import Pressure, stalled_percent
+from charonia.data.pressure import Pressure, stalled_seconds
 from charonia.protocol import KVLayout
 
 TOTAL, RESERVE, BLOCK = 10_000, 0.1, 10
@@ -21,18 +21,24 @@ class Machine:
     def __init__(self) -> None:
         self.now = 0.0
         self.available = 5000
-        self.stalled = 0.0
+        self.stalled_s = 0.0
         self.gives = True
         self.num_used = NUM_BLOCKS
+        self.num_written: int | None = None  # of the blocks in use; None is all
         self.num_looks = 0
         self.pressure = Pressure(
             NUM_BLOCKS,
             BLOCK,
             RESERVE,
+            written=self._written,
             clock=lambda: self.now,
             memory=self._memory,
-            stalled=lambda: self.stalled,
+            stalled=lambda: self.stalled_s,
         )
+
+    def _written(self) -> float:
+        num_written = self.num_used if self.num_written is None else self.num_written
+        return num_written / NUM_BLOCKS
 
     def _memory(self) -> Memory:
         self.num_looks += 1
@@ -122,33 +128,87 @@ def test_one_block_and_the_null_block_stay(machine: Machine) -> None:
 
 
 def test_where_all_wait_for_memory_there_is_too_little_of_it(machine: Machine) -> None:
-    machine.stalled = 10.0
+    machine.available = 1500
+    machine.stalled_s += 0.1
     assert machine.later() == NUM_BLOCKS - 10
-    machine.stalled = 9.9
-    assert machine.later() == NUM_BLOCKS
+    machine.stalled_s += 0.09
+    assert machine.later() == NUM_BLOCKS - 10
+
+
+def test_one_time_in_which_all_waited_costs_one_step(machine: Machine) -> None:
+    machine.available = 1500
+    machine.stalled_s += 0.9
+    assert [machine.later() for _ in range(12)] == [NUM_BLOCKS - 10] * 12
+
+
+def test_a_wait_while_memory_was_lacking_is_not_counted_again(machine: Machine) -> None:
+    machine.stalled_s += 0.9
+    assert machine.later(600) == NUM_BLOCKS - 40
+    assert machine.later(1500) == NUM_BLOCKS - 40
+
+
+def test_it_does_not_grow_twice_into_the_same_memory(machine: Machine) -> None:
+    """Blocks that are in use again take memory only once they are written to."""
+    machine.later(0)
+    machine.num_written = 60
+    assert [machine.later(2300), machine.later(), machine.later()] == [90] * 3
+    machine.num_written = 90
+    assert machine.later(2000) == 90
+    assert machine.later(2300) == 120
+
+
+def test_memory_that_others_take_is_not_left_to_blocks_that_are_not_written(
+    machine: Machine,
+) -> None:
+    machine.num_written = 0
+    assert machine.later(2600) == NUM_BLOCKS
+    assert machine.later(2000) == 100
 
 
 def test_it_is_looked_once_a_second(machine: Machine) -> None:
-    machine.pressure.num_blocks()
     machine.available = 0
     machine.now += 0.9
     assert machine.pressure.num_blocks() == NUM_BLOCKS
-    machine.now += 0.1
-    assert machine.pressure.num_blocks() < NUM_BLOCKS
-    assert machine.num_looks == 2
+    machine.now += 0.2
+    num_blocks = machine.pressure.num_blocks()
+    assert num_blocks < NUM_BLOCKS
+    machine.available = 10_000
+    machine.now += 0.9
+    assert machine.pressure.num_blocks() == num_blocks
+    assert machine.num_looks == 1
 
 
 def test_what_the_kernel_says_of_stalls_is_read(tmp_path: Path) -> None:
-    assert stalled_percent(tmp_path) == 0.0
+    assert stalled_seconds(tmp_path) == 0.0
     (tmp_path / "proc/pressure").mkdir(parents=True)
     file = tmp_path / "proc/pressure/memory"
     file.write_text(
         "some avg10=80.00 avg60=1.00 avg300=0.00 total=1\n"
-        "full avg10=12.34 avg60=0.10 avg300=0.00 total=1\n"
+        "full avg10=12.34 avg60=0.10 avg300=0.00 total=2500000\n"
     )
-    assert stalled_percent(tmp_path) == 12.34
+    assert stalled_seconds(tmp_path) == 2.5
     file.write_text("nonsense\n")
-    assert stalled_percent(tmp_path) == 0.0
+    assert stalled_seconds(tmp_path) == 0.0
+
+
+def test_blocks_take_memory_once_they_are_written_to() -> None:
+    layout = KVLayout(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        block_size=1,
+        dtype="float32",
+        bytes_per_block=0,
+    )
+    # Of 64 MiB, so that huge pages, which neighbours may share, are a small part of it.
+    store = KVStore(layout, ((8192,), (8192,)), 2048, torch.device("cpu"))
+    assert store.written() < 0.1
+    store.pages[0].keys[:1024] = 1.0
+    assert 0.5 <= store.written() < 0.6
+    store.discard(range(512))
+    assert 0.25 <= store.written() < 0.35
+    store.pages[0].keys[:] = 1.0
+    assert store.written() == 1.0
 
 
 @pytest.mark.parametrize("width", [16, 3000, 8192])

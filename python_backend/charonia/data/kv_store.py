@@ -48,6 +48,19 @@ class KVStore:
         """That all pages have."""
         return sum(tensor.nbytes for pages in self.pages for tensor in pages)
 
+    def written(self) -> float:
+        """For which share of the blocks a CPU's memory was taken, as they were written to.
+
+        By the first layer's keys: all layers are written to alike.
+        """
+        keys = self.pages[0].keys
+        first = keys.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        length = keys.data_ptr() + keys.nbytes - first
+        pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+        _call("mincore", ctypes.c_void_p(first), ctypes.c_size_t(length), pages)
+        is_there = torch.frombuffer(pages, dtype=torch.uint8) & 1  # the other bits say nothing
+        return int(is_there.sum()) / len(pages)
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in all layers, as if one after the other."""
         origins: dict[int, int] = {}
@@ -80,7 +93,8 @@ def _give_back(tensor: Tensor, block_ids: Sequence[int]) -> None:
         start, stop = -(-start // mmap.PAGESIZE), (tensor.data_ptr() + end * size) // mmap.PAGESIZE
         if start < stop:
             length = (stop - start) * mmap.PAGESIZE
-            _madvise(start * mmap.PAGESIZE, length, mmap.MADV_DONTNEED)
+            address = ctypes.c_void_p(start * mmap.PAGESIZE)
+            _call("madvise", address, ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -96,11 +110,11 @@ def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield first, end
 
 
-def _madvise(address: int, length: int, advice: int) -> None:
-    """Raises OSError where the kernel refuses."""
+def _call(name: str, *args: Any) -> None:
+    """Call the C library. Raises OSError where the kernel refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), advice):
-        raise OSError(ctypes.get_errno(), "madvise")
+    if getattr(libc, name)(*args):
+        raise OSError(ctypes.get_errno(), name)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

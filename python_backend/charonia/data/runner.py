@@ -134,7 +134,7 @@ class Runner:
         log(line_of(memory, num_blocks))
         kv = models.allocate(num_blocks, basis.device)
         self._kv_stores = [store for store in kv if store is not None]
-        self._pressure = _watch(basis, room)
+        self._pressure = _watch(basis, room, self._kv_stores)
         self._tiers = make_tiers(basis, models, kv, seat.place, room.slot_bytes, log=log)
         self._model = self._lead("target", PagedModel(models.target.decoder, kv.target))
         self._tensors = StepTensors(
@@ -428,7 +428,7 @@ class _Step(NamedTuple):
     logits: PendingLogits
 
 
-def _watch(basis: Basis, room: Room) -> Pressure | None:
+def _watch(basis: Basis, room: Room, kv_stores: list[KVStore]) -> Pressure | None:
     """Looks how many blocks there is memory for; None where that is fixed.
 
     What torch has of a GPU's memory it shares with nobody.
@@ -438,7 +438,8 @@ def _watch(basis: Basis, room: Room) -> Pressure | None:
     if basis.device.type != "cpu" or is_fixed or not args.memory_reserve:
         return None
     bytes_per_block = room.slot_bytes * basis.local_rank.count
-    return Pressure(room.num_blocks, bytes_per_block, args.memory_reserve)
+    written = kv_stores[0].written
+    return Pressure(room.num_blocks, bytes_per_block, args.memory_reserve, written=written)
 
 
 def _describe(
