@@ -18,7 +18,6 @@ TEXTS = (
     "the cat sat on the mat",
     "the dog ran under a tree",
     "why",
-    "nothing that is known",
     " ".join(WORDS[: MAX_TOKENS - 2]),
 )
 
@@ -52,6 +51,12 @@ def test_a_text_is_taken_whole_or_not_at_all(tmp_path: Path) -> None:
     longest = ["the"] * (MAX_TOKENS - 2)
     assert encoder.encode(" ".join(longest)) is not None
     assert encoder.encode(" ".join([*longest, "the"])) is None
+
+
+def test_words_that_the_model_does_not_know_are_not_all_the_same(tmp_path: Path) -> None:
+    encoder = Encoder.from_dir(make_bert(tmp_path))
+    assert encoder.encode("the zebra sat on the mat") is None
+    assert encoder.encode("nothing known") is None
 
 
 def test_names_may_begin_with_the_models_and_numbers_be_half_as_wide(tmp_path: Path) -> None:

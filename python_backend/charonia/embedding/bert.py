@@ -101,6 +101,8 @@ class Encoder:
             return _Linear(weight, tensors[f"{name}.bias"])
 
         self._tokenizer = tokenizer
+        unknown = getattr(tokenizer.model, "unk_token", None)
+        self._unknown_id = None if unknown is None else tokenizer.token_to_id(unknown)
         self._num_heads = num_heads
         self._takes_mean = takes_mean
         self._words = tensors["embeddings.word_embeddings.weight"]
@@ -159,9 +161,13 @@ class Encoder:
             raise CheckpointError(f"the embedding model cannot be read: {error}") from None
 
     def encode(self, text: str) -> Vector | None:
-        """The vector of a text, of length 1; None where the text is longer than the model reads."""
+        """The vector of a text, of length 1.
+
+        None where the text is longer than the model reads, or has a word that the model does not
+        know: all of these are one to it.
+        """
         ids = self._tokenizer.encode(text).ids
-        if not 0 < len(ids) <= self.max_tokens:
+        if not 0 < len(ids) <= self.max_tokens or self._unknown_id in ids:
             return None
         x = self._norm(self._words[ids] + self._places[: len(ids)])
         for layer in self._layers:

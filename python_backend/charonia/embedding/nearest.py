@@ -64,7 +64,7 @@ class PromptIndex:
         return len(self._places)
 
     def find(self, scope: bytes, text: str) -> Match | None:
-        """The nearest prompt of a scope; None where the text is longer than the model reads."""
+        """The nearest prompt of a scope; None where `Encoder.encode` has no vector of a text."""
         vector = self._encoder.encode(text)
         if vector is None:
             return None
