@@ -140,6 +140,17 @@ def test_a_weight_that_changes_counts_from_then_on():
     assert num_cached(cache, "a", *range(10), length=1) == 3
 
 
+def test_a_weight_that_changes_counts_for_a_tenant_that_does_nothing():
+    weights = {"idle": 4.0}
+    cache = cache_of(31, weights)
+    use(cache, "idle", *range(5))
+    use(cache, "busy", *range(20))
+    assert num_cached(cache, "idle", *range(5)) == 15
+    weights["idle"] = 0.1
+    use(cache, "busy", *range(20, 30))
+    assert num_cached(cache, "idle", *range(5)) < DEPTH
+
+
 def test_what_stands_in_line_can_be_hit_and_goes_behind_all_others_again():
     cache = cache_of(7)
     use(cache, "a", 0, 1, length=1)

@@ -53,7 +53,8 @@ class TenantShares:
     Args:
         policy: of all tenants' entries; there are none yet.
         index: the block that each entry has.
-        weight_of: of a tenant, > 0; asked whenever its number of blocks changes.
+        weight_of: of a tenant, > 0; asked whenever its number of blocks changes, and of each in
+            turn whenever somebody is to give.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TenantShares:
         self._policy = policy
         self._index = index
         self._weight_of = weight_of
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # as their turns come
         self._by_number: list[_Tenant | None] = [None] * num_blocks
         self._unused = list(range(num_blocks - 1, -1, -1))
         self._givers = ByScore(num_blocks)  # numbers of tenants with free entries, most first
@@ -127,6 +128,9 @@ class TenantShares:
 
     def victim(self) -> int:
         """See `Eviction`."""
+        next_one = next(iter(self._tenants.values()))  # its weight may be another one by now
+        self._tenants.move_to_end(next_one.name)
+        self._rank(next_one)
         giver = self._by_number[self._givers.first()]
         assert giver is not None
         while not giver.in_line:
