@@ -1,6 +1,7 @@
 """charonia without Triton: scheduler, text and engine in this process and its main thread."""
 
 import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
-from charonia.engine.outputs import Chunk
+from charonia.engine.outputs import Chunk, OutputStream
 from charonia.parallel.engine import load_engine
 from charonia.text.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ class Charonia:
             InlineExecutor(lambda: self.runner),
             args,
             SchedulerArgs(),
-            Tokenizer.from_dir(Path(args.model)),
+            partial(OutputStream, tokenizer=Tokenizer.from_dir(Path(args.model))),
             deliver=self._take,
             clock=time.monotonic,
             log=print,

@@ -20,7 +20,14 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
 from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import Chunk, Logprob, Timing, merge_samples, name_logprobs
+from charonia.engine.outputs import (
+    Chunk,
+    Logprob,
+    OutputStream,
+    Timing,
+    merge_samples,
+    name_logprobs,
+)
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.parallel.engine import load_engine
 from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
@@ -89,7 +96,7 @@ class LLM:
             InlineExecutor(partial(load_engine, args, log=log)),
             args,
             SchedulerArgs(max_queue_size=2**31),
-            self._tokenizer,
+            partial(OutputStream, tokenizer=self._tokenizer),
             deliver=lambda chunk: self._chunks[chunk.key].append(chunk),
             clock=time.monotonic,
             log=log,

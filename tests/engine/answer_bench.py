@@ -1,12 +1,14 @@
 """An answer cache above a core on an echo engine, with a clock of its own."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.answers import AnswerCache
 from charonia.engine.attainment import Attainment
 from charonia.engine.core import EngineCore
+from charonia.engine.outputs import OutputStream
 from charonia.engine.tenants import Tenants
 from charonia.protocol import SamplingParams
 from engine.bench import Bench
@@ -86,7 +88,7 @@ class AnswerBench(Bench):
             self.executor,
             self._engine_args,
             self._scheduler_args,
-            self.tokenizer,
+            partial(OutputStream, tokenizer=self.tokenizer),
             deliver=lambda chunk: self.answers.take(chunk),
             clock=lambda: self.now,
             log=self.lines.append,

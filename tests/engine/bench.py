@@ -1,6 +1,7 @@
 """A core on an echo engine, with a clock of its own: what the tests of this directory share."""
 
 from collections import defaultdict
+from functools import partial
 
 from msgspec import structs
 from tokenizers import Tokenizer as Backend
@@ -11,7 +12,7 @@ from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.journal import Journal
 from charonia.engine.kv_events import KVEvents
-from charonia.engine.outputs import Chunk
+from charonia.engine.outputs import Chunk, OutputStream
 from charonia.engine.tenants import Tenants
 from charonia.errors import CharoniaError
 from charonia.protocol import SamplingParams
@@ -76,7 +77,7 @@ class Bench:
             self.executor,
             self._engine_args,
             self._scheduler_args,
-            self.tokenizer,
+            partial(OutputStream, tokenizer=self.tokenizer),
             deliver=self._take,
             clock=lambda: self.now,
             log=self.lines.append,

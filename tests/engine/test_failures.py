@@ -1,11 +1,14 @@
 """The core on an engine that fails in every way: no request is lost, changed or left hanging."""
 
+from functools import partial
+
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.metric_table import FAILURES
+from charonia.engine.outputs import OutputStream
 from charonia.engine.recovery import SILENT_START_S
 from charonia.errors import CharoniaError, UnavailableError
 from engine.bench import FIXED, Bench, byte_tokenizer, expected, hanging_bench
@@ -325,7 +328,7 @@ def test_limits_that_contradict_each_other_are_told_and_not_taken_for_a_slow_sta
         EchoExecutor(max_num_batched_tokens=8, max_model_len=64),
         EngineArgs(model="echo", enable_chunked_prefill=False),
         SchedulerArgs(),
-        byte_tokenizer(),
+        partial(OutputStream, tokenizer=byte_tokenizer()),
         deliver=lambda chunk: None,
         clock=lambda: 0.0,
         log=lambda line: None,

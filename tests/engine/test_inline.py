@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -9,6 +10,7 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
+from charonia.engine.outputs import OutputStream
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult
 from engine.bench import byte_tokenizer, expected
@@ -70,7 +72,7 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(num_stages: int) -> N
         InlineExecutor(load),
         EngineArgs(model="echo"),
         SchedulerArgs(),
-        byte_tokenizer(),
+        partial(OutputStream, tokenizer=byte_tokenizer()),
         deliver=deliver,
         clock=lambda: now,
         log=lambda line: None,

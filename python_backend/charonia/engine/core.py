@@ -31,7 +31,7 @@ from charonia.engine.deadlines import Deadlines
 from charonia.engine.journal import Journal
 from charonia.engine.kv_events import KVEvents
 from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import Chunk
+from charonia.engine.outputs import Chunk, MakeStream
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN
 from charonia.engine.reload import Reload
 from charonia.engine.replica import Replica
@@ -46,7 +46,6 @@ from charonia.errors import (
 )
 from charonia.events import event
 from charonia.protocol import EngineInfo, Executor
-from charonia.text.tokenizer import Tokenizer
 
 RESULT_WAIT_S = 0.1
 """How long a step is waited for before others' cancellations and time limits are looked at."""
@@ -64,6 +63,7 @@ class EngineCore:
     """Serves requests on any executor and survives its failures.
 
     Args:
+        make_stream: makes the output of a sample, of text mostly.
         deliver: called with every chunk, in this caller's thread; must return quickly.
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
@@ -71,7 +71,7 @@ class EngineCore:
         on_started: called with a request's key when its first step begins.
         tenants: what holds for each; None has all alike.
         kv_events: told what the prefix cache holds; None where nobody listens.
-        journal: see `Replica`.
+        journal, hash_secret: see `Replica`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EngineCore:
         executor: Executor,
         engine_args: EngineArgs,
         scheduler_args: SchedulerArgs,
-        tokenizer: Tokenizer,
+        make_stream: MakeStream,
         *,
         deliver: Callable[[Chunk], None],
         clock: Callable[[], float],
@@ -90,13 +90,14 @@ class EngineCore:
         tenants: Tenants | None = None,
         kv_events: KVEvents | None = None,
         journal: Journal | None = None,
+        hash_secret: bytes | None = None,
     ) -> None:
         tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
         self._clock = clock
         self._log = log
         self._streams = OutputStreams(
-            tokenizer,
+            make_stream,
             self.metrics,
             Attainment(tenants, self.metrics),
             deliver=deliver,
@@ -121,6 +122,7 @@ class EngineCore:
             wake=wake,
             kv_events=kv_events,
             journal=journal,
+            hash_secret=hash_secret,
         )
         self._set_gauges()
 

@@ -4,7 +4,8 @@ Owns the output of each sample of a request: its detokenizer, its stop strings a
 back. Must not know steps or blocks.
 """
 
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import cast
 
@@ -121,26 +122,19 @@ def name_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logpr
     }
 
 
-class OutputStream:
-    """Turns the updates of one sample into chunks.
+class SampleStream(ABC):
+    """The output of one sample.
 
     Args:
-        request: the control plane's; read for its counts and times.
-        params: for stop strings, minimum length and special tokens.
+        request: the control plane's.
+
+    Attributes:
+        num_tokens: so far. first_token_at, last_token_at: by the clock of `take`; None before one.
     """
 
-    def __init__(self, request: Request, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self._params = params
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
-        self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
         self.num_tokens = 0
-        self._cumulative_logprob: float | None = None
-        self._held: list[int] = []
-        self._held_logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: PromptLogprobs | None = (
-            None if params.prompt_logprobs is None else [None]
-        )
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
 
@@ -157,8 +151,45 @@ class OutputStream:
             return None
         return (self.last_token_at - self.first_token_at) / (self.num_tokens - 1)
 
+    @abstractmethod
     def take(self, update: Update, now: float) -> Chunk | None:
-        """Take what a step committed; return a chunk when there is text, or the end.
+        """Take what a step committed; return a chunk when there is text, or the end."""
+
+    @abstractmethod
+    def fail(self, error: CharoniaError, now: float) -> Chunk:
+        """The last chunk of a sample that ends with an error."""
+
+    @abstractmethod
+    def cancel(self, now: float) -> Chunk:
+        """The last chunk of a sample that its client wants no more of. The request goes on, so this
+        is no error."""
+
+
+MakeStream = Callable[[Request, SamplingParams], SampleStream]
+
+
+class OutputStream(SampleStream):
+    """Turns the updates of one sample into chunks of text.
+
+    Args:
+        request: the control plane's; read for its counts and times.
+        params: for stop strings, minimum length and special tokens.
+    """
+
+    def __init__(self, request: Request, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        super().__init__(request)
+        self._params = params
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._matcher = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
+        self._cumulative_logprob: float | None = None
+        self._held: list[int] = []
+        self._held_logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: PromptLogprobs | None = (
+            None if params.prompt_logprobs is None else [None]
+        )
+
+    def take(self, update: Update, now: float) -> Chunk | None:
+        """See `SampleStream`.
 
         A stop string may end the text here before the control plane knows of it: then the chunk
         has finish reason "stop", and later tokens are surplus.
@@ -175,7 +206,7 @@ class OutputStream:
         return self._chunk(text, reason, now)
 
     def fail(self, error: CharoniaError, now: float) -> Chunk:
-        """The last chunk of a sample that ends with an error.
+        """See `SampleStream`.
 
         Who cancels a request may want what there is of it: all that was held back is in the chunk.
         """
@@ -183,10 +214,7 @@ class OutputStream:
         return replace(self._chunk(text, None, now), error=error, timing=self._timing(now))
 
     def cancel(self, now: float) -> Chunk:
-        """The last chunk of a sample that its client wants no more of, with all that was held back.
-
-        The request goes on, so this is no error.
-        """
+        """See `SampleStream`; with all that was held back."""
         return self._chunk(self._rest(), "cancelled", now)
 
     def _decode(self, update: Update) -> tuple[str, FinishReason | None]:
@@ -308,9 +336,9 @@ class SampleStreams:
     """
 
     def __init__(
-        self, requests: Sequence[Request], params: SamplingParams, tokenizer: Tokenizer
+        self, requests: Sequence[Request], params: SamplingParams, make_stream: MakeStream
     ) -> None:
-        self.streams = [OutputStream(request, params, tokenizer) for request in requests]
+        self.streams = [make_stream(request, params) for request in requests]
         self.open = set(range(len(requests)))
         self.reason: FinishReason = "cancelled"
         self._timings: list[Timing] = []

@@ -24,7 +24,7 @@ from charonia.engine.journal import Journal
 from charonia.engine.kv_events import KVEvents
 from charonia.engine.ladder import Ladder
 from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import Chunk
+from charonia.engine.outputs import Chunk, OutputStream
 from charonia.engine.recorder import Recorder, RecordingExecutor
 from charonia.engine.reload import Reload
 from charonia.engine.tenants import Tenants
@@ -108,7 +108,7 @@ class EngineService:
             executor,
             engine_args,
             scheduler_args,
-            tokenizer,
+            partial(OutputStream, tokenizer=tokenizer),
             deliver=lambda chunk: self._answers.take(chunk),
             clock=time.monotonic,
             log=log,

@@ -11,28 +11,28 @@ from charonia.control import Request, Update
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.attainment import Attainment, RequestEnd
 from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import Chunk, OutputStream, SampleStreams
+from charonia.engine.outputs import Chunk, MakeStream, SampleStream, SampleStreams
 from charonia.errors import CharoniaError
-from charonia.text.tokenizer import Tokenizer
 
 
 class OutputStreams:
     """From taking a request in to its last chunk.
 
     Args:
+        make_stream: makes that of a sample.
         deliver: called with every chunk; must return quickly. clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        make_stream: MakeStream,
         metrics: Metrics,
         attainment: Attainment,
         *,
         deliver: Callable[[Chunk], None],
         clock: Callable[[], float],
     ) -> None:
-        self._tokenizer = tokenizer
+        self._make_stream = make_stream
         self._metrics = metrics
         self._attainment = attainment
         self._deliver = deliver
@@ -98,7 +98,7 @@ class OutputStreams:
 
     def open(self, request: GenerationRequest, samples: Sequence[Request]) -> None:
         """Begin the output of a request that was taken in."""
-        self._streams[request.key] = SampleStreams(samples, request.params, self._tokenizer)
+        self._streams[request.key] = SampleStreams(samples, request.params, self._make_stream)
 
     def take(self, update: Update, now: float) -> bool:
         """Deliver what a step committed, if it is a live request's and there is text or an end.
@@ -216,7 +216,7 @@ class OutputStreams:
 
     def _observe_tokens(
         self,
-        stream: OutputStream,
+        stream: SampleStream,
         num_tokens: int,
         last_at: float | None,
         now: float,
