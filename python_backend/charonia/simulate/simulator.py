@@ -1,9 +1,9 @@
-"""One run: traffic through the real control plane, and what became of each request.
+"""One run: traffic through the real engine core, and what became of each request.
 
-Owns the loop, and the notes on each request. Must not know how the traffic was made, nor what is
-told of it. The loop does what `engine.core` does between the real one's clients and its engine, on
-the same parts: the limits at the door, time limits, what is given up under pressure, and the
-replica with its scheduler.
+Owns whose turn it is, the traffic or the core, and the notes on each request. Must not know how the
+traffic was made, nor what is told of it. Of a server it has what `engine.service` has, without the
+thread: the limits at the door, what is given up under pressure, and the core behind them. Only the
+engine, the clock, and the outputs, which are of no text, are its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,16 +16,14 @@ from msgspec.structs import replace
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Request, Update
-from charonia.engine.admission import GenerationRequest, admit, seeds_of
-from charonia.engine.core import RESULT_WAIT_S
-from charonia.engine.deadlines import Deadlines
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.core import RESULT_WAIT_S, EngineCore
 from charonia.engine.gate import Gate
 from charonia.engine.ladder import Ladder
-from charonia.engine.metrics import Metrics
-from charonia.engine.replica import Replica
+from charonia.engine.outputs import Chunk, SampleStream
 from charonia.engine.service import LOOK_EVERY_S
 from charonia.engine.tenants import Tenants
-from charonia.errors import CharoniaError, ConfigError, RequestTimeoutError
+from charonia.errors import CharoniaError, ConfigError
 from charonia.protocol import EngineInfo, KVLayout, SamplingParams
 from charonia.simulate.distribution import Distribution
 from charonia.simulate.engine import (
@@ -193,41 +191,37 @@ class Simulation:
         self._next = next(arrivals, None)
         self._intake_s = setting.step_times.intake
         self._clock = VirtualClock()
-        self._next_seed = seeds_of(setting.seed)
-        self._deadlines = Deadlines()
         path = None if args.tenants_file is None else Path(args.tenants_file)
         # A policy without shares is compared with one that has them, on the same file.
         tenants = Tenants(path, has_shares=True, log=log)
         self._gate = Gate(tenants, args, clock=self._clock)
         self._gate.follow(setting.engine_args)
-        self._metrics = Metrics()
-        self._ladder = Ladder(args, tenants, self._metrics, log=log)
-        self._has_ladder = args.degradation_wait_s is not None
         self._looked_at = 0.0
         self._served: list[Served] = []
         self._live: dict[str, Served] = {}
-        self._admitted: dict[str, Request] = {}  # that have not started
+        self._requests: dict[str, Request] = {}  # that have not started
         self._engine = SimulatedExecutor(
             info, StepClock(setting.step_times, setting.seed), self._clock, self._output_length
         )
-        self._replica = Replica(
+        self._core = EngineCore(
             self._engine,
             setting.engine_args,
             replace(args, min_step_deadline_s=inf),  # no step is so long that this engine hangs
-            metrics=self._metrics,
-            fail=self._fail,
-            on_started=self._note_started,
-            weight_of=tenants.weight_of,
+            self._stream_of,
+            deliver=self._take,
             clock=self._clock,
             log=log,
-            read_args=None,
-            wake=lambda: None,
+            on_started=self._note_started,
+            tenants=tenants,
             hash_secret=f"{setting.seed}".encode(),  # some policies of eviction go by hashes
         )
-        self._replica.follow()  # the engine is there before the first request
-        if self._replica.down_reason is not None:
-            raise ConfigError(self._replica.down_reason)
-        self._info = info
+        self._core.step()  # the engine is there before the first request
+        if self._core.down_reason is not None:
+            raise ConfigError(self._core.down_reason)
+        self._metrics = self._core.metrics
+        self._ladder = Ladder(args, tenants, self._metrics, log=log)
+        self._has_ladder = args.degradation_wait_s is not None
+        self._num_blocks = info.num_blocks
         self._inter_token: dict[tuple[str, int], Distribution] = {}
         self._service = ServiceDifference(tenants.weight_of)
         self._samples: list[Sample] = []
@@ -240,15 +234,15 @@ class Simulation:
             on_end: called at the end of each request.
         """
         self._on_end = on_end
-        replica, clock = self._replica, self._clock
+        core, clock = self._core, self._clock
         while self._next is not None or self._live:
             if self._has_ladder and clock.now - self._looked_at >= LOOK_EVERY_S:
                 self._look()
+            core.deliver()
             self._take_arrivals()
-            self._expire()
-            replica.fill()
-            if replica.is_busy:
-                self._take(replica.collect(RESULT_WAIT_S))
+            if core.step():
+                self._service.look()
+                self._sample(clock.now)
             elif self._live:  # they wait for a time limit
                 clock.now += RESULT_WAIT_S
             elif self._next is not None:
@@ -266,7 +260,7 @@ class Simulation:
         """See how long requests wait, and give something up, or no longer, because of that."""
         self._looked_at = self._clock.now
         if self._ladder.observe(self._gate.wait_s(), self._looked_at):
-            self._replica.relieve(self._ladder.relief)
+            self._core.relieve(self._ladder.relief)
 
     # ------------------------------------------------------------------ requests come
 
@@ -303,77 +297,54 @@ class Simulation:
             self._note_end(served, error.kind)
 
     def _let_in(self, wanted: GenerationRequest, at: float) -> None:
-        limits, key = self._replica.limits, wanted.key
+        limits, key = self._core.limits, wanted.key
         limits.check_prompt(len(wanted.prompt_ids))
         self._ladder.check(wanted.params)
         num_queued = len(self._live) - limits.max_num_seqs
         leaver = self._gate.enter(wanted, at, num_queued=num_queued)
         if leaver is not None:
-            self._fail(*leaver)
-        wanted = self._ladder.capped(wanted)
+            self._core.end(*leaver)
         served = self._live[key] = self._served[int(key)]
-        try:
-            (admitted,) = admit(wanted, self._info, limits, at, self._next_seed)
-            self._replica.add(admitted)
-            self._admitted[key] = admitted
-        except CharoniaError:
-            self._forget(key)
-            raise
         self._service.note_arrival(served.request.tenant)
-        if served.expires_at is not None:
-            self._deadlines.add(key, served.expires_at)
-
-    def _expire(self) -> None:
-        for key, is_until_start in self._deadlines.take_due(self._clock.now):
-            self._replica.finish(key)
-            self._fail(key, RequestTimeoutError.of(is_until_start=is_until_start))
+        self._core.add(self._ladder.capped(wanted), at)
 
     # ------------------------------------------------------------------ and go
 
+    def _stream_of(self, request: Request, _: SamplingParams) -> "_Counted":
+        self._requests[request.key] = request
+        return _Counted(request, self._note_tokens)
+
     def _note_started(self, key: str) -> None:
         self._gate.note_started(key)
-        served, admitted = self._live[key], self._admitted.pop(key)
+        served, request = self._live[key], self._requests.pop(key)
         served.started_at = self._clock.now
-        self._service.note_start(admitted.tenant)
-        self._service.note_input(admitted.tenant, admitted.num_prompt - admitted.num_cached)
+        self._service.note_start(request.tenant)
+        self._service.note_input(request.tenant, request.num_prompt - request.num_cached)
 
-    def _take(self, updates: list[Update]) -> None:
+    def _note_tokens(self, request: Request, num_new: int) -> None:
         """Note what a step committed."""
-        now, live = self._clock.now, self._live
-        for update in updates:
-            num_new = len(update.token_ids)
-            served = live[update.request.key]
-            request = served.request
-            if served.first_token_at is None:
-                served.first_token_at = now
-            else:
-                times = self._inter_token.get((request.tenant, request.priority))
-                if times is None:
-                    times = Distribution()
-                    self._inter_token[request.tenant, request.priority] = times
-                times.observe(now - served.last_token_at, num_new)
-            served.last_token_at = now
-            served.num_tokens += num_new
-            self._service.note_output(request.tenant, num_new)
-            if update.finish_reason is not None:
-                self._forget(update.request.key)
-                self._note_end(served, update.finish_reason)
-        self._service.look()
-        self._sample(now)
+        now, served = self._clock.now, self._live[request.key]
+        if served.first_token_at is None:
+            served.first_token_at = now
+        else:
+            times = self._inter_token.get((request.tenant, request.priority))
+            if times is None:
+                times = Distribution()
+                self._inter_token[request.tenant, request.priority] = times
+            times.observe(now - served.last_token_at, num_new)
+        served.last_token_at = now
+        served.num_tokens += num_new
+        self._service.note_output(request.tenant, num_new)
 
-    def _fail(self, key: str, error: CharoniaError) -> None:
-        served = self._live[key]
+    def _take(self, chunk: Chunk) -> None:
+        """Note a request's end, which its only chunk is."""
+        served = self._live.pop(chunk.key)
+        self._requests.pop(chunk.key, None)
         if served.started_at is None:
             self._service.note_start(served.request.tenant)
-        self._replica.finish(key)
-        self._forget(key)
-        self._note_end(served, error.kind)
-
-    def _forget(self, key: str) -> None:
-        del self._live[key]
-        self._admitted.pop(key, None)
-        self._gate.leave(key)
-        self._deadlines.remove(key)
+        self._gate.leave(chunk.key)
+        error = chunk.error
+        self._note_end(served, f"{chunk.finish_reason}" if error is None else error.kind)
 
     def _note_end(self, served: Served, outcome: str) -> None:
         served.ended_at = max(self._clock.now, served.arrived_at)
@@ -386,16 +357,16 @@ class Simulation:
         """Note how full everything is; half of the samples are dropped when there are too many."""
         if self._samples and now < self._samples[-1].at + self._sample_every_s:
             return
-        replica = self._replica
-        replica.show_metrics()
-        used = self._metrics.gauges["charonia_kv_blocks", "used"] / (self._info.num_blocks - 1)
-        self._samples.append(Sample(now, replica.num_running, replica.num_waiting, used))
+        gauges = self._metrics.gauges
+        num_running = int(gauges["charonia_requests_running", ""])
+        num_waiting = int(gauges["charonia_requests_waiting", ""])
+        used = gauges["charonia_kv_blocks", "used"] / (self._num_blocks - 1)
+        self._samples.append(Sample(now, num_running, num_waiting, used))
         if len(self._samples) >= 2 * MAX_SAMPLES:
             self._samples = self._samples[::2]
             self._sample_every_s = (now - self._samples[0].at) / MAX_SAMPLES
 
     def _outcome(self) -> Outcome:
-        self._replica.show_metrics()
         counters, engine = self._metrics.counters, self._engine
         cached = counters["charonia_prompt_tokens_total", "cached"]
         computed = counters["charonia_prompt_tokens_total", "computed"]
@@ -412,6 +383,36 @@ class Simulation:
             hit_rate=cached / max(1.0, cached + computed),
             service=self._service,
         )
+
+
+class _Counted(SampleStream):
+    """An output that is of no text: its tokens are counted, and only its end is told.
+
+    Args:
+        note: called with the number of tokens that have come.
+    """
+
+    def __init__(self, request: Request, note: Callable[[Request, int], None]) -> None:
+        super().__init__(request)
+        self._note = note
+
+    def take(self, update: Update, now: float) -> Chunk | None:
+        """See `SampleStream`."""
+        if num_new := len(update.token_ids):
+            self.num_tokens += num_new
+            self.first_token_at = self.first_token_at or now
+            self.last_token_at = now
+            self._note(self.request, num_new)
+        reason = update.finish_reason
+        return None if reason is None else Chunk(self.request.key, finish_reason=reason)
+
+    def fail(self, error: CharoniaError, now: float) -> Chunk:
+        """See `SampleStream`."""
+        return Chunk(self.request.key, error=error)
+
+    def cancel(self, now: float) -> Chunk:
+        """See `SampleStream`; nobody does here."""
+        return Chunk(self.request.key, finish_reason="cancelled")
 
 
 def _prompt(arrival: Arrival, number: int, block_length: int) -> list[int]:
