@@ -246,7 +246,7 @@ class FairWaiting:
     Args:
         running: the tenants that have requests that run: their counters are kept, and they have
             something that one of their own may take.
-        level: see `Displacement`; None where nobody displaces anybody.
+        level: see `Levels`.
     """
 
     def __init__(
@@ -263,8 +263,7 @@ class FairWaiting:
         self._heap: list[tuple[float, str]] = []  # tenants in `_of`, and some that have left it
         self._in_heap: set[str] = set()
         self._num_waiting = 0
-        self._level = level
-        self._levels: list[float] = []  # of all that wait, the smallest first
+        self._levels = Levels(level)
         self._last = ""  # the tenant of the last one that waited, when nobody does
 
     def __len__(self) -> int:
@@ -286,16 +285,14 @@ class FairWaiting:
             self._counters.forget_some(self._counts)
         self._of[tenant].push(request, is_new=is_new)
         self._num_waiting += 1
-        if self._level is not None:
-            insort(self._levels, self._level(request))
+        self._levels.add(request)
 
     def remove(self, request: Request) -> None:
         """Take a waiting request out, wherever it stands."""
         tenant = request.tenant
         self._of[tenant].remove(request)
         self._num_waiting -= 1
-        if self._level is not None:
-            del self._levels[bisect_left(self._levels, self._level(request))]
+        self._levels.remove(request)
         if not self._of[tenant]:
             del self._of[tenant]
             self._last = tenant
@@ -318,11 +315,11 @@ class FairWaiting:
 
         Others have nothing of their own to take, and their turn to take from others comes.
         """
-        if self._level is None or not self._levels or self._levels[0] >= highest_level:
+        if self._levels.lowest >= highest_level:
             return
         tenants = {tenant for tenant in self._running if tenant in self._of}
         tenants.update(self._least_served())
-        for _, tenant in sorted((self._counters[tenant], tenant) for tenant in tenants):
+        for tenant in self._counters.in_order(tenants):
             yield self._of[tenant].first
 
     def _least_served(self) -> list[str]:

@@ -109,6 +109,11 @@ class Levels:
         """Of any; -inf without one."""
         return self._in_order[-1] if self._in_order else -inf
 
+    @property
+    def lowest(self) -> float:
+        """Of any; inf without one."""
+        return self._in_order[0] if self._in_order else inf
+
     def add(self, request: Request) -> None:
         """Add that of a request."""
         if self._level is not None:
