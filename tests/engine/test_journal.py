@@ -47,6 +47,24 @@ def changed(entries, kind, change):
     return [*entries[:index], change(entries[index]), *entries[index + 1 :]]
 
 
+def journaled(bench, journal, scheduler_args, **engine_values):
+    """A scheduler for a bench's engine that writes a journal; tenants "a" and "b" have weights."""
+    engine_args = EngineArgs(model="echo", **engine_values)
+    stats = SchedulerStats()
+    return make_scheduler(
+        engine_args,
+        scheduler_args,
+        replace(bench.scheduler.limits, async_scheduling=engine_args.async_scheduling),
+        hash_secret=os.urandom(32),
+        epoch=0,
+        stats=stats,
+        weight_of={"a": 1.0, "b": 2.0}.__getitem__,
+        cache_events=None,
+        tiers=bench.tiers(stats),
+        journal=journal,
+    )
+
+
 @pytest.mark.parametrize("has_token_ids", [False, True])
 @pytest.mark.parametrize("speculative_config", [None, "ngram", "suffix"])
 def test_a_run_gives_the_same_plans_again(tmp_path, entries, speculative_config, has_token_ids):
@@ -238,23 +256,9 @@ POLICIES = [
 @pytest.mark.parametrize(("engine_values", "scheduler_values"), POLICIES)
 @pytest.mark.parametrize("tier_sizes", [(), (20, 30)])
 def test_whatever_decides_decides_alike(tmp_path, engine_values, scheduler_values, tier_sizes):
-    engine_args = EngineArgs(model="echo", **engine_values)
-    scheduler_args = SchedulerArgs(**scheduler_values)
     bench = Stepping(num_blocks=24, max_num_seqs=3, tier_sizes=tier_sizes)
-    limits = replace(bench.scheduler.limits, async_scheduling=engine_args.async_scheduling)
     journal = open_journal(tmp_path, has_token_ids=bool(tier_sizes))
-    scheduler = make_scheduler(
-        engine_args,
-        scheduler_args,
-        limits,
-        hash_secret=os.urandom(32),
-        epoch=0,
-        stats=(stats := SchedulerStats()),
-        weight_of={"a": 1.0, "b": 2.0}.__getitem__,
-        cache_events=None,
-        tiers=bench.tiers(stats),
-        journal=journal,
-    )
+    scheduler = journaled(bench, journal, SchedulerArgs(**scheduler_values), **engine_values)
     random, in_flight, keys = Random(7), deque(), []
     for now in range(200):
         if random.random() < 0.5:
@@ -274,7 +278,9 @@ def test_whatever_decides_decides_alike(tmp_path, engine_values, scheduler_value
         if random.random() < 0.1:
             scheduler.finish(random.choice(keys))
         scheduler.relief = Relief(prompt_share=0.5 if now % 50 > 40 else 1.0)
-        while len(in_flight) < limits.max_steps_in_flight and (plan := scheduler.plan(now)):
+        while len(in_flight) < scheduler.limits.max_steps_in_flight and (
+            plan := scheduler.plan(now)
+        ):
             in_flight.append(bench.engine.submit(plan))
         scheduler.take_late()
         if in_flight:
@@ -408,20 +414,14 @@ def test_calls_of_no_scheduler_are_refused():
 @pytest.mark.parametrize("eviction_policy", sorted(EVICTIONS))
 def test_what_is_evicted_by_bits_of_its_key_is_evicted_again(tmp_path, eviction_policy):
     """A large cache, of which some entries alone are watched, with prefixes that come again."""
-    engine_args = EngineArgs(model="echo", eviction_policy=eviction_policy)
     bench = Stepping(num_blocks=1500, max_model_len=400, max_num_batched_tokens=512)
     journal = open_journal(tmp_path)
-    scheduler = make_scheduler(
-        engine_args,
+    scheduler = journaled(
+        bench,
+        journal,
         SchedulerArgs(),
-        bench.scheduler.limits,
-        hash_secret=os.urandom(32),
-        epoch=0,
-        stats=SchedulerStats(),
-        weight_of=lambda _: 1.0,
-        cache_events=None,
-        tiers=None,
-        journal=journal,
+        eviction_policy=eviction_policy,
+        async_scheduling=False,
     )
     random = Random(3)
     for now in range(400):
