@@ -20,9 +20,9 @@ another engine makes be computed again.
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
 
+from charonia.control.lazy_heap import LazyHeap
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.policies.ranked import Levels, RankedWaiting, RankOf
 from charonia.control.request import Request, Update
@@ -31,7 +31,6 @@ MAX_REMEMBERED = 4096
 """Tenants without a request whose counters are kept."""
 _FOREMOST = 4  # tenants that have had the least, of which somebody may displace others
 MAX_LOST = 4
-_SLACK = 64
 _OUTPUT_SHARE = 0.05  # that the last request has in the mean of their lengths
 
 
@@ -240,8 +239,7 @@ class FairWaiting:
     """Waiting requests, the first one of the tenant that has had the least first.
 
     Counters only grow, so that a heap of them is never too late: one that has grown since is put
-    back to where it belongs when it comes to the top. Tenants that have left are taken out there,
-    or when they outweigh the others.
+    back to where it belongs when it comes to the top.
 
     Args:
         running: the tenants that have requests that run: their counters are kept, and they have
@@ -260,8 +258,7 @@ class FairWaiting:
         self._rank = rank
         self._running = running
         self._of: dict[str, RankedWaiting] = {}
-        self._heap: list[tuple[float, str]] = []  # tenants in `_of`, and some that have left it
-        self._in_heap: set[str] = set()
+        self._heap: LazyHeap[str] = LazyHeap()  # tenants in `_of`, by counters as they were
         self._num_waiting = 0
         self._levels = Levels(level)
         self._last = ""  # the tenant of the last one that waited, when nobody does
@@ -279,9 +276,7 @@ class FairWaiting:
             if is_new:
                 self._counters.lift(tenant, self._least())
             self._of[tenant] = RankedWaiting(self._rank)
-            if tenant not in self._in_heap:
-                self._in_heap.add(tenant)
-                heappush(self._heap, (self._counters[tenant], tenant))
+            self._heap.add(tenant, self._counters[tenant])
             self._counters.forget_some(self._counts)
         self._of[tenant].push(request, is_new=is_new)
         self._num_waiting += 1
@@ -295,20 +290,16 @@ class FairWaiting:
         self._levels.remove(request)
         if not self._of[tenant]:
             del self._of[tenant]
+            self._heap.discard(tenant)
             self._last = tenant
-            if len(self._heap) > 2 * len(self._of) + _SLACK:
-                self._in_heap = set(self._of)
-                self._heap = [(self._counters[one], one) for one in self._of]
-                heapify(self._heap)
 
     def in_order(self) -> Iterator[Request]:
         """Those of the tenant that has had the least.
 
         The others pass none of them: what they were given meanwhile would be beyond the bound.
         """
-        self._settle()
-        if self._heap:
-            yield from self._of[self._heap[0][1]].in_order()
+        if (place := self._least_place()) is not None:
+            yield from self._of[place[1]].in_order()
 
     def foremost(self, highest_level: float) -> Iterator[Request]:
         """The first of each tenant that runs, and of some that have had the least.
@@ -325,32 +316,25 @@ class FairWaiting:
     def _least_served(self) -> list[str]:
         """The tenants with the smallest counters, of those that wait."""
         least: list[tuple[float, str]] = []
-        self._settle()
-        while self._heap and len(least) < _FOREMOST:
-            least.append(heappop(self._heap))
-            self._settle()
-        for place in least:
-            heappush(self._heap, place)
+        while len(least) < _FOREMOST and (place := self._least_place()) is not None:
+            least.append(place)
+            self._heap.pop()
+        for counter, tenant in least:
+            self._heap.add(tenant, counter)
         return [tenant for _, tenant in least]
 
     def _least(self) -> float:
         """The smallest counter of those that wait; of the last one that did, if nobody does."""
-        self._settle()
-        return self._heap[0][0] if self._heap else self._counters[self._last]
+        place = self._least_place()
+        return self._counters[self._last] if place is None else place[0]
 
     def _counts(self, tenant: str) -> bool:
         """Whether the counter of a tenant is needed."""
-        return tenant in self._in_heap or tenant in self._running or tenant == self._last
+        return tenant in self._of or tenant in self._running or tenant == self._last
 
-    def _settle(self) -> None:
-        """Bring to the top of the heap what belongs there."""
-        heap = self._heap
-        while heap:
-            counter, tenant = heap[0]
-            if tenant not in self._of:
-                heappop(heap)
-                self._in_heap.remove(tenant)
-            elif counter < self._counters[tenant]:
-                heapreplace(heap, (self._counters[tenant], tenant))
-            else:
-                return
+    def _least_place(self) -> tuple[float, str] | None:
+        """The smallest counter and its tenant, which are brought to the top of the heap."""
+        heap, counters = self._heap, self._counters
+        while (place := heap.first()) is not None and place[0] < counters[place[1]]:
+            heap.raise_first(counters[place[1]])
+        return place
