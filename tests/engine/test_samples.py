@@ -28,12 +28,24 @@ def test_each_sample_has_the_tokens_of_its_seed_and_the_request_one_end():
     timing = bench.chunks["a"][-1].timing
     assert timing["computed_tokens"] == 10 + 2
     assert timing["cached_tokens"] == 2 * 9
+    assert timing["prompt_cached_tokens"] == 0
     counters = bench.core.metrics.counters
     assert counters["charonia_generation_tokens_total", ""] == 3 * 20 + 2 * 5
     assert counters["charonia_finished_total", "length"] == 2
     gaps = bench.core.metrics.histograms["charonia_inter_token_seconds"]
     assert gaps.count == 3 * 19 + 2 * 4
     assert len(bench.core.metrics.drain()["charonia_time_to_first_token_seconds"]) == 2
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3])
+def test_what_was_cached_of_the_prompt_is_told_however_the_samples_came_to_it(max_num_seqs):
+    """With one row the others find blocks that the first has left, and fork nothing."""
+    bench = Bench(EchoExecutor(max_num_seqs=max_num_seqs))
+    for key in "ab":
+        bench.add(key, n=3, max_tokens=2, prompt=list(range(1, 41)))
+        bench.run()
+    found = [bench.chunks[key][-1].timing["prompt_cached_tokens"] for key in "ab"]
+    assert found == [0, 32]
 
 
 def test_samples_end_by_themselves():

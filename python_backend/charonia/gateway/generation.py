@@ -121,19 +121,12 @@ class Run:
             self._record.completion_tokens = self.usage.completion_tokens
 
     def _count_cached(self, index: int, timing: object) -> None:
-        """Count what of a prompt was cached, once, however many samples it has.
-
-        The scheduler adds up what all samples did; each but the first computes one token of the
-        prompt, and takes the others from the first.
-        """
+        """Count what of a prompt was cached, once, however many samples it has."""
         if not isinstance(timing, dict):
             return
-        num_prompt = len(self.generation.prompts[index].ids)
-        num_samples = self.generation.sampling.get("best_of") or self.generation.num_choices
-        num_computed = timing.get("computed_tokens", num_prompt) - (num_samples - 1)
-        if timing.get("cached"):  # a kept answer: nothing was computed
-            num_computed = 0
-        num_cached = min(max(num_prompt - num_computed, 0), num_prompt)
+        num_cached = int(timing.get("prompt_cached_tokens", timing.get("cached_tokens")) or 0)
+        if timing.get("cached"):  # another one's answer: nothing was computed
+            num_cached = len(self.generation.prompts[index].ids)
         self.usage.cached_tokens = (self.usage.cached_tokens or 0) + num_cached
 
 
