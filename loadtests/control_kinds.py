@@ -113,10 +113,9 @@ class Bench:
         """Have answers of all lengths end, as long as those that are timed may be."""
         for number in range(_NUM_PAST):
             request = self.new()
+            self.scheduler.add(request)
             request.token_ids += [7] * (1 + number * request.max_tokens // _NUM_PAST)
-            for learner in (self._peak, self.policy.service, self.policy.deadlines):
-                if learner is not None:
-                    learner.note_end(request)
+            self.finish(request)
 
     @property
     def running(self) -> list[Request]:

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from charonia.control.peak_memory import PeakMemory
+from charonia.control.output_lengths import OutputLengths
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByDeadline,
@@ -24,6 +24,12 @@ BUDGET = 64
 def edf(*, demotes: bool = False) -> Policy:
     watch = DeadlineWatch(BUDGET, demotes=demotes)
     return ranked(by_deadline, DisplacementByDeadline(), watch)
+
+
+def make_watch(lengths: OutputLengths | None = None, *, demotes: bool = False) -> DeadlineWatch:
+    watch = DeadlineWatch(BUDGET, demotes=demotes)
+    watch.start(lengths or OutputLengths())
+    return watch
 
 
 def due(key: str, expires_at: float = inf, **changes):
@@ -110,7 +116,7 @@ def test_who_runs_or_has_ended_is_not_late_and_who_was_preempted_may_be():
 
 
 def test_a_latest_start_is_looked_at_again_when_it_has_come():
-    watch = DeadlineWatch(BUDGET, demotes=False)
+    watch = make_watch()
     for _ in range(50):
         watch.note_step(1, 0.1)
     watch.note_waiting(request := due("a", 10.0, max_tokens=60))
@@ -128,7 +134,7 @@ def test_rounding_makes_nobody_looked_at_for_ever():
     now, expires_at, needed_s = 0.671, 32.97, 32.299
     assert expires_at - needed_s < now
     assert needed_s <= expires_at - now
-    watch = DeadlineWatch(BUDGET, demotes=False)
+    watch = make_watch()
     for _ in range(2):
         watch.note_step(8, needed_s)
     watch.note_waiting(request := due("a", expires_at, max_tokens=1))
@@ -137,7 +143,7 @@ def test_rounding_makes_nobody_looked_at_for_ever():
 
 def test_what_waits_no_longer_is_forgotten():
     """Long before its deadline; what is left of it is outweighed by those that wait."""
-    watch = DeadlineWatch(BUDGET, demotes=False)
+    watch = make_watch()
     stays = [due("a", 1e6, number=number) for number in range(10)]
     for request in stays:
         watch.note_waiting(request)
@@ -161,7 +167,7 @@ def test_the_scheduler_tells_who_waits_no_longer():
 
 
 def test_one_that_was_demoted_is_told_of_once():
-    watch = DeadlineWatch(BUDGET, demotes=True)
+    watch = make_watch(demotes=True)
     request = due("a", 1.0)
     for _ in range(2):  # it was preempted
         watch.note_waiting(request)
@@ -178,7 +184,7 @@ def test_in_one_step_few_prompts_are_looked_up():
         looked_up.append(request)
         return 0
 
-    watch = DeadlineWatch(BUDGET, demotes=False)
+    watch = make_watch()
     for number in range(3 * MAX_LOOKED_UP):
         watch.note_waiting(due("a", 1.0, number=number))
     told = [len(watch.take_late(2.0, none_of_it)) for _ in range(4)]
@@ -188,7 +194,7 @@ def test_in_one_step_few_prompts_are_looked_up():
 
 def test_what_is_not_cached_any_more_is_looked_up_again():
     num_cached = 20 * BUDGET - 1
-    watch = DeadlineWatch(BUDGET, demotes=False)
+    watch = make_watch()
     for _ in range(50):
         watch.note_step(BUDGET, 0.1)
         watch.note_step(1, 0.01)
@@ -207,7 +213,7 @@ def test_what_is_cached_is_looked_up_only_where_it_matters():
         looked_up.append(request)
         return len(request.token_ids) - 1
 
-    watch = DeadlineWatch(BUDGET, demotes=False)
+    watch = make_watch()
     for _ in range(50):
         watch.note_step(BUDGET, 0.1)
         watch.note_step(1, 0.01)
@@ -246,15 +252,14 @@ def test_within_fair_shares_late_ones_end_as_well():
 
 
 def test_an_answer_is_taken_to_be_as_long_as_others_but_not_longer_than_asked_for():
-    remaining = RemainingTime(BUDGET)
+    lengths = OutputLengths()
+    remaining = RemainingTime(BUDGET, lengths)
     request = make_request("a", max_tokens=100)
     assert remaining.of(request) == 0.0
     for _ in range(50):
         remaining.note_step(8, 0.01)
     assert remaining.of(request) == pytest.approx(1.0, rel=0.01)
-    ended = make_request("b")
-    ended.token_ids += [7] * 10
-    remaining.note_end(ended)
+    lengths.note(10)
     assert remaining.of(request) == pytest.approx(0.1, rel=0.01)
     request.token_ids += [7] * 30
     assert remaining.of(request) <= 0.06  # its tokens are computed again, and one more comes
@@ -262,36 +267,30 @@ def test_an_answer_is_taken_to_be_as_long_as_others_but_not_longer_than_asked_fo
 
 
 def test_an_answer_takes_fewer_steps_than_tokens_where_drafts_are_accepted():
-    remaining = RemainingTime(BUDGET)
+    lengths = OutputLengths()
+    remaining = RemainingTime(BUDGET, lengths)
     for _ in range(50):
         remaining.note_step(8, 0.01)
-    ended = make_request("a", max_tokens=100)
-    ended.token_ids += [7] * 100
-    ended.drafts.num_accepted = 75
-    remaining.note_end(ended)
+    lengths.note(100, 75)
     request = make_request("b", max_tokens=100)
     assert remaining.of(request) == pytest.approx(0.01 + 99 * 0.01 / 4, rel=0.01)
 
 
-@pytest.mark.parametrize(("is_complete", "num_expected"), [(True, 3), (False, 400)])
-def test_an_answer_that_ended_at_a_stop_string_tells_how_long_others_are(is_complete, num_expected):
-    """One whose client has gone does not."""
-    policy = fair(by_deadline, lambda _: 1.0, None, DeadlineWatch(BUDGET, demotes=False))
-    peak = PeakMemory(expects=True)
-    bench = Bench(policy, peak_memory=peak, max_model_len=500, num_blocks=200)
-    bench.add(due("a", max_tokens=400))
-    for _ in range(3):
-        bench.step()
-    bench.scheduler.finish("a", is_complete=is_complete)
-    request = due("b", max_tokens=400)
-    needed_s = policy.deadlines._remaining.of(request)
-    assert needed_s == pytest.approx(num_expected * STEP_S, rel=0.1)
-    assert (peak._lengths.expected(0) or 400) == num_expected
-    assert (policy.service.swing("", 1) > 0) == is_complete
+def test_an_answer_that_is_longer_than_most_is_taken_to_be_as_long_as_the_longer_ones():
+    lengths = OutputLengths()
+    remaining = RemainingTime(BUDGET, lengths)
+    for _ in range(50):
+        remaining.note_step(8, 0.01)
+    for num_tokens in (10, 10, 10, 90):
+        lengths.note(num_tokens)
+    request = make_request("a", max_tokens=100)
+    assert remaining.of(request) == pytest.approx(0.3, rel=0.01)
+    request.token_ids += [7] * 50  # it was preempted
+    assert remaining.of(request) == pytest.approx(0.4, rel=0.01), "and not one more token"
 
 
 def test_a_long_prompt_takes_steps_of_its_own():
-    remaining = RemainingTime(BUDGET)
+    remaining = RemainingTime(BUDGET, OutputLengths())
     for _ in range(50):
         remaining.note_step(BUDGET, 0.05)
         remaining.note_step(8, 0.01)

@@ -4,33 +4,22 @@ from dataclasses import replace
 
 import pytest
 
-from charonia.control.peak_memory import OutputLengths, PeakMemory
+from charonia.control.output_lengths import OutputLengths
+from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from charonia.control.prompt_budget import PromptBudget
 from support.counting import count_calls
 from support.stepping import LIMITS, Bench, make_request
 
 
-def lengths_of(*past: int) -> OutputLengths:
+def expecting(*past: int) -> PeakMemory:
+    """Takes answers to be as long as these were."""
     lengths = OutputLengths()
     for num_tokens in past:
         lengths.note(num_tokens)
-    return lengths
-
-
-def test_an_answer_is_expected_to_be_as_long_as_longer_ones_were():
-    lengths = lengths_of(*range(1, 11))
-    assert lengths.expected(0) == 9
-    assert lengths.expected(5) == 10
-    assert lengths.expected(9) == 10
-    assert lengths.expected(10) is None
-    assert lengths_of().expected(0) is None
-
-
-def test_only_the_last_ones_are_remembered():
-    lengths = lengths_of(*[1000] * 100, *[5] * 512)
-    assert lengths.expected(0) == 5
-    assert lengths.expected(5) is None
+    peak = PeakMemory(expects=True)
+    peak.start(lengths)
+    return peak
 
 
 def running(num_known: int, num_left: int):
@@ -51,7 +40,7 @@ def running(num_known: int, num_left: int):
 )
 def test_the_peak_is_at_one_of_the_ends(batch, num_blocks):
     """With blocks of one token, so that tokens are what counts."""
-    peak = PeakMemory(expects=True)  # no answer has ended: all are as long as they may be
+    peak = expecting()  # no answer has ended: all are as long as they may be
     requests = [running(*one) for one in batch]
     for room in (num_blocks - 1, num_blocks):
         limits = replace(LIMITS, block_size=1, num_blocks=room + 1, max_model_len=2000)
@@ -71,7 +60,7 @@ def test_where_nothing_is_expected_there_is_room_for_all_ends_at_once(num_blocks
 @pytest.mark.parametrize("expects", [False, True])
 def test_what_ended_requests_in_flight_hold_is_no_room(expects):
     limits = replace(LIMITS, block_size=4, num_blocks=5)
-    peak = PeakMemory(expects=expects)
+    peak = expecting() if expects else PeakMemory(expects=False)
     assert peak.fits(limits, 4, [], running(10, 6), 0)
     peak.num_held = 1
     assert not peak.fits(limits, 4, [], running(10, 6), 0)
@@ -82,8 +71,8 @@ def test_what_others_hold_is_not_needed_again_where_lengths_are_expected():
     limits = replace(LIMITS, num_blocks=10, block_size=4)
     others = [running(12, 4)]
     request = running(20, 4)
-    assert not PeakMemory(expects=True).fits(limits, 9, others, request, 0)
-    assert PeakMemory(expects=True).fits(limits, 9, others, request, 3)
+    assert not expecting().fits(limits, 9, others, request, 0)
+    assert expecting().fits(limits, 9, others, request, 3)
     assert not PeakMemory(expects=False).fits(limits, 9, others, request, 3)
 
 
@@ -134,9 +123,9 @@ def test_a_request_waits_for_the_blocks_of_one_that_has_ended_and_is_in_flight()
 def test_answers_that_were_short_leave_room_for_more():
     def num_running(past: list[int]) -> int:
         peak = PeakMemory(expects=True)
+        bench = Bench(peak_memory=peak, max_num_seqs=6)
         for length in past:
             peak._lengths.note(length)
-        bench = Bench(peak_memory=peak, max_num_seqs=6)
         bench.add(*[make_request(f"{n}", max_tokens=50) for n in range(6)])
         bench.step()
         return len(bench.running)
@@ -215,7 +204,7 @@ def test_who_is_admitted_is_one_of_those_that_run_to_the_next_in_the_same_plan(m
 
 def test_what_requests_need_is_kept_until_the_next_plan():
     limits = replace(LIMITS, block_size=1, max_model_len=2000)
-    peak = PeakMemory(expects=True)
+    peak = expecting()
     first, second, request = running(10, 5), running(10, 20), running(10, 15)
     assert not peak.fits(limits, 49, [first, second], request, 0)
     assert peak.fits(limits, 50, [second], request, 0), "without the first one"

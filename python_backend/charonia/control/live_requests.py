@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from charonia.control.block_tables import BlockTables
 from charonia.control.limits import Limits
 from charonia.control.lookups import Lookups
+from charonia.control.output_lengths import OutputLengths
 from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Policy
 from charonia.control.request import Group, Request
@@ -32,7 +33,7 @@ class LiveRequests:
 
     Args:
         policy: has those that wait and those that run, each in its order.
-        suspects, speculation, peak_memory: told of ends. stats: counts preemptions.
+        suspects, speculation, lengths, peak_memory: told of ends. stats: counts preemptions.
 
     Attributes:
         by_key: all that have had no end, in the order in which they came.
@@ -44,6 +45,7 @@ class LiveRequests:
         policy: Policy,
         suspects: Suspects,
         speculation: Speculation | None,
+        lengths: OutputLengths,
         peak_memory: PeakMemory | None,
         stats: SchedulerStats,
     ) -> None:
@@ -54,6 +56,7 @@ class LiveRequests:
         self._running = policy.running
         self._suspects = suspects
         self._speculation = speculation
+        self._lengths = lengths
         self._peak_memory = peak_memory
         self._stats = stats
         self._next_number = 0
@@ -185,8 +188,8 @@ class LiveRequests:
         Args:
             is_complete: whether it has generated all its tokens.
         """
-        if is_complete:
-            self._note_complete(request)
+        if is_complete and not request.is_probe:
+            self._lengths.note(request.num_generated, request.drafts.num_accepted)
         request.is_ended = True
         del self.by_key[request.key]
         if self._speculation is not None:
@@ -222,14 +225,6 @@ class LiveRequests:
                 self._give_row_back(request)
         if self._peak_memory is not None:
             self._peak_memory.num_held = sum(len(request.block_ids) for request in self.ended)
-
-    def _note_complete(self, request: Request) -> None:
-        if self._policy.deadlines is not None:
-            self._policy.deadlines.note_end(request)
-        if self._peak_memory is not None:
-            self._peak_memory.note_end(request)
-        if self._policy.service is not None:
-            self._policy.service.note_end(request)
 
     def _give_row_back(self, request: Request) -> None:
         """Take the row of a request that runs no longer, and holds no blocks any more."""

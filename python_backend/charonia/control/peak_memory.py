@@ -1,6 +1,6 @@
 """How many blocks the running requests will need at most, by how long their answers will be.
 
-Owns the estimate of lengths, and of the peak. Must not know blocks by number.
+Owns the estimate of the peak. Must not know blocks by number, nor how lengths are learned.
 
 Requests of a batch grow together, and each gives all back at its end. With the longest rest first,
 r1 >= r2 >= ..., and so many tokens now, t1, t2, ..., the batch needs most at one of its ends::
@@ -15,47 +15,17 @@ prompt is computed in chunks, or its drafts are right, or a step has no token le
 to be guaranteed counts each request's blocks at its own end, as if all ends came at once.
 """
 
-from bisect import bisect_right, insort
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
 from operator import add, mul
 
 from charonia.control.limits import Limits
+from charonia.control.output_lengths import OutputLengths
 from charonia.control.request import Request
-
-_NUM_PAST = 512
-"""Answers whose lengths are remembered."""
-_QUANTILE = 0.8
-"""Of the lengths of those that were longer than a request is by now: a few end later."""
 
 Need = tuple[int, int]
 """Of a request: how much it grows, and how much it has, in tokens; or no growth, and all the blocks
 that it may have."""
-
-
-class OutputLengths:
-    """How long answers were lately."""
-
-    def __init__(self) -> None:
-        self._past: deque[int] = deque()
-        self._in_order: list[int] = []
-
-    def note(self, num_tokens: int) -> None:
-        """An answer had so many tokens."""
-        if len(self._past) == _NUM_PAST:
-            oldest = self._past.popleft()
-            del self._in_order[bisect_right(self._in_order, oldest) - 1]
-        self._past.append(num_tokens)
-        insort(self._in_order, num_tokens)
-
-    def expected(self, num_generated: int) -> int | None:
-        """Of an answer that has so many tokens and goes on; None where none was longer."""
-        first = bisect_right(self._in_order, num_generated)
-        num_longer = len(self._in_order) - first
-        if not num_longer:
-            return None
-        return self._in_order[first + min(num_longer - 1, int(num_longer * _QUANTILE))]
 
 
 class PeakMemory:
@@ -71,15 +41,15 @@ class PeakMemory:
 
     def __init__(self, *, expects: bool) -> None:
         self.num_held = 0
-        self._lengths = OutputLengths() if expects else None
+        self._expects = expects
+        self._lengths: OutputLengths
         # Of those that ran since the plan began. All ends at once need no less than the peak.
         self._needs: dict[Request, Need] = {}
         self._all_ends = 0
 
-    def note_end(self, request: Request) -> None:
-        """A request has generated all its tokens."""
-        if self._lengths is not None:
-            self._lengths.note(request.num_generated)
+    def start(self, lengths: OutputLengths) -> None:
+        """Ask these how long answers are, where they are not taken to be as long as they may be."""
+        self._lengths = lengths
 
     def begin_plan(self) -> None:
         """Forget what requests need: since the last plan they have more tokens."""
@@ -106,7 +76,7 @@ class PeakMemory:
         if not running and not self.num_held:
             return True
         room = num_usable - self.num_held
-        if self._lengths is not None:
+        if self._expects:
             room *= limits.block_size
         for one in running:
             if one not in self._needs:
@@ -118,11 +88,11 @@ class PeakMemory:
         return _peak([*map(self._needs.__getitem__, running), own]) <= room
 
     def _need(self, limits: Limits, request: Request, num_cached: int) -> Need:
-        if self._lengths is None:
+        if not self._expects:
             # The last token of a request is never computed, and drafts stay before it.
             return 0, limits.blocks_for(request.max_known - 1)
         num_left = request.max_known - len(request.token_ids)
-        expected = self._lengths.expected(request.num_generated)
+        expected = self._lengths.at_most(request.num_generated)
         if expected is not None:
             num_left = min(num_left, expected - request.num_generated)
         slack = limits.block_size - 1  # of its last block

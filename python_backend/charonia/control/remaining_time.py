@@ -1,16 +1,16 @@
 """How long a request would still take if it ran now.
 
-Owns the estimate, learned from the steps that ran and the requests that ended. Must not know what
-it is for. It is a mean, and may be too little or too much: a prompt is taken to cost what steps of
+Owns the estimate, learned from the steps that ran and the answers that ended. Must not know what it
+is for. It is a mean, and may be too little or too much: a prompt is taken to cost what steps of
 its size do, each token after it a step like those of late, an answer to be as long as others are,
 and nobody to be in the way.
 """
 
+from charonia.control.output_lengths import OutputLengths
 from charonia.control.prompt_time import PromptTime
 from charonia.control.request import Request
 
 _STEP_SHARE = 0.05  # that the last step has in the mean
-_OUTPUT_SHARE = 0.05  # that the last request has in the mean
 
 
 class RemainingTime:
@@ -18,25 +18,19 @@ class RemainingTime:
 
     Args:
         budget: tokens of a step, at most.
+        lengths: how long answers are.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, lengths: OutputLengths) -> None:
         self._prompt_time = PromptTime(budget)
         self._step_s: float | None = None
-        self._num_output: float | None = None
-        self._steps_per_token: float | None = None  # fewer than one where drafts are accepted
+        self._lengths = lengths
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step computed so many tokens in so many seconds."""
         self._prompt_time.note_step(num_tokens, seconds)
-        self._step_s = _moved(self._step_s, seconds, _STEP_SHARE)
-
-    def note_end(self, request: Request) -> None:
-        """A request has generated all its tokens."""
-        num_output = request.num_generated
-        self._num_output = _moved(self._num_output, num_output, _OUTPUT_SHARE)
-        steps_per_token = 1 - request.drafts.num_accepted / num_output
-        self._steps_per_token = _moved(self._steps_per_token, steps_per_token, _OUTPUT_SHARE)
+        mean_s = seconds if self._step_s is None else self._step_s
+        self._step_s = mean_s + _STEP_SHARE * (seconds - mean_s)
 
     def of(self, request: Request, num_cached: int = 0) -> float:
         """Of a request that waits; 0 while nothing is known.
@@ -47,12 +41,9 @@ class RemainingTime:
         if self._step_s is None:
             return 0.0
         prompt_s = self._prompt_time.of(len(request.token_ids) - num_cached)
-        num_left = float(request.max_tokens - request.num_generated)
-        if self._num_output is not None:
-            num_left = min(num_left, max(1.0, self._num_output - request.num_generated))
-        steps_per_token = 1.0 if self._steps_per_token is None else self._steps_per_token
-        return prompt_s + (num_left - 1) * steps_per_token * self._step_s
-
-
-def _moved(mean: float | None, value: float, share: float) -> float:
-    return value if mean is None else mean + share * (value - mean)
+        num_output = float(request.max_tokens)
+        expected = self._lengths.mean(request.num_generated)
+        if expected is not None:
+            num_output = min(num_output, expected)
+        num_steps = (num_output - request.num_generated - 1) * self._lengths.steps_per_token
+        return prompt_s + num_steps * self._step_s

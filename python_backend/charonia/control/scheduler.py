@@ -25,6 +25,7 @@ from charonia.control.cache.eviction import Eviction, Lru
 from charonia.control.epoch import Epoch
 from charonia.control.limits import Limits
 from charonia.control.live_requests import LiveRequests
+from charonia.control.output_lengths import OutputLengths
 from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Deadlines, Late, Policy, by_arrival, ranked
 from charonia.control.prefix_sharing import PrefixSharing
@@ -94,8 +95,12 @@ class Scheduler:
         self._sharing = sharing
         self._peak_memory = peak_memory
         self._suspects = Suspects()
+        lengths = OutputLengths()
+        for asker in (self._policy.deadlines, self._policy.service, peak_memory):
+            if asker is not None:
+                asker.start(lengths)
         self._live = LiveRequests(
-            self._policy, self._suspects, speculation, peak_memory, self.stats
+            self._policy, self._suspects, speculation, lengths, peak_memory, self.stats
         )
         self._hash_secret = hash_secret
         self._new_eviction = eviction

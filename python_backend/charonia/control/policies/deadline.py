@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
+from charonia.control.output_lengths import OutputLengths
 from charonia.control.policies.policy import Late
 from charonia.control.policies.ranked import Rank, Ranked
 from charonia.control.remaining_time import RemainingTime
@@ -60,9 +61,14 @@ class DeadlineWatch:
 
     def __init__(self, budget: int, *, demotes: bool) -> None:
         self.demotes = demotes
-        self._remaining = RemainingTime(budget)
+        self._budget = budget
+        self._remaining: RemainingTime
         self._heap: list[tuple[float, int]] = []  # when to look at the request of a number
         self._waiting: dict[int, Request] = {}  # by number
+
+    def start(self, lengths: OutputLengths) -> None:
+        """See `policy.Deadlines`."""
+        self._remaining = RemainingTime(self._budget, lengths)
 
     def note_waiting(self, request: Request) -> None:
         """See `policy.Deadlines`."""
@@ -80,10 +86,6 @@ class DeadlineWatch:
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """See `policy.Deadlines`."""
         self._remaining.note_step(num_tokens, seconds)
-
-    def note_end(self, request: Request) -> None:
-        """See `policy.Deadlines`."""
-        self._remaining.note_end(request)
 
     def take_late(self, now: float, num_cached: Callable[[Request], int]) -> list[Late]:
         """See `policy.Deadlines`."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from charonia.control.lazy_heap import LazyHeap
+from charonia.control.output_lengths import OutputLengths
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.policies.ranked import Levels, RankedWaiting, RankOf
 from charonia.control.request import Request, Update
@@ -31,7 +32,6 @@ MAX_REMEMBERED = 4096
 """Tenants without a request whose counters are kept."""
 _FOREMOST = 4  # tenants that have had the least, of which somebody may displace others
 MAX_LOST = 4
-_OUTPUT_SHARE = 0.05  # that the last request has in the mean of their lengths
 
 
 def fair(
@@ -82,10 +82,14 @@ class VirtualCounters:
         self._output_cost = output_cost
         self.num_changes = 0
         self._counters: dict[str, float] = {}
-        self._mean_output = 0.0  # tokens of a request
+        self._lengths: OutputLengths
 
     def __getitem__(self, tenant: str) -> float:
         return self._counters.get(tenant, 0.0)
+
+    def start(self, lengths: OutputLengths) -> None:
+        """See `policy.Service`."""
+        self._lengths = lengths
 
     def note_admission(self, request: Request) -> None:
         """Charge the prompt tokens that are to be computed."""
@@ -102,14 +106,10 @@ class VirtualCounters:
                 tokens[request.tenant] += len(update.token_ids)
         self._charge({one: self._output_cost * num for one, num in tokens.items()})
 
-    def note_end(self, request: Request) -> None:
-        """Learn how long answers are."""
-        if not request.is_probe:
-            self._mean_output += _OUTPUT_SHARE * (request.num_generated - self._mean_output)
-
     def swing(self, tenant: str, num_requests: int) -> float:
         """How far a tenant's counter goes up while so many requests of common length run."""
-        return num_requests * self._output_cost * self._mean_output / self._weight_of(tenant)
+        num_output = self._lengths.mean(0) or 0.0
+        return num_requests * self._output_cost * num_output / self._weight_of(tenant)
 
     def in_order(self, tenants: Iterable[str]) -> list[str]:
         """Who has had the least first."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from charonia.control.output_lengths import OutputLengths
 from charonia.control.request import Request, Update
 
 
@@ -92,16 +93,20 @@ class Displacement(Protocol):
 class Service(Protocol):
     """Takes note of what requests are given, where the order depends on it."""
 
+    def start(self, lengths: OutputLengths) -> None:
+        """Called once, before all else.
+
+        Args:
+            lengths: how long answers are, to be asked when that matters.
+        """
+        ...
+
     def note_admission(self, request: Request) -> None:
         """A request begins for the first time: its prompt will be computed but for its hits."""
         ...
 
     def note_outputs(self, updates: Iterable[Update]) -> None:
         """Tokens were generated in a step."""
-        ...
-
-    def note_end(self, request: Request) -> None:
-        """A request has generated all its tokens."""
         ...
 
 
@@ -122,6 +127,14 @@ class Deadlines(Protocol):
 
     demotes: bool
 
+    def start(self, lengths: OutputLengths) -> None:
+        """Called once, before all else.
+
+        Args:
+            lengths: how long answers are, to be asked when that matters.
+        """
+        ...
+
     def note_waiting(self, request: Request) -> None:
         """A request waits from now on: it has just come, or was preempted."""
         ...
@@ -132,10 +145,6 @@ class Deadlines(Protocol):
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step computed so many tokens in so many seconds."""
-        ...
-
-    def note_end(self, request: Request) -> None:
-        """A request has generated all its tokens."""
         ...
 
     def take_late(self, now: float, num_cached: Callable[[Request], int]) -> list[Late]:

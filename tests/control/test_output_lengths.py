@@ -1,0 +1,64 @@
+"""How long answers are: one record of those that ended, and what is expected by it."""
+
+import pytest
+
+from charonia.control.output_lengths import OutputLengths
+from charonia.control.peak_memory import PeakMemory
+from charonia.control.policies import DeadlineWatch, by_deadline, fair
+from support.stepping import Bench, make_request
+
+
+def lengths_of(*past: int) -> OutputLengths:
+    lengths = OutputLengths()
+    for num_tokens in past:
+        lengths.note(num_tokens)
+    return lengths
+
+
+def test_few_answers_are_longer_than_most_of_the_longer_ones_were():
+    lengths = lengths_of(*range(1, 11))
+    assert lengths.at_most(0) == 9
+    assert lengths.at_most(5) == 10
+    assert lengths.at_most(9) == 10
+    assert lengths.at_most(10) is None
+    assert lengths_of().at_most(0) is None
+
+
+def test_an_answer_that_goes_on_is_as_long_as_the_mean_of_longer_ones():
+    lengths = lengths_of(*range(1, 11))
+    assert lengths.mean(0) == 5.5
+    assert lengths.mean(5) == 8
+    assert lengths.mean(9) == 10
+    assert lengths.mean(30) == 31, "it has one more at least"
+    assert lengths_of().mean(0) is None
+
+
+def test_only_the_last_ones_are_remembered():
+    lengths = OutputLengths()
+    for _ in range(100):
+        lengths.note(1000, 900)
+    assert lengths.steps_per_token == pytest.approx(0.1)
+    for _ in range(512):
+        lengths.note(5)
+    assert lengths.at_most(0) == lengths.mean(0) == 5
+    assert lengths.at_most(5) is None
+    assert lengths.steps_per_token == 1.0
+
+
+def test_a_token_takes_a_step_where_nothing_is_known():
+    assert lengths_of().steps_per_token == 1.0
+
+
+@pytest.mark.parametrize(("is_complete", "is_probe"), [(True, False), (False, False), (True, True)])
+def test_all_who_ask_are_told_of_the_same_answers(is_complete, is_probe):
+    """Also of those that ended at a stop string; not of probes, nor where the client has gone."""
+    watch, peak = DeadlineWatch(64, demotes=False), PeakMemory(expects=True)
+    policy = fair(by_deadline, lambda _: 1.0, None, watch)
+    bench = Bench(policy, peak_memory=peak, max_model_len=500, num_blocks=200)
+    bench.add(make_request("a", max_tokens=400, is_probe=is_probe))
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.finish("a", is_complete=is_complete)
+    asked = watch._remaining._lengths, peak._lengths, policy.service._lengths
+    expected = 3 if is_complete and not is_probe else None
+    assert [one.mean(0) for one in asked] == [expected] * 3
