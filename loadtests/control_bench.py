@@ -33,7 +33,7 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
-from control_kinds import BUDGET, KINDS, Bench, Size, Timed
+from control_kinds import KINDS, Bench, Size, Timed
 from record import circumstances, output_stem
 from report import markdown_table
 
@@ -54,7 +54,7 @@ def policies() -> Mapping[str, Callable[[], Policy]]:
         return 1.0
 
     def watch() -> DeadlineWatch:
-        return DeadlineWatch(BUDGET, demotes=False)
+        return DeadlineWatch(demotes=False)
 
     return {
         "first come first served": lambda: ranked(by_arrival),

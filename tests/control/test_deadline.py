@@ -1,5 +1,6 @@
 """Earliest deadline first: who is next, who displaces whom, and who cannot be in time any more."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -14,22 +15,34 @@ from charonia.control.policies import (
     ranked,
 )
 from charonia.control.policies.deadline import MAX_LOOKED_UP
+from charonia.control.prompt_time import PromptTime
 from charonia.control.remaining_time import RemainingTime
-from support.stepping import Bench, make_request
+from support.stepping import LIMITS, Bench, make_request
 
 STEP_S = 0.001  # of the echo engine
 BUDGET = 64
 
 
 def edf(*, demotes: bool = False) -> Policy:
-    watch = DeadlineWatch(BUDGET, demotes=demotes)
+    watch = DeadlineWatch(demotes=demotes)
     return ranked(by_deadline, DisplacementByDeadline(), watch)
 
 
-def make_watch(lengths: OutputLengths | None = None, *, demotes: bool = False) -> DeadlineWatch:
-    watch = DeadlineWatch(BUDGET, demotes=demotes)
-    watch.start(lengths or OutputLengths())
+def make_remaining(lengths: OutputLengths | None = None) -> RemainingTime:
+    prompt_time = PromptTime()
+    prompt_time.start_epoch(replace(LIMITS, max_num_batched_tokens=BUDGET))
+    return RemainingTime(lengths or OutputLengths(), prompt_time)
+
+
+def make_watch(*, demotes: bool = False) -> DeadlineWatch:
+    watch = DeadlineWatch(demotes=demotes)
+    watch._remaining = make_remaining()
     return watch
+
+
+def note_step(remaining: RemainingTime, num_tokens: int, seconds: float) -> None:
+    remaining._prompt_time.note_step(num_tokens, seconds)
+    remaining.note_step(seconds)
 
 
 def due(key: str, expires_at: float = inf, **changes):
@@ -118,10 +131,10 @@ def test_who_runs_or_has_ended_is_not_late_and_who_was_preempted_may_be():
 def test_a_latest_start_is_looked_at_again_when_it_has_come():
     watch = make_watch()
     for _ in range(50):
-        watch.note_step(1, 0.1)
+        note_step(watch._remaining, 1, 0.1)
     watch.note_waiting(request := due("a", 10.0, max_tokens=60))
     for _ in range(200):
-        watch.note_step(1, 0.05)
+        note_step(watch._remaining, 1, 0.05)
     assert watch.take_late(5.0, nothing) == []
     (late,) = watch.take_late(8.0, nothing)
     assert late.request is request
@@ -136,7 +149,7 @@ def test_rounding_makes_nobody_looked_at_for_ever():
     assert needed_s <= expires_at - now
     watch = make_watch()
     for _ in range(2):
-        watch.note_step(8, needed_s)
+        note_step(watch._remaining, 8, needed_s)
     watch.note_waiting(request := due("a", expires_at, max_tokens=1))
     assert [late.request for late in watch.take_late(now, nothing)] == [request]
 
@@ -196,8 +209,8 @@ def test_what_is_not_cached_any_more_is_looked_up_again():
     num_cached = 20 * BUDGET - 1
     watch = make_watch()
     for _ in range(50):
-        watch.note_step(BUDGET, 0.1)
-        watch.note_step(1, 0.01)
+        note_step(watch._remaining, BUDGET, 0.1)
+        note_step(watch._remaining, 1, 0.01)
     watch.note_waiting(request := due("a", 10.0, token_ids=[5] * (20 * BUDGET), max_tokens=1))
     assert watch.take_late(9.0, lambda _: num_cached) == []
     num_cached = 10 * BUDGET
@@ -215,8 +228,8 @@ def test_what_is_cached_is_looked_up_only_where_it_matters():
 
     watch = make_watch()
     for _ in range(50):
-        watch.note_step(BUDGET, 0.1)
-        watch.note_step(1, 0.01)
+        note_step(watch._remaining, BUDGET, 0.1)
+        note_step(watch._remaining, 1, 0.01)
     request = due("a", 10.0, token_ids=[5] * (20 * BUDGET), max_tokens=1)
     watch.note_waiting(request)
     assert watch.take_late(7.9, all_but_one) == []
@@ -229,7 +242,7 @@ def test_what_is_cached_is_looked_up_only_where_it_matters():
 
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_a_prompt_that_is_cached_is_in_time_when_another_would_not_be(is_cached):
-    policy = ranked(by_deadline, None, DeadlineWatch(8, demotes=False))
+    policy = ranked(by_deadline, None, DeadlineWatch(demotes=False))
     bench = Bench(policy, max_num_seqs=1, max_num_batched_tokens=8)
     prompt = list(range(41))
     bench.add(due("a", token_ids=prompt, max_tokens=4))
@@ -243,7 +256,7 @@ def test_a_prompt_that_is_cached_is_in_time_when_another_would_not_be(is_cached)
 
 
 def test_within_fair_shares_late_ones_end_as_well():
-    watch = DeadlineWatch(BUDGET, demotes=False)
+    watch = DeadlineWatch(demotes=False)
     bench = Bench(fair(by_deadline, lambda tenant: 1.0, None, watch), max_num_seqs=1)
     bench.add(due("a", 5.0, tenant="x"), due("b", 1.0, tenant="x"), due("c", 0.5, tenant="y"))
     bench.step(now=0.7)
@@ -253,11 +266,11 @@ def test_within_fair_shares_late_ones_end_as_well():
 
 def test_an_answer_is_taken_to_be_as_long_as_others_but_not_longer_than_asked_for():
     lengths = OutputLengths()
-    remaining = RemainingTime(BUDGET, lengths)
+    remaining = make_remaining(lengths)
     request = make_request("a", max_tokens=100)
     assert remaining.of(request) == 0.0
     for _ in range(50):
-        remaining.note_step(8, 0.01)
+        note_step(remaining, 8, 0.01)
     assert remaining.of(request) == pytest.approx(1.0, rel=0.01)
     lengths.note(10)
     assert remaining.of(request) == pytest.approx(0.1, rel=0.01)
@@ -268,9 +281,9 @@ def test_an_answer_is_taken_to_be_as_long_as_others_but_not_longer_than_asked_fo
 
 def test_an_answer_takes_fewer_steps_than_tokens_where_drafts_are_accepted():
     lengths = OutputLengths()
-    remaining = RemainingTime(BUDGET, lengths)
+    remaining = make_remaining(lengths)
     for _ in range(50):
-        remaining.note_step(8, 0.01)
+        note_step(remaining, 8, 0.01)
     lengths.note(100, 75)
     request = make_request("b", max_tokens=100)
     assert remaining.of(request) == pytest.approx(0.01 + 99 * 0.01 / 4, rel=0.01)
@@ -278,9 +291,9 @@ def test_an_answer_takes_fewer_steps_than_tokens_where_drafts_are_accepted():
 
 def test_an_answer_that_is_longer_than_most_is_taken_to_be_as_long_as_the_longer_ones():
     lengths = OutputLengths()
-    remaining = RemainingTime(BUDGET, lengths)
+    remaining = make_remaining(lengths)
     for _ in range(50):
-        remaining.note_step(8, 0.01)
+        note_step(remaining, 8, 0.01)
     for num_tokens in (10, 10, 10, 90):
         lengths.note(num_tokens)
     request = make_request("a", max_tokens=100)
@@ -290,10 +303,10 @@ def test_an_answer_that_is_longer_than_most_is_taken_to_be_as_long_as_the_longer
 
 
 def test_a_long_prompt_takes_steps_of_its_own():
-    remaining = RemainingTime(BUDGET, OutputLengths())
+    remaining = make_remaining()
     for _ in range(50):
-        remaining.note_step(BUDGET, 0.05)
-        remaining.note_step(8, 0.01)
+        note_step(remaining, BUDGET, 0.05)
+        note_step(remaining, 8, 0.01)
     two_steps = make_request("a", token_ids=[5] * (2 * BUDGET), max_tokens=1)
     assert remaining.of(two_steps) == pytest.approx(0.1, rel=0.1)
     and_some = make_request("b", token_ids=[5] * (2 * BUDGET + 8), max_tokens=1)

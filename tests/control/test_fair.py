@@ -164,7 +164,7 @@ def test_one_that_comes_back_to_the_queue_is_not_lifted():
 
 
 def test_a_tenant_whose_request_is_demoted_keeps_its_credit():
-    policy = fair(by_deadline, equal, None, DeadlineWatch(64, demotes=True))
+    policy = fair(by_deadline, equal, None, DeadlineWatch(demotes=True))
     bench = Bench(policy, max_num_seqs=1, num_blocks=100)
     bench.add(request_of("busy", 0, max_tokens=30), request_of("busy", 1, max_tokens=30))
     bench.step()

@@ -31,7 +31,7 @@ def policy_of(rank: str, weights: dict[str, float]) -> Policy:
         by_rank = by_priority()
         return fair(by_rank, weights.__getitem__, DisplacementByPriority(by_rank))
     if rank == "deadline":
-        watch = DeadlineWatch(64, demotes=True)
+        watch = DeadlineWatch(demotes=True)
         return fair(by_deadline, weights.__getitem__, DisplacementByDeadline(), watch)
     return fair(by_arrival, weights.__getitem__)
 

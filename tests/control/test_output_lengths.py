@@ -52,7 +52,7 @@ def test_a_token_takes_a_step_where_nothing_is_known():
 @pytest.mark.parametrize(("is_complete", "is_probe"), [(True, False), (False, False), (True, True)])
 def test_all_who_ask_are_told_of_the_same_answers(is_complete, is_probe):
     """Also of those that ended at a stop string; not of probes, nor where the client has gone."""
-    watch, peak = DeadlineWatch(64, demotes=False), PeakMemory(expects=True)
+    watch, peak = DeadlineWatch(demotes=False), PeakMemory(expects=True)
     policy = fair(by_deadline, lambda _: 1.0, None, watch)
     bench = Bench(policy, peak_memory=peak, max_model_len=500, num_blocks=200)
     bench.add(make_request("a", max_tokens=400, is_probe=is_probe))

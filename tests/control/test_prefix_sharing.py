@@ -5,7 +5,14 @@ import pytest
 from charonia.control import PrefixSharing
 from charonia.control.fitting import MAX_AWAITING
 from charonia.control.limits import Limits
-from charonia.control.policies import DisplacementByPriority, by_priority, ranked
+from charonia.control.policies import (
+    DeadlineWatch,
+    DisplacementByPriority,
+    by_deadline,
+    by_priority,
+    ranked,
+)
+from charonia.control.prompt_time import PromptTime
 from charonia.control.stats import SchedulerStats
 from support.stepping import Bench, make_request
 
@@ -96,7 +103,9 @@ def make_sharing(per_token: float) -> tuple[Patience, list]:
     limits = Limits(
         num_blocks=80, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64
     )
-    sharing.start_epoch(limits, SchedulerStats())
+    prompt_time = PromptTime()
+    prompt_time.start_epoch(limits)
+    sharing.start_epoch(limits, prompt_time, SchedulerStats())
     running = [make_request(key) for key in "abc"]
     for one, keys in zip(running, (b"12", b"1234", b"1xyz"), strict=True):
         one.block_keys, one.row = [bytes([key]) for key in keys], 0
@@ -150,8 +159,8 @@ def test_a_prefix_that_is_hardly_a_step_is_computed_at_once():
     sharing = PrefixSharing()
     bench = make_bench(sharing, max_num_batched_tokens=256)
     for _ in range(8):
-        sharing.note_step(1, 0.010)
-        sharing.note_step(32, 0.019)
+        sharing._time.note_step(1, 0.010)
+        sharing._time.note_step(32, 0.019)
     bench.add(*map(make_common, "ab"))
     bench.step(0)
     assert bench.running == {"a", "b"}
@@ -161,13 +170,23 @@ def test_a_prefix_of_some_steps_is_waited_for():
     sharing = PrefixSharing()
     bench = make_bench(sharing, max_num_batched_tokens=256)
     for _ in range(8):
-        sharing.note_step(1, 0.010)
-        sharing.note_step(32, 0.040)
+        sharing._time.note_step(1, 0.010)
+        sharing._time.note_step(32, 0.040)
     bench.add(*map(make_common, "ab"))
     bench.step(0)
     assert bench.running == {"a"}
     bench.step(0.01)
     assert bench.running == {"a", "b"}
+
+
+def test_what_prompts_take_is_known_to_deadlines_too_and_in_the_next_epoch():
+    sharing, watch = PrefixSharing(), DeadlineWatch(demotes=False)
+    bench = Bench(ranked(by_deadline, None, watch), sharing=sharing)
+    for _ in range(8):
+        sharing._time.note_step(32, 0.040)
+    bench.scheduler.reset()
+    assert sharing.seconds(8) == pytest.approx(0.040)
+    assert watch._remaining._prompt_time is sharing._time
 
 
 def test_one_that_was_preempted_does_not_wait():

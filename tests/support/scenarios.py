@@ -151,7 +151,7 @@ def _policies() -> dict[str, Callable[[], Policy]]:
         watch: Callable[[], Deadlines | None] = _no_watch
         if name.startswith("deadline"):
             displacement = DisplacementByDeadline()
-            watch = partial(DeadlineWatch, 32, demotes=name.endswith("demoting"))
+            watch = partial(DeadlineWatch, demotes=name.endswith("demoting"))
         elif name != "fcfs":
             displacement = DisplacementByPriority(rank)
 

@@ -44,6 +44,7 @@ from charonia.control.lookups import Lookups
 from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Policy
 from charonia.control.prefix_sharing import PrefixSharing
+from charonia.control.prompt_time import PromptTime
 from charonia.control.relief import Relief
 from charonia.control.request import Request, Update
 from charonia.control.row_planner import RowPlanner
@@ -85,6 +86,7 @@ class Epoch:
         budget: StepBudget,
         suspects: Suspects,
         speculation: Speculation | None,
+        prompt_time: PromptTime,
         sharing: PrefixSharing | None,
         peak_memory: PeakMemory | None,
         stats: SchedulerStats,
@@ -97,7 +99,7 @@ class Epoch:
         self._budget = budget
         self._suspects = suspects
         self._speculation = speculation
-        self._sharing = sharing
+        self._prompt_time = prompt_time
         self._stats = stats
         self._in_flight: deque[Step] = deque()  # in the order of their plans
         self._next_step_id = 0
@@ -126,8 +128,9 @@ class Epoch:
         self.transfers = Transfers(limits, blocks, fitting, tiers, fetching)
         live.start_epoch(limits, blocks, self._rows, self._lookups)
         budget.start_epoch(limits)
+        prompt_time.start_epoch(limits)
         if sharing is not None:
-            sharing.start_epoch(limits, stats)
+            sharing.start_epoch(limits, prompt_time, stats)
 
     def may_plan_ahead(self, relief: Relief) -> bool:
         """Whether a step may be planned for rows of which tokens are in flight.
@@ -244,7 +247,6 @@ class Epoch:
             self._speculation.observe_step(step, seconds, result, self._stats.drafts)
         self._budget.observe(step, result, seconds, len(self._policy.running))
         num_tokens = step.num_tokens + step.num_drafts
-        if self._sharing is not None:
-            self._sharing.note_step(num_tokens, result.seconds - result.draft_seconds)
+        self._prompt_time.note_step(num_tokens, result.seconds - result.draft_seconds)
         if self._policy.deadlines is not None:
-            self._policy.deadlines.note_step(num_tokens, result.seconds)
+            self._policy.deadlines.note_step(result.seconds)

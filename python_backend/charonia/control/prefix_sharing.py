@@ -36,20 +36,16 @@ class PrefixSharing:
         self._time: PromptTime
         self._stats: SchedulerStats
 
-    def start_epoch(self, limits: Limits, stats: SchedulerStats) -> None:
+    def start_epoch(self, limits: Limits, time: PromptTime, stats: SchedulerStats) -> None:
         """Begin with the first step of an engine.
 
         Args:
-            stats: where to count who waits.
+            time: that prompts take. stats: where to count who waits.
         """
         self._stats = stats
         self._computing = []
         self._block_size = limits.block_size
-        self._time = PromptTime(limits.max_num_batched_tokens)
-
-    def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in so many seconds."""
-        self._time.note_step(num_tokens, seconds)
+        self._time = time
 
     def begin(self, running: Iterable[Request]) -> None:
         """Look who computes a prompt, before it is asked who waits."""

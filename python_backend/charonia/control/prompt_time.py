@@ -1,24 +1,30 @@
 """How long prompts take to be computed.
 
-Owns the estimate, learned from the steps that ran. Must not know what it is for.
+Owns the estimate, learned from the steps that ran, through all epochs of an engine. Must not know
+what it is for.
 """
 
+from charonia.control.limits import Limits
 from charonia.control.step_cost import CostCurve
 
 
 class PromptTime:
-    """Seconds by tokens, in steps that are as large as they may be and have nothing else.
+    """Seconds by tokens, in steps that are as large as they may be and have nothing else."""
 
-    Args:
-        budget: tokens of a step, at most.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
+    def __init__(self) -> None:
         self._cost = CostCurve()
+        self._budget: int  # tokens of a step, at most
+
+    def start_epoch(self, limits: Limits) -> None:
+        """Go on with the steps of this engine."""
+        self._budget = limits.max_num_batched_tokens
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in so many seconds."""
+        """A step computed so many tokens, drafts to be verified included.
+
+        Args:
+            seconds: in the engine, without what the draft model took.
+        """
         self._cost.observe(num_tokens, seconds)
 
     def of(self, num_tokens: int) -> float:

@@ -17,18 +17,16 @@ class RemainingTime:
     """Seconds until a request's last token.
 
     Args:
-        budget: tokens of a step, at most.
-        lengths: how long answers are.
+        lengths: how long answers are. prompt_time: how long prompts take.
     """
 
-    def __init__(self, budget: int, lengths: OutputLengths) -> None:
-        self._prompt_time = PromptTime(budget)
-        self._step_s: float | None = None
+    def __init__(self, lengths: OutputLengths, prompt_time: PromptTime) -> None:
         self._lengths = lengths
+        self._prompt_time = prompt_time
+        self._step_s: float | None = None
 
-    def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in so many seconds."""
-        self._prompt_time.note_step(num_tokens, seconds)
+    def note_step(self, seconds: float) -> None:
+        """A step took so long in the engine."""
         mean_s = seconds if self._step_s is None else self._step_s
         self._step_s = mean_s + _STEP_SHARE * (seconds - mean_s)
 

@@ -30,6 +30,7 @@ from charonia.control.peak_memory import PeakMemory
 from charonia.control.policies import Deadlines, Late, Policy, by_arrival, ranked
 from charonia.control.prefix_sharing import PrefixSharing
 from charonia.control.prompt_budget import PromptBudget
+from charonia.control.prompt_time import PromptTime
 from charonia.control.relief import NO_RELIEF
 from charonia.control.request import Request, Update
 from charonia.control.speculation import Speculation
@@ -95,10 +96,14 @@ class Scheduler:
         self._sharing = sharing
         self._peak_memory = peak_memory
         self._suspects = Suspects()
+        self._prompt_time = PromptTime()
         lengths = OutputLengths()
-        for asker in (self._policy.deadlines, self._policy.service, peak_memory):
-            if asker is not None:
-                asker.start(lengths)
+        if self._policy.deadlines is not None:
+            self._policy.deadlines.start(lengths, self._prompt_time)
+        if self._policy.service is not None:
+            self._policy.service.start(lengths)
+        if peak_memory is not None:
+            peak_memory.start(lengths)
         self._live = LiveRequests(
             self._policy, self._suspects, speculation, lengths, peak_memory, self.stats
         )
@@ -276,6 +281,7 @@ class Scheduler:
             budget=self._budget,
             suspects=self._suspects,
             speculation=self._speculation,
+            prompt_time=self._prompt_time,
             sharing=self._sharing,
             peak_memory=self._peak_memory,
             stats=self.stats,

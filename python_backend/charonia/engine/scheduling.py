@@ -97,7 +97,7 @@ def _policy(
     elif engine_args.scheduling_policy == "deadline":
         displacement = DisplacementByDeadline()
         demotes = scheduler_args.late_requests == "demote"
-        deadlines = DeadlineWatch(engine_args.most_step_tokens, demotes=demotes)
+        deadlines = DeadlineWatch(demotes=demotes)
     if scheduler_args.fair_share:
         return fair(rank, weight_of, displacement, deadlines)
     return ranked(rank, displacement, deadlines)

@@ -16,6 +16,7 @@ from math import inf
 from charonia.control.output_lengths import OutputLengths
 from charonia.control.policies.policy import Late
 from charonia.control.policies.ranked import Rank, Ranked
+from charonia.control.prompt_time import PromptTime
 from charonia.control.remaining_time import RemainingTime
 from charonia.control.request import Request
 
@@ -55,20 +56,18 @@ class DeadlineWatch:
     and a few.
 
     Args:
-        budget: tokens of a step, at most.
         demotes: whether those that are late are to go behind all others; else they are to end.
     """
 
-    def __init__(self, budget: int, *, demotes: bool) -> None:
+    def __init__(self, *, demotes: bool) -> None:
         self.demotes = demotes
-        self._budget = budget
         self._remaining: RemainingTime
         self._heap: list[tuple[float, int]] = []  # when to look at the request of a number
         self._waiting: dict[int, Request] = {}  # by number
 
-    def start(self, lengths: OutputLengths) -> None:
+    def start(self, lengths: OutputLengths, prompt_time: PromptTime) -> None:
         """See `policy.Deadlines`."""
-        self._remaining = RemainingTime(self._budget, lengths)
+        self._remaining = RemainingTime(lengths, prompt_time)
 
     def note_waiting(self, request: Request) -> None:
         """See `policy.Deadlines`."""
@@ -83,9 +82,9 @@ class DeadlineWatch:
             self._heap = [(self._latest(one), number) for number, one in self._waiting.items()]
             heapify(self._heap)
 
-    def note_step(self, num_tokens: int, seconds: float) -> None:
+    def note_step(self, seconds: float) -> None:
         """See `policy.Deadlines`."""
-        self._remaining.note_step(num_tokens, seconds)
+        self._remaining.note_step(seconds)
 
     def take_late(self, now: float, num_cached: Callable[[Request], int]) -> list[Late]:
         """See `policy.Deadlines`."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from charonia.control.output_lengths import OutputLengths
+from charonia.control.prompt_time import PromptTime
 from charonia.control.request import Request, Update
 
 
@@ -127,11 +128,12 @@ class Deadlines(Protocol):
 
     demotes: bool
 
-    def start(self, lengths: OutputLengths) -> None:
+    def start(self, lengths: OutputLengths, prompt_time: PromptTime) -> None:
         """Called once, before all else.
 
         Args:
-            lengths: how long answers are, to be asked when that matters.
+            lengths, prompt_time: how long answers are, and how long prompts take, to be asked when
+                that matters.
         """
         ...
 
@@ -143,8 +145,8 @@ class Deadlines(Protocol):
         """A request waits no longer, or has ended."""
         ...
 
-    def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in so many seconds."""
+    def note_step(self, seconds: float) -> None:
+        """A step took so long in the engine, the draft model included."""
         ...
 
     def take_late(self, now: float, num_cached: Callable[[Request], int]) -> list[Late]:
