@@ -16,23 +16,17 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from tqdm import tqdm
 
+from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Policy
-from charonia.control.policies import (
-    DeadlineWatch,
-    DisplacementByDeadline,
-    DisplacementByPriority,
-    by_arrival,
-    by_deadline,
-    by_priority,
-    fair,
-    ranked,
-)
+from charonia.engine.scheduling import policy_of
+from charonia.launch.simulate import POLICIES, with_policy
 from control_kinds import KINDS, Bench, Size, Timed
 from record import circumstances, output_stem
 from report import markdown_table
@@ -46,23 +40,10 @@ WITH_PEAK = ("admission", "displacement")
 
 def policies() -> Mapping[str, Callable[[], Policy]]:
     """Each policy that can be configured, by name."""
-    aged = by_priority(60.0)
-    displacement = DisplacementByPriority(aged)
-    sooner = DisplacementByDeadline()
-
-    def equal(tenant: str) -> float:
-        return 1.0
-
-    def watch() -> DeadlineWatch:
-        return DeadlineWatch(demotes=False)
-
+    common = EngineArgs(model="timed"), SchedulerArgs()
     return {
-        "first come first served": lambda: ranked(by_arrival),
-        "priority with aging": lambda: ranked(aged, displacement),
-        "earliest deadline first": lambda: ranked(by_deadline, sooner, watch()),
-        "fair": lambda: fair(by_arrival, equal),
-        "fair, priority within": lambda: fair(aged, equal, displacement),
-        "fair, deadline within": lambda: fair(by_deadline, equal, sooner, watch()),
+        name: partial(policy_of, *with_policy(name, *common), lambda tenant: 1.0)
+        for name in POLICIES
     }
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
+from charonia.launch.simulate import POLICIES, with_policy
 from charonia.simulate.report import RunReport, report, tables
 from charonia.simulate.simulator import Setting, Simulation
 from charonia.simulate.step_times import StepTimes
@@ -34,14 +35,6 @@ STEP_TIMES = "step=8ms,token=20us,context=1ns,host=1ms,transit=0.5ms,gap=0.2ms"
 NUM_ROWS, BUDGET, BLOCK_SIZE, KV_TOKENS = 256, 4096, 128, 3_000_000
 LOAD = 1.1
 NUM_PROBED = 2000
-POLICIES = {
-    "fcfs": ("fcfs", False),
-    "priority": ("priority", False),
-    "deadline": ("deadline", False),
-    "fair": ("fcfs", True),
-    "fair+priority": ("priority", True),
-    "fair+deadline": ("deadline", True),
-}
 COMMON = Shape(num_priorities=3, deadline_ms=(10_000, 120_000))
 FIVE = replace(COMMON, num_tenants=5)
 
@@ -67,18 +60,18 @@ TRAFFIC = {
 
 def setting_of(policy: str, trace: Sequence[TraceRequest], seed: int) -> Setting:
     """The modelled engine under a policy."""
-    scheduling_policy, fair_share = POLICIES[policy]
     longest = max(one.input_length + one.output_length for one in trace)
+    common = EngineArgs(
+        model="simulated",
+        max_num_seqs=NUM_ROWS,
+        max_num_batched_tokens=BUDGET,
+        block_size=BLOCK_SIZE,
+        enable_prefix_caching=any(one.hash_ids for one in trace),
+    )
+    engine_args, scheduler_args = with_policy(policy, common, SchedulerArgs(max_queue_size=4096))
     return Setting(
-        engine_args=EngineArgs(
-            model="simulated",
-            max_num_seqs=NUM_ROWS,
-            max_num_batched_tokens=BUDGET,
-            block_size=BLOCK_SIZE,
-            scheduling_policy=scheduling_policy,
-            enable_prefix_caching=any(one.hash_ids for one in trace),
-        ),
-        scheduler_args=SchedulerArgs(fair_share=fair_share, max_queue_size=4096),
+        engine_args=engine_args,
+        scheduler_args=scheduler_args,
         num_blocks=1 + KV_TOKENS // BLOCK_SIZE,
         max_model_len=longest + 8,
         step_times=StepTimes.load(STEP_TIMES),
@@ -89,7 +82,7 @@ def setting_of(policy: str, trace: Sequence[TraceRequest], seed: int) -> Setting
 def capacity(trace: Sequence[TraceRequest]) -> float:
     """Requests per second that are served when all are there at once."""
     wanted = Shape(num_requests=NUM_PROBED, rate=1e6)
-    setting = setting_of("fcfs", trace, 0)
+    setting = setting_of(POLICIES[0], trace, 0)
     outcome = Simulation(setting, shape(trace, wanted, 0), block_length(trace)).run()
     return sum(one.is_finished for one in outcome.served) / outcome.seconds
 
@@ -176,9 +169,8 @@ def _unfairness(one: RunReport) -> float | None:
 
 
 def _write(path: Path, about: dict[str, Any], found: dict[str, list[RunReport]]) -> None:
-    order = list(POLICIES)
     sorted_runs = {
-        name: sorted(found[name], key=lambda one: order.index(one.name))
+        name: sorted(found[name], key=lambda one: POLICIES.index(one.name))
         for name in TRAFFIC
         if name in found
     }
@@ -199,7 +191,7 @@ def main() -> None:
     )
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), metavar="DIR")
     parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
-    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--requests", type=int, default=100_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--processes", type=int, default=2, metavar="N")

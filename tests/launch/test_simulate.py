@@ -7,7 +7,9 @@ import re
 import msgspec
 import pytest
 
+from charonia.config import EngineArgs
 from charonia.launch.cli import main
+from charonia.launch.simulate import POLICIES
 from charonia.traces import StepRecord, TraceRequest, read_requests, write_requests
 
 TIMES = "step=10ms,token=100us"
@@ -37,21 +39,25 @@ def simulate(trace, *options: str) -> int:
 
 def test_policies_are_compared(trace, tmp_path, capsys):
     output = tmp_path / "out"
-    policies = ["fcfs", "priority", "deadline", "fair", "fair+priority", "fair+deadline"]
-    options = [word for policy in policies for word in ("--policy", policy)]
+    options = [word for policy in POLICIES for word in ("--policy", policy)]
     assert simulate(trace, "--kv-tokens", "1000", *options, "--output", str(output)) == 0
     text = capsys.readouterr().out
     assert (output / "report.md").read_text() in text
-    for policy in policies:
+    for policy in POLICIES:
         assert f"| {policy} | 40 | 40 |" in text
         assert f"| {policy} | b | 20 | 20 |" in text
         run = read_requests(output / f"{policy}.jsonl.gz")
         assert len(run) == 40
         assert {one.outcome for one in run} == {"length"}
     report = json.loads((output / "report.json").read_text())
-    assert [run["name"] for run in report["runs"]] == policies
+    assert [run["name"] for run in report["runs"]] == list(POLICIES)
     assert report["runs"][0]["hit_rate"] > 0.5
     assert (output / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_scheduling_policy_can_be_compared_and_the_default_comes_first():
+    assert POLICIES == ("fcfs", "priority", "deadline", "fair", "fair+priority", "fair+deadline")
+    assert EngineArgs(model="x").scheduling_policy == POLICIES[0]
 
 
 def test_it_is_said_why_runs_are_equal(trace, capsys):

@@ -2,10 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import EngineArgs, SchedulerArgs, SchedulingPolicy
 from charonia.errors import ConfigError
 from charonia.simulate.report import ALL, recorded, report, tables
 from charonia.simulate.simulator import Outcome, Setting, Simulation
@@ -311,7 +312,7 @@ def test_fair_shares_are_within_their_bound_and_first_come_is_not():
 
 
 @pytest.mark.parametrize("fair_share", [False, True])
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "deadline"])
+@pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_the_same_seed_gives_the_same_run(policy, fair_share):
     times = StepTimes(curve=[(0, 0.01)], noise=[(1, [0.5, 1.0, 1.5])])
     trace = [request(10 + n, 1 + n % 9, timestamp=10.0 * n) for n in range(200)]

@@ -7,6 +7,7 @@ from charonia.config.engine_args import (
     DEMO_CHECKPOINT,
     DEMO_DRAFT_CHECKPOINT,
     EngineArgs,
+    SchedulingPolicy,
     make_paths_absolute,
     with_demo_model,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "KVEventsConfig",
     "PositiveInt",
     "SchedulerArgs",
+    "SchedulingPolicy",
     "SpeculativeConfig",
     "convert",
     "make_paths_absolute",

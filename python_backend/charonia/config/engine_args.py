@@ -28,6 +28,8 @@ from charonia.errors import ConfigError, shown
 DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo" / "checkpoints" / "charonia-demo"
 DEMO_DRAFT_CHECKPOINT = DEMO_CHECKPOINT.with_name("charonia-demo-draft")
 
+SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
+"""The default comes first."""
 Log = Callable[[str], None]
 _MAX_BYTES = 2**53
 _MAX_GIB = 2.0**20
@@ -159,7 +161,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quantization: Literal["int8"] | None = None
     speculative_config: SpeculativeConfig | None = None
     generation_config: str = "auto"
-    scheduling_policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
+    scheduling_policy: SchedulingPolicy = "fcfs"
     async_scheduling: bool = True
     seed: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -67,7 +67,7 @@ def make_scheduler(
         epoch=epoch,
         stats=stats,
         speculation=make_speculation(engine_args.speculative_config),
-        policy=_policy(engine_args, scheduler_args, weight_of),
+        policy=policy_of(engine_args, scheduler_args, weight_of),
         prompt_budget=_prompt_budget(engine_args, scheduler_args),
         peak_memory=_peak_memory(scheduler_args),
         step_size=_step_size(engine_args, scheduler_args, limits),
@@ -86,9 +86,14 @@ def rank_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> RankOf:
     return by_deadline if engine_args.scheduling_policy == "deadline" else by_arrival
 
 
-def _policy(
+def policy_of(
     engine_args: EngineArgs, scheduler_args: SchedulerArgs, weight_of: Callable[[str], float]
 ) -> Policy:
+    """Set up the policy of one scheduler.
+
+    Args:
+        weight_of: of a tenant, for fair shares.
+    """
     rank = rank_of(engine_args, scheduler_args)
     displacement: Displacement | None = None
     deadlines: Deadlines | None = None

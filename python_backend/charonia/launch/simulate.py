@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec.structs import replace
 from tqdm import tqdm
 
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import EngineArgs, SchedulerArgs, SchedulingPolicy
 from charonia.errors import ConfigError
 from charonia.launch.repository import check_target, split_settings
 from charonia.simulate.plots import write_plot
@@ -23,8 +23,10 @@ from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import Shape, shape
 from charonia.traces import TraceRequest, block_length, read_requests, write_requests
 
-POLICIES = ("fcfs", "priority", "deadline")
-FAIR = "fair"
+_FIRST, *_OTHERS = get_args(SchedulingPolicy)
+_FAIR = "fair"
+POLICIES = (_FIRST, *_OTHERS, _FAIR, *(f"{_FAIR}+{one}" for one in _OTHERS))
+"""What runs are called: a scheduling policy, or fair shares and one within them."""
 _ROOM = 8  # tokens, so that the longest request ends by its own length
 
 
@@ -121,7 +123,7 @@ def _setting(
     scheduler_args = SchedulerArgs.from_parameters(scheduler)
     check_target(args, scheduler_args)
     if policy:
-        args, scheduler_args = _with_policy(policy, args, scheduler_args)
+        args, scheduler_args = with_policy(policy, args, scheduler_args)
     if args.speculative_config is not None:
         raise ConfigError(
             "speculative_config cannot be simulated: a trace does not say what"
@@ -153,17 +155,21 @@ def _model_len(trace: Sequence[TraceRequest], wanted: Shape, pool_tokens: int) -
     return max(longest, min(max(longest, allowed) + _ROOM, pool_tokens))
 
 
-def _with_policy(
+def with_policy(
     policy: str, engine_args: EngineArgs, scheduler_args: SchedulerArgs
 ) -> tuple[EngineArgs, SchedulerArgs]:
+    """Have both say what a run of that name is served by.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
     fair, plus, within = policy.partition("+")
-    if fair != FAIR:
+    if fair != _FAIR:
         fair, within = "", policy
     elif not plus:
-        within = "fcfs"
-    if within not in POLICIES:
-        names = [*POLICIES, FAIR, *(f"{FAIR}+{one}" for one in POLICIES[1:])]
-        raise ConfigError(f"unknown policy {policy!r}; accepted are {', '.join(names)}")
+        within = _FIRST
+    if within not in (_FIRST, *_OTHERS):
+        raise ConfigError(f"unknown policy {policy!r}; accepted are {', '.join(POLICIES)}")
     return (
         replace(engine_args, scheduling_policy=within),
         replace(scheduler_args, fair_share=bool(fair)),
@@ -174,7 +180,7 @@ def _name_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> str:
     policy = engine_args.scheduling_policy
     if not scheduler_args.fair_share:
         return policy
-    return FAIR if policy == POLICIES[0] else f"{FAIR}+{policy}"
+    return _FAIR if policy == _FIRST else f"{_FAIR}+{policy}"
 
 
 def _classes_of(trace: Sequence[TraceRequest], wanted: Shape) -> By:
