@@ -3,6 +3,7 @@
 import pytest
 
 from charonia.control import Tiers, fetching
+from charonia.control.block_tables import BlockTables
 from charonia.control.cache import tiers
 from charonia.control.fitting import MAX_PASSES
 from charonia.control.policies import (
@@ -304,6 +305,28 @@ def test_nothing_is_loaded_where_there_is_no_room_and_nobody_waits_in_vain():
     assert 0 < waiting.num_passed <= MAX_PASSES, "it is treated as any that does not fit"
     assert bench.ends()
     assert waiting.num_cached > 0
+
+
+def test_what_is_evicted_again_before_its_request_begins_is_computed(monkeypatch):
+    """As where others have reserved all that may be: it is not loaded for ever."""
+    bench = make_bench()
+    fill(bench)
+    take_loaded = BlockTables.take_loaded
+
+    def take_and_evict(blocks: BlockTables, *args) -> None:
+        take_loaded(blocks, *args)
+        num_usable = blocks.kv.num_usable
+        blocks.kv.resize(1)
+        blocks.kv.resize(num_usable)
+
+    monkeypatch.setattr(BlockTables, "take_loaded", take_and_evict)
+    request = make_prompt("c")
+    bench.add(request)
+    loads = [len(bench.step().loads) for _ in range(4)]
+    assert loads == [8, 7, 7, 0], "at least twice all eight"
+    assert request.row is not None
+    assert request.num_cached < 32
+    assert bench.ends()
 
 
 def test_who_may_displace_others_waits_for_its_blocks_first():

@@ -10,9 +10,11 @@ the `apply()` of its step on, and are reserved for the request::
     plan 1: loads 0-3 of a ─► apply 1: a hits 4 ─► plan 2: loads 4-5 ─► apply 2 ─► plan 3: a joins
          └─ a is passed over ─────────────────────────┘
 
-What could not be loaded is computed. A step loads few blocks where others compute in it, as these
-wait for that. There must be room for what is loaded, as there must be to admit a request; where
-there is none the request is treated as any other, and nobody waits in vain.
+What could not be loaded is computed. So is what was loaded and evicted again before its request
+began, as it could not be reserved: no request has more than so many blocks loaded. A step loads few
+blocks where others compute in it, as these wait for that. There must be room for what is loaded, as
+there must be to admit a request; where there is none the request is treated as any other, and
+nobody waits in vain.
 """
 
 from collections import OrderedDict
@@ -31,6 +33,8 @@ LOADED_AT_ONCE, LOADED_ALONE = 8 * _MIB, 128 * _MIB
 some hundredths of a second. One block may always be."""
 _MOST_REQUESTS = 16
 """For which a step may load something."""
+_MOST_LOADS = 2
+"""How often all blocks of a request may be loaded while it waits."""
 
 
 class Fetching:
@@ -43,6 +47,7 @@ class Fetching:
         self._to_fetch: OrderedDict[Request, None] = OrderedDict()
         self._under_way: dict[Request, Fetch] = {}
         self._keys_under_way: set[bytes] = set()
+        self._num_loaded: dict[Request, int] = {}  # blocks, for each that waits
 
     @property
     def under_way(self) -> Collection[Fetch]:
@@ -70,7 +75,8 @@ class Fetching:
         missing = self._blocks.missing_keys(request, hits, 1)
         if missing and missing[0] in self._keys_under_way:
             return True
-        if num_spare <= 0 or not missing or missing[0] not in self._tiers:
+        is_there = bool(missing) and missing[0] in self._tiers
+        if num_spare <= 0 or not is_there or self._is_in_vain(request):
             self._to_fetch.pop(request, None)
             return False
         self._to_fetch[request] = None
@@ -79,6 +85,7 @@ class Fetching:
     def forget(self, request: Request) -> None:
         """A request waits no longer."""
         self._to_fetch.pop(request, None)
+        self._num_loaded.pop(request, None)
 
     def plan(self, most: int, num_spare: int) -> list[Fetch]:
         """Choose what a step loads.
@@ -94,7 +101,7 @@ class Fetching:
                 break
             hits = self._blocks.hits(request)
             keys = self._keys(request, hits, room)
-            if not keys:
+            if not keys or self._is_in_vain(request):
                 del self._to_fetch[request]
                 continue
             if keys[0] in self._keys_under_way:  # for another one
@@ -102,6 +109,8 @@ class Fetching:
             fetch = self._fetch(request, len(hits), keys)
             if fetch.loads:
                 self._under_way[request] = fetch
+                num_loaded = self._num_loaded.get(request, 0) + len(fetch.loads)
+                self._num_loaded[request] = num_loaded
                 self._keys_under_way.update(load.key for load in fetch.loads)
                 fetches.append(fetch)
             most -= len(fetch.loads)
@@ -125,6 +134,10 @@ class Fetching:
         )
         self._blocks.take_loaded(fetch.request, fetch.first, block_ids, num_loaded)
         self._stats.blocks_loaded += num_loaded
+
+    def _is_in_vain(self, request: Request) -> bool:
+        """Whether what is loaded for a request is evicted again before it begins."""
+        return self._num_loaded.get(request, 0) >= _MOST_LOADS * len(request.block_keys)
 
     def _keys(self, request: Request, hits: list[int], most: int) -> list[bytes]:
         """Of the blocks that follow what a request hits, as far as tiers have them."""
