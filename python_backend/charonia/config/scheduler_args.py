@@ -1,14 +1,16 @@
 """The scheduler's parameters: those of its config.pbtxt.
 
-Owns their names, ranges and defaults. Must not know what a scheduler makes of them.
+Owns their names, ranges and defaults, and which of them need an argument of the engine. Must not
+know what a scheduler makes of them.
 """
 
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from charonia.config.engine_args import EngineArgs
 from charonia.config.values import MAX_SECONDS, PositiveInt, Seconds, convert
-from charonia.errors import shown
+from charonia.errors import ConfigError, shown
 
 SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 """Parameters in a config.pbtxt that are meant for the inference server, not for us."""
@@ -159,6 +161,15 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def degradation_rungs(self) -> tuple[str, ...]:
         """What is given up under pressure, in this order."""
         return tuple(rung.strip() for rung in self.degradation_ladder.split(","))
+
+    def check_engine(self, engine_args: EngineArgs) -> None:
+        """Raises ConfigError: a parameter has no effect with an engine of these arguments."""
+        target = self.inter_token_target_ms
+        if target is not None and not engine_args.enable_chunked_prefill:
+            raise ConfigError(
+                f"inter_token_target_ms = {target} has no effect with enable_chunked_prefill ="
+                " false, where each prompt is computed in one step"
+            )
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> "SchedulerArgs":

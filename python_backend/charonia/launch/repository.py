@@ -108,7 +108,7 @@ def prepare_repository(target: Path, options: RepositoryOptions) -> PreparedRepo
     values = _engine_values(model_json, options, engine_settings)
     engine_args = EngineArgs.from_dict(values)
     check_checkpoint(engine_args)
-    check_target(engine_args, scheduler_args)
+    scheduler_args.check_engine(engine_args)
 
     # Every run has its own sockets, and does not end another's reload.
     ignore = shutil.ignore_patterns(
@@ -191,7 +191,7 @@ def change_engine(repository: Path, options: RepositoryOptions) -> EngineChange:
     values = _engine_values(model_json, options, engine_settings)
     after = EngineArgs.from_dict(values)
     check_checkpoint(after)
-    check_target(after, scheduler_args)
+    scheduler_args.check_engine(after)
     return EngineChange(EngineArgs.from_file(model_json), after, values, scheduler)
 
 
@@ -312,15 +312,6 @@ def _override_parameters(config: Any, settings: dict[str, str]) -> SchedulerArgs
         config.parameters[key].string_value = value
     ours = {key: parameter.string_value for key, parameter in config.parameters.items()}
     return SchedulerArgs.from_parameters(ours)
-
-
-def check_target(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> None:
-    target = scheduler_args.inter_token_target_ms
-    if target is not None and not engine_args.enable_chunked_prefill:
-        raise ConfigError(
-            f"inter_token_target_ms = {target} has no effect with enable_chunked_prefill = false,"
-            " where each prompt is computed in one step"
-        )
 
 
 def _check_tenants(args: SchedulerArgs, directory: Path) -> None:

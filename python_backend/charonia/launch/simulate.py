@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs, SchedulingPolicy
 from charonia.errors import ConfigError
-from charonia.launch.repository import check_target, split_settings
+from charonia.launch.repository import split_settings
 from charonia.simulate.plots import write_plot
 from charonia.simulate.report import By, RunReport, recorded, report, sameness, tables
 from charonia.simulate.simulator import Outcome, Setting, Simulation
@@ -121,7 +121,7 @@ def _setting(
     engine.setdefault("enable_prefix_caching", any(one.hash_ids for one in trace))
     args = EngineArgs.from_dict({"model": "simulated", **engine})
     scheduler_args = SchedulerArgs.from_parameters(scheduler)
-    check_target(args, scheduler_args)
+    scheduler_args.check_engine(args)
     if policy:
         args, scheduler_args = with_policy(policy, args, scheduler_args)
     if args.speculative_config is not None:

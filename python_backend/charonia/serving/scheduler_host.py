@@ -87,6 +87,7 @@ class SchedulerHost:
         engine_dir = repository / scheduler_args.engine_model / "1"
         model_file = engine_dir / MODEL_FILE
         engine_args = EngineArgs.from_file(model_file)
+        scheduler_args.check_engine(engine_args)
         self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
         server_options = ServerOptions.of_process(os.getppid())
         if scheduler_args.tenant_header is not None:
@@ -121,7 +122,11 @@ class SchedulerHost:
             self._tokenizer,
             log=log,
             read_args=partial(
-                _read_args, model_file, engine_args, fingerprint_tokenizer(engine_args)
+                _read_args,
+                model_file,
+                scheduler_args,
+                engine_args,
+                fingerprint_tokenizer(engine_args),
             ),
             kv_events=None if self._publisher is None else KVEvents(self._publisher.publish),
             prompt_index=_prompt_index(scheduler_args),
@@ -282,14 +287,17 @@ def _needing_a_socket(name: str) -> Iterator[None]:
         ) from None
 
 
-def _read_args(model_file: Path, before: EngineArgs, tokenizer: str) -> EngineArgs:
+def _read_args(
+    model_file: Path, scheduler_args: SchedulerArgs, before: EngineArgs, tokenizer: str
+) -> EngineArgs:
     """What model.json says now: whoever loads an engine may have changed it.
 
     Raises:
-        ConfigError: it is wrong, or names another tokenizer than that of the server's start, or
-            other readers of KV events.
+        ConfigError: it is wrong, or does not go with the scheduler's parameters, or names another
+            tokenizer than that of the server's start, or other readers of KV events.
     """
     args = EngineArgs.from_file(model_file)
+    scheduler_args.check_engine(args)
     check_same_tokenizer(tokenizer, args)
     check_same_kv_events(before, args)
     return args
