@@ -246,6 +246,46 @@ def test_idle_tenants_are_forgotten_when_there_are_too_many_and_busy_ones_never(
         enter(gate, "!2")
 
 
+def test_idle_tenants_are_forgotten_in_the_order_in_which_they_came(make_gate):
+    gate = make_gate()
+    num_busy = MAX_REMEMBERED
+    came = [chr(1000 + number) for number in range(num_busy + MAX_REMEMBERED + 4)]
+    for key in came[:-2]:
+        enter(gate, key)
+    for key in reversed(came[num_busy:-2]):
+        gate.leave(key)
+    enter(gate, came[num_busy])
+    gate.leave(came[num_busy])  # it came again
+    for key in came[-2:]:
+        enter(gate, key)
+    forgotten = set(came) - set(gate._accounts)
+    assert forgotten == {came[num_busy + 1], came[num_busy + 2]}
+
+
+def test_who_comes_does_not_look_at_all_tenants_that_wait(make_gate):
+    gate = make_gate()
+    gate._accounts = accounts = Looked(gate._accounts)
+    num_waiting = 2 * MAX_REMEMBERED + 1
+    for number in range(num_waiting + MAX_REMEMBERED + 5):
+        enter(gate, key := chr(1000 + number))
+        if number >= num_waiting:
+            gate.leave(key)
+    assert accounts.num_looked_at <= 10
+    assert len(accounts) <= num_waiting + MAX_REMEMBERED + 1
+    assert chr(1000 + num_waiting) not in accounts
+
+
+class Looked(dict):
+    """Counts the items that are looked at one after the other."""
+
+    num_looked_at = 0
+
+    def items(self):
+        for item in super().items():
+            self.num_looked_at += 1
+            yield item
+
+
 # ---------------------------------------------------------------------- how long they would wait
 
 

@@ -8,13 +8,13 @@ to the size of its bucket.
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
 from charonia.config import EngineArgs, SchedulerArgs
+from charonia.control.lazy_heap import LazyHeap
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.queue_order import Entry, QueueOrder
 from charonia.engine.queue_wait import QueueWait
@@ -30,7 +30,8 @@ from charonia.errors import (
 )
 
 MAX_REMEMBERED = 4096
-"""Tenants without a request whose buckets are kept."""
+"""Tenants without a request whose buckets are kept, at least; of all tenants twice as many are."""
+_FORGOTTEN_AT_ONCE = 2  # more than come at once, so that what is too much gets less
 _LIFE_SHARE = 0.1  # that the last request has in the mean
 
 
@@ -40,6 +41,7 @@ class _Account:
 
     Attributes:
         num_waiting, num_waiting_tokens: requests before their first step, and their prompts.
+        came_last: the number of its last request.
         life_s: from a request's coming to its end, in the mean; None before the first end.
         filling: of its bucket, as it was at `filled_at`; None before its first request.
     """
@@ -47,6 +49,7 @@ class _Account:
     num_live: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
+    came_last: int = 0
     wait: QueueWait = field(default_factory=QueueWait)
     life_s: float | None = None
     filling: float | None = None
@@ -81,8 +84,9 @@ class Gate:
         self._engine_args: EngineArgs | None = None
         self._num_entered = 0
         self._num_waiting_tokens = 0
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the last used one is last
+        self._accounts: dict[str, _Account] = {}
         self._busy: dict[str, _Account] = {}  # those that have live requests
+        self._idle: LazyHeap[str] = LazyHeap()  # the others, who came longest ago is first
         self._live: dict[str, Entry] = {}
         self._waiting: set[str] = set()
         self._leaving: set[str] = set()  # those of the live ones that are to give way
@@ -212,6 +216,7 @@ class Gate:
                 account.num_live -= 1
                 if not account.num_live:
                     del self._busy[entry.tenant]
+                    self._idle.add(entry.tenant, account.came_last)
 
     def _limits_of(self, tenant: str) -> TenantArgs:
         """Raises InvalidRequestError: it is not served."""
@@ -259,7 +264,8 @@ class Gate:
 
     def _take_in(self, entry: Entry, account: _Account) -> None:
         self._accounts[entry.tenant] = account
-        self._accounts.move_to_end(entry.tenant)
+        self._idle.discard(entry.tenant)
+        account.came_last = entry.number
         account.num_live += 1
         self._busy[entry.tenant] = account
         self._live[entry.key] = entry
@@ -312,11 +318,14 @@ class Gate:
 
     def _forget_some(self) -> None:
         """Forget idle tenants when there are too many, those first that came longest ago."""
-        if len(self._accounts) <= 2 * MAX_REMEMBERED:
-            return
-        idle = [tenant for tenant, account in self._accounts.items() if not account.num_live]
-        for tenant in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
-            del self._accounts[tenant]
+        for _ in range(_FORGOTTEN_AT_ONCE):
+            num_idle = len(self._accounts) - len(self._busy)
+            if num_idle <= MAX_REMEMBERED or len(self._accounts) <= 2 * MAX_REMEMBERED:
+                return
+            place = self._idle.first()
+            assert place is not None
+            self._idle.pop()
+            del self._accounts[place[1]]
 
 
 def _check(tenant: str, account: _Account, args: TenantArgs, num_coming: int = 0) -> None:
