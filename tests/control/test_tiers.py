@@ -7,8 +7,10 @@ from charonia.control.block_tables import BlockTables
 from charonia.control.cache import tiers
 from charonia.control.fitting import MAX_PASSES
 from charonia.control.policies import (
+    DeadlineWatch,
     DisplacementByPriority,
     by_arrival,
+    by_deadline,
     by_priority,
     fair,
     ranked,
@@ -20,6 +22,7 @@ from support.invariants import check_invariants
 from support.stepping import Bench, make_request
 
 NUM_BLOCKS = 40
+STEP_S = 0.001  # of the echo engine
 LOADED_AT_ONCE = fetching.LOADED_AT_ONCE // SLOT_BYTES
 SAVED_AT_ONCE = tiers.SAVED_AT_ONCE // SLOT_BYTES
 SAVED_ALONE = tiers.SAVED_ALONE // SLOT_BYTES
@@ -195,6 +198,18 @@ def test_what_a_step_may_load_goes_to_who_came_first():
     assert [len(bench.step().loads) for _ in range(3)] == [LOADED_AT_ONCE, LOADED_AT_ONCE, 0]
     assert [request.num_cached for request in requests] == [4 * LOADED_AT_ONCE] * 2
     bench.ends()
+
+
+@pytest.mark.parametrize(("num_slots", "is_late"), [(100, False), (4, True)])
+def test_what_is_loaded_takes_none_of_the_time_before_a_deadline(num_slots, is_late):
+    watch = DeadlineWatch(demotes=False)
+    policy = ranked(by_deadline, None, watch)
+    bench = make_bench(num_slots, policy=policy, max_num_batched_tokens=8)
+    fill(bench)
+    bench.add(make_prompt("c", max_tokens=1, expires_at=1.0))
+    bench.scheduler.plan(1.0 - 2.5 * STEP_S)
+    late = [one.request.key for one in bench.scheduler.take_late()]
+    assert late == (["c"] if is_late else [])
 
 
 def test_others_pass_who_waits():

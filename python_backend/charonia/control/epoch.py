@@ -132,6 +132,10 @@ class Epoch:
         if sharing is not None:
             sharing.start_epoch(limits, prompt_time, stats)
 
+    def num_cached(self, request: Request) -> int:
+        """Tokens of a waiting request that need not be computed, if nothing is evicted before."""
+        return self._lookups.num_found(request) * self.limits.block_size
+
     def may_plan_ahead(self, relief: Relief) -> bool:
         """Whether a step may be planned for rows of which tokens are in flight.
 

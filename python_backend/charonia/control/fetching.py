@@ -64,6 +64,14 @@ class Fetching:
         if self._keys(request, self._blocks.hits(request), 1):
             self._to_fetch[request] = None
 
+    def num_to_load(self, request: Request, hits: list[int]) -> int:
+        """Blocks that could be loaded for a request.
+
+        Args:
+            hits: of this moment.
+        """
+        return len(self._keys(request, hits, len(request.block_keys)))
+
     def waits(self, request: Request, hits: list[int], num_spare: int) -> bool:
         """Whether a request that could be admitted waits for blocks that are, or will be, loaded.
 

@@ -44,6 +44,13 @@ class Lookups:
         if self._fetching is not None:
             self._fetching.forget(request)
 
+    def num_found(self, request: Request) -> int:
+        """Blocks that a waiting request would find in the cache, or have loaded from a tier."""
+        hits = self._blocks.hits(request)
+        if self._fetching is None:
+            return len(hits)
+        return len(hits) + self._fetching.num_to_load(request, hits)
+
     def reserve(self, num_waiting: int) -> None:
         """Reserve what those that wait find in the cache; few look at once, as keys take time.
 

@@ -205,16 +205,12 @@ class Scheduler:
 
     def _give_up_late(self, deadlines: Deadlines, now: float) -> None:
         """End those that cannot meet their deadlines any more, or put them behind all others."""
-        for late in deadlines.take_late(now, self._num_cached):
+        for late in deadlines.take_late(now, self._epoch.num_cached):
             if deadlines.demotes:
                 self._live.demote(late.request)
             else:
                 self._live.end(late.request)
                 self._late.append(late)
-
-    def _num_cached(self, request: Request) -> int:
-        """Tokens of a waiting request that it would find in the prefix cache."""
-        return len(self._epoch.blocks.hits(request)) * self.limits.block_size
 
     def apply(self, result: StepResult, now: float) -> list[Update]:
         """Commit what the oldest step in flight did, and end those of its requests that ended.

@@ -47,9 +47,9 @@ class DisplacementByDeadline:
 class DeadlineWatch:
     """The waiting requests by the time at which they must start.
 
-    What the prefix cache has of a prompt is looked up when its request would be late without it, of
-    a few in a step, as that costs more than all else here. Others that are late wait for a later
-    step.
+    What the prefix cache or a slower tier has of a prompt is looked up when its request would be
+    late without it, of a few in a step, as that costs more than all else here. Others that are late
+    wait for a later step. Loading from a tier is taken to cost no time.
 
     The entry of a request that waits no longer stays in the heap until it comes to its top or
     outweighs the rest: then the heap is made anew. So it never holds more than twice what waits,

@@ -153,7 +153,8 @@ class Deadlines(Protocol):
         """Those that wait and will be late, as far as is known now; each is told of once.
 
         Args:
-            num_cached: tokens of a request that the prefix cache holds, which takes long to tell.
+            num_cached: tokens of a request that the prefix cache or a slower tier holds, which
+                takes long to tell.
         """
         ...
 
