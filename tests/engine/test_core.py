@@ -89,6 +89,32 @@ def test_a_timeout_in_the_queue_and_a_deadline_end_requests():
     assert 30 < len(bench.tokens("a")) < 60
 
 
+@pytest.mark.parametrize(
+    ("scheduling_policy", "late_requests", "kind"),
+    [
+        ("deadline", "reject", "late"),
+        ("deadline", "demote", "timeout"),
+        ("fcfs", "reject", "timeout"),
+    ],
+)
+def test_who_has_not_started_at_its_deadline_is_late_where_late_ones_are_rejected(
+    scheduling_policy, late_requests, kind
+):
+    """Also before there was a step, which would say what steps take."""
+    bench = Bench(scheduling_policy=scheduling_policy, late_requests=late_requests)
+    bench.add("a", deadline_ms=50)
+    bench.add("b", timeout_s=0.05)
+    bench.now += 0.1
+    bench.run()
+    assert bench.error("a").kind == kind
+    assert not bench.error("a").is_retryable
+    assert str(bench.error("a")).startswith("deadline_ms has passed")
+    assert bench.error("b").kind == "timeout"
+    bench.add("c", max_tokens=100, deadline_ms=500)
+    bench.run()
+    assert bench.error("c").kind == "timeout", "it has started"
+
+
 def test_who_is_late_is_told_when_to_come_again_if_that_can_help():
     bench = Bench(EchoExecutor(max_num_seqs=1, num_blocks=2**10), scheduling_policy="deadline")
     bench.add("a", max_tokens=400, deadline_ms=5000)

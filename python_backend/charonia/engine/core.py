@@ -35,10 +35,12 @@ from charonia.engine.outputs import Chunk, MakeStream
 from charonia.engine.recovery import NOT_READY, SHUTTING_DOWN
 from charonia.engine.reload import Reload
 from charonia.engine.replica import Replica
+from charonia.engine.scheduling import rejects_late
 from charonia.engine.streams import OutputStreams
 from charonia.engine.tenants import Tenants
 from charonia.errors import (
     CharoniaError,
+    LateRequestError,
     RequestCancelledError,
     RequestQuarantinedError,
     RequestTimeoutError,
@@ -94,6 +96,7 @@ class EngineCore:
     ) -> None:
         tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
+        self._scheduler_args = scheduler_args
         self._clock = clock
         self._log = log
         self._streams = OutputStreams(
@@ -295,9 +298,18 @@ class EngineCore:
     def _expire(self, now: float) -> None:
         """End the requests whose time is over."""
         for key, is_until_start in self._deadlines.take_due(now):
-            if is_until_start and self._streams.has_started(key):
+            has_started = self._streams.has_started(key)
+            if is_until_start and has_started:
                 continue
-            self._end(key, RequestTimeoutError.of(is_until_start=is_until_start))
+            error = RequestTimeoutError.of(is_until_start=is_until_start)
+            if not is_until_start and not has_started and self._rejects_late:
+                # The scheduler would have told it so before, if it knew what steps take.
+                error = LateRequestError(str(error))
+            self._end(key, error)
+
+    @property
+    def _rejects_late(self) -> bool:
+        return rejects_late(self.engine_args, self._scheduler_args)
 
     def _go_on_with_reload(self, reload: Reload) -> None:
         """Begin with it as soon as that may be; once it is over, those it holds are placed."""

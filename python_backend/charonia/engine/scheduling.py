@@ -86,6 +86,12 @@ def rank_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> RankOf:
     return by_deadline if engine_args.scheduling_policy == "deadline" else by_arrival
 
 
+def rejects_late(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> bool:
+    """Whether requests that wait and cannot meet their deadlines any more are to end."""
+    is_by_deadline = engine_args.scheduling_policy == "deadline"
+    return is_by_deadline and scheduler_args.late_requests == "reject"
+
+
 def policy_of(
     engine_args: EngineArgs, scheduler_args: SchedulerArgs, weight_of: Callable[[str], float]
 ) -> Policy:
@@ -101,8 +107,7 @@ def policy_of(
         displacement = DisplacementByPriority(rank)
     elif engine_args.scheduling_policy == "deadline":
         displacement = DisplacementByDeadline()
-        demotes = scheduler_args.late_requests == "demote"
-        deadlines = DeadlineWatch(demotes=demotes)
+        deadlines = DeadlineWatch(demotes=not rejects_late(engine_args, scheduler_args))
     if scheduler_args.fair_share:
         return fair(rank, weight_of, displacement, deadlines)
     return ranked(rank, displacement, deadlines)
