@@ -34,7 +34,8 @@ from charonia.control.policies import (
     ranked,
 )
 from charonia.engine.drafting import make_speculation
-from charonia.engine.journal import Journal, JournaledScheduler
+from charonia.engine.journal import Journal
+from charonia.engine.journaled_scheduler import JournaledScheduler
 
 
 def make_scheduler(
