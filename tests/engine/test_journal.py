@@ -106,7 +106,23 @@ def test_token_ids_are_written_as_numbers_in_the_order_of_their_appearance(tmp_p
     assert added.cache_scope not in (b"", cache_scope(SamplingParams(cache_salt="s")))
     assert b"salt" not in msgspec.msgpack.encode(entries())
     plans = [entry.plan for entry in entries() if isinstance(entry, Planned) and entry.plan]
-    assert plans[0].joins[0].token_ids == [0, 1, 0]
+    assert plans[0].joins[0].token_ids == []
+
+
+def test_a_prompt_is_written_once_however_often_its_request_joins(tmp_path, entries):
+    journal = open_journal(tmp_path)
+    bench = Bench(EchoExecutor(num_blocks=24, max_model_len=400), journal=journal)
+    for key in "ab":
+        bench.add(key, prompt=[ord(key)] * 150, max_tokens=60)
+    bench.run()
+    journal.close()
+    recorded = [one for one in entries() if isinstance(one, Planned)]
+    joins = [one.num_known for one in recorded if one.num_known]
+    assert sum(map(len, joins)) > 2, "one was preempted"
+    assert joins[0][0] == 150
+    assert max(map(max, joins)) > 150, "with what it had generated"
+    assert max(len(msgspec.msgpack.encode(one)) for one in recorded) < 600
+    assert replay(tmp_path).differences == ()
 
 
 def test_an_engine_that_dies_fails_or_is_replaced_is_replayed_as_well(tmp_path):
@@ -393,6 +409,7 @@ def test_a_journal_that_was_cut_off_is_replayed_up_to_there(tmp_path):
     ("data", "reason"),
     [
         (b"", "is no journal that this version replays: its first line must be 'charonia journal"),
+        (b"charonia journal 1\n", "is no journal that this version replays"),
         (b"charonia journal 99\n", "is no journal that this version replays"),
         (HEADER + b"\0\0\0\3abc", r"is damaged at byte \d+: "),
     ],

@@ -31,11 +31,12 @@ from msgspec.structs import replace
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import DraftCounts, Limits, Relief, Scheduler, Tiers
 from charonia.control.cache import BlockHasher
+from charonia.control.policies import Late
 from charonia.errors import ConfigError
 from charonia.events import event
 from charonia.protocol import CacheRange, KeptBlocks, RowSampling, StepPlan, StepResult
 
-HEADER = b"charonia journal 1\n"
+HEADER = b"charonia journal 2\n"
 FRAME = struct.Struct(">I")
 FLUSH_EVERY_S = 1.0
 _FLUSH_BYTES = 2**20
@@ -107,11 +108,18 @@ class Finished(Entry, frozen=True, kw_only=True):
 
 
 class Planned(Entry, frozen=True, kw_only=True):
-    """`Scheduler.plan`. `plan`: see `decided`. `late`: keys of requests that it gave up."""
+    """`Scheduler.plan`.
+
+    Attributes:
+        plan: what the scheduler has decided, without what it only hands on, and without secrets.
+        num_known: of each request that joins a row, its tokens by now, which other entries have.
+        late: keys of requests that it gave up.
+    """
 
     now: float
     relief: Relief
     plan: StepPlan | None
+    num_known: list[int] = []
     late: list[str] = []
 
 
@@ -152,18 +160,33 @@ class Ended(Entry, frozen=True, kw_only=True):
 AnyEntry = Opened | Added | Finished | Planned | Applied | Reset | Blamed | Weighed | Ended
 
 
-def decided(plan: StepPlan, names: Callable[[Iterable[int]], list[int]] = list) -> StepPlan:
-    """What the scheduler has decided in a plan: without what it only hands on, and without secrets.
+def planned(
+    plan: StepPlan | None,
+    late: Iterable[Late],
+    *,
+    now: float,
+    relief: Relief,
+    names: Callable[[Iterable[int]], list[int]] = list,
+) -> Planned:
+    """The entry of a plan.
 
     Args:
+        late: whom it gave up. now, relief: what it was made by.
         names: of token ids, see `Journal.names_of`.
     """
+    return Planned(
+        now=now,
+        relief=relief,
+        plan=None if plan is None else _decided(plan, names),
+        num_known=[] if plan is None else [len(join.token_ids) for join in plan.joins],
+        late=[one.request.key for one in late],
+    )
+
+
+def _decided(plan: StepPlan, names: Callable[[Iterable[int]], list[int]]) -> StepPlan:
     return replace(
         plan,
-        joins=[
-            replace(join, token_ids=names(join.token_ids), sampling=_NO_SAMPLING)
-            for join in plan.joins
-        ],
+        joins=[replace(join, token_ids=[], sampling=_NO_SAMPLING) for join in plan.joins],
         saves=[replace(save, key=b"") for save in plan.saves],
         loads=[replace(load, key=b"") for load in plan.loads],
         rows=[

@@ -21,7 +21,7 @@ from charonia.engine.journal import (
     Opened,
     Planned,
     Reset,
-    decided,
+    planned,
 )
 from charonia.protocol import StepPlan, StepResult
 
@@ -75,12 +75,9 @@ class JournaledScheduler(Scheduler):
         num_late = len(self._late)
 
         def entry(plan: StepPlan | None) -> Planned:
-            return Planned(
-                now=now,
-                relief=self.relief,
-                plan=None if plan is None else decided(plan, self._journal.names_of),
-                late=[one.request.key for one in self._late[num_late:]],
-            )
+            late = self._late[num_late:]
+            names = self._journal.names_of
+            return planned(plan, late, now=now, relief=self.relief, names=names)
 
         return self._call(entry, super().plan, now)
 

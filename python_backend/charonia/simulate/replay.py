@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from charonia.control import Group, Request, Scheduler, SchedulerStats, Tiers
+from charonia.control.policies import Late
 from charonia.engine.journal import (
     FRAME,
     HEADER,
@@ -28,7 +29,7 @@ from charonia.engine.journal import (
     Planned,
     Reset,
     Weighed,
-    decided,
+    planned,
 )
 from charonia.engine.scheduling import make_scheduler
 from charonia.errors import ConfigError
@@ -163,12 +164,12 @@ class Replay:
     def _differences(self, scheduler: Scheduler, entry: AnyEntry) -> list[str]:
         """Make a call; what it gives that it did not give when it was recorded."""
         raised, gave = "", ""
-        plan, late = None, list[str]()
+        plan, late = None, list[Late]()
         try:
             if isinstance(entry, Planned):
                 scheduler.relief = entry.relief
                 plan = scheduler.plan(entry.now)
-                late = [one.request.key for one in scheduler.take_late()]
+                late = scheduler.take_late()
             else:
                 gave = self._call(scheduler, entry)
         except Exception as error:
@@ -180,7 +181,8 @@ class Replay:
             ]
         if not isinstance(entry, Planned):
             return [gave] if gave and not raised else []
-        now = msgspec.structs.replace(entry, plan=plan and decided(plan), late=late)
+        now = planned(plan, late, now=entry.now, relief=entry.relief)
+        now = msgspec.structs.replace(now, raised=raised)
         if msgspec.msgpack.encode(now) == msgspec.msgpack.encode(entry):
             self._note_plan(entry)
             return []
