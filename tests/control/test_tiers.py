@@ -4,7 +4,7 @@ import pytest
 
 from charonia.control import Tiers, fetching
 from charonia.control.block_tables import BlockTables
-from charonia.control.cache import tiers
+from charonia.control.cache import kv_cache, tiers
 from charonia.control.fitting import MAX_PASSES
 from charonia.control.policies import (
     DeadlineWatch,
@@ -322,8 +322,24 @@ def test_nothing_is_loaded_where_there_is_no_room_and_nobody_waits_in_vain():
     assert waiting.num_cached > 0
 
 
+def test_what_is_loaded_is_kept_also_where_others_have_reserved_all_that_may_be(monkeypatch):
+    monkeypatch.setattr(kv_cache, "_MOST_RESERVED", 0)
+    bench = make_bench(policy=ranked(by_priority()), max_num_seqs=1)
+    fill(bench)
+    first = [make_prompt(f"x{number}", token_id=100 + number, priority=0) for number in range(8)]
+    last = make_prompt("c", priority=1)
+    bench.add(first.pop(), last)
+    plans = []
+    while bench.scheduler.requests:
+        plans.append(bench.step())
+        if first and plans[-1].joins:  # who come first take more blocks than there are
+            bench.add(first.pop())
+    assert len(loads_of(plans)) == 8
+    assert last.num_cached == 32
+
+
 def test_what_is_evicted_again_before_its_request_begins_is_computed(monkeypatch):
-    """As where others have reserved all that may be: it is not loaded for ever."""
+    """It is not loaded for ever."""
     bench = make_bench()
     fill(bench)
     take_loaded = BlockTables.take_loaded

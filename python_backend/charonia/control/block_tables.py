@@ -133,7 +133,7 @@ class BlockTables:
                 self._note_stored(request, place)
             previous = block_id
         if num_loaded and request.row is None and not request.is_ended:
-            self.kv.reserve(request.key, [*before, *block_ids[:num_loaded]])
+            self.kv.reserve(request.key, [*before, *block_ids[:num_loaded]], were_loaded=True)
         self.kv.release(block_ids)
 
     def begin(self, request: Request, hits: list[int]) -> BlockCopy | None:

@@ -11,7 +11,7 @@ the `apply()` of its step on, and are reserved for the request::
          └─ a is passed over ─────────────────────────┘
 
 What could not be loaded is computed. So is what was loaded and evicted again before its request
-began, as it could not be reserved: no request has more than so many blocks loaded. A step loads few
+began, as others needed the room: no request has more than so many blocks loaded. A step loads few
 blocks where others compute in it, as these wait for that. There must be room for what is loaded, as
 there must be to admit a request; where there is none the request is treated as any other, and
 nobody waits in vain.

@@ -26,7 +26,7 @@ from charonia.protocol import DEFAULT_CACHE_PRIORITY
 NO_ENTRIES: list[int] = []  # nobody appends to it
 _MOST_RESERVED = 4
 """Reservations per block of the cache; whoever comes then is far from its turn. Those of who was
-displaced come on top, which has had a row."""
+displaced come on top, which has had a row, and those of blocks that were loaded."""
 
 
 class KVCache:
@@ -135,20 +135,21 @@ class KVCache:
         for block_id in block_ids:
             self._has_draft_kv[block_id] = True
 
-    def reserve(self, name: str, block_ids: Sequence[int]) -> None:
+    def reserve(self, name: str, block_ids: Sequence[int], *, were_loaded: bool = False) -> None:
         """Say that somebody waits for the cached blocks of a prefix.
 
         Who waits for the first of them already waits for the others, too, from now on.
 
         Args:
             block_ids: as they were just found.
+            were_loaded: whether some of them were, for who waits.
         """
         known = self._reserved.get(name, NO_ENTRIES)
         entries = [self._index.entry_of(block_id) for block_id in block_ids]
         assert all(map(int.__eq__, known, entries)), "it waits for another prefix"
         block_ids, entries = block_ids[len(known) :], entries[len(known) :]
         is_full = self._num_reservations + len(entries) > _MOST_RESERVED * self.num_blocks
-        if is_full or not entries:
+        if (is_full and not were_loaded) or not entries:
             return
         for block_id, entry in zip(block_ids, entries, strict=True):
             is_free = not self._pool.num_references(block_id)
