@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from run import STARTS_PROCESSES
 from support.leftovers import temporary_directory
 
-pytest_plugins = ["support.failures"]
+pytest_plugins = ["support.failures", "support.timeouts"]
 
 # A machine with other work is slow at times, of which no test should say anything.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
