@@ -80,11 +80,12 @@ async def complete(
     sampling: dict[str, Any],
     started: float,
     trace: Trace | None = None,
+    model: str = "scheduler",
 ) -> Trace:
     """Stream one request, greedy and to its last token.
 
     Args:
-        started: what arrivals are counted from. trace: to note them in.
+        started: what arrivals are counted from. trace: to note them in. model: its name on Triton.
     """
     parameters = json.dumps(
         {"temperature": 0, **sampling, "max_tokens": max_tokens, "ignore_eos": True}
@@ -98,7 +99,7 @@ async def complete(
     outputs = [grpc_aio.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
 
     async def requests():
-        yield {"model_name": "scheduler", "inputs": inputs, "outputs": outputs}
+        yield {"model_name": model, "inputs": inputs, "outputs": outputs}
 
     trace = Trace() if trace is None else trace
     async for result, error in client.stream_infer(requests()):
