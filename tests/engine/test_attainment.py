@@ -7,7 +7,9 @@ import pytest
 from charonia.engine.attainment import Attainment, RequestEnd
 from charonia.engine.metrics import Metrics
 from charonia.engine.tenants import Tenants
+from engine.answer_bench import AnswerBench
 from engine.bench import Bench
+from support.echo import EchoExecutor
 
 FILE = {
     "tenants": {
@@ -63,7 +65,7 @@ def counts(metrics: Metrics) -> dict[str, float]:
 def test_what_was_promised_is_met_or_missed(path, end, found):
     metrics = Metrics()
     attainment = Attainment(Tenants(path, log=print), metrics)
-    end = {"tenant": "search", "reason": "length", "num_prompt": 5, "num_tokens": 3} | end
+    end = {"tenant": "search", "reason": "length"} | end
     attainment.note_end(RequestEnd(**end))
     assert counts(metrics) == found
 
@@ -95,6 +97,38 @@ def test_a_core_counts_what_its_tenants_got(path):
         "inter_token_target_met search": 2,
         "deadline_met search": 1,
     }
+
+
+@pytest.mark.parametrize("makes", [Bench, AnswerBench])
+def test_samples_that_are_not_returned_count_for_their_tenant(makes):
+    """With equal requests they count once, and not where the answer was kept."""
+    bench = makes(EchoExecutor(num_blocks=128))
+    for key in "abc":
+        if makes is AnswerBench:
+            bench.ask(key, n=2, best_of=5)
+        elif key == "a":
+            bench.add(key, n=2, best_of=5)
+        if key == "b":
+            bench.run()
+    bench.run()
+    assert len(bench.tokens("a")) == 2 * 20
+    counters = bench.core.metrics.counters
+    assert counters["charonia_tenant_generation_tokens_total", "other"] == 5 * 20
+    assert counters["charonia_tenant_prompt_tokens_total", "other"] == 10
+
+
+def test_who_cancels_before_the_best_are_known_is_charged_what_was_computed():
+    bench = AnswerBench(EchoExecutor(num_blocks=128))
+    for key in "ab":
+        bench.ask(key, n=1, best_of=3, max_tokens=50)
+    bench.run(8)
+    bench.answers.cancel("a")
+    bench.run(4)
+    bench.answers.cancel("b")
+    assert bench.num_generated > 0
+    counters = bench.core.metrics.counters
+    assert counters["charonia_tenant_generation_tokens_total", "other"] == bench.num_generated
+    assert counters["charonia_tenant_requests_total", "other"] == 2
 
 
 def test_a_deadline_that_passes_is_missed():

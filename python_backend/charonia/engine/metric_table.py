@@ -433,7 +433,8 @@ METRICS = (
     Metric(
         name="charonia_tenant_generation_tokens_total",
         kind="counter",
-        help="Tokens that were generated for a tenant.",
+        help="Tokens that were generated for a tenant, with those of samples that best_of leaves "
+        "out; what is computed for several requests counts once.",
         label="tenant",
         values=(OTHERS,),
     ),

@@ -177,7 +177,6 @@ class OutputStreams:
             RequestEnd(
                 tenant=request.params.tenant,
                 reason=reason,
-                num_prompt=len(request.prompt_ids),
                 has_deadline=request.params.deadline_ms is not None,
             )
         )
@@ -187,7 +186,10 @@ class OutputStreams:
         is_shared = key in self._shared
         self._forget_name(key)
         request = streams.first
-        if request.is_probe or is_shared:
+        if request.is_probe:
+            return
+        self._attainment.note_computed(request.tenant, request.num_prompt, streams.num_tokens)
+        if is_shared:
             return
         # At the end, so that requests whose time ran out in the queue are seen as well.
         left_queue_at = now if request.started_at is None else request.started_at
@@ -202,8 +204,6 @@ class OutputStreams:
             RequestEnd(
                 tenant=request.tenant,
                 reason=reason,
-                num_prompt=request.num_prompt,
-                num_tokens=streams.num_tokens,
                 first_token_s=streams.first_token_s,
                 inter_token_s=streams.inter_token_s,
                 has_deadline=request.expires_at < inf,

@@ -365,14 +365,11 @@ class AnswerCache:
         if not had_token:
             self._observe_first_token(subscriber)
         if own.is_final:
-            # What was generated for all of them is one's, so that a tenant's sum is right.
-            is_one = subscriber is flight.subscribers[0]
             if not chunk.is_final:  # others want samples that it does without
                 own = msgspec.structs.replace(own, timing=self._timing_so_far(subscriber, now))
                 flight.subscribers.remove(subscriber)
-                is_one = not flight.subscribers
                 self._maybe_deserted.append(flight)
-            self._forget(subscriber, own, now, flight.pieces.num_tokens if is_one else 0)
+            self._forget(subscriber, own, now)
         self._deliver(own)
 
     def _timing_so_far(self, subscriber: Subscriber, now: float) -> Timing:
@@ -394,7 +391,7 @@ class AnswerCache:
             if own.is_final:
                 own = msgspec.structs.replace(own, timing=timing)
                 self._observe_first_token(subscriber)
-                self._forget(subscriber, own, now, 0)
+                self._forget(subscriber, own, now)
             self._deliver(own)
 
     def _note_evicted(self, key: bytes, why: Eviction) -> None:
@@ -473,14 +470,14 @@ class AnswerCache:
                 self._drop(flight)
         for chunk in subscriber.end(indexes, error, self._timing_so_far(subscriber, now)):
             if chunk.is_final:
-                self._forget(subscriber, chunk, now, 0)
+                self._forget(subscriber, chunk, now)
             self._deliver(chunk)
 
     def _observe_first_token(self, subscriber: Subscriber) -> None:
         if (first_s := subscriber.first_token_s) is not None:
             self._metrics.observe_request("charonia_time_to_first_token_seconds", first_s)
 
-    def _forget(self, subscriber: Subscriber, last: Chunk, now: float, num_generated: int) -> None:
+    def _forget(self, subscriber: Subscriber, last: Chunk, now: float) -> None:
         """A request is over, and is counted."""
         request = subscriber.request
         self._subscribers.pop(request.key, None)
@@ -497,8 +494,6 @@ class AnswerCache:
             RequestEnd(
                 tenant=request.params.tenant,
                 reason=reason,
-                num_prompt=len(request.prompt_ids),
-                num_tokens=num_generated,
                 first_token_s=subscriber.first_token_s,
                 inter_token_s=subscriber.inter_token_s,
                 has_deadline=request.params.deadline_ms is not None,

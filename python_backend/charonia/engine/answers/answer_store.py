@@ -72,14 +72,12 @@ class Pieces:
         self._whole: list[Chunk] = []
         self._parts: dict[int, list[Chunk]] = {}  # of each sample's next piece
         self._num_parts: dict[int, int] = {}  # tokens of these
-        self.num_tokens = 0
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk."""
         index, num_tokens = chunk.index, len(chunk.token_ids)
         parts = self._parts.setdefault(index, [])
         parts.append(chunk)
-        self.num_tokens += num_tokens
         self._num_parts[index] = self._num_parts.get(index, 0) + num_tokens
         if chunk.ends_sample or self._num_parts[index] >= PIECE_TOKENS:
             self._whole.append(Chunk.merge(parts))
