@@ -701,3 +701,46 @@ def test_samples_that_nobody_wants_any_more_are_computed_no_longer():
     bench.run()
     assert bench.cached("c") is None
     assert sample_tokens(bench, "c", 1) == alone(seed=6, max_tokens=60)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+def test_who_does_without_the_last_sample_does_not_wait_for_an_engine(order):
+    """Be it of an answer that it shared, or that it has alone."""
+    bench = sample_bench()
+    bench.executor.unload()
+    bench.step()
+    for key in ("shares", "leaves"):
+        bench.ask(key, n=3)
+    bench.ask("alone", n=3, seed=9)
+    bench.answers.cancel_samples("shares", order[:1])
+    bench.answers.cancel("leaves")
+    for index in order[1:]:
+        assert not bench.chunks["shares"][-1].is_final
+        bench.answers.cancel_samples("shares", [index])
+    for index in order:
+        bench.answers.cancel_samples("alone", [index])
+    assert not bench.core.is_up
+    for key in ("shares", "alone"):
+        assert bench.chunks[key][-1].is_final
+        assert reasons(bench, key) == ["cancelled"] * 3
+    bench.step()
+    assert not bench.core.has_requests
+    assert not bench.answers._flights
+
+
+def test_who_does_without_the_last_sample_of_several_ends_at_once_while_an_engine_is_loaded():
+    bench = sample_bench()
+    bench.executor.load_s = 100.0
+    for key in ("shares", "leaves"):
+        bench.ask(key, n=3)
+    bench.run(8)
+    bench.executor.die_next = 1
+    bench.run(2)
+    assert not bench.core.is_up
+    bench.answers.cancel_samples("shares", [0, 2])
+    bench.answers.cancel("leaves")
+    bench.answers.cancel_samples("shares", [1])
+    assert bench.chunks["shares"][-1].is_final
+    assert reasons(bench, "shares") == ["cancelled"] * 3
+    bench.step()
+    assert not bench.core.has_requests

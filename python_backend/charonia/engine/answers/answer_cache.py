@@ -170,7 +170,9 @@ class AnswerCache:
             return
         if flight.is_computed and len(flight.subscribers) == 1:
             self._close_to_others(flight)
-            self._core.cancel_samples(flight.key, wanted)
+            # With those that it left to others, who have gone: the core is to see the last one end.
+            left = subscriber.open.difference(wanted)
+            self._core.cancel_samples(flight.key, set(range(params.n)) - left)
             return
         if subscriber.leaves_nothing(wanted):
             self._note_cancelled(subscriber)
