@@ -9,6 +9,7 @@ from charonia.protocol import CacheRange
 from engine.answer_bench import LOTS, AnswerBench
 from engine.bench import Bench
 from support.echo import EchoExecutor, echo_run
+from support.events import events
 
 PROMPT = [7] * 10
 OTHER_PROMPT = [8] * 10
@@ -346,6 +347,40 @@ def test_the_computation_ends_with_the_last_who_wants_it():
     bench.run()
     assert bench.cached("c") is None
     assert bench.tokens("c") == alone(max_tokens=500)
+
+
+def cancelled(bench: AnswerBench) -> list[tuple[str, str, int]]:
+    """Key, request id and tokens of each that the log tells of."""
+    found = events(bench.lines, "request_cancelled")
+    return [(one["key"], one["request_id"], int(one["tokens"])) for one in found]
+
+
+def test_who_cancels_last_is_logged_and_not_who_came_first():
+    bench = AnswerBench()
+    for key in "abc":
+        bench.ask(key, max_tokens=50)
+    bench.run(8)
+    for key in "acb":
+        bench.answers.cancel(key)
+        bench.run(2)
+    assert cancelled(bench) == [(key, f"id-{key}", len(bench.tokens(key))) for key in "acb"]
+    assert bench.tokens("b")
+    assert bench.core.metrics.counters["charonia_cancellations_total", ""] == 3
+
+
+def test_who_does_without_the_last_sample_is_logged_however_it_got_there():
+    bench = sample_bench()
+    for key in ("a", "b"):
+        bench.ask(key, n=2, max_tokens=50)
+    bench.run(6)
+    bench.answers.cancel_samples("b", [0])
+    bench.answers.cancel("a")
+    bench.answers.cancel_samples("b", [1])
+    bench.run()
+    assert [one[:2] for one in cancelled(bench)] == [("a", "id-a"), ("b", "id-b")]
+    counters = bench.core.metrics.counters
+    assert counters["charonia_cancellations_total", ""] == 2
+    assert counters["charonia_finished_total", "cancelled"] == 2
 
 
 def test_each_has_its_own_time():

@@ -373,7 +373,9 @@ class EngineCore:
     # ------------------------------------------------------------------ ends
 
     def _note_cancelled(self, key: str) -> None:
-        """Count a request that its client cancels."""
+        """Count a request that its client cancels; what is shared has none of its own."""
+        if self._streams.is_shared(key):
+            return
         self.metrics.count("charonia_cancellations_total")
         request_id, num_tokens = self._streams.request_id(key), self._streams.num_tokens(key)
         self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))

@@ -58,6 +58,10 @@ class OutputStreams:
         """Whether a request was taken in and has had no end."""
         return key in self._names
 
+    def is_shared(self, key: str) -> bool:
+        """Whether others count a request that was taken in; see `GenerationRequest`."""
+        return key in self._shared
+
     def request_id(self, key: str) -> str:
         """What its client calls a request that was taken in."""
         return self._names[key][0]

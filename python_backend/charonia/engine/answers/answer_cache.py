@@ -144,9 +144,9 @@ class AnswerCache:
         flight = subscriber.flight
         if flight.is_computed and len(flight.subscribers) == 1:
             self._core.cancel(flight.key)  # it has what was held back, too
-            return
+        else:
+            self._leave(subscriber, RequestCancelledError("the request was cancelled"))
         self._note_cancelled(subscriber)
-        self._leave(subscriber, RequestCancelledError("the request was cancelled"))
 
     def end(self, key: str, error: CharoniaError) -> None:
         """End a request with an error; nothing happens when it is not live."""
@@ -173,12 +173,13 @@ class AnswerCache:
             # With those that it left to others, who have gone: the core is to see the last one end.
             left = subscriber.open.difference(wanted)
             self._core.cancel_samples(flight.key, set(range(params.n)) - left)
-            return
-        if subscriber.leaves_nothing(wanted):
+        else:
+            self._leave(subscriber, None, wanted)
+        if not subscriber.open and subscriber.reason == "cancelled":
             self._note_cancelled(subscriber)
-        self._leave(subscriber, None, wanted)
 
     def _note_cancelled(self, subscriber: Subscriber) -> None:
+        """Count a request that its client has cancelled, and what it got until then."""
         self._metrics.count("charonia_cancellations_total")
         request, num_tokens = subscriber.request, sum(subscriber.num_tokens)
         self._log(

@@ -88,7 +88,8 @@ class Subscriber:
 
     Attributes:
         arrived_at: when it came, in seconds.
-        open: its samples that have not ended. reason: why the last one ended that did by itself.
+        open: its samples that have not ended. reason: why the last one ended that did by itself;
+            "cancelled" while none did.
         first_at, last_at: when it got its first and its last token so far.
         num_tokens: that it got, by sample.
     """
@@ -161,10 +162,6 @@ class Subscriber:
             num_open=len(self.open),
             cumulative_logprob=scores,
         )
-
-    def leaves_nothing(self, indexes: Collection[int]) -> bool:
-        """Whether it ends with these samples, and none of it ended by itself."""
-        return self.open <= set(indexes) and self.reason == "cancelled"
 
     def end(
         self, indexes: Collection[int], error: CharoniaError | None, timing: Timing
