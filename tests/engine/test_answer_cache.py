@@ -471,6 +471,35 @@ def test_where_deadlines_say_who_is_next_a_request_with_one_is_computed_by_itsel
     assert {tuple(bench.tokens(key)) for key in "abcd"} == {tuple(alone())}
 
 
+@pytest.mark.parametrize("threshold", [None, 0.9])
+@pytest.mark.parametrize(
+    ("scheduling_policy", "late_requests", "kind"),
+    [
+        ("deadline", "reject", "late"),
+        ("deadline", "demote", "timeout"),
+        ("fcfs", "reject", "timeout"),
+    ],
+)
+def test_who_has_not_started_at_its_deadline_is_told_what_it_would_be_told_alone(
+    scheduling_policy, late_requests, kind, threshold
+):
+    """Also while a similar prompt is looked for."""
+    bench = AnswerBench(
+        scheduling_policy=scheduling_policy,
+        late_requests=late_requests,
+        semantic_cache_threshold=threshold,
+    )
+    bench.ask("a", deadline_ms=50)
+    bench.ask("b", timeout_s=0.05)
+    bench.now += 0.1
+    bench.step()
+    assert (bench.error("a").kind, bench.error("b").kind) == (kind, "timeout")
+    assert str(bench.error("a")).startswith("deadline_ms has passed")
+    bench.ask("c", max_tokens=100, deadline_ms=500)
+    bench.run()
+    assert bench.error("c").kind == "timeout", "it has started"
+
+
 def test_all_samples_of_a_request_are_joined():
     bench = AnswerBench(EchoExecutor(num_blocks=128))
     bench.ask("a", n=3)

@@ -182,6 +182,19 @@ class EngineCore:
         """
         check(request, self._replica.engine_args, self._replica.info, self.limits)
 
+    def overdue(self, *, is_until_start: bool, has_started: bool) -> RequestTimeoutError:
+        """What a request is told whose time is over.
+
+        Args:
+            is_until_start: its `timeout`; else its `deadline_ms`. has_started: it has had a step.
+        """
+        error = RequestTimeoutError.of(is_until_start=is_until_start)
+        if is_until_start or has_started:
+            return error
+        # The scheduler would have told it so before, if it knew what steps take.
+        is_late = rejects_late(self.engine_args, self._scheduler_args)
+        return LateRequestError(str(error)) if is_late else error
+
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: GenerationRequest, arrived_at: float | None = None) -> None:
@@ -301,15 +314,7 @@ class EngineCore:
             has_started = self._streams.has_started(key)
             if is_until_start and has_started:
                 continue
-            error = RequestTimeoutError.of(is_until_start=is_until_start)
-            if not is_until_start and not has_started and self._rejects_late:
-                # The scheduler would have told it so before, if it knew what steps take.
-                error = LateRequestError(str(error))
-            self._end(key, error)
-
-    @property
-    def _rejects_late(self) -> bool:
-        return rejects_late(self.engine_args, self._scheduler_args)
+            self._end(key, self.overdue(is_until_start=is_until_start, has_started=has_started))
 
     def _go_on_with_reload(self, reload: Reload) -> None:
         """Begin with it as soon as that may be; once it is over, those it holds are placed."""

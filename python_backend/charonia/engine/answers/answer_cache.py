@@ -45,7 +45,6 @@ from charonia.engine.outputs import Chunk, Timing
 from charonia.errors import (
     CharoniaError,
     RequestCancelledError,
-    RequestTimeoutError,
     ShuttingDownError,
 )
 from charonia.events import event
@@ -442,9 +441,11 @@ class AnswerCache:
             subscriber = self._subscribers.get(key)
             if subscriber is None:  # it had another limit, which is over as well
                 continue
-            if is_until_start and subscriber.flight.started_at is not None:
+            has_started = subscriber.flight.started_at is not None
+            if is_until_start and has_started:
                 continue
-            self.end(key, RequestTimeoutError.of(is_until_start=is_until_start))
+            error = self._core.overdue(is_until_start=is_until_start, has_started=has_started)
+            self.end(key, error)
 
     def _end_deserted(self) -> None:
         """End what is computed for nobody: who is left has all the samples that it wants."""
