@@ -211,6 +211,21 @@ def test_an_answer_without_sums_of_log_probabilities_does_not_serve_who_wants_th
     assert bench.chunks["without again"][-1].cumulative_logprob is None
 
 
+def test_an_answer_with_log_probabilities_does_not_give_its_place_to_one_without():
+    bench = AnswerBench(EchoExecutor(max_num_seqs=1), scheduling_policy="priority")
+    bench.ask("before", OTHER_PROMPT, max_tokens=60)
+    bench.run(3)
+    bench.ask("patient", priority=5)
+    bench.ask("urgent", priority=1, return_cumulative_logprob=True)
+    bench.run()
+    assert bench.ended_at["urgent"] < bench.ended_at["patient"]
+    bench.ask("with", return_cumulative_logprob=True)
+    assert bench.cached("with") == "exact"
+    assert bench.chunks["with"][-1].cumulative_logprob == -10.0
+    bench.ask("without")
+    assert bench.cached("without") == "exact"
+
+
 def test_an_answer_that_failed_is_not_kept():
     bench = AnswerBench()
     bench.ask("a", deadline_ms=50)

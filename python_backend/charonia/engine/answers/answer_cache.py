@@ -410,13 +410,15 @@ class AnswerCache:
             self._keep(flight, now)
 
     def _keep(self, flight: Flight, now: float) -> None:
-        key, similar = flight.answer_key, self._similar
+        key, similar, has_scores = flight.answer_key, self._similar, flight.request.counts_logprobs
+        if not has_scores and self._store.get(key, now, needs_scores=True) is not None:
+            return  # it serves more requests than this one would
         has_vector = similar is not None and flight.vector is not None
         is_kept = self._store.put(
             key,
             flight.pieces.encoded(),
             now,
-            has_scores=flight.request.counts_logprobs,
+            has_scores=has_scores,
             num_more_bytes=similar.bytes_per_prompt if similar and has_vector else 0,
         )
         if similar is not None and is_kept:
