@@ -823,3 +823,26 @@ def test_who_does_without_the_last_sample_of_several_ends_at_once_while_an_engin
     assert reasons(bench, "shares") == ["cancelled"] * 3
     bench.step()
     assert not bench.core.has_requests
+
+
+def test_a_sample_that_nobody_wants_any_more_is_computed_no_longer_while_others_go_on():
+    bench = sample_bench()
+    for key in "ab":
+        bench.ask(key, n=3, max_tokens=60)
+    bench.run(6)
+    for key in "ab":
+        bench.answers.cancel_samples(key, [1])
+    bench.ask("c", n=3, max_tokens=60)
+    bench.run(6)
+    assert bench.core.metrics.gauges["charonia_requests_running", ""] == 3, "c wants it"
+    bench.answers.cancel("c")
+    bench.run(4)
+    assert bench.core.metrics.gauges["charonia_requests_running", ""] == 2
+    bench.ask("d", n=3, max_tokens=60)
+    bench.run()
+    for key in "ab":
+        assert reasons(bench, key) == ["length", "cancelled", "length"]
+        assert [chunk.is_final for chunk in bench.chunks[key]].count(True) == 1
+    assert bench.cached("d") is None
+    for index in range(3):
+        assert sample_tokens(bench, "d", index) == alone(seed=5 + index, max_tokens=60)

@@ -124,6 +124,19 @@ def test_a_sample_that_a_client_does_without_is_not_given(index):
         assert [t for chunk in own for t in chunk.token_ids] == alone(PROMPT, seed=5 + one)
 
 
+def test_a_sample_that_a_client_does_without_is_not_computed_where_nothing_is_found():
+    bench = make_bench(executor=EchoExecutor(num_blocks=128))
+    bench.ask("a", PROMPT, n=3)
+    bench.answers.cancel_samples("a", [0])
+    bench.answers.refresh()
+    assert bench.answers._joinable, "another one might want it"
+    bench.run()
+    assert bench.cached("a") is None
+    assert bench.num_generated < 2 * 20 + 5
+    ends = {one.index: one.finish_reason for one in bench.chunks["a"] if one.ends_sample}
+    assert ends == {0: "cancelled", 1: "length", 2: "length"}
+
+
 def test_equal_requests_share_what_is_found():
     bench = make_bench()
     first(bench)

@@ -238,6 +238,8 @@ class AnswerCache:
                 self._deliver(chunk)
             return
         now = self._clock()
+        if chunk.ends_sample:
+            flight.open.discard(chunk.index)
         if chunk.error is None:
             flight.pieces.add(chunk)
         if chunk.is_final:
@@ -332,6 +334,7 @@ class AnswerCache:
                 answer = self._kept(match.key, flight.request)
         if match is None or answer is None:
             self._compute(flight)
+            self._maybe_deserted.append(flight)  # of single samples
             return
         self._metrics.count("charonia_answer_cache_hits_total", label="semantic")
         self._drop(flight)
@@ -450,11 +453,16 @@ class AnswerCache:
             self.end(key, error)
 
     def _end_deserted(self) -> None:
-        """End what is computed for nobody: who is left has all the samples that it wants."""
-        flights, self._maybe_deserted = self._maybe_deserted, []
+        """End what is computed for nobody: samples that all do without, or all of it."""
+        flights, self._maybe_deserted = dict.fromkeys(self._maybe_deserted), []
         for flight in flights:
+            if not flight.is_computed:
+                continue
             if not flight.subscribers:
                 self._core.end(flight.key, RequestCancelledError("nobody wants the other samples"))
+            elif unwanted := flight.open.difference(*(one.open for one in flight.subscribers)):
+                self._close_to_others(flight)
+                self._core.cancel_samples(flight.key, unwanted)
 
     def _leave(
         self,
@@ -474,6 +482,7 @@ class AnswerCache:
             flight.subscribers.remove(subscriber)
             if not flight.subscribers:
                 self._drop(flight)
+        self._maybe_deserted.append(flight)
         for chunk in subscriber.end(indexes, error, self._timing_so_far(subscriber, now)):
             if chunk.is_final:
                 self._forget(subscriber, chunk, now)

@@ -192,6 +192,7 @@ class Flight:
         key: its name in the core. answer_key: what its answer is found by.
         request: what is computed. arrived_at: when the first one came, in seconds.
         leader: who came first; it may have left.
+        open: the samples that have not ended.
         is_own: whether all its tokens are the model's that it began with.
         is_computed: whether the core has it; before, a similar prompt is looked for.
         vector: of its prompt, where one was made.
@@ -203,12 +204,16 @@ class Flight:
     request: GenerationRequest
     arrived_at: float
     leader: Subscriber
+    open: set[int] = field(default_factory=set)
     is_own: bool = True
     is_computed: bool = False
     vector: Any = None
     subscribers: list[Subscriber] = field(default_factory=list)
     pieces: Pieces = field(default_factory=Pieces)
     started_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.open = set(range(self.request.params.n))
 
     def timing_for(self, subscriber: Subscriber, timing: Timing) -> Timing:
         """The timing of one who joined, by that of the computation."""
