@@ -62,6 +62,15 @@ def test_a_text_that_cannot_be_compared_has_no_match() -> None:
     assert index.find(b"a", "too long") is None
 
 
+def test_a_vector_is_as_near_to_itself_as_can_be() -> None:
+    """A threshold of 1 finds what has the same vector."""
+    index = PromptIndex(Directions())
+    for place in range(200):
+        scope, text = str(place).encode(), str(place / 31)
+        index.add(scope, scope, Directions().encode(text))
+        assert index.find(scope, text).similarity == 1.0
+
+
 def test_scopes_are_bounded_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nearest_module, "MAX_SCOPES", 2)
     index, vector = PromptIndex(Directions()), Directions().encode("0")

@@ -16,6 +16,8 @@ MAX_SCOPES = 256
 """Each takes some 50 KB, however few vectors it has."""
 _GRAPH_BYTES = 2048
 """Of a vector, beside its numbers."""
+_SIMILARITY_DIGITS = 6
+"""Behind the point, that are certain of a cosine in float32: so that of a vector to itself is 1."""
 
 
 class Match(NamedTuple):
@@ -75,7 +77,8 @@ class PromptIndex:
         found = known.index.search(vector, 1)
         if not len(found):
             return Match(vector, None, 0.0)
-        return Match(vector, known.keys[int(found.keys[0])], 1.0 - float(found.distances[0]))
+        similarity = round(1.0 - float(found.distances[0]), _SIMILARITY_DIGITS)
+        return Match(vector, known.keys[int(found.keys[0])], similarity)
 
     def add(self, scope: bytes, key: bytes, vector: Vector) -> None:
         """Have a prompt found from now on; nothing happens where there is one with this key."""
