@@ -93,6 +93,7 @@ class AnswerBench(Bench):
             clock=lambda: self.now,
             log=self.lines.append,
             on_started=lambda key: self.answers.note_started(key),
+            on_first_token=lambda key: self.answers.note_first_token(key),
         )
         self.answers = AnswerCache(
             self.core,

@@ -117,6 +117,23 @@ def test_samples_that_are_not_returned_count_for_their_tenant(makes):
     assert counters["charonia_tenant_prompt_tokens_total", "other"] == 10
 
 
+@pytest.mark.parametrize("params", [{}, {"n": 2}, {"n": 2, "best_of": 4}])
+def test_an_answer_cache_changes_nothing_of_when_tokens_came(params):
+    """Be they returned at once, or when it is known which samples are the best."""
+    plain, cached = Bench(EchoExecutor(num_blocks=128)), AnswerBench(EchoExecutor(num_blocks=128))
+    plain.add("a", [7] * 10, **params)
+    cached.ask("a", [7] * 10, **params)
+    cached.ask("joins", [7] * 10, **params)
+    cached.ask("leaves", [7] * 10, deadline_ms=100, **params)
+    for bench in (plain, cached):
+        bench.run()
+    (expected,) = plain.core.metrics.drain()["charonia_time_to_first_token_seconds"]
+    assert expected < 0.05 < plain.ended_at["a"]
+    found = cached.core.metrics.drain()["charonia_time_to_first_token_seconds"]
+    assert cached.error("leaves").kind == "timeout"
+    assert found == [expected] * 3
+
+
 def test_who_cancels_before_the_best_are_known_is_charged_what_was_computed():
     bench = AnswerBench(EchoExecutor(num_blocks=128))
     for key in "ab":

@@ -70,7 +70,8 @@ class EngineCore:
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `step` has something to do that nobody else tells of.
-        on_started: called with a request's key when its first step begins.
+        on_started: called with a request's key when its first step begins, on_first_token: when a
+            shared one has its first token, be it held back.
         tenants: what holds for each; None has all alike.
         kv_events: told what the prefix cache holds; None where nobody listens.
         journal, hash_secret: see `Replica`.
@@ -89,6 +90,7 @@ class EngineCore:
         read_args: Callable[[], EngineArgs] | None = None,
         wake: Callable[[], None] = lambda: None,
         on_started: Callable[[str], None] = lambda _: None,
+        on_first_token: Callable[[str], None] = lambda _: None,
         tenants: Tenants | None = None,
         kv_events: KVEvents | None = None,
         journal: Journal | None = None,
@@ -105,6 +107,7 @@ class EngineCore:
             Attainment(tenants, self.metrics),
             deliver=deliver,
             clock=clock,
+            on_first_token=on_first_token,
         )
         self._updates: list[Update] = []
         self._held: dict[str, _Held] = {}

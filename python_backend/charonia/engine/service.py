@@ -115,6 +115,7 @@ class EngineService:
             read_args=read_args,
             wake=self._wake_up,
             on_started=lambda key: self._answers.note_started(key),
+            on_first_token=lambda key: self._answers.note_first_token(key),
             tenants=self._tenants,
             kv_events=kv_events,
             journal=self._journal,

@@ -21,6 +21,7 @@ class OutputStreams:
     Args:
         make_stream: makes that of a sample.
         deliver: called with every chunk; must return quickly. clock: seconds, monotonic.
+        on_first_token: called with the key of a shared request when it has its first token.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class OutputStreams:
         *,
         deliver: Callable[[Chunk], None],
         clock: Callable[[], float],
+        on_first_token: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._make_stream = make_stream
         self._metrics = metrics
         self._attainment = attainment
         self._deliver = deliver
         self._clock = clock
+        self._on_first_token = on_first_token
         self._streams: dict[str, SampleStreams] = {}
         self._names: dict[str, tuple[str, str]] = {}  # key: request id and tenant
         self._shared: set[str] = set()  # keys of those that others count
@@ -236,7 +239,10 @@ class OutputStreams:
             return
         self._metrics.count("charonia_generation_tokens_total", num_tokens)
         if last_at is None:
-            if is_first and stream.request.group.key not in self._shared:
+            key = stream.request.group.key
+            if is_first and key in self._shared:
+                self._on_first_token(key)
+            elif is_first:
                 waited = now - stream.request.arrived_at
                 self._metrics.observe_request("charonia_time_to_first_token_seconds", waited)
             num_tokens -= 1

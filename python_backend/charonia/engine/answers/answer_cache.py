@@ -230,6 +230,14 @@ class AnswerCache:
             for subscriber in flight.subscribers:
                 self._on_started(subscriber.key)
 
+    def note_first_token(self, key: str) -> None:
+        """What the core computes for several has its first token, which may be held back."""
+        flight = self._flights.get(key)
+        if flight is not None:
+            flight.has_token = True
+            for subscriber in flight.subscribers:
+                self._observe_first_token(subscriber)
+
     def take(self, chunk: Chunk) -> None:
         """Take a chunk of the core's, and deliver it to all who want it."""
         flight = self._flights.get(chunk.key)
@@ -345,6 +353,8 @@ class AnswerCache:
         self._metrics.count("charonia_answer_cache_hits_total", label="joined")
         self._subscribe(subscriber, flight)
         self._on_joined(subscriber.key)
+        if flight.has_token:
+            self._observe_first_token(subscriber)
         now = self._clock()
         for chunk in flight.pieces.so_far():
             self._give(subscriber, flight, chunk, now)
@@ -361,14 +371,11 @@ class AnswerCache:
 
     def _give(self, subscriber: Subscriber, flight: Flight, chunk: Chunk, now: float) -> None:
         """Deliver a chunk of a computation to one of its subscribers."""
-        had_token = subscriber.first_at is not None
         own = subscriber.take(chunk, now)
         if own is None:
             return
         if own.timing is not None and subscriber is not flight.leader:
             own = msgspec.structs.replace(own, timing=flight.timing_for(subscriber, own.timing))
-        if not had_token:
-            self._observe_first_token(subscriber)
         if own.is_final:
             if not chunk.is_final:  # others want samples that it does without
                 own = msgspec.structs.replace(own, timing=self._timing_so_far(subscriber, now))
@@ -389,13 +396,13 @@ class AnswerCache:
         now = self._clock()
         waited_s = now - subscriber.arrived_at
         timing = timing_of_cached(source, waited_s, waited_s, waited_s)
+        self._observe_first_token(subscriber)
         for chunk in whole_answer(answer.pieces(), subscriber.request):
             own = subscriber.take(chunk, now)
             if own is None:  # its client does without this sample
                 continue
             if own.is_final:
                 own = msgspec.structs.replace(own, timing=timing)
-                self._observe_first_token(subscriber)
                 self._forget(subscriber, own, now)
             self._deliver(own)
 
@@ -489,8 +496,10 @@ class AnswerCache:
             self._deliver(chunk)
 
     def _observe_first_token(self, subscriber: Subscriber) -> None:
-        if (first_s := subscriber.first_token_s) is not None:
-            self._metrics.observe_request("charonia_time_to_first_token_seconds", first_s)
+        """There is a first token for a request, at this moment."""
+        subscriber.first_at = self._clock()
+        waited_s = subscriber.first_at - subscriber.arrived_at
+        self._metrics.observe_request("charonia_time_to_first_token_seconds", waited_s)
 
     def _forget(self, subscriber: Subscriber, last: Chunk, now: float) -> None:
         """A request is over, and is counted."""

@@ -90,7 +90,8 @@ class Subscriber:
         arrived_at: when it came, in seconds.
         open: its samples that have not ended. reason: why the last one ended that did by itself;
             "cancelled" while none did.
-        first_at, last_at: when it got its first and its last token so far.
+        first_at: when there was a first token for it, be it held back. last_at: when it got its
+            last one so far.
         num_tokens: that it got, by sample.
     """
 
@@ -146,7 +147,6 @@ class Subscriber:
         if not self.open or (chunk.index not in self.open and not chunk.is_final):
             return None
         if chunk.token_ids:
-            self.first_at = self.first_at or now
             self.last_at = now
             self.num_tokens[chunk.index] += len(chunk.token_ids)
         if chunk.finish_reason is not None and chunk.finish_reason != "cancelled":
@@ -197,6 +197,7 @@ class Flight:
         is_computed: whether the core has it; before, a similar prompt is looked for.
         vector: of its prompt, where one was made.
         pieces: what came so far, but for errors. started_at: when its first step began.
+        has_token: whether it has a first token.
     """
 
     key: str
@@ -211,6 +212,7 @@ class Flight:
     subscribers: list[Subscriber] = field(default_factory=list)
     pieces: Pieces = field(default_factory=Pieces)
     started_at: float | None = None
+    has_token: bool = False
 
     def __post_init__(self) -> None:
         self.open = set(range(self.request.params.n))
