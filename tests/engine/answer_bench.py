@@ -84,6 +84,7 @@ class AnswerBench(Bench):
         super().__init__(*args, answer_cache_bytes=answer_cache_bytes, **values)
 
     def restart_scheduler(self) -> None:
+        tenants = self._tenants or Tenants(log=self.lines.append)
         self.core = EngineCore(
             self.executor,
             self._engine_args,
@@ -94,11 +95,12 @@ class AnswerBench(Bench):
             log=self.lines.append,
             on_started=lambda key: self.answers.note_started(key),
             on_first_token=lambda key: self.answers.note_first_token(key),
+            tenants=tenants,
         )
         self.answers = AnswerCache(
             self.core,
             self._scheduler_args,
-            Attainment(Tenants(log=self.lines.append), self.core.metrics),
+            Attainment(tenants, self.core.metrics),
             deliver=self._take,
             on_started=self.started.append,
             on_joined=self.joined.append,

@@ -134,6 +134,18 @@ def test_an_answer_cache_changes_nothing_of_when_tokens_came(params):
     assert found == [expected] * 3
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
+def test_samples_that_come_one_after_the_other_are_no_slower_for_it(path, max_num_seqs):
+    found = []
+    for makes in (Bench, AnswerBench):
+        bench = makes(EchoExecutor(max_num_seqs=max_num_seqs), tenants=Tenants(path, log=print))
+        add = bench.ask if makes is AnswerBench else bench.add
+        add("a", [7] * 10, n=8, tenant="search")
+        bench.run()
+        found.append(counts(bench.core.metrics))
+    assert found == [{"ttft_target_met search": 1, "inter_token_target_met search": 1}] * 2
+
+
 def test_who_cancels_before_the_best_are_known_is_charged_what_was_computed():
     bench = AnswerBench(EchoExecutor(num_blocks=128))
     for key in "ab":

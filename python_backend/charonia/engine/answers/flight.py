@@ -90,8 +90,7 @@ class Subscriber:
         arrived_at: when it came, in seconds.
         open: its samples that have not ended. reason: why the last one ended that did by itself;
             "cancelled" while none did.
-        first_at: when there was a first token for it, be it held back. last_at: when it got its
-            last one so far.
+        first_at: when there was a first token for it, be it held back.
         num_tokens: that it got, by sample.
     """
 
@@ -101,8 +100,9 @@ class Subscriber:
     open: set[int] = field(default_factory=set)
     reason: FinishReason = "cancelled"
     first_at: float | None = None
-    last_at: float | None = None
     num_tokens: list[int] = field(default_factory=list)
+    _spans: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """When it got the first tokens of a sample, and the last ones so far."""
 
     def __post_init__(self) -> None:
         self.open = set(range(self.request.params.n))
@@ -136,18 +136,23 @@ class Subscriber:
 
     @property
     def inter_token_s(self) -> float | None:
-        """From one token to the next in the mean, of the longest sample."""
-        most = max(self.num_tokens)
-        if most < 2 or self.first_at is None or self.last_at is None:
-            return None
-        return (self.last_at - self.first_at) / (most - 1)
+        """From one token to the next in the mean, of the slowest sample."""
+        params = self.request.params
+        has_one, is_ranked = params.num_samples == 1, params.num_samples > params.n
+        found = []
+        for index, (first_at, last_at) in self._spans.items():
+            if (has_one or is_ranked) and self.first_at is not None:
+                first_at = self.first_at  # what came with it, or before it, was held back
+            if self.num_tokens[index] > 1:
+                found.append((last_at - first_at) / (self.num_tokens[index] - 1))
+        return max(found, default=None)
 
     def take(self, chunk: Chunk, now: float) -> Chunk | None:
         """A chunk as its client gets it; None where that wants no more of the sample."""
         if not self.open or (chunk.index not in self.open and not chunk.is_final):
             return None
         if chunk.token_ids:
-            self.last_at = now
+            self._spans[chunk.index] = self._spans.get(chunk.index, (now, now))[0], now
             self.num_tokens[chunk.index] += len(chunk.token_ids)
         if chunk.finish_reason is not None and chunk.finish_reason != "cancelled":
             self.reason = chunk.finish_reason
