@@ -115,6 +115,9 @@ def test_a_bug_on_the_way_to_clients_loses_nobody(monkeypatch):
     executor.may_step.set()
     for key in "abc":
         assert str(client.wait(key)[-1].error) == "internal error: KeyError"
+    counters = service.metrics.counters
+    assert counters["charonia_finished_total", "internal"] == 3
+    assert counters["charonia_tenant_requests_total", "other"] == 3
     monkeypatch.undo()
     wait_until_up(service)
     client.submit("d")

@@ -406,7 +406,7 @@ class EngineService:
 
     def _abandon(self, error: CharoniaError) -> None:
         """A bug of ours. Every client must get an answer, and the service must go on."""
-        self._answers.abandon()
+        self._answers.abandon(error)
         self._core.abandon(error)
         with self._wake:
             # Those that the core does not know: on their way to it, or lost on that way.

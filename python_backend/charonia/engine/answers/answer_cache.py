@@ -196,11 +196,17 @@ class AnswerCache:
             for subscriber in [] if flight.is_computed else list(flight.subscribers):
                 self._leave(subscriber, ShuttingDownError())
 
-    def abandon(self) -> None:
-        """Forget whatever is live: whoever calls this ends it."""
+    def abandon(self, error: CharoniaError) -> None:
+        """Count whatever is live as ended with an error, and forget it: whoever calls this ends it.
+
+        What is computed is not looked at: whatever made it useless must not keep anybody waiting.
+        """
+        subscribers, now = self._subscribers.values(), self._clock()
         self._flights, self._joinable, self._subscribers = {}, {}, {}
         self._maybe_deserted = []
         self._deadlines = Deadlines()
+        for subscriber in subscribers:
+            self._count_end(subscriber, error.kind, now)
 
     # ------------------------------------------------------------------ from the core
 
@@ -503,10 +509,13 @@ class AnswerCache:
 
     def _forget(self, subscriber: Subscriber, last: Chunk, now: float) -> None:
         """A request is over, and is counted."""
-        request = subscriber.request
-        self._subscribers.pop(request.key, None)
-        self._deadlines.remove(request.key)
+        self._subscribers.pop(subscriber.key, None)
+        self._deadlines.remove(subscriber.key)
         reason = subscriber.reason if last.error is None else last.error.kind
+        self._count_end(subscriber, reason, now)
+
+    def _count_end(self, subscriber: Subscriber, reason: str, now: float) -> None:
+        request = subscriber.request
         self._metrics.count_end(
             reason,
             queue_s=_queue_s(subscriber, now),
