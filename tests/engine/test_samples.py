@@ -48,6 +48,17 @@ def test_what_was_cached_of_the_prompt_is_told_however_the_samples_came_to_it(ma
     assert found == [0, 32]
 
 
+def test_a_sample_that_never_began_does_not_count_in_what_was_cached_of_the_prompt():
+    bench = Bench(EchoExecutor(max_num_seqs=1))
+    bench.add("a", n=2, max_tokens=2, prompt=list(range(1, 41)))
+    bench.run()
+    bench.add("b", n=2, max_tokens=9, prompt=list(range(1, 41)))
+    bench.core.step()
+    bench.core.cancel_samples("b", {1})
+    bench.run()
+    assert bench.chunks["b"][-1].timing["prompt_cached_tokens"] == 32
+
+
 def test_samples_end_by_themselves():
     """A stop string ends one; the chunks say how many go on."""
     probe = Bench()

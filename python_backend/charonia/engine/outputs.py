@@ -318,8 +318,10 @@ def merged_timing(timings: Sequence[Timing]) -> Timing:
     for name, total in _MEANS.items():
         if any(name in timing for timing in timings):
             merged[name] = cast("float", merged[total]) / cast("float", merged["draft_rounds"])
-    # The first sample finds the least: the others find what it has computed, too.
-    merged["prompt_cached_tokens"] = min(cast("float", one["cached_tokens"]) for one in timings)
+    # The first sample finds the least: the others find what it has computed, too. Whoever began
+    # has computed something.
+    found = [cast("float", one["cached_tokens"]) for one in timings if one["computed_tokens"]]
+    merged["prompt_cached_tokens"] = min(found, default=0)
     return merged
 
 
