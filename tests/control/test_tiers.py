@@ -338,8 +338,9 @@ def test_what_is_loaded_is_kept_also_where_others_have_reserved_all_that_may_be(
     assert last.num_cached == 32
 
 
-def test_what_is_evicted_again_before_its_request_begins_is_computed(monkeypatch):
-    """It is not loaded for ever."""
+@pytest.mark.parametrize("num_more", [0, 120])
+def test_what_is_evicted_again_before_its_request_begins_is_computed(monkeypatch, num_more):
+    """It is not loaded for ever, however much of its prompt no tier has."""
     bench = make_bench()
     fill(bench)
     take_loaded = BlockTables.take_loaded
@@ -351,13 +352,17 @@ def test_what_is_evicted_again_before_its_request_begins_is_computed(monkeypatch
         blocks.kv.resize(num_usable)
 
     monkeypatch.setattr(BlockTables, "take_loaded", take_and_evict)
-    request = make_prompt("c")
+    request = make_prompt("c", token_ids=[7] * 34 + [8] * num_more)
     bench.add(request)
-    loads = [len(bench.step().loads) for _ in range(4)]
-    assert loads == [8, 7, 7, 0], "at least twice all eight"
+    fetching = bench.scheduler._epoch.transfers._fetching
+    loads = [len(bench.step().loads) for _ in range(3)]
+    assert loads == [8, 7, 7], "at least twice all eight"
+    assert fetching.num_to_load(request, []) == 0
+    assert bench.step().loads == []
     assert request.row is not None
     assert request.num_cached < 32
     assert bench.ends()
+    assert not fetching._num_loaded
 
 
 def test_who_may_displace_others_waits_for_its_blocks_first():

@@ -34,7 +34,7 @@ some hundredths of a second. One block may always be."""
 _MOST_REQUESTS = 16
 """For which a step may load something."""
 _MOST_LOADS = 2
-"""How often all blocks of a request may be loaded while it waits."""
+"""How often all blocks that were there for a request may be loaded while it waits."""
 
 
 class Fetching:
@@ -48,6 +48,7 @@ class Fetching:
         self._under_way: dict[Request, Fetch] = {}
         self._keys_under_way: set[bytes] = set()
         self._num_loaded: dict[Request, int] = {}  # blocks, for each that waits
+        self._most_loads: dict[Request, int] = {}  # for each of those
 
     @property
     def under_way(self) -> Collection[Fetch]:
@@ -70,6 +71,8 @@ class Fetching:
         Args:
             hits: of this moment.
         """
+        if self._is_in_vain(request):
+            return 0
         return len(self._keys(request, hits, len(request.block_keys)))
 
     def waits(self, request: Request, hits: list[int], num_spare: int) -> bool:
@@ -94,6 +97,7 @@ class Fetching:
         """A request waits no longer."""
         self._to_fetch.pop(request, None)
         self._num_loaded.pop(request, None)
+        self._most_loads.pop(request, None)
 
     def plan(self, most: int, num_spare: int) -> list[Fetch]:
         """Choose what a step loads.
@@ -114,6 +118,9 @@ class Fetching:
                 continue
             if keys[0] in self._keys_under_way:  # for another one
                 continue
+            if request not in self._most_loads:
+                num_there = len(hits) + self.num_to_load(request, hits)
+                self._most_loads[request] = _MOST_LOADS * num_there
             fetch = self._fetch(request, len(hits), keys)
             if fetch.loads:
                 self._under_way[request] = fetch
@@ -145,7 +152,7 @@ class Fetching:
 
     def _is_in_vain(self, request: Request) -> bool:
         """Whether what is loaded for a request is evicted again before it begins."""
-        return self._num_loaded.get(request, 0) >= _MOST_LOADS * len(request.block_keys)
+        return self._num_loaded.get(request, 0) >= self._most_loads.get(request, 1)
 
     def _keys(self, request: Request, hits: list[int], most: int) -> list[bytes]:
         """Of the blocks that follow what a request hits, as far as tiers have them."""
