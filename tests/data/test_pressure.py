@@ -1,10 +1,13 @@
 """How many KV blocks an engine says there is memory for, as others take and leave it."""
 
+import errno
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from charonia.data import kv_store
 from charonia.data.kv_store import KVStore
 from charonia.data.memory import Memory
 from charonia.data.pressure import Pressure, stalled_seconds
@@ -191,7 +194,8 @@ def test_what_the_kernel_says_of_stalls_is_read(tmp_path: Path) -> None:
     assert stalled_seconds(tmp_path) == 0.0
 
 
-def test_blocks_take_memory_once_they_are_written_to() -> None:
+def make_store(width: int, num_blocks: int) -> KVStore:
+    """Of one layer; a block has so many numbers of four bytes in keys, and in values."""
     layout = KVLayout(
         num_layers=1,
         num_kv_heads=1,
@@ -200,8 +204,12 @@ def test_blocks_take_memory_once_they_are_written_to() -> None:
         dtype="float32",
         bytes_per_block=0,
     )
+    return KVStore(layout, ((width,), (width,)), num_blocks, torch.device("cpu"))
+
+
+def test_blocks_take_memory_once_they_are_written_to() -> None:
     # Of 64 MiB, so that huge pages, which neighbours may share, are a small part of it.
-    store = KVStore(layout, ((8192,), (8192,)), 2048, torch.device("cpu"))
+    store = make_store(8192, 2048)
     assert store.written() < 0.1
     store.pages[0].keys[:1024] = 1.0
     assert 0.5 <= store.written() < 0.6
@@ -209,6 +217,42 @@ def test_blocks_take_memory_once_they_are_written_to() -> None:
     assert 0.25 <= store.written() < 0.35
     store.pages[0].keys[:] = 1.0
     assert store.written() == 1.0
+
+
+def test_where_the_kernel_does_not_tell_all_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *_: object) -> None:
+        raise OSError(errno.ENOSYS, name)
+
+    store = make_store(8192, 4)
+    assert store.written() < 1.0
+    monkeypatch.setattr(kv_store, "_call", refuse)
+    assert store.written() == 1.0
+
+
+def test_what_is_given_back_of_huge_pages_is_free() -> None:
+    """Not only when all of a page is given back."""
+    num_huge = huge_pages()
+    store = make_store(8192, 4096)
+    for tensor in store.pages[0]:
+        tensor.fill_(1.5)
+    num_huge = huge_pages() - num_huge
+    if num_huge < 32:
+        pytest.skip("the kernel gives no huge pages")
+    before = num_split()
+    store.discard(range(0, 4096, 4))
+    assert num_split() - before >= num_huge
+
+
+def huge_pages() -> int:
+    """Of this process, of 2 MiB each."""
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    return int(re.findall(r"^AnonHugePages: +(\d+) kB$", text, re.MULTILINE)[0]) // 2048
+
+
+def num_split() -> int:
+    """Huge pages of this machine that the kernel has split since its start."""
+    text = Path("/proc/vmstat").read_text(encoding="ascii")
+    return int(re.findall(r"^thp_split_page (\d+)$", text, re.MULTILINE)[0])
 
 
 @pytest.mark.parametrize("width", [16, 3000, 8192])

@@ -22,6 +22,8 @@ from charonia.data.ops.base import Ops, Pages
 from charonia.data.ops.kv_format import FORMATS, format_name
 from charonia.protocol import BlockCopy, KVLayout
 
+_MADV_COLD = 20  # Linux, since 5.4
+
 PageShapes = tuple[tuple[int, ...], tuple[int, ...]]
 """Of one block's keys and of its values; see `Ops.page_shapes`."""
 
@@ -51,13 +53,17 @@ class KVStore:
     def written(self) -> float:
         """For which share of the blocks a CPU's memory was taken, as they were written to.
 
-        By the first layer's keys: all layers are written to alike.
+        By the first layer's keys: all layers are written to alike. All where the kernel does not
+        tell. What was only read may count, too; nothing is read that was not written.
         """
         keys = self.pages[0].keys
         first = keys.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         length = keys.data_ptr() + keys.nbytes - first
         pages = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
-        _call("mincore", ctypes.c_void_p(first), ctypes.c_size_t(length), pages)
+        try:
+            _call("mincore", ctypes.c_void_p(first), ctypes.c_size_t(length), pages)
+        except OSError:
+            return 1.0
         is_there = torch.frombuffer(pages, dtype=torch.uint8) & 1  # the other bits say nothing
         return int(is_there.sum()) / len(pages)
 
@@ -92,9 +98,12 @@ def _give_back(tensor: Tensor, block_ids: Sequence[int]) -> None:
         start = tensor.data_ptr() + first * size
         start, stop = -(-start // mmap.PAGESIZE), (tensor.data_ptr() + end * size) // mmap.PAGESIZE
         if start < stop:
-            length = (stop - start) * mmap.PAGESIZE
+            length = ctypes.c_size_t((stop - start) * mmap.PAGESIZE)
             address = ctypes.c_void_p(start * mmap.PAGESIZE)
-            _call("madvise", address, ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+            # Of a huge page nothing would be free before all of it is; this has it split.
+            with contextlib.suppress(OSError):
+                _call("madvise", address, length, _MADV_COLD)
+            _call("madvise", address, length, mmap.MADV_DONTNEED)
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:

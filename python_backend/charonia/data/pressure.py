@@ -86,7 +86,9 @@ class Pressure:
         available, total, _ = self._memory()
         reserve = int(total * self._reserve)
         step = max(1, self._most // _STEP)
-        room = available + int(self._written() * self._most) * self._bytes_per_block
+        # What is written and not in use cannot be given back: its pages have others' blocks, too.
+        num_written = min(int(self._written() * self._most), self._num_in_use)
+        room = available + num_written * self._bytes_per_block
         num_fitting = (room - reserve) // self._bytes_per_block
         is_stalled = self._stalled_since() >= _STALLED * seconds
         if num_fitting < self._num_in_use or is_stalled:
