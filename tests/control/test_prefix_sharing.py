@@ -97,6 +97,32 @@ def test_nobody_waits_for_longer_than_it_would_compute():
     assert computed(bench) == 8 + 34 + 2, "it finds what is there by then"
 
 
+def test_where_prefixes_part_again_the_next_part_is_waited_for_as_well():
+    bench = make_bench(Patience(per_token=1 / 32), max_num_batched_tokens=80, max_model_len=99)
+    further = [(key, COMMON + [8] * 32 + [ord(key)] * 2) for key in "bcd"]
+    bench.add(make_common("a"), *(make_request(key, token_ids=ids) for key, ids in further))
+    bench.step(0)
+    assert bench.running == {"a"}
+    bench.step(1.5)
+    assert bench.running == {"a", "b"}
+    bench.step(1.9)
+    assert computed(bench) == 34 + 34 + 2 + 2
+    bench.ends()
+
+
+def test_what_was_waited_for_once_is_not_waited_for_again():
+    sharing, running = make_sharing(per_token=1.0)
+    waiting = make_waiting()
+    assert sharing.waits(waiting, 0, now=5.0)
+    assert waiting.awaits_until == 5.0 + 12.0
+    running[1].is_ended = True
+    sharing.begin([running[0]])
+    assert not sharing.still_waits(waiting, now=6.0)
+    assert sharing.waits(waiting, 0, now=6.0), "for less, until then"
+    assert waiting.awaits_until == 5.0 + 12.0
+    assert not sharing.waits(waiting, 1, now=17.0)
+
+
 def make_sharing(per_token: float) -> tuple[Patience, list]:
     """With three that run, of which each computes other blocks."""
     sharing = Patience(per_token)

@@ -10,7 +10,8 @@ passed over until it is in the cache::
     b   ─►   waits          waits    [ own ][ ...        a block is there at the apply() of its step
 
 A request waits no longer than the prefix would take it by itself, however often whoever computes it
-loses its blocks or goes away. What is not worth a step is computed at once by all.
+loses its blocks or goes away. Where prefixes part more than once, that is so of each part. What is
+not worth a step is computed at once by all.
 """
 
 from bisect import bisect_left
@@ -73,8 +74,6 @@ class PrefixSharing:
             request: its keys are those of all that it knows.
             num_hits: blocks of it that are cached.
         """
-        if request.awaits_until <= now:
-            return False
         num_most = (len(request.token_ids) - 1) // self._block_size
         keys = request.block_keys[:num_most]
         found = max(
@@ -84,14 +83,28 @@ class PrefixSharing:
         )
         if found is None or found[0] <= num_hits:
             return False
-        seconds = self.seconds(found[0] - num_hits)
-        if seconds < _WORTH * self._time.of(1):
+        if self.seconds(found[0] - num_hits) < _WORTH * self._time.of(1):
+            return False
+        until = self._until(request, num_hits, found[0], now)
+        if until <= now:
             return False
         if request.awaits_until == inf:
-            request.awaits_until = now + seconds
             self._stats.prefix_waits += 1
-        request.num_awaited, request.awaits = found
+        request.num_awaited, request.awaits, request.awaits_until = *found, until
         return True
+
+    def _until(self, request: Request, num_hits: int, num_blocks: int, now: float) -> float:
+        """When a request has waited long enough for so many blocks, and for those before.
+
+        Where prefixes part more than once it finds the next part when the last one is there. What
+        it has waited for once counts once.
+        """
+        until = now if request.awaits_until == inf else request.awaits_until
+        num_known = max(num_hits, request.end_awaited // self._block_size)
+        if num_blocks > num_known:
+            until += self.seconds(num_blocks - num_known)
+            request.end_awaited = num_blocks * self._block_size
+        return until
 
     def seconds(self, num_blocks: int) -> float:
         """What computing so many blocks takes."""

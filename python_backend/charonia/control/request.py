@@ -72,6 +72,7 @@ class Request:
             the target's.
         awaits: who runs and computes blocks of its prefix, so many from the first on
             (`num_awaited`), for which it waits until `awaits_until` at most, in seconds.
+            `end_awaited` is the end of all tokens for which it has waited, or does.
         num_passed: how many were admitted before it that came after it in the policy's order.
         num_in_flight: steps that are planned and not applied, and compute tokens of it.
         num_computing: these tokens. num_sampling: how many of these steps give it another one.
@@ -118,6 +119,7 @@ class Request:
     awaits: "Request | None" = None
     num_awaited: int = 0
     awaits_until: float = inf
+    end_awaited: int = 0
     num_passed: int = 0
     num_preemptions: int = 0
     num_restarts: int = 0

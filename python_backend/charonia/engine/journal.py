@@ -72,6 +72,7 @@ class Carried(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cached: int = 0
     started_at: float | None = None
     awaits_until: float = inf
+    end_awaited: int = 0
     refused_from: float = inf
     drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)
 
