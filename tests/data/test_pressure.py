@@ -138,6 +138,17 @@ def test_where_all_wait_for_memory_there_is_too_little_of_it(machine: Machine) -
     assert machine.later() == NUM_BLOCKS - 10
 
 
+def test_a_wait_for_memory_does_not_count_where_twice_the_reserve_is_free(
+    machine: Machine,
+) -> None:
+    """Others wait in a control group of theirs, say, or for what was swapped out."""
+    machine.stalled_s += 0.9
+    assert machine.later(2000) == NUM_BLOCKS
+    assert machine.later(1999) == NUM_BLOCKS, "it was seen, and counts no more"
+    machine.stalled_s += 0.9
+    assert machine.later() == NUM_BLOCKS - 10
+
+
 def test_one_time_in_which_all_waited_costs_one_step(machine: Machine) -> None:
     machine.available = 1500
     machine.stalled_s += 0.9

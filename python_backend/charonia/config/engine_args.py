@@ -63,9 +63,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             cache's share of what is available beside the largest step; the ranks of a machine
             share it. Available is what the machine and the control groups of the process leave.
         memory_reserve: share of the memory of the machine, or of the control group that limits the
-            process, that is to be left for others on a CPU. Where less is left, or all wait for
-            memory, the KV cache shrinks, down to what one request may need, and grows again when
-            there is twice as much; 0 has it stay as it is, as do the next two.
+            process, that is to be left for others on a CPU. Where less is left, the KV cache
+            shrinks, down to what one request may need. It grows again when there is twice as much;
+            up to then it also shrinks while all processes wait for memory. 0 has it stay as it is,
+            as do the next two.
         kv_cache_memory_bytes: of each rank's KV cache, in place of a share of the memory; None
             measures at start what the largest step leaves.
         num_gpu_blocks_override: KV blocks, whatever the memory; None sizes the cache by memory.

@@ -22,7 +22,9 @@ _EVERY_S = 1.0
 _STEP = 16
 """The pool changes by a sixteenth of all of its blocks at least, or not at all."""
 _STALLED = 0.1
-"""Share of the time in which all that could run waited for memory: then there is not enough."""
+"""Share of the time in which all that could run waited for memory. Then there is not enough of it,
+where less than twice the reserve is free. The kernel counts the whole machine: where more is free,
+others wait at the limit of their own control group, or for a slow disk."""
 _PRESSURE = Path("proc/pressure/memory")
 
 
@@ -90,7 +92,8 @@ class Pressure:
         num_written = min(int(self._written() * self._most), self._num_in_use)
         room = available + num_written * self._bytes_per_block
         num_fitting = (room - reserve) // self._bytes_per_block
-        is_stalled = self._stalled_since() >= _STALLED * seconds
+        is_short = available < 2 * reserve
+        is_stalled = self._stalled_since() >= _STALLED * seconds and is_short
         if num_fitting < self._num_in_use or is_stalled:
             self._num_blocks = max(2, min(self._num_in_use - step, num_fitting))
         else:
