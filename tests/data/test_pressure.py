@@ -82,8 +82,13 @@ def test_it_grows_again_where_there_is_twice_as_much_as_is_to_be_left(machine: M
     assert machine.later(1000) == 60
     assert machine.later(2099) == 60, "less than a step"
     assert machine.later(2100) == 70
-    assert machine.later(2300) == 100
-    assert machine.later(5000) == NUM_BLOCKS
+    assert machine.later(2200) == 90
+    assert machine.later(5000) == 110
+
+
+def test_it_grows_by_an_eighth_at_a_time(machine: Machine) -> None:
+    assert machine.later(0) == 60
+    assert [machine.later(9000) for _ in range(6)] == [80, 100, 120, 140, 160, 160]
 
 
 def test_what_requests_hold_is_not_asked_for_twice(machine: Machine) -> None:
@@ -165,10 +170,10 @@ def test_it_does_not_grow_twice_into_the_same_memory(machine: Machine) -> None:
     """Blocks that are in use again take memory only once they are written to."""
     machine.later(0)
     machine.num_written = 60
-    assert [machine.later(2300), machine.later(), machine.later()] == [90] * 3
+    assert [machine.later(2300), machine.later(), machine.later()] == [80, 90, 90]
     machine.num_written = 90
     assert machine.later(2000) == 90
-    assert machine.later(2300) == 120
+    assert machine.later(2300) == 110
 
 
 def test_memory_that_others_take_is_not_left_to_blocks_that_are_not_written(
