@@ -115,6 +115,20 @@ def test_nobody_is_admitted_by_blocks_that_the_same_plan_sets_aside():
     assert bench.scheduler.stats.preemptions == 0
 
 
+def test_what_is_left_free_is_a_share_of_what_is_not_set_aside():
+    bench = make_bench(num_blocks=1001)
+    kv = bench.scheduler.kv
+    assert kv.watermark == 10
+    say(bench, 17)
+    bench.add(make_request("first", token_ids=[1] * 8, max_tokens=24))
+    for _ in range(2):
+        bench.step()
+    assert (kv.num_usable, kv.watermark) == (16, 1)
+    bench.add(make_request("second", token_ids=[2] * 28, max_tokens=1))
+    assert bench.step().joins, "a hundredth of the whole pool would be most of what there is"
+    bench.ends()
+
+
 def test_an_idle_engine_is_asked_once_a_second():
     bench = make_bench()
     say(bench, 20)

@@ -237,7 +237,7 @@ class Fitting:
 
     @property
     def _watermark(self) -> int:
-        return self._limits.watermark if self._policy.running else 0
+        return self._blocks.kv.watermark if self._policy.running else 0
 
     def _has_room_later(
         self, request: Request, hits: list[int], victims: Iterable[Request] = ()
@@ -278,7 +278,7 @@ class Fitting:
             num_at_most += len(victim.block_ids)
             num_lacking -= self._blocks.num_owed([victim])
             if len(victims) == num_running:
-                num_lacking -= self._limits.watermark
+                num_lacking -= self._blocks.kv.watermark
             if num_lacking > num_at_most:
                 continue
             num_lacking -= self._num_released(uncounted, released, kept)

@@ -86,11 +86,6 @@ class Limits:
         """Plans that may be made before the first of them is applied."""
         return self.num_stages + self.overlaps
 
-    @property
-    def watermark(self) -> int:
-        """Blocks that admission leaves free while others run, so that these can grow."""
-        return max(1, self.num_blocks // 100)
-
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold that many tokens."""
         return -(-num_tokens // self.block_size)

@@ -115,7 +115,7 @@ class RowPlanner:
         for place, wanted in found:
             request, planned = step.requests[place], step.rows[place]
             # A draft that is rejected leaves its block with the row.
-            spare = 0 if self._waiting else max(0, self._kv.num_free - self._limits.watermark)
+            spare = 0 if self._waiting else max(0, self._kv.num_free - self._kv.watermark)
             num_held = (len(request.block_ids) + spare) * self._limits.block_size
             draft = wanted.capped(num_held - len(request.token_ids))
             if not (draft.num_drafts or draft.is_by_engine):

@@ -96,6 +96,11 @@ class KVCache:
         return self.num_blocks - 1 - self._pool.num_aside
 
     @property
+    def watermark(self) -> int:
+        """Blocks that admission leaves free while others run, so that these can grow."""
+        return max(1, (self.num_usable + 1) // 100)
+
+    @property
     def num_used(self) -> int:
         """Blocks that live requests reference."""
         return self.num_usable - self.num_free
