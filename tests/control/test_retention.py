@@ -212,6 +212,55 @@ def test_half_of_the_cache_is_retained_and_no_more():
     assert num_cached(cache, path(2, 2)) == 0
 
 
+def test_while_blocks_are_set_aside_half_of_the_others_is_retained():
+    cache = KVCache(33, Lru(33))
+    cache.resize(16)
+    use(cache, path(1, 12), 100)
+    assert cache.num_retained == 8
+    cache.resize(32)
+    use(cache, path(1, 12), 100)
+    use(cache, path(2, 4), 60)
+    assert cache.num_retained == 16
+    cache.resize(20)
+    cache.pass_time(1.0)
+    check_cache(cache)
+    assert cache.num_retained == 10
+    flood(cache, 30)
+    assert [num_cached(cache, path(name, 12)) for name in (1, 2)] == [10, 0], "by priority"
+
+
+def test_what_is_held_stays_retained_while_blocks_are_set_aside_until_it_is_released():
+    cache = KVCache(33, Lru(33))
+    held = hold(cache, path(1, 16))
+    assert all(cache.set_retention(block_id, 90, None) for block_id in held)
+    others = hold(cache, path(2, 2))
+    cache.resize(20)
+    cache.pass_time(1.0)
+    assert cache.num_retained == 16
+    assert not cache.set_retention(others[0], 100, None), "there are more than half already"
+    cache.release(others)
+    cache.release(held[12:])
+    cache.pass_time(2.0)
+    check_cache(cache)
+    assert cache.num_retained == 12
+    cache.release(held[:12])
+    cache.pass_time(3.0)
+    check_cache(cache)
+    assert cache.num_retained == 10
+
+
+def test_where_many_are_beyond_half_at_once_a_step_does_not_wait_for_all_of_them():
+    cache = KVCache(1001, Lru(1001))
+    use(cache, path(1, 500), 90)
+    cache.resize(400)
+    found = []
+    for now in range(4):
+        cache.pass_time(now)
+        check_cache(cache)
+        found.append(cache.num_retained)
+    assert found == [272, 200, 200, 200]
+
+
 def test_where_half_is_retained_who_comes_takes_the_place_of_what_would_go_first():
     cache = KVCache(17, Lru(17))
     for name, priority in ((1, 50), (2, 80), (3, 50), (4, 50)):
@@ -297,7 +346,8 @@ class Watched(KVCache):
 
 @pytest.mark.parametrize("name", EVICTIONS)
 def test_whatever_is_asked_for_what_is_evicted_has_the_lowest_priority(name: str):
-    """Requests over few prefixes, some of which wait, and wishes of all kinds."""
+    """Requests over few prefixes, some of which wait, wishes of all kinds, and a cache that shrinks
+    and grows."""
     random.seed(name)
     num_retained = 0
     for num_blocks in range(6, 26):
@@ -305,6 +355,8 @@ def test_whatever_is_asked_for_what_is_evicted_has_the_lowest_priority(name: str
         running: list[list[int]] = []
         for step in range(150):
             cache.pass_time(step)
+            if random.random() < 0.1:
+                cache.resize(random.randrange(num_blocks // 2, num_blocks))
             if running and (cache.num_free < 5 or random.random() < 0.5):
                 cache.release(running.pop(random.randrange(len(running))))
             elif cache.num_free >= 5:

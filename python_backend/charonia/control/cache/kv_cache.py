@@ -233,7 +233,9 @@ class KVCache:
             if priority == DEFAULT_CACHE_PRIORITY:
                 return True
             free = [entry for entry in self._index.entries() if self._is_ordered(entry)]
-            self._retention = self._eviction = Retention(self._eviction, self._index, free)
+            self._retention = self._eviction = Retention(
+                self._eviction, self._index, free, self.num_usable
+            )
             self._retention.pass_time(self._now)
         self._to_evict = []  # it may have been the eviction's choice no longer
         ttl_ms = 0 if ttl_s is None else math.ceil(ttl_s * 1000)
@@ -272,14 +274,17 @@ class KVCache:
         Returns:
             The blocks that are in use no more.
         """
-        num_surplus = self.num_usable - num_usable
-        if num_surplus <= 0:
+        aside: list[int] = []
+        num_surplus = min(self.num_usable - num_usable, self.num_free)
+        if num_surplus < 0:
             self._pool.use_again(-num_surplus)
-            return []
-        num_surplus = min(num_surplus, self.num_free)
-        while self._pool.num_empty < num_surplus:
-            self._evict()
-        return self._pool.set_aside(num_surplus)
+        else:
+            while self._pool.num_empty < num_surplus:
+                self._evict()
+            aside = self._pool.set_aside(num_surplus)
+        if self._retention is not None:
+            self._retention.resize(self.num_usable)
+        return aside
 
     def publish(self, block_id: int, key: bytes, previous: int) -> bool:
         """Say that a held block is full and computed: from now on it can be hit.

@@ -36,21 +36,25 @@ class Retention:
 
     At most half of the blocks are protected, whoever asks for it: the other half is there for all.
     Where there are as many, who comes takes the place of what would be evicted first among them,
-    unless that has a higher priority; then it has the default.
+    unless that has a higher priority; then it has the default. Where blocks are set aside, so that
+    more than half of the others are protected, those that would go first are so no longer.
 
     Args:
         policy: of all that has the default priority.
         index: which entry continues which.
         free: entries that the policy orders so far.
+        num_usable: blocks of the cache that are not set aside.
 
     Attributes:
         num_protected: entries.
     """
 
-    def __init__(self, policy: Eviction, index: PrefixIndex, free: Iterable[int]) -> None:
+    def __init__(
+        self, policy: Eviction, index: PrefixIndex, free: Iterable[int], num_usable: int
+    ) -> None:
         num_blocks = index.num_blocks
         self.num_protected = 0
-        self._max_protected = (num_blocks - 1) // 2
+        self._max_protected = num_usable // 2
         self._policy = policy
         self._index = index
         self._low = ByScore(num_blocks)
@@ -96,9 +100,21 @@ class Retention:
             self._unprotect(entry)
         return is_granted
 
+    def resize(self, num_usable: int) -> None:
+        """Say how many blocks are not set aside. Up to half of these are protected."""
+        self._max_protected = num_usable // 2
+
     def pass_time(self, now: float) -> None:
-        """What was asked for until now, in seconds, counts no longer, a few entries at a time."""
+        """What was asked for until now, in seconds, counts no longer, a few entries at a time.
+
+        Nor does, of what is protected beyond half of the blocks, what would be evicted first. What
+        is held is protected until it is released.
+        """
         self._now_ms = int(now * 1000)
+        for _ in range(min(self.num_protected - self._max_protected, _MOST_FORGOTTEN)):
+            if not self._high or self.num_protected <= self._max_protected:
+                break
+            self._forget(self._high.first())
         for _ in range(min(len(self._expiring), _MOST_FORGOTTEN)):
             entry = self._expiring.first()
             if self._expiring.score_of(entry) > self._now_ms:
@@ -222,7 +238,7 @@ class Retention:
         """
         while True:
             room = self._max_protected - self.num_protected
-            if not room and not self._can_displace(priority):
+            if room <= 0 and not self._can_displace(priority):
                 return False  # at once: each block of a request may ask for it
             num_needed = self._num_to_protect(entry)
             if num_needed <= room:
