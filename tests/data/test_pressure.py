@@ -296,3 +296,53 @@ def test_blocks_whose_memory_is_given_back_are_zeros_and_others_stay(width: int)
             assert not tensor[discarded].any()
     store.discard(kept)
     assert all(tensor.isfinite().all() for tensor in tensors)
+
+
+HUGE, SMALL = "hg", "nh"
+"""What /proc/self/smaps calls memory for which huge pages are wished, and are not."""
+
+
+def wishes(store: KVStore) -> list[list[str]]:
+    """Of each tensor, what was said of huge pages for its ranges of memory, in their order."""
+    text = Path("/proc/self/smaps").read_text(encoding="ascii")
+    ranges = [
+        (int(first, 16), int(end, 16), HUGE if f" {HUGE}" in flags else SMALL)
+        for first, end, flags in re.findall(
+            r"^(\w+)-(\w+) .*(?:\n[A-Z].*)*?\nVmFlags:(.*)$", text, re.MULTILINE
+        )
+    ]
+    return [
+        [
+            wish
+            for first, end, wish in ranges
+            if first < tensor.data_ptr() + tensor.nbytes and tensor.data_ptr() < end
+        ]
+        for pages in store.pages
+        for tensor in pages
+    ]
+
+
+needs_huge_pages = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no huge pages"
+)
+
+
+@needs_huge_pages
+def test_the_kernel_does_not_fill_holes_with_huge_pages_while_blocks_are_set_aside() -> None:
+    layout = KVLayout(
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=1,
+        block_size=1,
+        dtype="float32",
+        bytes_per_block=0,
+    )
+    store = KVStore(layout, ((8192,), (1024,)), 512, torch.device("cpu"))
+    assert wishes(store) == [[HUGE]] * 4
+    store.discard([500, 510])
+    assert wishes(store) == [[HUGE, SMALL], [HUGE, SMALL]] * 2
+    store.discard([*range(128, 512, 2)])
+    assert wishes(store) == [[HUGE, SMALL], [HUGE, SMALL]] * 2, "one range, not one for each"
+    store.use_all()
+    store.use_all()
+    assert wishes(store) == [[HUGE]] * 4

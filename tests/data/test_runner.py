@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from charonia.config import EngineArgs, SpeculativeConfig
+from charonia.data.kv_store import KVStore
 from charonia.data.model.decoder import Decoder
 from charonia.data.runner import Runner
 from charonia.errors import CheckpointError, ConfigError, PlanRefusedError
@@ -270,3 +271,24 @@ def test_synthetic_acceptance_takes_drafts_whatever_they_are(
 def test_a_draft_model_that_cannot_be_read_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the draft model: .*config\.json"):
         drafting_runner(checkpoint, tmp_path)
+
+
+def test_huge_pages_are_wished_for_again_once_all_blocks_are_in_use(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for name in ("discard", "use_all"):
+        monkeypatch.setattr(KVStore, name, lambda store, *args, name=name: done.append(name))
+    plans = [
+        first_plan(),
+        StepPlan(epoch=1, step_id=1, discards=[14, 15], num_blocks=14),
+        StepPlan(epoch=1, step_id=2, num_blocks=15),
+        first_plan(epoch=2),  # which begins with all, whatever the memory
+        StepPlan(epoch=2, step_id=1, discards=[15], num_blocks=15),
+        StepPlan(epoch=2, step_id=2),
+        StepPlan(epoch=2, step_id=3),
+    ]
+    for plan in plans:
+        runner.execute(plan)
+        done.append(" ")
+    assert "".join(done).split(" ") == ["", "discard", "", "", "discard", "use_all", "", ""]

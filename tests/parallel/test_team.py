@@ -19,6 +19,7 @@ import pytest
 from charonia.errors import CheckpointError, ConfigError
 from charonia.parallel.messages import Allocate, encode
 from charonia.parallel.worker import SECRET_VARIABLE
+from charonia.protocol import StepPlan
 from parity.reference import greedy, random_prompt
 from support.long import long
 from support.ranked_engine import (
@@ -212,3 +213,26 @@ def test_an_engine_of_one_rank_exchanges_nothing(checkpoint: Checkpoint) -> None
     with ranked_engine(rank_args(checkpoint(), tensor_parallel_size=1)) as engine:
         assert engine.step(PROMPT).collectives is None
         assert engine.pids == [os.getpid()]
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no huge pages"
+)
+def test_all_ranks_wish_for_huge_pages_again_once_all_blocks_are_in_use(
+    checkpoint: Checkpoint,
+) -> None:
+    def num_small(pid: int) -> int:
+        """Ranges of memory for which a process wants no huge pages."""
+        lines = Path(f"/proc/{pid}/smaps").read_text(encoding="ascii").splitlines()
+        return sum(line.startswith("VmFlags:") and " nh" in line for line in lines)
+
+    with ranked_engine(rank_args(checkpoint("LlamaForCausalLM"))) as engine:
+        before = {pid: num_small(pid) for pid in engine.pids}
+        engine.runner.execute(StepPlan(epoch=1, step_id=0, reset=True))
+        discards = [*range(2, 32)]
+        engine.runner.execute(StepPlan(epoch=1, step_id=1, discards=discards, num_blocks=2))
+        for pid in engine.pids:
+            eventually(lambda pid=pid: num_small(pid) > before[pid])
+        engine.runner.execute(StepPlan(epoch=1, step_id=2))
+        for pid in engine.pids:
+            eventually(lambda pid=pid: num_small(pid) == before[pid])

@@ -44,6 +44,7 @@ class KVStore:
             Pages(*(_zeros((num_blocks, *shape), dtype, device) for shape in shapes))
             for _ in range(layout.num_layers)
         ]
+        self._first_small = num_blocks  # from this block on, no huge pages are wished for
 
     @property
     def num_bytes(self) -> int:
@@ -84,11 +85,28 @@ class KVStore:
 
     def discard(self, block_ids: Sequence[int]) -> None:
         """Give back the memory of blocks, as far as whole pages of it are theirs; they are zeros
-        then. On a GPU it stays with torch."""
+        then. On a GPU it stays with torch.
+
+        From the first of them on there are no new huge pages until `use_all`: the kernel collects
+        small pages into huge ones (khugepaged), and would fill the holes between blocks that are in
+        use. That is one range for all of them, because a process has few (vm.max_map_count).
+        """
+        first_small = min([self._first_small, *block_ids])
+        for tensor in self._on_cpu():
+            _give_back(tensor, block_ids)
+            if first_small < self._first_small:
+                _advise_from(tensor, first_small, mmap.MADV_NOHUGEPAGE)
+        self._first_small = first_small
+
+    def use_all(self) -> None:
+        """Wish for huge pages again, as at first, where blocks were discarded: all are in use."""
+        for tensor in self._on_cpu() if self._first_small < self.num_blocks else ():
+            _advise_from(tensor, 0, mmap.MADV_HUGEPAGE)
+        self._first_small = self.num_blocks
+
+    def _on_cpu(self) -> Iterator[Tensor]:
         for pages in self.pages:
-            for tensor in pages:
-                if tensor.device.type == "cpu":
-                    _give_back(tensor, block_ids)
+            yield from (tensor for tensor in pages if tensor.device.type == "cpu")
 
 
 def _give_back(tensor: Tensor, block_ids: Sequence[int]) -> None:
@@ -104,6 +122,16 @@ def _give_back(tensor: Tensor, block_ids: Sequence[int]) -> None:
             with contextlib.suppress(OSError):
                 _call("madvise", address, length, _MADV_COLD)
             _call("madvise", address, length, mmap.MADV_DONTNEED)
+
+
+def _advise_from(tensor: Tensor, first: int, advice: int) -> None:
+    """Advise the kernel on whole pages of a tensor of `_zeros`, from an index on to its end."""
+    size = tensor[0].numel() * tensor.itemsize
+    start = -(-(tensor.data_ptr() + first * size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - start
+    if length > 0:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            _call("madvise", ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:

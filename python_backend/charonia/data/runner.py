@@ -66,8 +66,11 @@ class Team(Protocol):
         """Return what the ranks all have room for, and have all take that."""
         ...
 
-    def move(self, plan: StepPlan) -> Callable[[], list[int]]:
+    def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], list[int]]:
         """Have the other ranks move a plan's blocks between tiers, and discard others.
+
+        Args:
+            uses_all: whether all blocks are in use again, see `KVStore.use_all`.
 
         Returns:
             Tells which of those that were to be loaded one of them has not.
@@ -134,6 +137,7 @@ class Runner:
         log(line_of(memory, num_blocks))
         kv = models.allocate(num_blocks, basis.device)
         self._kv_stores = [store for store in kv if store is not None]
+        self._has_discarded = False
         self._pressure = _watch(basis, room, self._kv_stores)
         self._tiers = make_tiers(basis, models, kv, seat.place, room.slot_bytes, log=log)
         self._model = self._lead("target", PagedModel(models.target.decoder, kv.target))
@@ -289,16 +293,22 @@ class Runner:
         not_loaded: list[int] = []
         if self._pressure is not None:
             self._pressure.note_plan(plan.num_blocks, is_first=plan.reset)
-        has_moved = bool(plan.saves or plan.loads or plan.discards)
-        others = self._team.move(plan) if self._team and has_moved else list
+        # A new epoch begins with all blocks, and has yet to be told for how many there is memory.
+        uses_all = self._has_discarded and plan.num_blocks is None and not plan.reset
+        self._has_discarded = bool(plan.discards) or (self._has_discarded and not uses_all)
+        has_moved = bool(plan.saves or plan.loads or plan.discards or uses_all)
+        others = self._team.move(plan, uses_all=uses_all) if self._team and has_moved else list
         if self._tiers is not None and (plan.saves or plan.loads):
             self._tiers.save(plan.saves)
             not_loaded = self._tiers.load(plan.loads)
             if missed := others():
                 self._tiers.forget([load for load in plan.loads if load.block_id in missed])
                 not_loaded += missed
-        for store in self._kv_stores if plan.discards else ():
-            store.discard(plan.discards)
+        for store in self._kv_stores:
+            if uses_all:
+                store.use_all()
+            if plan.discards:
+                store.discard(plan.discards)
         if plan.copies:
             self._model.copy_blocks(plan.copies)
             if self._draft_model is not None:

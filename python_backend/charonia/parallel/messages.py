@@ -156,11 +156,15 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
-    """Save blocks to slower tiers, load others from them, and discard some; see `StepPlan`."""
+    """Save blocks to slower tiers, load others from them, and discard some; see `StepPlan`.
+
+    `uses_all` is whether all blocks are in use again, after some were discarded.
+    """
 
     saves: list[BlockSave]
     loads: list[BlockLoad]
     discards: list[int]
+    uses_all: bool
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):

@@ -216,8 +216,11 @@ class _Follower:
                 not_loaded = self._tiers.load(message.loads)
             elif message.saves or message.loads:
                 raise RankLostError("the engine has sent Move, but there are no slower tiers")
-            for store in self._kv_stores if message.discards else ():
-                store.discard(message.discards)
+            for store in self._kv_stores:
+                if message.uses_all:
+                    store.use_all()
+                if message.discards:
+                    store.discard(message.discards)
         return not_loaded
 
     def follow(self, message: Message) -> None:

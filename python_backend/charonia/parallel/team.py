@@ -175,8 +175,11 @@ class RankTeam:
         self.check()
         return room
 
-    def move(self, plan: StepPlan) -> Callable[[], list[int]]:
+    def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], list[int]]:
         """Have the other ranks move a plan's blocks between tiers, and discard others.
+
+        Args:
+            uses_all: whether all blocks are in use again, see `KVStore.use_all`.
 
         Returns:
             Waits for them, if anything is loaded, and tells which blocks any of them could not.
@@ -184,7 +187,7 @@ class RankTeam:
         Raises:
             RankLostError: one was lost; also of what is returned.
         """
-        self.tell(Move(plan.saves, plan.loads, plan.discards), self._ranks)
+        self.tell(Move(plan.saves, plan.loads, plan.discards, uses_all), self._ranks)
 
         def not_loaded() -> list[int]:
             moved = self._collect(Moved).values() if plan.loads else ()
