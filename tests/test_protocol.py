@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from charonia.errors import InvalidRequestError
+from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.protocol import (
     INT32_MAX,
     UINT64_MAX,
@@ -117,6 +117,23 @@ def test_ranges_of_the_cache_may_be_a_list() -> None:
     ranges = [CacheRange(end=16, priority=90), CacheRange(start=16, priority=0)]
     params = SamplingParams(cache_priority=ranges)  # type: ignore[arg-type]
     assert params.cache_priority == tuple(ranges)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_beam_search", True), ("num_beams", 4), ("length_penalty", 0.5)]
+)
+def test_beam_search_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(
+        NotSupportedError, match=f"^{name} = {value} is for beam search, .* best_of"
+    ):
+        SamplingParams(**{name: value})
+
+
+def test_parameters_of_beam_search_that_ask_for_none_are_passed_over() -> None:
+    none = {"use_beam_search": False, "beam_width": 1, "length_penalty": 1, "early_stopping": None}
+    assert SamplingParams(n=2, **none) == SamplingParams(n=2)
+    with pytest.raises(TypeError, match="'beams'"):
+        SamplingParams(beams=1)  # type: ignore[call-arg]
 
 
 def test_a_plan_of_extreme_values_comes_through() -> None:

@@ -205,6 +205,40 @@ def test_beam_search_is_refused_by_its_name(name: str) -> None:
         parse_sampling_params({name: 4})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_beam_search", True),
+        ("use_beam_search", "true"),
+        ("use_beam_search", [False]),
+        ("num_beams", 2),
+        ("length_penalty", 0.5),
+        ("length_penalty", "much"),
+        ("early_stopping", "never"),
+    ],
+)
+def test_beam_search_is_refused_however_it_is_written(name: str, value: Any) -> None:
+    with pytest.raises(NotSupportedError, match=f"^{name} = .* is for beam search"):
+        parse_sampling_params({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_beam_search", False),
+        ("use_beam_search", "false"),
+        ("use_beam_search", None),
+        ("num_beams", 1),
+        ("beam_width", "1"),
+        ("length_penalty", 1),
+        ("early_stopping", False),
+    ],
+)
+def test_parameters_of_beam_search_that_ask_for_none_are_passed_over(name: str, value: Any) -> None:
+    params = parse_sampling_params({name: value, "max_tokens": 3})
+    assert params == SamplingParams(max_tokens=3)
+
+
 @pytest.mark.parametrize("value", ["soon", -1, 1.5, None, [1], True])
 def test_a_wrong_timeout_is_refused(value: Any) -> None:
     with pytest.raises(InvalidRequestError, match="timeout"):

@@ -56,8 +56,10 @@ from charonia.protocol.sampling_params import (
     MAX_LOGPROBS,
     MAX_SAMPLES,
     UINT64_MAX,
+    WITHOUT_BEAM_SEARCH,
     CacheRange,
     SamplingParams,
+    check_no_beam_search,
 )
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "MAX_SAMPLES",
     "UINT64_MAX",
+    "WITHOUT_BEAM_SEARCH",
     "BlockCopy",
     "BlockLoad",
     "BlockSave",
@@ -98,6 +101,7 @@ __all__ = [
     "StepResult",
     "TierInfo",
     "TokenLogprobs",
+    "check_no_beam_search",
     "decode_reply",
     "decode_request",
     "encode",

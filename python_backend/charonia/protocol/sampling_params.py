@@ -4,10 +4,11 @@ Owns names, ranges and defaults, which are vLLM's. Must not know tokens or tenso
 """
 
 import math
+from typing import Any
 
 import msgspec
 
-from charonia.errors import InvalidRequestError, shown
+from charonia.errors import InvalidRequestError, NotSupportedError, shown
 
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
@@ -20,6 +21,33 @@ MAX_SAMPLES = 128
 """Of one prompt; OpenAI's API has as many."""
 MAX_ENTRIES = {"stop": 64, "stop_token_ids": 1024, "bad_words": 256, "logit_bias": 4096}
 MAX_CHARACTERS = {"stop": 8192, "bad_words": 8192, "tenant": 256, "cache_salt": 256}
+
+WITHOUT_BEAM_SEARCH: dict[str, Any] = {
+    "use_beam_search": False,
+    "num_beams": 1,
+    "beam_width": 1,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+}
+"""Parameters that only beam search has, each with the value that asks for none."""
+
+
+def check_no_beam_search(name: str, value: object) -> None:
+    """Raises NotSupportedError: this value of one of `WITHOUT_BEAM_SEARCH` asks for beam search."""
+    if value is not None and value != WITHOUT_BEAM_SEARCH[name]:
+        raise NotSupportedError(
+            f"{name} = {shown(value)} is for beam search, which is not supported; leave it out,"
+            " or use best_of for the most likely of several samples"
+        )
+
+
+class _Sampling(msgspec.StructMeta):
+    """Has a call of the class take what asks for no beam search, and refuse what asks for it."""
+
+    def __call__(cls, *args: Any, **values: Any) -> Any:
+        for name in values.keys() & WITHOUT_BEAM_SEARCH:
+            check_no_beam_search(name, values.pop(name))
+        return super().__call__(*args, **values)
 
 
 class CacheRange(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,8 +66,10 @@ class CacheRange(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float | None = None
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampling):
     """How one request wants its tokens chosen and when to stop. Names and defaults are vLLM's.
+
+    Parameters of beam search are taken where they ask for none, else they raise NotSupportedError.
 
     Attributes:
         max_tokens: tokens to generate at most, >= 1; cut to what fits in `max_model_len`.

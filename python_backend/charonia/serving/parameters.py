@@ -4,26 +4,34 @@ Owns names, coercion, and which names Triton itself adds. Must not know tensors;
 checked by `SamplingParams`.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from charonia.errors import InvalidRequestError, NotSupportedError, shown
-from charonia.protocol import INT32_MAX, CacheRange, SamplingParams
+from charonia.errors import InvalidRequestError, shown
+from charonia.protocol import (
+    INT32_MAX,
+    WITHOUT_BEAM_SEARCH,
+    CacheRange,
+    SamplingParams,
+    check_no_beam_search,
+)
 from charonia.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 _INTEGER = re.compile(r"[+-]?\d{1,20}")
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _NOT_OURS = ("id", "timeout")
 _NOT_OURS_PREFIX = "sequence_"
-_OF_BEAM_SEARCH = ("use_beam_search", "num_beams", "beam_width", "length_penalty", "early_stopping")
 
 
 def parse_sampling_params(
     values: Mapping[str, Any], defaults: SamplingDefaults = NO_DEFAULTS
 ) -> SamplingParams:
     """Coerce and check; null is the default, and names that Triton adds are passed over.
+
+    So are parameters of beam search that ask for none, such as `use_beam_search` false.
 
     Args:
         defaults: of the model that is served; else those of `SamplingParams`.
@@ -36,12 +44,10 @@ def parse_sampling_params(
     for name, value in values.items():
         if name in _NOT_OURS or name.startswith(_NOT_OURS_PREFIX):
             continue
+        if name in WITHOUT_BEAM_SEARCH:
+            _check_no_beam_search(name, value)
+            continue
         coerce = _COERCIONS.get(name)
-        if coerce is None and name in _OF_BEAM_SEARCH:
-            raise NotSupportedError(
-                f"{name} = {shown(value)} is for beam search, which is not supported; leave it out,"
-                " or use best_of for the most likely of several samples"
-            )
         if coerce is None:
             raise InvalidRequestError(
                 f"unknown sampling parameter {shown(name)}; accepted are {', '.join(_COERCIONS)}"
@@ -133,6 +139,14 @@ def _boolean(name: str, value: Any) -> bool:
     if flag is None:
         raise _ill_typed(name, value, "true or false")
     return flag
+
+
+def _check_no_beam_search(name: str, value: Any) -> None:
+    without = WITHOUT_BEAM_SEARCH[name]
+    with contextlib.suppress(InvalidRequestError):
+        if _BY_TYPE[type(without)](name, value) == without:
+            return
+    check_no_beam_search(name, value)
 
 
 def _string(name: str, value: Any) -> str:
