@@ -1,11 +1,12 @@
 """The messages between the planes: what is in range can be sent, what is not is named."""
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
+import numpy as np
 import pytest
 
-from charonia.errors import InvalidRequestError, NotSupportedError
+from charonia.errors import InvalidRequestError, NotSupportedError, shown
 from charonia.protocol import (
     INT32_MAX,
     UINT64_MAX,
@@ -79,10 +80,11 @@ def test_a_sampling_parameter_out_of_range_is_named(name: str, value: Any) -> No
             "^start of cache_priority must be behind the range before it, which ends at 5, .* is 4",
         ),
         ([CacheRange(), CacheRange(start=5)], "the range before it, which has no end, but is 5$"),
-        (
-            [{"priority": 9}],
-            "^range of cache_priority must be a CacheRange, but is {'priority': 9}$",
-        ),
+        ([5], "^each range of cache_priority must be a CacheRange or a dict with .*, but is 5$"),
+        ([{"end": 5}], "^each range .* start, end, .* priority must be there, .* is {'end': 5}$"),
+        ([{"priority": 5, "begin": 5}], "^each range of cache_priority must be a CacheRange or"),
+        ([{"priority": "9"}], "^priority of cache_priority must be an integer, but is '9'$"),
+        ([{"priority": 9, "end": True}], "^end of cache_priority must be an integer or None, but"),
     ],
 )
 def test_a_range_of_the_cache_that_cannot_be_is_named(ranges: list[CacheRange], says: str) -> None:
@@ -109,14 +111,66 @@ def test_as_many_samples_are_generated_as_the_best_are_chosen_from() -> None:
     assert SamplingParams(n=3, best_of=5).num_samples == 5
 
 
-def test_one_stop_string_is_not_taken_for_its_characters() -> None:
-    assert SamplingParams(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_one_string_is_not_taken_for_its_characters(name: str) -> None:
+    assert getattr(SamplingParams(**{name: "ab"}), name) == ("ab",)
 
 
-def test_ranges_of_the_cache_may_be_a_list() -> None:
-    ranges = [CacheRange(end=16, priority=90), CacheRange(start=16, priority=0)]
-    params = SamplingParams(cache_priority=ranges)  # type: ignore[arg-type]
-    assert params.cache_priority == tuple(ranges)
+def test_ranges_of_the_cache_may_be_a_list_and_dicts() -> None:
+    ranges = [CacheRange(end=16, priority=90), CacheRange(start=16, priority=0, ttl_s=5)]
+    as_dicts = [{"end": 16, "priority": 90}, {"start": 16, "priority": 0, "ttl_s": 5}]
+    for given in (ranges, as_dicts):
+        assert SamplingParams(cache_priority=given).cache_priority == tuple(ranges)  # type: ignore[arg-type]
+
+
+WRONG_TYPES: dict[Any, tuple[list[Any], str]] = {
+    int: ([1.5, "4", True, None, [1], 2.0], "an integer"),
+    int | None: ([1.5, "4", True, [1]], "an integer or None"),
+    float: (["0.5", True, None, [0.5], 10**400], "a number"),
+    float | None: (["0.5", True, [0.5]], "a number or None"),
+    bool: ([1, "true", None, []], "True or False"),
+    str: ([5, None, b"a", ["a"]], "a string"),
+    tuple[str, ...]: ([5, None, [1], {"a": 1}, [None]], "a string or a list of strings"),
+    tuple[int, ...]: ([5, None, "12", [1.5], [True], ["1"]], "a list of integers"),
+    dict[int, float]: (
+        [5, None, [1], {"1": 1.0}, {1: "x"}, {True: 1.0}],
+        "a dict of token ids and numbers",
+    ),
+    int | tuple[CacheRange, ...] | None: (
+        ["high", True, 1.5, {"priority": 5}],
+        "an integer, a list of ranges or None",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "hint"), get_type_hints(SamplingParams).items())
+def test_a_value_of_another_type_is_named_with_what_is_accepted(name: str, hint: Any) -> None:
+    values, accepted = WRONG_TYPES[hint]
+    for value in values:
+        with pytest.raises(InvalidRequestError) as caught:
+            SamplingParams(**{name: value})
+        assert str(caught.value) == f"{name} must be {accepted}, but is {shown(value)}"
+
+
+@pytest.mark.parametrize("name", ["start", "end", "priority", "ttl_s"])
+def test_a_value_of_a_range_of_another_type_is_named(name: str) -> None:
+    for value in ("5", True):
+        with pytest.raises(InvalidRequestError, match=f"^{name} of cache_priority must be a"):
+            CacheRange(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        seed=np.uint64(2**64 - 1),
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        logit_bias={np.int32(5): np.float64(1.0)},  # type: ignore[dict-item]
+    )
+    read = SamplingParams(
+        seed=2**64 - 1, temperature=0.5, stop_token_ids=(1, 2), logit_bias={5: 1.0}
+    )
+    assert params == read
+    assert msgspec.msgpack.encode(params) == msgspec.msgpack.encode(read)
 
 
 @pytest.mark.parametrize(

@@ -81,10 +81,11 @@ def test_max_new_tokens_is_a_default_and_a_limit_as_in_vllm() -> None:
     ("content", "problem"),
     [
         ({"temperature": "hot"}, "temperature must be a number, but is 'hot'"),
-        ({"temperature": -1}, "temperature must be from 0.0 to 1000000.0, but is -1"),
+        ({"temperature": -1}, "temperature must be from 0.0 to 1000000.0, but is -1.0"),
         ({"top_k": 2.5}, "top_k must be an integer, but is 2.5"),
         ({"top_p": True}, "top_p must be a number, but is True"),
         ({"max_new_tokens": 0}, "max_tokens must be at least 1, but is 0"),
+        ({"max_new_tokens": "9"}, "max_tokens must be an integer, but is '9'"),
         (
             {"no_repeat_ngram_size": 3},
             'no_repeat_ngram_size = 3 is not supported; "generation_config": "none" leaves the file'

@@ -149,14 +149,8 @@ def _check(name: str, value: Any, source: str) -> None:
     """Raises CheckpointError."""
     if value is None:
         return
-    is_integer = name in ("top_k", _MAX_NEW_TOKENS)
+    values: dict[str, Any] = {"max_tokens" if name == _MAX_NEW_TOKENS else name: value}
     try:
-        if isinstance(value, bool) or not isinstance(value, int if is_integer else int | float):
-            raise CheckpointError(
-                f"{name} must be {'an integer' if is_integer else 'a number'},"
-                f" but is {shown(value)}"
-            )
-        values: dict[str, Any] = {"max_tokens" if name == _MAX_NEW_TOKENS else name: value}
         SamplingParams(**values)
     except CharoniaError as error:
         raise CheckpointError(f"the checkpoint's {source}: {error}") from None

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from charonia.errors import InvalidRequestError, NotSupportedError, shown
+from charonia.protocol.field_types import KINDS, Kind, fields_of, read_fields
 
 UINT64_MAX = 2**64 - 1
 INT32_MAX = 2**31 - 1
@@ -65,6 +66,17 @@ class CacheRange(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = DEFAULT_CACHE_PRIORITY
     ttl_s: float | None = None
 
+    def __post_init__(self) -> None:
+        """Check types; ranges are checked by `SamplingParams`.
+
+        Raises:
+            InvalidRequestError: a value of another type; it is named.
+        """
+        read_fields(self, _FIELDS_OF_RANGES, "{} of cache_priority")
+
+
+_FIELDS_OF_RANGES = fields_of(CacheRange)
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampling):
     """How one request wants its tokens chosen and when to stop. Names and defaults are vLLM's.
@@ -100,7 +112,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
         tenant: whose request this is; caches are isolated by tenant and cache_salt.
         cache_salt: isolates the prefix cache further. speculation: False turns drafts off.
         cache_priority: how long the cache keeps the prompt, or what is at ranges of positions,
-            generated tokens among them, see `CacheRange`; None asks for nothing.
+            generated tokens among them, see `CacheRange`, of which a dict may have the fields, but
+            must have `priority`; None asks for nothing.
         cache_ttl_s: for how long, where a range does not say it.
         use_answer_cache: whether it may get an answer that was computed for an equal request, and
             its own be kept for others, where the scheduler keeps answers (`answer_cache_bytes`).
@@ -137,13 +150,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
     use_answer_cache: bool = True
 
     def __post_init__(self) -> None:
-        """Check ranges.
+        """Check types and ranges.
 
         Raises:
-            InvalidRequestError: a value is out of range; the text names it and the range.
+            InvalidRequestError: a value of another type or out of range; the text names it and
+                what is accepted.
         """
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        read_fields(self, _FIELDS)
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
         _check(
             "min_tokens",
@@ -191,8 +204,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
         _check_range("priority", self.priority, -INT32_MAX, INT32_MAX)
         _check_range("deadline_ms", self.deadline_ms, 1, INT32_MAX)
         _check_ttl("cache_ttl_s", self.cache_ttl_s)
-        if isinstance(self.cache_priority, list):
-            msgspec.structs.force_setattr(self, "cache_priority", tuple(self.cache_priority))
         if isinstance(self.cache_priority, tuple):
             _check_cache_ranges(self.cache_priority)
         else:
@@ -231,8 +242,6 @@ def _check_ttl(name: str, value: float | None) -> None:
 
 def _check_cache_ranges(ranges: tuple[CacheRange, ...]) -> None:
     _check_size("cache_priority", len(ranges), MAX_CACHE_RANGES, "ranges")
-    for one in ranges:
-        _check("range of cache_priority", one, isinstance(one, CacheRange), "a CacheRange")
     end: int | None = 0
     for one in sorted(ranges, key=lambda one: one.start):
         _check_range("start of cache_priority", one.start, 0, INT32_MAX)
@@ -253,3 +262,29 @@ def _check_cache_ranges(ranges: tuple[CacheRange, ...]) -> None:
             f"behind the range before it, which {reaches}",
         )
         end = one.end
+
+
+def _cache_priority(value: Any) -> int | tuple[CacheRange, ...]:
+    if isinstance(value, list | tuple):
+        return tuple(map(_cache_range, value))
+    priority: int = KINDS[int].read(value)
+    return priority
+
+
+def _cache_range(value: Any) -> CacheRange:
+    if isinstance(value, CacheRange):
+        return value
+    names = CacheRange.__struct_fields__
+    is_range = isinstance(value, dict) and value.keys() <= {*names} and "priority" in value
+    accepted = f"a CacheRange or a dict with {', '.join(names)}, of which priority must be there"
+    _check("each range of cache_priority", value, is_range, accepted)
+    return CacheRange(**value)
+
+
+_FIELDS = fields_of(
+    SamplingParams,
+    {
+        **KINDS,
+        int | tuple[CacheRange, ...]: Kind("an integer, a list of ranges", _cache_priority),
+    },
+)
