@@ -292,3 +292,16 @@ def test_huge_pages_are_wished_for_again_once_all_blocks_are_in_use(
         runner.execute(plan)
         done.append(" ")
     assert "".join(done).split(" ") == ["", "discard", "", "", "discard", "use_all", "", ""]
+
+
+def test_a_draft_model_whose_heads_the_kv_format_does_not_take_is_named(
+    checkpoint: Checkpoint,
+) -> None:
+    target = checkpoint("LlamaForCausalLM", head_dim=32)
+    draft = checkpoint("LlamaForCausalLM", head_dim=48)
+    speculative = SpeculativeConfig(model=str(draft))
+    says = r"^the draft model: kv_cache_dtype = 'int4' .* every 32 .* this model's have 48;"
+    with pytest.raises(ConfigError, match=says):
+        make_runner(target, speculative_config=speculative, kv_cache_dtype="int4")
+    with pytest.raises(ConfigError, match=r"^kv_cache_dtype = 'int4' .* this model's have 48;"):
+        make_runner(draft, kv_cache_dtype="int4")

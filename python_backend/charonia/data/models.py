@@ -7,7 +7,8 @@ Must not know plans, rows, sampling or how ranks find each other.
                                    seats ──┘       on every rank ──┘
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -176,7 +177,8 @@ class Models:
             assert args.speculative_config.model is not None
             ops = _draft_ops(args.speculative_config, basis.ops)
             path, spec = args.speculative_config.model, basis.draft_spec
-            draft = _load(basis, path, spec, basis.max_draft_len, ops, draft_seat, log)
+            with _named_as_draft_model():
+                draft = _load(basis, path, spec, basis.max_draft_len, ops, draft_seat, log)
         return cls(target, draft)
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVStores:
@@ -229,11 +231,18 @@ def _draft_ops(config: SpeculativeConfig, ops: Ops[Any]) -> Ops[Any]:
 
 def _draft_spec(path: str, target: ModelSpec) -> ModelSpec:
     """The draft model's shape, with the target's token ids: it reads and guesses no others."""
-    try:
+    with _named_as_draft_model():
         spec = ModelSpec.from_dir(Path(path))
-    except CheckpointError as error:
-        raise CheckpointError(f"the draft model: {error}") from None
     return spec.with_vocabulary(target.vocab_size)
+
+
+@contextmanager
+def _named_as_draft_model() -> Iterator[None]:
+    """Have errors say that it is the draft model which cannot be loaded."""
+    try:
+        yield
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"the draft model: {error}") from None
 
 
 def _dtype(args: EngineArgs, spec: ModelSpec) -> torch.dtype:
