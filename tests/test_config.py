@@ -1,6 +1,7 @@
 """Configuration: what is read as what, and that a mistake is named."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -256,6 +257,33 @@ def test_kv_events_need_a_prefix_cache():
     values = {"model": "m", "kv_events_config": {"enable_kv_cache_events": True}}
     with pytest.raises(ConfigError, match="enable_prefix_caching = False has none"):
         EngineArgs.from_dict(values | {"enable_prefix_caching": False})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default", "without", "needed"),
+    [
+        (
+            "eviction_policy",
+            "lru",
+            "adaptive",
+            {"enable_prefix_caching": False},
+            {"enable_prefix_caching": True},
+        ),
+        ("kv_cache_file_space", 2.0, 4.0, {}, {"kv_cache_path": "/cache"}),
+    ],
+)
+def test_an_argument_that_has_no_effect_without_another_one_is_logged(
+    name: str, value: Any, default: Any, without: dict[str, Any], needed: dict[str, Any]
+):
+    lines: list[str] = []
+    EngineArgs.from_dict({"model": "m", name: value} | needed, lines.append)
+    EngineArgs.from_dict({"model": "m", name: default} | without, lines.append)
+    EngineArgs.from_dict({"model": "m"} | without, lines.append)
+    assert lines == []
+    args = EngineArgs.from_dict({"model": "m", name: value} | without, lines.append)
+    assert getattr(args, name) == value
+    (other,) = needed
+    assert lines == [f"engine argument {name} = {value!r} has no effect without {other}"]
 
 
 def test_the_draft_models_path_in_model_json_is_relative_to_it(tmp_path: Path):

@@ -35,6 +35,8 @@ _MAX_BYTES = 2**53
 _MAX_GIB = 2.0**20
 _MOST_ROWS, _MOST_STEP_TOKENS = 256, 4096  # of those that adapt
 _GENERATION_CONFIG_WORDS = ("auto", "none", "vllm")
+_NEEDS = {"eviction_policy": "enable_prefix_caching", "kv_cache_file_space": "kv_cache_path"}
+"""Arguments that have no effect without another one. They may stay where that is turned off."""
 
 
 def _no_log(line: str) -> None:
@@ -90,7 +92,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             the time that they are kept; "lru", the least recently used; "lfu", those with the
             fewest hits; "fifo", the oldest; "w_tinylfu", "s3_fifo" or "arc", three ways to keep
             what is asked for again and again from being washed out by what is asked for once.
-            Blocks that continue others go first.
+            Blocks that continue others go first. Without `enable_prefix_caching` it has no effect,
+            which the log says.
         kv_events_config: whom to tell what the prefix cache holds, such as a router that sends
             requests to where their prefix is, see `KVEventsConfig`; None tells nobody. It needs
             `enable_prefix_caching`.
@@ -100,7 +103,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         kv_cache_path: a directory whose files do the same, and outlive engine, server and machine;
             None is none. Servers may share it: each uses files of its own. Whoever can read them
             can read what the cache knows of prompts.
-        kv_cache_file_space: GiB of these files, for each rank.
+        kv_cache_file_space: GiB of these files, for each rank. Without `kv_cache_path` it has no
+            effect, which the log says.
         enable_chunked_prefill: let a prompt be computed over several steps.
         speculative_config: how to guess tokens ahead, see `SpeculativeConfig`; None does not.
         generation_config: where defaults of sampling parameters come from: "auto" is the
@@ -267,12 +271,19 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Check names and types.
 
         Args:
-            log: takes a line for each argument of vLLM's that has no effect here.
+            log: takes a line for each argument that has no effect: here, if it is vLLM's, or
+                without another argument.
 
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range; it is named.
         """
-        return convert(vllm_args.leave_out(values, log), cls, "engine argument")
+        args = convert(vllm_args.leave_out(values, log), cls, "engine argument")
+        defaults = cls(model=args.model)
+        for name, needed in _NEEDS.items():
+            value = getattr(args, name)
+            if value != getattr(defaults, name) and not getattr(args, needed):
+                log(f"engine argument {name} = {value!r} has no effect without {needed}")
+        return args
 
     @classmethod
     def from_file(cls, path: Path, log: Log = _no_log) -> "EngineArgs":
