@@ -17,7 +17,7 @@ from charonia.data.comm import Seat
 from charonia.data.largest_step import largest_rows, run_largest_step
 from charonia.data.memory import Memory
 from charonia.data.model.decoder import Decoder
-from charonia.data.models import Basis, LocalRank, Models
+from charonia.data.models import Basis, LocalRank, Models, Room
 from charonia.data.ops.base import StepBatch
 from charonia.data.runner import Runner
 from charonia.data.sampling.sampler import Sampler
@@ -84,6 +84,23 @@ def test_on_a_cpu_the_cache_takes_its_share_of_what_a_step_leaves(
         assert found.step_bytes == step
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_what_is_left_is_what_all_ranks_of_a_machine_leave(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """Each sizes its cache by its share, so that together they take no more than there is."""
+    args = arguments(checkpoint("LlamaForCausalLM"), max_num_seqs=1000, cpu_memory_utilization=1.0)
+    available, step = 100 * MIB, 7 * MIB
+    local_rank = LocalRank(0, num_ranks)
+    found = sized(args, monkeypatch, available=available, step=step, local_rank=local_rank)
+    report = found.report(found.room, CPU, num_ranks)
+    assert report.kv_cache == found.num_blocks * found.bytes_per_block
+    assert report.left == available - num_ranks * (step + report.kv_cache)
+    assert 0 <= report.left < num_ranks * found.bytes_per_block + num_ranks
+    more = found.report(Room(found.num_blocks, 2 * found.bytes_per_block), CPU, num_ranks)
+    assert more.left == (report.left if num_ranks == 1 else 0), "another has a draft model as well"
+
+
 def test_on_a_cpu_no_more_blocks_are_made_than_can_be_used(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +144,7 @@ def test_on_a_gpu_the_cache_takes_what_its_share_leaves_beside_what_is_in_use(
     object.__setattr__(basis, "device", torch.device("cuda", 0))
     found = size(basis, models, lambda pool_tokens: None)
     assert found.num_blocks == 15 * MIB // found.bytes_per_block
-    report = found.report(10, basis.device)
+    report = found.report(Room(10, found.bytes_per_block), basis.device, 2)
     assert (report.weights, report.step) == (20 * MIB, 5 * MIB)
     assert report.left == 65 * MIB - report.kv_cache
     assert (report.total, report.source) == (100 * MIB, "cuda:0")

@@ -133,7 +133,7 @@ class Runner:
         sizing = self._size(basis, models, seat, draft_seat)
         room = team.agree(sizing.room) if team else sizing.room
         num_blocks = room.num_blocks
-        memory = sizing.report(num_blocks, basis.device)
+        memory = sizing.report(room, basis.device, basis.local_rank.count)
         log(line_of(memory, num_blocks))
         kv = models.allocate(num_blocks, basis.device)
         self._kv_stores = [store for store in kv if store is not None]

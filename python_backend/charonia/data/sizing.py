@@ -42,20 +42,24 @@ class Sizing(NamedTuple):
         """What is to be agreed upon with other ranks."""
         return Room(self.num_blocks, self.bytes_per_block)
 
-    def report(self, num_blocks: int, device: torch.device) -> MemoryReport:
+    def report(self, room: Room, device: torch.device, num_local_ranks: int) -> MemoryReport:
         """Account for this rank's memory.
 
         Args:
-            num_blocks: what all ranks have agreed upon.
+            room: what all ranks have agreed upon.
+            num_local_ranks: of this machine. On a CPU they take from the same memory: each of the
+                others as much for a step as this one, and at most so much for its KV cache.
         """
         available, total, source = _left(device)
-        kv_cache = num_blocks * self.bytes_per_block
+        kv_cache = room.num_blocks * self.bytes_per_block
         step = self.step_bytes or 0
+        num_others = 0 if device.type == "cuda" else num_local_ranks - 1
+        others = num_others * (step + room.num_blocks * room.slot_bytes)
         return MemoryReport(
             weights=self.weight_bytes,
             step=self.step_bytes,
             kv_cache=kv_cache,
-            left=max(available - step - kv_cache, 0),
+            left=max(available - step - kv_cache - others, 0),
             total=total,
             source=source,
         )

@@ -271,7 +271,8 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
         step: what the largest step takes at its peak beside that; None where the arguments fix the
             KV cache's size, so that none was run.
         kv_cache: the target's and the draft model's. On a CPU it is taken as it is written to.
-        left: what others may take once all of that is in use. total: of which that is a part.
+        left: what others may take once all of that is in use, by all ranks of the machine where
+            they share its memory. total: of which that is a part.
         source: what limits: "machine", a control group, or a GPU.
     """
 
