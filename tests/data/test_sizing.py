@@ -106,7 +106,7 @@ def test_on_a_cpu_no_more_blocks_are_made_than_can_be_used(
 ) -> None:
     args = arguments(checkpoint("LlamaForCausalLM"), max_model_len=100, max_num_seqs=3)
     found = sized(args, monkeypatch, available=2**40)
-    assert found.num_blocks == 3 * 7 + 1  # blocks of 16 tokens, and the null block
+    assert found.num_blocks == found.num_useful == 3 * 7 + 1  # of 16 tokens, and the null block
 
 
 def test_a_size_that_is_given_is_taken_without_a_step(checkpoint: Checkpoint) -> None:
@@ -216,6 +216,28 @@ def test_an_engine_tells_what_its_memory_is_for(checkpoint: Checkpoint) -> None:
     assert 0 < memory.weights < memory.total
     assert 0 < memory.left < memory.total
     assert lines.count(line_of(memory, info.num_blocks)) == 1
+
+
+def test_an_engine_says_where_memory_keeps_its_cache_small(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded_with(available: int) -> tuple[int, list[str]]:
+        memory = Memory(available, 2 * available, "cgroup /app")
+        monkeypatch.setattr(sizing_module, "available_memory", lambda: memory)
+        lines: list[str] = []
+        engine = Runner(
+            arguments(checkpoint("LlamaForCausalLM"), max_model_len=64), log=lines.append
+        )
+        return engine.info().num_blocks, [line for line in lines if "loaded again" in line]
+
+    monkeypatch.setattr(sizing_module, "transient_bytes", lambda work, device: 0)
+    assert loaded_with(2**40) == (17, [])
+    num_blocks, lines = loaded_with(2**18)
+    assert 2 <= num_blocks < 17
+    assert lines == [
+        f"memory: 17 blocks could be used at most, but there is memory for {num_blocks} now; the KV"
+        " cache has no more until the engine is loaded again"
+    ]
 
 
 def test_the_line_says_the_parts_and_the_number_of_blocks() -> None:

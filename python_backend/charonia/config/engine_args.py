@@ -63,7 +63,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             cache may take.
         cpu_memory_utilization: on a CPU, where memory is shared with everything else: the KV
             cache's share of what is available beside the largest step; the ranks of a machine
-            share it. Available is what the machine and the control groups of the process leave.
+            share it. Available is what the machine and the control groups of the process leave
+            when the engine is loaded. The cache never has more than that, also when memory becomes
+            free later; the engine has to be loaded again for that.
         memory_reserve: share of the memory of the machine, or of the control group that limits the
             process, that is to be left for others on a CPU. Where less is left, the KV cache
             shrinks, down to what one request may need. It grows again when there is twice as much;

@@ -135,6 +135,8 @@ class Runner:
         num_blocks = room.num_blocks
         memory = sizing.report(room, basis.device, basis.local_rank.count)
         log(line_of(memory, num_blocks))
+        if line := sizing.shortage(num_blocks):
+            log(line)
         kv = models.allocate(num_blocks, basis.device)
         self._kv_stores = [store for store in kv if store is not None]
         self._has_discarded = False

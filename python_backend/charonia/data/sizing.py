@@ -30,17 +30,33 @@ class Sizing(NamedTuple):
         step_bytes: what the largest step took at its peak; None where it was not run, because the
             arguments fix the KV cache's size.
         weight_bytes: what was in use before that step.
+        num_useful: blocks that `max_num_seqs` requests can use at most, with the null block; None
+            where the cache may be larger than that.
     """
 
     num_blocks: int
     bytes_per_block: int
     step_bytes: int | None
     weight_bytes: int
+    num_useful: int | None = None
 
     @property
     def room(self) -> Room:
         """What is to be agreed upon with other ranks."""
         return Room(self.num_blocks, self.bytes_per_block)
+
+    def shortage(self, num_blocks: int) -> str | None:
+        """A line for the log where there was memory for fewer blocks than can be used.
+
+        Args:
+            num_blocks: what all ranks have agreed upon.
+        """
+        if self.num_useful is None or num_blocks >= self.num_useful:
+            return None
+        return (
+            f"memory: {self.num_useful} blocks could be used at most, but there is memory for"
+            f" {num_blocks} now; the KV cache has no more until the engine is loaded again"
+        )
 
     def report(self, room: Room, device: torch.device, num_local_ranks: int) -> MemoryReport:
         """Account for this rank's memory.
@@ -87,17 +103,19 @@ def size(basis: Basis, models: Models, run_step: Callable[[int], None]) -> Sizin
         num_blocks = _blocks(args.kv_cache_memory_bytes, bytes_per_block, device)
         return Sizing(num_blocks, bytes_per_block, None, weight_bytes)
 
+    num_useful = None
+    if device.type != "cuda":
+        num_useful = args.most_rows * -(-basis.max_model_len // args.block_size) + 1
+
     def num_blocks_beside(step_bytes: int) -> int:
         budget = _budget(args, device, step_bytes, basis.local_rank.count)
         num_blocks = _blocks(budget, bytes_per_block, device)
-        if device.type == "cuda":
-            return num_blocks
-        most_useful = args.most_rows * -(-basis.max_model_len // args.block_size)
-        return min(num_blocks, most_useful + 1)
+        return num_blocks if num_useful is None else min(num_blocks, num_useful)
 
     pool_tokens = num_blocks_beside(0) * args.block_size
     step_bytes = transient_bytes(lambda: run_step(pool_tokens), device)
-    return Sizing(num_blocks_beside(step_bytes), bytes_per_block, step_bytes, weight_bytes)
+    num_blocks = num_blocks_beside(step_bytes)
+    return Sizing(num_blocks, bytes_per_block, step_bytes, weight_bytes, num_useful)
 
 
 def line_of(report: MemoryReport, num_blocks: int) -> str:
