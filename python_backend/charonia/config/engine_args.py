@@ -69,8 +69,9 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         memory_reserve: share of the memory of the machine, or of the control group that limits the
             process, that is to be left for others on a CPU. Where less is left, the KV cache
             shrinks, down to what one request may need. It grows again when there is twice as much;
-            up to then it also shrinks while all processes wait for memory. 0 has it stay as it is,
-            as do the next two.
+            up to then it also shrinks while all processes wait for memory. Only the machine of rank
+            0 is watched; ranks on other machines follow it, however much memory is free there. 0
+            has it stay as it is, as do the next two.
         kv_cache_memory_bytes: of each rank's KV cache, in place of a share of the memory; None
             measures at start what the largest step leaves.
         num_gpu_blocks_override: KV blocks, whatever the memory; None sizes the cache by memory.
