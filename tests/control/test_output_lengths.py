@@ -45,6 +45,30 @@ def test_only_the_last_ones_are_remembered():
     assert lengths.steps_per_token == 1.0
 
 
+def test_a_mean_is_that_of_the_last_answers_and_what_few_exceed_that_of_many():
+    """Answers become shorter: after half of those that a mean is of it is half as far off."""
+    lengths = OutputLengths()
+    for _ in range(512):
+        lengths.note(300, 150)
+    for _ in range(16):
+        lengths.note(20)
+    assert lengths.mean(0) == 160
+    assert lengths.steps_per_token == pytest.approx(1 - 16 * 150 / (16 * 320))
+    for _ in range(16):
+        lengths.note(20)
+    assert lengths.mean(0) == 20
+    assert lengths.steps_per_token == 1.0
+    assert lengths.at_most(0) == 300
+
+
+def test_of_an_answer_that_is_longer_than_the_last_ones_older_ones_tell():
+    lengths = lengths_of(*[1000, 2000], *[20] * 100)
+    assert lengths.mean(19) == 20
+    assert lengths.mean(20) == 1500
+    assert lengths.mean(1000) == 2000
+    assert lengths.mean(2000) == 2001, "it has one more at least"
+
+
 def test_a_token_takes_a_step_where_nothing_is_known():
     assert lengths_of().steps_per_token == 1.0
 
