@@ -114,6 +114,74 @@ def test_who_waits_beyond_its_latest_start_ends_or_goes_behind_all_others(demote
         assert bench.ends() == ["d", "c"]
 
 
+def make_mistaken() -> Bench:
+    """A bench of which all is known from one long answer, and that is idle."""
+    bench = Bench(edf(), num_blocks=200, max_model_len=500)
+    bench.add(due("a", max_tokens=300))
+    bench.ends()
+    return bench
+
+
+def outcomes(bench: Bench, now: float) -> tuple[set[str], set[str]]:
+    """Who is told that it is late in a step, and who runs in it."""
+    plan = bench.scheduler.plan(now)
+    running = set(bench.running)
+    if plan is not None:
+        bench.scheduler.apply(bench.engine.submit(plan).result(None), now)
+    return {late.request.key for late in bench.scheduler.take_late()}, running
+
+
+def test_on_an_idle_engine_who_is_expected_to_be_late_is_tried_and_so_it_is_seen_that_it_is_not():
+    """Else nobody would run, and what is expected would never change."""
+    bench = make_mistaken()
+    for number in range(40):
+        bench.add(due(f"b{number}", 0.1, max_tokens=250))
+        assert outcomes(bench, 0.0) == (set(), {f"b{number}"})
+        bench.step()
+        bench.scheduler.finish(f"b{number}", is_complete=True)  # at a stop string
+    for key in "cd":  # one alone would be tried in any case
+        bench.add(due(key, 0.1, max_tokens=250))
+    assert outcomes(bench, 0.0) == (set(), {"c", "d"}), "answers are short"
+
+
+def test_of_several_late_ones_one_is_tried_that_lacks_the_least_time():
+    bench = make_mistaken()
+    bench.add(due("b", 0.1, max_tokens=250), due("c", 0.2, max_tokens=250), due("d", 0.0))
+    assert outcomes(bench, 0.01) == ({"b", "d"}, {"c"})
+    bench.add(due("e", 0.1, max_tokens=250))
+    assert outcomes(bench, 0.01) == ({"e"}, {"c"}), "there is one that runs"
+
+
+def test_nobody_is_tried_after_its_deadline_or_where_another_one_waits():
+    bench = make_mistaken()
+    bench.add(due("b", 0.1, max_tokens=250))
+    assert outcomes(bench, 0.11) == ({"b"}, set())
+    bench.add(due("c", 0.2, max_tokens=250), due("d"))
+    assert outcomes(bench, 0.11) == ({"c"}, {"d"})
+
+
+def test_one_that_is_tried_and_gets_no_row_is_late_when_its_time_is_over():
+    """A suspect is in its way, for example."""
+    bench = make_mistaken()
+    bench.add(due("b", 0.1, max_tokens=250))
+    for now in (0.0, 0.05):
+        bench.scheduler._give_up_late(bench.scheduler._policy.deadlines, now)
+        assert bench.scheduler.take_late() == []
+    bench.scheduler._give_up_late(bench.scheduler._policy.deadlines, 0.11)
+    assert [late.request.key for late in bench.scheduler.take_late()] == ["b"]
+
+
+def test_on_an_idle_engine_who_is_demoted_runs_as_well():
+    policy = edf(demotes=True)
+    bench = Bench(policy, num_blocks=200, max_model_len=500)
+    bench.add(due("a", max_tokens=300))
+    bench.ends()
+    bench.add(due("b", 0.1, max_tokens=250))
+    assert outcomes(bench, 0.0) == (set(), {"b"})
+    (request,) = bench.scheduler.requests
+    assert request.is_demoted
+
+
 def test_who_runs_or_has_ended_is_not_late_and_who_was_preempted_may_be():
     bench = Bench(edf(), max_num_seqs=1)
     bench.add(due("a", 1.0, max_tokens=30), due("b", 1.5))
@@ -249,7 +317,7 @@ def test_a_prompt_that_is_cached_is_in_time_when_another_would_not_be(is_cached)
     bench.ends()
     if not is_cached:
         prompt = prompt[::-1]
-    bench.add(due("b", 1.0, token_ids=prompt, max_tokens=1))
+    bench.add(due("b", 1.0, token_ids=prompt, max_tokens=1), due("c"))
     bench.scheduler.plan(1.0 - 3 * STEP_S)
     late = [one.request.key for one in bench.scheduler.take_late()]
     assert late == ([] if is_cached else ["b"])

@@ -206,7 +206,7 @@ def test_what_is_loaded_takes_none_of_the_time_before_a_deadline(num_slots, is_l
     policy = ranked(by_deadline, None, watch)
     bench = make_bench(num_slots, policy=policy, max_num_batched_tokens=8)
     fill(bench)
-    bench.add(make_prompt("c", max_tokens=1, expires_at=1.0))
+    bench.add(make_prompt("c", max_tokens=1, expires_at=1.0), make_request("d"))
     bench.scheduler.plan(1.0 - 2.5 * STEP_S)
     late = [one.request.key for one in bench.scheduler.take_late()]
     assert late == (["c"] if is_late else [])

@@ -41,7 +41,8 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             for ever; 0 is strict priority.
         late_requests: with the policy "deadline", what becomes of a request that waits and cannot
             meet its deadline any more, by what steps take and answers are long: "reject" ends it
-            at once, "demote" puts it behind all others, and it ends at its deadline.
+            at once, "demote" puts it behind all others, and it ends at its deadline. Where nothing
+            runs and nobody else waits, "reject" has one run all the same, until its deadline.
         inter_token_target_ms: the longest time between two tokens of a request that other requests'
             prompts may cause: beside rows that generate, prompts are computed in chunks so small
             that a step takes no longer, as far as steps before tell. "auto" is twice what steps

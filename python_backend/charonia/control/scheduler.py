@@ -17,7 +17,7 @@ Its parts: `LiveRequests` has the requests, and moves them along these arrows. A
 rows and blocks of one engine, and the steps in flight; it chooses who moves.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from charonia.control.block_tables import BlockTables
 from charonia.control.cache import BlockHasher, CacheEvents, KVCache, Tiers
@@ -205,12 +205,30 @@ class Scheduler:
 
     def _give_up_late(self, deadlines: Deadlines, now: float) -> None:
         """End those that cannot meet their deadlines any more, or put them behind all others."""
-        for late in deadlines.take_late(now, self._epoch.num_cached):
-            if deadlines.demotes:
-                self._live.demote(late.request)
+        late = deadlines.take_late(now, self._epoch.num_cached)
+        if deadlines.demotes:
+            for one in late:
+                self._live.demote(one.request)
+            return
+        tried = self._to_be_tried(late)
+        for one in late:
+            if one is tried:
+                deadlines.note_waiting(one.request)
             else:
-                self._live.end(late.request)
-                self._late.append(late)
+                self._live.end(one.request)
+                self._late.append(one)
+
+    def _to_be_tried(self, late: Sequence[Late]) -> Late | None:
+        """Who of the late ones runs all the same, the one that lacks the least time.
+
+        Where all that there are would end nothing would run, and what is expected of answers and
+        steps would stay as it is for ever, however wrong. On an idle engine it costs nobody
+        anything to try one.
+        """
+        if self.num_running or len(late) < self.num_waiting:
+            return None
+        left = (one for one in late if one.left_s > 0.0)
+        return min(left, key=lambda one: one.needed_s - one.left_s, default=None)
 
     def apply(self, result: StepResult, now: float) -> list[Update]:
         """Commit what the oldest step in flight did, and end those of its requests that ended.

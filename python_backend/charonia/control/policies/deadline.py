@@ -6,7 +6,8 @@ The order meets all deadlines that any order could (Liu, Layland 1973, "Scheduli
 Multiprogramming in a Hard-Real-Time Environment", section 7), on one machine and without overload.
 With overload it is the worst, because it prefers those that are about to fail. So a request that
 waits beyond its latest start, its deadline less what it still needs, is taken out, or goes behind
-all others.
+all others. What it needs is an estimate, which must not keep all out for ever: where none would run
+otherwise the scheduler tries one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
