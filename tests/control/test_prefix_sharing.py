@@ -1,5 +1,6 @@
 """Requests that come together with a long common prefix: one computes it."""
 
+import msgspec
 import pytest
 
 from charonia.control import PrefixSharing
@@ -213,6 +214,22 @@ def test_what_prompts_take_is_known_to_deadlines_too_and_in_the_next_epoch():
     bench.scheduler.reset()
     assert sharing.seconds(8) == pytest.approx(0.040)
     assert watch._remaining._prompt_time is sharing._time
+
+
+def test_a_prompt_takes_the_draft_models_time_too():
+    """For a deadline, and for those that wait for a prefix: both wait for the whole step."""
+    sharing, watch = PrefixSharing(), DeadlineWatch(demotes=False)
+    bench = Bench(ranked(by_deadline, None, watch), sharing=sharing, max_num_batched_tokens=8)
+    prompts = (make_request(f"{number}", token_ids=[number] * 32) for number in range(4))
+    for request in prompts:
+        bench.add(request)
+        while bench.scheduler.num_live:
+            plan = bench.scheduler.plan(0.0)
+            result = bench.engine.submit(plan).result(None)
+            result = msgspec.structs.replace(result, seconds=1.0, draft_seconds=0.4)
+            bench.scheduler.apply(result, 0.0)
+    assert sharing.seconds(8) == pytest.approx(4.0)
+    assert watch._remaining.of(make_request("a", max_tokens=1, token_ids=[5] * 32)) == 4.0
 
 
 def test_one_that_was_preempted_does_not_wait():

@@ -23,7 +23,8 @@ class PromptTime:
         """A step computed so many tokens, drafts to be verified included.
 
         Args:
-            seconds: in the engine, without what the draft model took.
+            seconds: in the engine, with what the draft model took: a deadline runs meanwhile, and
+                so does the time for which a prefix that another one computes is waited for.
         """
         self._cost.observe(num_tokens, seconds)
 
