@@ -311,6 +311,58 @@ def test_fair_shares_are_within_their_bound_and_first_come_is_not():
     assert fair.service_bound == 2 * 2 * pool
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_service_is_compared_after_each_step_by_what_it_did(async_scheduling):
+    """One row: "a" has all of the steps while "b" waits, and waits itself until its last begins."""
+    requests = [
+        request(250, 2, tenant="a"),  # three steps, the first two of which have no output
+        request(10, 1, tenant="a"),
+        request(10, 1, tenant="a"),
+        request(10, 1, tenant="b"),
+    ]
+    setting = make_setting(max_num_seqs=1, async_scheduling=async_scheduling)
+    service = run(setting, *requests).service
+    assert service.service == {"a": 250 + 2 * 2 + 2 * (10 + 2), "b": 10 + 2}
+    # From the end of the first step, after 250, to that of the fifth one, after 250 + 4 + 12.
+    assert service.greatest == 16
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_who_begins_with_the_next_step_has_not_waited(async_scheduling):
+    """While "b" waits one of "a" comes in each step, and begins at once as it is more urgent."""
+    step_ms = 100.0
+    requests = [request(10, 1, tenant="b", priority=9) for _ in range(40)]
+    requests += [
+        request(10, 1, tenant="a", timestamp=step_ms * (number + 0.5)) for number in range(20)
+    ]
+    setting = make_setting(
+        max_num_seqs=1,
+        scheduling_policy="priority",
+        step_times=StepTimes(curve=[(0, step_ms / 1000)]),
+        async_scheduling=async_scheduling,
+    )
+    outcome = run(setting, *requests)
+    assert all(one.is_finished for one in outcome.served)
+    waits = [one.milliseconds_to(one.started_at) for one in outcome.served[40:]]
+    assert max(waits) <= 1.5 * step_ms
+    assert outcome.service.greatest == 0
+
+
+def test_a_tenant_that_is_in_no_step_got_nothing():
+    times = StepTimes(curve=[(0, 0.01)], intake=0.02)
+    outcome = run(make_setting(step_times=times), request(deadline_ms=10, tenant="a"))
+    assert [one.outcome for one in outcome.served] == ["timeout"]
+    assert outcome.service.service == {"a": 0.0}
+
+
+def test_the_next_step_is_sent_before_the_outputs_of_the_last_one_are_delivered():
+    """As in the server: its first token comes later by what it takes to plan a step."""
+    times = StepTimes(curve=[(0, 0.01)], host=0.003, transit=0.002)
+    (served,) = run(make_setting(step_times=times), request(10, 3)).served
+    assert served.first_token_at == pytest.approx(0.015 + 0.003)
+    assert served.ended_at == pytest.approx(3 * 0.015)
+
+
 @pytest.mark.parametrize("fair_share", [False, True])
 @pytest.mark.parametrize("policy", get_args(SchedulingPolicy))
 def test_the_same_seed_gives_the_same_run(policy, fair_share):

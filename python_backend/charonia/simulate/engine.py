@@ -64,6 +64,7 @@ class SimulatedExecutor:
 
     Attributes:
         busy_s: seconds in which it computed. num_steps, num_rows: of them, and of their rows.
+        num_ended: steps whose results were fetched.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class SimulatedExecutor:
         self.busy_s = 0.0
         self.num_steps = 0
         self.num_rows = 0
+        self.num_ended = 0
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
         """See `Executor`; it is there at once."""
@@ -101,7 +103,10 @@ class SimulatedExecutor:
         self.busy_s += seconds
         self.num_steps += 1
         self.num_rows += work.num_rows
-        return _Simulated(clock, self._free_at, self._result(plan, seconds))
+        return _Simulated(clock, self._free_at, self._result(plan, seconds), self._note_end)
+
+    def _note_end(self) -> None:
+        self.num_ended += 1
 
     def check(self) -> None:
         """See `Executor`; it is always well."""
@@ -139,10 +144,17 @@ class SimulatedExecutor:
 class _Simulated:
     """A step under way."""
 
-    def __init__(self, clock: VirtualClock, ends_at: float, result: StepResult) -> None:
+    def __init__(
+        self,
+        clock: VirtualClock,
+        ends_at: float,
+        result: StepResult,
+        note_end: Callable[[], None],
+    ) -> None:
         self._clock = clock
         self._ends_at = ends_at
         self._result = result
+        self._note_end = note_end
 
     def result(self, timeout: float | None) -> StepResult:
         """See `Pending`: time passes until the step has ended, or the timeout."""
@@ -150,4 +162,5 @@ class _Simulated:
             self._clock.now += timeout
             raise TimeoutError
         self._clock.advance_to(self._ends_at)
+        self._note_end()
         return self._result

@@ -6,7 +6,7 @@ tenants that have requests waiting from one moment to another, the difference is
 got in between; the greatest of all pairs and moments is what their theorem 4.4 bounds.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +15,38 @@ INPUT_COST = 1.0
 OUTPUT_COST = 2.0
 MAX_TENANTS = 64
 """More are not looked at: pairs are too many then."""
+
+
+class ServiceBySteps:
+    """Notes what belongs to a step once that step has ended, and then looks at the difference.
+
+    A step is planned, and who waits no longer is known, before the outputs of the one ahead of it
+    are delivered; who comes meanwhile may begin with it. Noted at once that would mix steps.
+
+    Args:
+        difference: of the service, which is noted here alone.
+    """
+
+    def __init__(self, difference: "ServiceDifference") -> None:
+        self._difference = difference
+        self._notes: deque[tuple[int, Callable[[], None]]] = deque()
+        self._num_looked_at = 0
+
+    def note_with(self, step: int, note: Callable[[], None]) -> None:
+        """Note something with a step, the first of which is 1; steps come in their order."""
+        self._notes.append((step, note))
+
+    def end(self, num_ended: int) -> None:
+        """So many steps have ended; their outputs are to be noted next."""
+        while self._notes and self._notes[0][0] <= num_ended:
+            _, note = self._notes.popleft()
+            note()
+
+    def look(self, num_ended: int) -> None:
+        """The outputs of so many steps were noted, and nothing of others."""
+        if num_ended > self._num_looked_at:
+            self._num_looked_at = num_ended
+            self._difference.look()
 
 
 class ServiceDifference:

@@ -8,6 +8,7 @@ engine, the clock, and the outputs, which are of no text, are its own.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from charonia.simulate.engine import (
     SimulatedExecutor,
     VirtualClock,
 )
-from charonia.simulate.service import ServiceDifference
+from charonia.simulate.service import ServiceBySteps, ServiceDifference
 from charonia.simulate.step_times import StepClock, StepTimes
 from charonia.simulate.workload import Arrival
 from charonia.traces import TraceRequest
@@ -224,6 +225,7 @@ class Simulation:
         self._num_blocks = info.num_blocks
         self._inter_token: dict[tuple[str, int], Distribution] = {}
         self._service = ServiceDifference(tenants.weight_of)
+        self._by_steps = ServiceBySteps(self._service)
         self._samples: list[Sample] = []
         self._sample_every_s = sample_every_s
 
@@ -238,10 +240,13 @@ class Simulation:
         while self._next is not None or self._live:
             if self._has_ladder and clock.now - self._looked_at >= LOOK_EVERY_S:
                 self._look()
+            num_ended = self._engine.num_ended
+            self._by_steps.end(num_ended)
             core.deliver()
             self._take_arrivals()
-            if core.step():
-                self._service.look()
+            is_busy = core.step()
+            self._by_steps.look(num_ended)  # all outputs were delivered but of what it has fetched
+            if is_busy:
                 self._sample(clock.now)
             elif self._live:  # they wait for a time limit
                 clock.now += RESULT_WAIT_S
@@ -305,7 +310,7 @@ class Simulation:
         if leaver is not None:
             self._core.end(*leaver)
         served = self._live[key] = self._served[int(key)]
-        self._service.note_arrival(served.request.tenant)
+        self._note_with_next_step(self._service.note_arrival, served.request.tenant)
         self._core.add(self._ladder.capped(wanted), at)
 
     # ------------------------------------------------------------------ and go
@@ -318,8 +323,13 @@ class Simulation:
         self._gate.note_started(key)
         served, request = self._live[key], self._requests.pop(key)
         served.started_at = self._clock.now
-        self._service.note_start(request.tenant)
-        self._service.note_input(request.tenant, request.num_prompt - request.num_cached)
+        num_computed = request.num_prompt - request.num_cached
+        self._note_with_next_step(self._service.note_start, request.tenant)
+        self._note_with_next_step(self._service.note_input, request.tenant, num_computed)
+
+    def _note_with_next_step(self, note: Callable[..., None], *args: object) -> None:
+        """Note something of the service with the step that is planned next, or now."""
+        self._by_steps.note_with(self._engine.num_steps + 1, partial(note, *args))
 
     def _note_tokens(self, request: Request, num_new: int) -> None:
         """Note what a step committed."""
@@ -341,7 +351,7 @@ class Simulation:
         served = self._live.pop(chunk.key)
         self._requests.pop(chunk.key, None)
         if served.started_at is None:
-            self._service.note_start(served.request.tenant)
+            self._note_with_next_step(self._service.note_start, served.request.tenant)
         self._gate.leave(chunk.key)
         error = chunk.error
         self._note_end(served, f"{chunk.finish_reason}" if error is None else error.kind)
@@ -368,6 +378,7 @@ class Simulation:
 
     def _outcome(self) -> Outcome:
         counters, engine = self._metrics.counters, self._engine
+        self._by_steps.end(engine.num_steps + 1)  # who came, and did not start, behind the last one
         cached = counters["charonia_prompt_tokens_total", "cached"]
         computed = counters["charonia_prompt_tokens_total", "computed"]
         first = self._served[0].arrived_at if self._served else 0.0
