@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from charonia.data.plan_check import Progress, check_plan
+from charonia.data.plan_check import Progress, _check_step, _is_plain, check_plan
 from charonia.data.step_tensors import RowState
 from charonia.errors import PlanRefusedError
 from charonia.protocol import (
@@ -531,3 +533,47 @@ def test_without_a_draft_model_nothing_can_be_guessed() -> None:
     check_plan(drafting(), PROGRESS, rows, info)
     with pytest.raises(PlanRefusedError, match="num_draft_tokens is 3; accepted is 0 to 0"):
         check_plan(guessing(), PROGRESS, rows, info)
+
+
+def small_steps() -> Iterator[tuple[RowStep, RowState]]:
+    """All steps of small numbers, of rows of up to 9 tokens in up to 3 blocks."""
+    rows = [
+        RowState(SAMPLING, 1, num_tokens, num_computed, set(range(1, 1 + num_blocks)), num_draft)
+        for num_tokens in range(1, 10)
+        for num_computed in range(max(0, num_tokens - 2), num_tokens)
+        for num_blocks in range(4)
+        for num_draft in {0, num_computed}
+    ]
+    steps = [
+        RowStep(0, num_tokens, new_block_ids, num_drafts, draft_ids, num_draft_tokens)
+        for num_tokens, new_block_ids, num_drafts, draft_ids, num_draft_tokens in product(
+            (-1, 0, 1, 2), ([], [0], [1], [4]), (-1, 0, 1), ([], [1], [VOCAB]), (-1, 0, 1)
+        )
+    ]
+    return product(steps, rows)
+
+
+def is_refused(check: Callable[..., None], *args: Any) -> bool:
+    try:
+        check(*args)
+    except PlanRefusedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("max_draft_len", [0, 9])
+def test_a_step_is_refused_by_the_whole_check_as_by_its_own_and_where_it_is_plain_by_neither(
+    max_draft_len: int,
+) -> None:
+    info = msgspec.structs.replace(INFO, max_model_len=9, max_draft_len=max_draft_len)
+    num_plain = num_refused = 0
+    for step, row in small_steps():
+        refused = is_refused(_check_step, step, row, info)
+        if _is_plain(step, row, info):
+            assert not refused, (step, row)
+            num_plain += 1
+        whole = is_refused(check_plan, plan(rows=[step]), PROGRESS, [row], info)
+        assert whole == refused, (step, row)
+        num_refused += refused
+    assert num_plain > 10
+    assert num_refused > 1000

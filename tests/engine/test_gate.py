@@ -262,6 +262,21 @@ def test_idle_tenants_are_forgotten_in_the_order_in_which_they_came(make_gate):
     assert forgotten == {came[num_busy + 1], came[num_busy + 2]}
 
 
+def test_of_too_many_idle_tenants_more_are_forgotten_than_come(make_gate):
+    gate = make_gate()
+    num_too_many = 20
+    keys = [chr(1000 + number) for number in range(2 * MAX_REMEMBERED + num_too_many)]
+    for key in keys:
+        enter(gate, key)
+    for key in keys:
+        gate.leave(key)
+    assert len(gate._accounts) == len(keys)
+    for number in range(num_too_many):
+        enter(gate, key := chr(100_000 + number))
+        gate.leave(key)
+    assert len(gate._accounts) == 2 * MAX_REMEMBERED
+
+
 def test_who_comes_does_not_look_at_all_tenants_that_wait(make_gate):
     gate = make_gate()
     gate._accounts = accounts = Looked(gate._accounts)

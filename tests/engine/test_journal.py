@@ -15,6 +15,7 @@ from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.control import NO_RELIEF, Group, Relief, SchedulerStats
 from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.commit import Commit
+from charonia.control.epoch import Epoch
 from charonia.engine.admission import cache_scope
 from charonia.engine.journal import HEADER, Added, Applied, Blamed, Finished, Planned
 from charonia.engine.scheduling import make_scheduler
@@ -251,6 +252,31 @@ def test_a_failure_of_the_scheduler_is_written_and_comes_again(tmp_path, entries
         bench.run()
     journal.close()
     assert [one.raised for one in entries() if one.raised] == ["KeyError"]
+    assert replay(tmp_path).differences == ()
+    monkeypatch.undo()
+    (told,) = replay(tmp_path).differences
+    assert "KeyError when recorded, nothing now" in told
+
+
+def test_a_plan_that_fails_is_written_and_comes_again(tmp_path, entries, monkeypatch):
+    journal = open_journal(tmp_path)
+    bench = Bench(journal=journal)
+    bench.add("a")
+    bench.run(2)
+    plan = Epoch.plan
+
+    def failing(self, now, relief):
+        if self._next_step_id == 5:
+            raise KeyError("a defect")
+        return plan(self, now, relief)
+
+    monkeypatch.setattr(Epoch, "plan", failing)
+    with pytest.raises(KeyError):
+        bench.run()
+    journal.close()
+    (failed,) = (one for one in entries() if one.raised)
+    assert isinstance(failed, Planned)
+    assert failed.raised == "KeyError"
     assert replay(tmp_path).differences == ()
     monkeypatch.undo()
     (told,) = replay(tmp_path).differences

@@ -35,6 +35,10 @@ def check_invariants(scheduler: Scheduler) -> None:
     rows += [r.row for r in ended]
     assert sorted(rows + epoch._rows._free) == list(range(limits.max_num_seqs))
 
+    fetching = scheduler._epoch.transfers._fetching
+    if fetching is not None:
+        assert {r.key for r in fetching._num_loaded} <= waiting, "what was loaded is counted on"
+
     references = Counter(block_id for r in [*live, *ended] for block_id in r.block_ids)
     references.update(block_id for fetch in fetches_of(scheduler) for block_id in fetch.block_ids)
     assert 0 not in references
