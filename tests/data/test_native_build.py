@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
+from charonia.config import EngineArgs
 from charonia.data.ops.native import build
 from charonia.data.ops.native.build import (
     KernelsUnavailableError,
@@ -207,22 +209,25 @@ def test_the_command_refuses_an_instruction_set_that_it_does_not_know(
     with pytest.raises(SystemExit):
         build.main()
     assert (
-        "'sse9'; accepted are amx_bf16, avx512_bf16, avx512, avx2, portable"
+        "'sse9'; accepted are amx_bf16, avx512_bf16, avx512_vnni, avx512, avx2, portable"
         in capsys.readouterr().err
     )
 
 
-AVX512 = "fpu avx2 fma avx512f avx512bw avx512dq avx512vl avx512_bf16 avx512_vnni"
+AVX512 = "fpu avx2 fma avx512f avx512bw avx512dq avx512vl"  # Skylake-X
+VNNI = f"{AVX512} avx512_vnni"  # Cascade Lake, Ice Lake
+BF16 = f"{VNNI} avx512_bf16"  # Zen 4
 
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (f"{AVX512} avx512vbmi amx_tile amx_bf16", list(build.FLAGS)),
-        (f"{AVX512} avx512vbmi amx_bf16", list(build.FLAGS)[1:]),
-        (AVX512, ["avx512_bf16", "avx512", "avx2", "portable"]),
-        (AVX512.replace("avx512_vnni", ""), ["avx512", "avx2", "portable"]),
-        ("fpu avx2 fma avx512f avx512bw avx512dq avx512vl", ["avx512", "avx2", "portable"]),
+        (f"{BF16} avx512vbmi amx_tile amx_bf16", list(build.FLAGS)),
+        (f"{BF16} avx512vbmi amx_bf16", list(build.FLAGS)[1:]),
+        (BF16, ["avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable"]),
+        (f"{VNNI} avx512vbmi", ["avx512_vnni", "avx512", "avx2", "portable"]),
+        (f"{AVX512} avx512_bf16", ["avx512", "avx2", "portable"]),
+        (AVX512, ["avx512", "avx2", "portable"]),
         ("fpu avx2 fma avx512f avx512bw avx512dq", ["avx2", "portable"]),
         ("fpu avx2", ["portable"]),
         ("", ["portable"]),
@@ -234,3 +239,10 @@ def test_the_best_instruction_set_is_one_whose_every_flag_the_processor_has(
     monkeypatch.setattr(build, "_processor_flags", lambda: frozenset(flags.split()))
     assert supported_isas() == expected
     assert best_isa() == expected[0]
+
+
+def test_every_instruction_set_can_be_asked_for_by_name_and_is_in_the_image() -> None:
+    names = get_args(get_type_hints(EngineArgs)["cpu_kernels"])
+    assert names == ("auto", *build.FLAGS, "torch")
+    dockerfile = Path(__file__).parents[2] / "docker" / "Dockerfile"
+    assert f"ops.native.build {' '.join(build.FLAGS)}\n" in dockerfile.read_text(encoding="utf-8")

@@ -16,6 +16,7 @@ from charonia.data.ops.base import (
     Pages,
 )
 from charonia.data.ops.composed import ComposedOps, quantize_int8
+from charonia.data.ops.kv_format import FORMATS
 from charonia.data.ops.reference import ReferenceOps
 from support.attention import (
     HEAD_DIMS,
@@ -386,3 +387,23 @@ def test_another_dtype_is_refused(isa: str) -> None:
 
 def test_the_library_is_of_the_instruction_set_it_was_built_for(isa: str) -> None:
     assert isa == kernels_for(isa).ISA
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4"])
+def test_queries_become_whole_numbers_where_the_instruction_set_multiplies_those(
+    isa: str, name: str
+) -> None:
+    """Beside a number of 1, one of 5e-6 becomes 0 in 16 bits; keys have 0 beside the former."""
+    generator = torch.Generator().manual_seed(0)
+    batch, num_blocks = random_step(generator, 16, [(40, 1)])
+    keys, values = random_pages(generator, num_blocks, 16, 2, 32, torch.float32)
+    keys *= 1000
+    keys[..., 0] = 0
+    pages = packed(Pages(*(FORMATS[name].encode(part) for part in (keys, values))))
+    step = native_ops(isa).begin(batch, rotation_of(32, torch.float32))
+    query = torch.zeros(1, 4, 32)
+    query[..., 0] = 1
+    faint = query + 5e-6
+    results = [kernels_for(isa).paged_attention(x, step, pages) for x in (query, faint)]
+    is_whole = name != "fp8" and isa in ("amx_bf16", "avx512_bf16", "avx512_vnni")
+    assert torch.equal(*results) == is_whole

@@ -174,7 +174,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     seed: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu_kernels: Literal[
-        "auto", "amx_bf16", "avx512_bf16", "avx512", "avx2", "portable", "torch"
+        "auto", "amx_bf16", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "portable", "torch"
     ] = "auto"
     cpu_threads: PositiveInt | None = None
     cpu_binding: str = "auto"

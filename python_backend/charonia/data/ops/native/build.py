@@ -27,11 +27,13 @@ SOURCE_DIR = Path(__file__).parent
 _MODULE = "charonia_kernels"  # as kernels.cpp says
 _AVX2_FLAGS = ["-mavx2", "-mfma"]
 _AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2_FLAGS]
+_AVX512_VNNI_FLAGS = [*_AVX512_FLAGS, "-mavx512vnni"]
 # Every processor with products of bfloat16 has those of whole numbers.
-_AVX512_BF16_FLAGS = [*_AVX512_FLAGS, "-mavx512bf16", "-mavx512vnni"]
+_AVX512_BF16_FLAGS = [*_AVX512_VNNI_FLAGS, "-mavx512bf16"]
 FLAGS = {
     "amx_bf16": [*_AVX512_BF16_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"],
     "avx512_bf16": _AVX512_BF16_FLAGS,
+    "avx512_vnni": _AVX512_VNNI_FLAGS,
     "avx512": _AVX512_FLAGS,
     "avx2": _AVX2_FLAGS,
     "portable": [],
@@ -40,10 +42,12 @@ FLAGS = {
 
 _AVX2 = {"avx2", "fma"}
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", *_AVX2}
-_AVX512_BF16 = {*_AVX512, "avx512_bf16", "avx512_vnni"}
+_AVX512_VNNI = {*_AVX512, "avx512_vnni"}
+_AVX512_BF16 = {*_AVX512_VNNI, "avx512_bf16"}
 _NEEDED = {
     "amx_bf16": {*_AVX512_BF16, "avx512vbmi", "amx_tile", "amx_bf16"},
     "avx512_bf16": _AVX512_BF16,
+    "avx512_vnni": _AVX512_VNNI,
     "avx512": _AVX512,
     "avx2": _AVX2,
     "portable": set(),

@@ -34,6 +34,8 @@ constexpr int kLanes = 4;
 constexpr const char* kIsa = "amx_bf16";
 #elif defined(__AVX512BF16__)
 constexpr const char* kIsa = "avx512_bf16";
+#elif defined(__AVX512VNNI__)
+constexpr const char* kIsa = "avx512_vnni";
 #elif defined(__AVX512F__)
 constexpr const char* kIsa = "avx512";
 #elif defined(__AVX2__)
