@@ -8,9 +8,10 @@ from torch import Tensor
 
 from charonia.data.comm import Place
 from charonia.data.kv_store import kv_layout
+from charonia.data.ops import torch_ops
 from charonia.data.ops.base import Pages
 from charonia.data.ops.composed import ComposedOps
-from charonia.data.ops.kv_format import FORMATS, IN_PLACE_OF_INFINITY, format_name
+from charonia.data.ops.kv_format import FORMATS, IN_PLACE_OF_INFINITY, Quantized, format_name
 from charonia.data.ops.reference import ReferenceOps
 from charonia.data.ops.torch_ops import TorchOps
 from charonia.errors import ConfigError
@@ -132,3 +133,32 @@ def test_attention_equals_the_reference_over_what_is_stored(
     # And it is what was quantized that was read, not what it was made of.
     unquantized = ReferenceOps().paged_attention(batch, dtype)(query, Pages(*numbers))
     assert not torch.allclose(actual, unquantized, atol=1e-4)
+
+
+@each_format
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_however_long_contexts_are_so_many_numbers_are_read_at_once(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And attention is the same to the bit."""
+    generator = torch.Generator().manual_seed(0)
+    batch = random_batch(generator, 16, [(77, 1), (60, 1), (5, 90), (0, 1)], 30)
+    numbers = torch.randn(2, 30, 16, 2, 32, generator=generator).to(dtype)
+    pages = Pages(*(FORMATS[name].encode(part) for part in numbers))
+    query = torch.randn(len(batch.positions), 4, 32, generator=generator).to(dtype)
+    decode, at_once = Quantized.decode, []
+
+    def counting(self: Quantized, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        decoded = decode(self, stored, dtype)
+        at_once.append(decoded.numel())
+        return decoded
+
+    monkeypatch.setattr(Quantized, "decode", counting)
+    whole = TorchOps().paged_attention(batch, dtype)(query, pages)
+    block = 16 * 2 * 32
+    assert max(at_once) >= 6 * block
+    for most in (1, 2 * block, 4 * block - 1):
+        monkeypatch.setattr(torch_ops, "_NUMBERS_AT_ONCE", most)
+        at_once.clear()
+        assert torch.equal(TorchOps().paged_attention(batch, dtype)(query, pages), whole)
+        assert max(at_once) == max(most // block, 1) * block

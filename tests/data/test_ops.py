@@ -171,9 +171,9 @@ def test_decode_rows_gather_less_than_twice_their_contexts(
     gathered = []
     gather = torch_ops._gather
 
-    def counting(pages: Tensor, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    def counting(pages: Tensor, block_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
         gathered.append(len(block_ids))
-        return gather(pages, block_ids, dtype)
+        return gather(pages, block_ids, head_dim, dtype)
 
     monkeypatch.setattr(torch_ops, "_gather", counting)
     lengths = [3, 17, 40, 100, 5, 90, 64]

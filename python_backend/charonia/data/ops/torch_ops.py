@@ -12,7 +12,10 @@ from torch import Tensor
 
 from charonia.data.ops.base import Pages, Rotation, StepBatch
 from charonia.data.ops.composed import PagedAttention
-from charonia.data.ops.kv_format import format_of
+from charonia.data.ops.kv_format import Quantized, format_of
+
+_NUMBERS_AT_ONCE = 1 << 22
+"""Read from quantized pages at a time: some 50 MB beside what comes of it, and enough for a GPU."""
 
 
 class TorchOps:
@@ -169,10 +172,26 @@ def _chunk(batch: StepBatch, row: int, dtype: torch.dtype) -> _Chunk:
     )
 
 
-def _gather(pages: Tensor, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read whole blocks, [blocks * block_size, kv_heads, head_dim]."""
-    blocks = pages.view(pages.shape[0], -1).index_select(0, block_ids)
-    return format_of(pages).decode(blocks.view(-1, *pages.shape[2:]), dtype)
+def _gather(pages: Tensor, block_ids: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Read whole blocks, [blocks * block_size, kv_heads, head_dim].
+
+    Codes are read some blocks at a time, because on the way each number is float32, twice.
+    """
+    kv_format, (_, block_size, kv_heads, _) = format_of(pages), pages.shape
+
+    def read(ids: Tensor) -> Tensor:
+        blocks = pages.view(pages.shape[0], -1).index_select(0, ids)
+        return kv_format.decode(blocks.view(-1, *pages.shape[2:]), dtype)
+
+    at_once = max(1, _NUMBERS_AT_ONCE // (block_size * kv_heads * head_dim))  # blocks
+    if not isinstance(kv_format, Quantized) or len(block_ids) <= at_once:
+        return read(block_ids)
+    shape = (block_size, kv_heads, head_dim)
+    numbers = torch.empty(len(block_ids), *shape, dtype=dtype, device=pages.device)
+    for first in range(0, len(block_ids), at_once):
+        some = slice(first, first + at_once)
+        numbers[some] = read(block_ids[some]).view(-1, *shape)
+    return numbers.flatten(0, 1)
 
 
 def _attend_group(group: _DecodeGroup, query: Tensor, pages: Pages) -> Tensor:
@@ -180,9 +199,9 @@ def _attend_group(group: _DecodeGroup, query: Tensor, pages: Pages) -> Tensor:
     num_kv_heads = pages.keys.shape[2]
     # The heads that share a KV head take the place of its queries: K and V are read once for all.
     grouped = query.reshape(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    keys = _gather(pages.keys, group.block_ids, query.dtype).view(rows, -1, num_kv_heads, head_dim)
-    values = _gather(pages.values, group.block_ids, query.dtype).view(
-        rows, -1, num_kv_heads, head_dim
+    keys, values = (
+        _gather(part, group.block_ids, head_dim, query.dtype).view(rows, -1, num_kv_heads, head_dim)
+        for part in pages
     )
     out = F.scaled_dot_product_attention(
         grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.bias
@@ -191,8 +210,10 @@ def _attend_group(group: _DecodeGroup, query: Tensor, pages: Pages) -> Tensor:
 
 
 def _attend_chunk(chunk: _Chunk, query: Tensor, pages: Pages) -> Tensor:
-    keys = _gather(pages.keys, chunk.block_ids, query.dtype)[: chunk.context_len]
-    values = _gather(pages.values, chunk.block_ids, query.dtype)[: chunk.context_len]
+    keys, values = (
+        _gather(part, chunk.block_ids, query.shape[-1], query.dtype)[: chunk.context_len]
+        for part in pages
+    )
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],  # [1, heads, tokens, dim]
         keys.transpose(0, 1)[None],  # [1, kv_heads, context, dim]
