@@ -38,8 +38,14 @@ def server(model: Path) -> Iterator[TritonServer]:
 
 @pytest.fixture(scope="session")
 def narrow_server(model: Path) -> Iterator[TritonServer]:
-    """A server that runs one request at a time, and queues two."""
-    settings = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=1", "scheduler.max_queue_size=2")
+    """A server that runs one request at a time, and queues two; it keeps answers."""
+    settings = (
+        ONE_THREAD,
+        ENDLESS_BLOCKS,
+        "max_num_seqs=1",
+        "scheduler.max_queue_size=2",
+        f"scheduler.answer_cache_bytes={2**20}",
+    )
     with one_torch_thread(), running_server(model=model, settings=settings) as server:
         yield server
 

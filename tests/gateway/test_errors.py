@@ -68,6 +68,17 @@ USER = {"role": "user", "content": "x"}
         (TEXT, {"prompt": "x", "stop": [1]}, "stop", "string"),
         (TEXT, {"prompt": "x", "stop": [""]}, "stop", "non-empty"),
         (TEXT, {"prompt": "x", "priority": 1}, "priority", "no effect with scheduling_policy"),
+        (TEXT, {"prompt": "x", "cache_priority": 101}, "cache_priority", "from 0 to 100"),
+        (TEXT, {"prompt": "x", "cache_priority": "9"}, "cache_priority", "valid integer, or"),
+        (TEXT, {"prompt": "x", "cache_priority": [{"end": 5}]}, "cache_priority", "priority of ca"),
+        (
+            TEXT,
+            {"prompt": "x", "cache_priority": [{"priority": 5, "color": 1}]},
+            "cache_priority",
+            "each range of cache_priority must be an object with start, end",
+        ),
+        (TEXT, {"prompt": "x", "cache_ttl_s": 5}, "cache_ttl_s", "no effect without a cache_prior"),
+        (TEXT, {"prompt": "x", "use_answer_cache": 1}, "use_answer_cache", "valid boolean; it is"),
         (TEXT, {"prompt": "x", "stream_options": {}}, "stream_options", "needs stream = true"),
         (
             TEXT,

@@ -30,7 +30,8 @@ RATE_LIMIT = "rate_limit_error"
 TIMEOUT = "timeout_error"
 RETRY_AFTER_S = 1.0
 """Where a server does not say after how long it may be asked again."""
-_FIELD = re.compile(r"(?:each (?:token id )?of )?([a-z][a-z_]*)\b")
+_PART = r"(?:each )?(?:(?:token id|range|start|end|priority|ttl_s) )?of "
+_FIELD = re.compile(rf"(?:{_PART})?([a-z][a-z_]*)\b")
 
 
 class ApiError(Exception):

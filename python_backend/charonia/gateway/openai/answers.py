@@ -3,6 +3,7 @@
 Owns their fields. Must not know where the values come from.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -38,8 +39,26 @@ class UsageAnswer(msgspec.Struct):
         )
 
 
-class TextChoice(msgspec.Struct):
-    """One completion, or a piece of it."""
+class Origin(msgspec.Struct, kw_only=True):
+    """Where an answer comes from that was not computed for its request; without fields, it was.
+
+    Attributes:
+        cached: "exact", "semantic" or "joined", as the scheduler's `timing` says it.
+        similarity: of the prompts, where it is "semantic": their cosine.
+    """
+
+    cached: str | UnsetType = UNSET
+    similarity: float | UnsetType = UNSET
+
+    def tell(self, timing: Mapping[str, Any] | None) -> None:
+        """Take over what the scheduler says of it, in the last chunk of a request."""
+        if timing is not None and timing.get("cached"):
+            self.cached = timing["cached"]
+            self.similarity = timing.get("similarity", UNSET)
+
+
+class TextChoice(Origin):
+    """One completion, or a piece of it; of several prompts, each has its own origin."""
 
     index: int
     text: str
@@ -48,7 +67,7 @@ class TextChoice(msgspec.Struct):
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType | None = UNSET
 
 
-class TextAnswer(msgspec.Struct):
+class TextAnswer(Origin):
     """Of /v1/completions, whole or a piece."""
 
     id: str
@@ -76,7 +95,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
 
 
-class ChatAnswer(msgspec.Struct):
+class ChatAnswer(Origin):
     """Of /v1/chat/completions."""
 
     id: str
@@ -104,7 +123,7 @@ class ChatPiece(msgspec.Struct):
     finish_reason: str | None
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(Origin):
     """A piece of /v1/chat/completions."""
 
     id: str

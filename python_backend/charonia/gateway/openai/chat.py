@@ -65,6 +65,7 @@ class ChatForm:
         num_top = self._request.prompt_logprobs
         if num_top is not None and completion.prompt_logprobs is not None:
             answer.prompt_logprobs = of_prompt(completion.prompt_logprobs, num_top)
+        answer.tell(completion.timing)
         return answer
 
     def pieces(self, prompt_index: int, chunk: Chunk) -> list[ChatChunk]:
@@ -76,6 +77,7 @@ class ChatForm:
         logprobs = self._logprobs(chunk.logprobs)
         piece = ChatPiece(chunk.index, Delta(content=chunk.text), logprobs, chunk.finish_reason)
         pieces.append(self._chunk(piece))
+        pieces[-1].tell(chunk.timing)
         return pieces
 
     def last(self) -> ChatChunk:

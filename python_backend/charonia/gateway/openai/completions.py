@@ -61,6 +61,7 @@ class TextForm:
         self._spelling = spelling
         self._request = request
         self._prompts = prompts
+        self._has_several = len(prompts) > 1
         self._id = f"cmpl-{request_id}"
         self._model = model
         self._created = int(time.time())
@@ -85,7 +86,11 @@ class TextForm:
                 )
                 choice.prompt_logprobs = self._in_vllms_form(completion)
                 choices.append(choice)
+                if self._has_several:
+                    choice.tell(completion.timing)
         answer = self._answer(choices)
+        if not self._has_several:
+            answer.tell(completions[0].timing)
         answer.usage = UsageAnswer.of(usage)
         return answer
 
@@ -101,7 +106,9 @@ class TextForm:
             chunk.logprobs,
             chunk.finish_reason,
         )
-        return [self._answer([choice])]
+        answer = self._answer([choice])
+        (choice if self._has_several else answer).tell(chunk.timing)
+        return [answer]
 
     def last(self) -> TextAnswer:
         """See `Form`."""

@@ -19,7 +19,7 @@ MAX_VALUES = 2**16
 """Of a field that is no prompt."""
 _MAX_PATH = 100
 R = TypeVar("R", bound="Fields")
-_UNION_PART = re.compile(r"str|(list|dict|literal)\[.*")
+_UNION_PART = re.compile(r"int|str|(list|dict|literal)\[.*")
 
 
 class Fields(BaseModel):

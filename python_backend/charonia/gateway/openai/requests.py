@@ -36,6 +36,9 @@ _SAME_NAMES = (
     "prompt_logprobs",
     "priority",
     "cache_salt",
+    "cache_priority",
+    "cache_ttl_s",
+    "use_answer_cache",
 )
 _TEXT: tuple[Any, ...] = ({"type": "text"},)
 _UNSERVED: Mapping[str, tuple[Any, ...]] = {
@@ -98,6 +101,9 @@ class TextRequest(Fields):
     prompt_logprobs: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    cache_priority: int | list[dict[str, int | float | None]] | None = None
+    cache_ttl_s: float | None = None
+    use_answer_cache: bool | None = None
     user: str | None = None
 
     @property
