@@ -242,6 +242,13 @@ def test_an_endpoint_of_this_machine_is_bound_and_another_one_is_connected_to(en
         ({"endpoint": "ipc://"}, "endpoint = 'ipc://' is neither"),
         ({"endpoint": "tcp://\ud800:1"}, "endpoint = .* is neither"),
         ({"replay_endpoint": "tcp:/x:1"}, "replay_endpoint = 'tcp:/x:1' is neither"),
+        (
+            {"endpoint": "ipc:///run/a", "replay_endpoint": "ipc:///run/a"},
+            "replay_endpoint = 'ipc:///run/a' is the same place as endpoint = 'ipc:///run/a'; each",
+        ),
+        ({"endpoint": "ipc:///run/a", "replay_endpoint": "ipc:///run/./a"}, "is the same place"),
+        ({"endpoint": "ipc://a", "replay_endpoint": "ipc://./a"}, "is the same place as"),
+        ({"replay_endpoint": "tcp://127.0.0.1:5557"}, "is the same place as endpoint"),
         ({"buffer_steps": 0}, "buffer_steps = 0 must be 1 to 2147483646"),
         ({"hwm": -1}, "hwm = -1 must be 1 to"),
         ({"max_queue_size": 2**31}, "max_queue_size = 2147483648 must be 1 to"),
@@ -251,6 +258,11 @@ def test_an_endpoint_of_this_machine_is_bound_and_another_one_is_connected_to(en
 def test_a_wrong_kv_events_config_is_refused_by_name(values, message):
     with pytest.raises(ConfigError, match=message):
         kv_events(**values)
+
+
+def test_kv_events_may_have_two_paths_in_one_directory():
+    paths = {"endpoint": "ipc:///run/a", "replay_endpoint": "ipc:///run/b"}
+    assert kv_events(**paths).kv_events_config.replay_endpoint == "ipc:///run/b"
 
 
 def test_kv_events_need_a_prefix_cache():

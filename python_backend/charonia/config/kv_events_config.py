@@ -3,6 +3,7 @@
 Owns its keys. Must not know what is told, nor ZeroMQ.
 """
 
+import os
 from typing import Literal
 
 import msgspec
@@ -25,13 +26,14 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             `0.0.0.0`, `[::]` or a loopback address. Any other host is a reader's that binds, and is
             connected to. vLLM's default is "tcp://*:5557", all addresses of this machine.
         replay_endpoint: where readers ask for batches again that they have missed, of the same
-            form, always bound; None is nowhere.
+            form, always bound, and never the same address; None is nowhere.
         buffer_steps: batches that are kept for that.
         hwm: batches that wait for each reader at most; a slow one misses those that come then.
         max_queue_size: batches that wait to be sent at most; then they are dropped, and readers are
             told that nothing is cached.
         topic: of all messages; None is "kv@POD@MODEL", with the environment's `POD_NAME`, `POD_IP`,
-            or else the name of the host, and the scheduler's name in Triton.
+            or else the name of the host, and the scheduler's name in Triton. "" is vLLM's
+            default, for readers that subscribe to everything.
     """
 
     enable_kv_cache_events: bool = False
@@ -56,6 +58,13 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"kv_events_config: {name} = {shown(value)} is neither tcp://HOST:PORT nor"
                     " ipc://PATH"
                 )
+        again = self.replay_endpoint
+        if again is not None and _place(again) == _place(self.endpoint):
+            # The second to bind a path would take it from the first, without an error.
+            raise ConfigError(
+                f"kv_events_config: replay_endpoint = {shown(again)} is the same place as endpoint"
+                f" = {shown(self.endpoint)}; each needs one of its own"
+            )
 
     @property
     def is_on(self) -> bool:
@@ -68,6 +77,12 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         scheme, _, address = self.endpoint.partition("://")
         host = address.rpartition(":")[0]
         return scheme == "ipc" or host in _OWN_HOSTS or host.startswith("127.")
+
+
+def _place(endpoint: str) -> str:
+    """What is the same for one path, however it is written."""
+    scheme, _, address = endpoint.partition("://")
+    return os.path.abspath(address) if scheme == "ipc" else endpoint
 
 
 def _is_endpoint(text: str) -> bool:
