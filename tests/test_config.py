@@ -265,6 +265,11 @@ def test_kv_events_may_have_two_paths_in_one_directory():
     assert kv_events(**paths).kv_events_config.replay_endpoint == "ipc:///run/b"
 
 
+def test_the_bound_of_a_large_integer_has_all_of_its_digits():
+    with pytest.raises(ConfigError, match="an integer from 1 to 9007199254740992 or null, but"):
+        EngineArgs.from_dict({"model": "m", "kv_cache_memory_bytes": 2**53 + 1})
+
+
 def test_kv_events_need_a_prefix_cache():
     values = {"model": "m", "kv_events_config": {"enable_kv_cache_events": True}}
     with pytest.raises(ConfigError, match="enable_prefix_caching = False has none"):

@@ -132,5 +132,14 @@ def _range(kind: inspect.IntType | inspect.FloatType) -> str:
     """Of numbers that are bounded on both sides or on none."""
     if kind.ge is None and kind.gt is None:
         return ""
-    low = f" above {kind.gt:.10g} and at most" if kind.ge is None else f" from {kind.ge:.10g} to"
-    return f"{low} {kind.le:.10g}" if kind.lt is None else f"{low} below {kind.lt:.10g}"
+    low = (
+        f" above {_plain(kind.gt)} and at most"
+        if kind.ge is None
+        else f" from {_plain(kind.ge)} to"
+    )
+    return f"{low} {_plain(kind.le)}" if kind.lt is None else f"{low} below {_plain(kind.lt)}"
+
+
+def _plain(bound: float | None) -> str:
+    """A bound as people write it: an integer with all of its digits."""
+    return str(bound) if isinstance(bound, int) else f"{bound:.10g}"
