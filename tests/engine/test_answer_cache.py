@@ -662,6 +662,8 @@ def test_closing_answers_all():
     [
         ({"answer_cache_bytes": "0"}, "answer_cache_bytes"),
         ({"answer_cache_bytes": "many"}, "answer_cache_bytes"),
+        ({"answer_cache_bytes": "813"}, "must be an integer from 814 to 2147483647 or null"),
+        ({"answer_cache_ttl_s": "60"}, "= 60.0 has no effect without answer_cache_bytes"),
         ({"answer_cache_ttl_s": "0"}, "answer_cache_ttl_s"),
     ],
 )

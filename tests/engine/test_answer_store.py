@@ -6,6 +6,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
+from charonia.config import MIN_ANSWER_BYTES
 from charonia.engine.answers.answer_store import ENTRY_BYTES, AnswerStore, Pieces
 from charonia.engine.outputs import Chunk
 from charonia.protocol import TokenLogprobs
@@ -81,6 +82,15 @@ def test_pieces_are_the_chunks_of_each_sample_joined():
     assert pieces[0].prompt_logprobs == [None, entry]
     assert pieces[0].logprobs == [entry] * 42
     assert [one.cumulative_logprob for one in pieces] == [-2.0, -1.0, -3.0]
+
+
+def test_the_fewest_bytes_that_may_be_set_hold_the_smallest_answer_and_no_fewer_do():
+    pieces = Pieces()
+    pieces.add(Chunk("r", token_ids=(7,), finish_reason="stop"))
+    stores = [AnswerStore(size, 1e6, lambda key, why: None) for size in (MIN_ANSWER_BYTES, 813)]
+    assert MIN_ANSWER_BYTES == 814
+    kept = [store.put(b"k", pieces.encoded(), 0.0, has_scores=False) for store in stores]
+    assert kept == [True, False]
 
 
 def test_what_is_said_of_its_bytes_is_what_it_takes():

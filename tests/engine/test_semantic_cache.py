@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from charonia.config import SchedulerArgs
+from charonia.config import MIN_ANSWER_BYTES, SchedulerArgs
 from charonia.engine.answers import SimilarPrompts
 from charonia.engine.answers.similar import MAX_LOOKUPS
 from charonia.errors import ConfigError
@@ -301,6 +301,17 @@ def test_the_service_looks_in_a_thread_of_its_own():
     index.may_look.set()
     service.close()
     assert client.wait("last")[-1].is_final
+
+
+@pytest.mark.parametrize("num_bytes", [MIN_ANSWER_BYTES + 9, MIN_ANSWER_BYTES + 10])
+def test_a_cache_without_room_for_one_vector_is_refused(num_bytes):
+    """`Scripted` takes 10 bytes for each."""
+    values = {"answer_cache_bytes": num_bytes, "semantic_cache_threshold": 0.9}
+    if num_bytes < MIN_ANSWER_BYTES + 10:
+        with pytest.raises(ConfigError, match=r"answer_cache_bytes = 823 .* takes 824 bytes at"):
+            make_service(EchoExecutor(), prompt_index=Scripted(), **values)
+    else:
+        make_service(EchoExecutor(), prompt_index=Scripted(), **values).close()
 
 
 def test_no_more_wait_than_are_looked_for_soon():

@@ -12,13 +12,14 @@ from charonia.config.engine_args import (
     with_demo_model,
 )
 from charonia.config.kv_events_config import KVEventsConfig
-from charonia.config.scheduler_args import PATH_PARAMETERS, SchedulerArgs
+from charonia.config.scheduler_args import MIN_ANSWER_BYTES, PATH_PARAMETERS, SchedulerArgs
 from charonia.config.speculative_config import SpeculativeConfig
 from charonia.config.values import PositiveInt, convert
 
 __all__ = [
     "DEMO_CHECKPOINT",
     "DEMO_DRAFT_CHECKPOINT",
+    "MIN_ANSWER_BYTES",
     "PATH_PARAMETERS",
     "EngineArgs",
     "KVEventsConfig",

