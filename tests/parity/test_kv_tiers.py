@@ -140,19 +140,41 @@ def test_quantized_blocks_are_loaded_as_they_were(
     ],
     ids=str,
 )
-def test_an_engine_that_computes_otherwise_finds_nothing(
-    checkpoint: Checkpoint, tmp_path: Path, changed: dict[str, Any]
+def test_an_engine_that_computes_otherwise_finds_nothing_and_says_why(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    changed: dict[str, Any],
 ) -> None:
     model_dir = checkpoint(head_dim=32)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     numbers = []
     for args in ({}, {}, changed):
-        with make_llm(model_dir, tmp_path, **FILE | args) as llm:
+        with make_llm(model_dir, tmp_path, verbose=True, **FILE | args) as llm:
             [output] = llm.generate(prompts()[0], params, use_tqdm=False)
             llm.generate(prompts()[0], params, use_tqdm=False)
             assert output.timing is not None
             numbers.append(output.timing["cached_tokens"])
     assert numbers == [0, HIT, 0]
+    (line,) = (line for line in capsys.readouterr().out.split("\n") if "kv_file_not_used" in line)
+    (name,) = changed
+    assert f"another {'what computes' if name == 'cpu_kernels' else name} (there" in line
+
+
+def test_files_of_other_layouts_count_as_those_of_other_models(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    model_dir = checkpoint(head_dim=32)
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    layouts = [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"block_size": 8}, {}]
+    one_file = {"kv_cache_path": "kv", "kv_cache_file_space": 0.0002}
+    for layout in layouts:
+        with make_llm(model_dir, tmp_path, **one_file | layout) as llm:
+            for prompt in prompts() * 2:
+                llm.generate([prompt] * 2, params, use_tqdm=False)
+        paths = sorted((tmp_path / "kv").iterdir())
+        assert sum(path.stat().st_blocks * 512 for path in paths) <= 2 * 0.0002 * 2**30
+    assert len(paths) < len(layouts)
 
 
 def test_more_memory_than_there_is_is_refused(model_dir: Path, tmp_path: Path) -> None:

@@ -1,64 +1,95 @@
 """Slots in a file, which outlive the process, the server and the machine's next start.
 
-Owns the file: its format, who may use it, and what of it is believed. Must not know blocks.
+Owns the file's format, and what of it is believed. Must not know blocks, nor other files.
 
     header    4,096 bytes: identity, size and secret, with a checksum
-    records   64 bytes for each slot: key, checksum of key and content, and one of the record
-    slots     each a whole number of 4,096 bytes
+    groups    of 64 slots, the last one of fewer:
+      records   64 bytes for each slot: key, checksum of key and content, and one of the record
+      slots     each a whole number of 4,096 bytes
 
 A file is of one identity (an engine's model, version and part), and is used by one process at a
-time, which holds a lock on it; others take files of their own beside it. A record is taken back
-before its slot is written, and written after it, so a process that is killed meanwhile leaves an
-empty slot. What a machine leaves that loses its power, or a full disk, or a damaged file is found
-by the checksums, which are compared whenever something is loaded. Nothing is mapped into memory:
-where a file is cut off, a read says so, while an access to mapped memory ends the process.
+time; see `slot_files`. It grows and shrinks at its end, so what is in the other slots is kept. A
+record is taken back before its slot is written, and written after it, so a process that is killed
+meanwhile leaves an empty slot. What a machine leaves that loses its power, or a full disk, or a
+damaged file is found by the checksums, which are compared whenever something is loaded. Nothing is
+mapped into memory: where a file is cut off, a read says so, while an access to mapped memory ends
+the process.
 """
 
 import contextlib
-import fcntl
-import hashlib
+import errno
 import os
-import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import xxhash
 
+from charonia.data.kv_tiers.identity import Identity
+from charonia.data.kv_tiers.slot_files import (
+    FORMAT,
+    PAGE,
+    STORAGE_UNIT,
+    Header,
+    alone_in,
+    note_use,
+    read_header,
+    take_file,
+    tend_others,
+    write_header,
+)
 from charonia.data.kv_tiers.slots import Pieces
 from charonia.errors import ConfigError, shown
 from charonia.events import RareLog, event
 from charonia.protocol import KEY_BYTES, SlotContent
 
-_PAGE = 4096
+_GIB = 2**30
 _RECORD = struct.Struct(f"<Q?{KEY_BYTES}s16s15x8s")  # number of the save, draft, key, two sums
-_STORAGE_UNIT = 512  # bytes, of what `stat` tells of a file's blocks
-_MAX_FILES = 64
-"""Of one identity in a directory, so of processes that use it at the same time."""
+_GROUP = PAGE // _RECORD.size
+_EXTENT_BYTES = 32
+"""That a file system takes at most to note where a slot lies, as far as they lie apart."""
 _MAX_BUFFERS = 512
 """That one call reads or writes."""
-_PREFIX, _SUFFIX = "charonia-", ".kv"
 SECRET_BYTES = 32
 
 
-class Identity(NamedTuple):
-    """All that a content depends on beside its key.
-
-    Attributes:
-        engine: what is the same for all ranks of an engine. part: what is not.
-    """
-
-    engine: bytes
-    part: bytes
+def bytes_for(num_slots: int, slot_bytes: int) -> int:
+    """What a file of so many slots takes of the file system, at most."""
+    notes = -(-num_slots * _EXTENT_BYTES // PAGE) * PAGE
+    return _Places(slot_bytes).end(num_slots) + PAGE + notes
 
 
-class _Header(msgspec.Struct, frozen=True):
-    identity: Identity
-    num_slots: int
-    slot_bytes: int
-    secret: bytes
+def num_slots_in(num_bytes: int, slot_bytes: int) -> int:
+    """How many slots a file has that takes no more than so many bytes."""
+    each = _Places(slot_bytes).stride + _RECORD.size + _EXTENT_BYTES
+    num_slots = max(num_bytes // each, 0)
+    while num_slots and bytes_for(num_slots, slot_bytes) > num_bytes:
+        num_slots -= 1
+    return num_slots
+
+
+class _Places:
+    """Where things lie in a file."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.stride = -(-slot_bytes // PAGE) * PAGE
+
+    def records(self, group: int) -> int:
+        return PAGE + group * (PAGE + _GROUP * self.stride)
+
+    def record(self, slot: int) -> int:
+        group, place = divmod(slot, _GROUP)
+        return self.records(group) + place * _RECORD.size
+
+    def slot(self, slot: int) -> int:
+        group, place = divmod(slot, _GROUP)
+        return self.records(group) + PAGE + place * self.stride
+
+    def end(self, num_slots: int) -> int:
+        """Of a file."""
+        return self.slot(num_slots - 1) + self.stride
 
 
 class FileSlots:
@@ -66,9 +97,11 @@ class FileSlots:
 
     Args:
         directory: for all files; it is made where there is none.
-        num_slots, slot_bytes: how many, and how large each of them is.
-        most_bytes: that files may have which nobody uses, of other engines, or left by one that
-            ran beside this one; the oldest of them are removed.
+        num_slots, slot_bytes: how many, and how large each of them is. A file that had another
+            number of them keeps what is in those that it still has.
+        most_bytes: that the file may have; see `slot_files` on what this means for others.
+        label: see `Header`.
+        num_files: that an engine has on this machine, each of which needs as much.
         log: takes one line.
 
     Attributes:
@@ -88,35 +121,33 @@ class FileSlots:
         slot_bytes: int,
         *,
         most_bytes: int,
+        label: str = "",
+        num_files: int = 1,
         log: Callable[[str], None],
     ) -> None:
         self.num_slots = num_slots
         self._log = log
         self._rare_log = RareLog(log)
-        self._stride = -(-slot_bytes // _PAGE) * _PAGE
-        self._first = _PAGE + -(-num_slots * _RECORD.size // _PAGE) * _PAGE
-        engine, part = (hashlib.blake2b(one, digest_size=6).hexdigest() for one in identity)
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            number, self.path, self._file = _take_file(directory, f"{_PREFIX}{engine}-{part}")
-        except OSError as error:
-            raise _no_file(directory, error.strerror) from None
+        self._places = _Places(slot_bytes)
         self._records: dict[int, tuple[int, bool, bytes, bytes]] = {}
         self._num_saves = 0
+        self.secret = os.urandom(SECRET_BYTES)
+        wanted = Header(identity, num_slots, slot_bytes, self.secret, label, most_bytes, FORMAT)
         try:
-            header = self._read_header()
-            wanted = _Header(identity, num_slots, slot_bytes, header.secret if header else b"")
-            if header == wanted:
-                self.secret = header.secret
-                self._read_records()
-            else:
-                self.secret = os.urandom(SECRET_BYTES)
-                self._begin_anew(msgspec.structs.replace(wanted, secret=self.secret))
-            _remove_others(directory, f"{_PREFIX}{engine}-*-{number}{_SUFFIX}", most_bytes)
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with alone_in(directory):
+                self.path, self._file = take_file(directory, identity)
+                try:
+                    self._open(wanted)
+                    is_empty = not self._records
+                    tend_others(directory, self.path, wanted, is_empty=is_empty, log=log)
+                except OSError:
+                    self._give_up()
+                    raise
         except OSError as error:
-            os.close(self._file)
-            raise _no_file(directory, error.strerror) from None
-        log(event("kv_file_opened", path=str(self.path), blocks=len(self._records)))
+            raise _no_file(directory, most_bytes, error) from None
+        log(event("kv_file_opened", path=self.path, blocks=len(self._records)))
+        self._warn_of_a_full_disk(num_files)
 
     def contents(self) -> list[SlotContent]:
         """See `Slots`."""
@@ -124,19 +155,20 @@ class FileSlots:
         slots = sorted(records, key=lambda slot: records[slot][0])
         return [SlotContent(slot, records[slot][2], records[slot][1]) for slot in slots]
 
-    def save(self, slot: int, key: bytes, has_draft: bool, pieces: Pieces) -> None:
+    def save(self, slot: int, key: bytes, has_draft: bool, pieces: Pieces) -> bool:
         """See `Slots`."""
         self._records.pop(slot, None)
         self._num_saves += 1
         record = (self._num_saves, has_draft, key, _checksum(key, pieces))
         try:
             self._write_record(slot, b"\0" * _RECORD.size)
-            _write(self._file, pieces, self._first + slot * self._stride)
+            _write(self._file, pieces, self._places.slot(slot))
             self._write_record(slot, _pack(slot, record))
         except OSError as error:
             self._rare_log(event("kv_file_not_written", reason=error.strerror or "it is full"))
-        else:
-            self._records[slot] = record
+            return False
+        self._records[slot] = record
+        return True
 
     def load(self, slot: int, key: bytes, pieces: Pieces) -> bool:
         """See `Slots`."""
@@ -144,7 +176,7 @@ class FileSlots:
         if record is None or record[2] != key:
             return False
         try:
-            is_whole = _read(self._file, pieces, self._first + slot * self._stride)
+            is_whole = _read(self._file, pieces, self._places.slot(slot))
             reason = "its checksum is another one" if is_whole else "the file is too short"
         except OSError as error:
             is_whole, reason = False, error.strerror or str(error)
@@ -163,51 +195,75 @@ class FileSlots:
     def close(self) -> None:
         """See `Slots`. What is in the file stays there; it may be closed again."""
         if self._file >= 0:
+            with contextlib.suppress(OSError):
+                note_use(self._file)
             os.close(self._file)
             self._file = -1
 
-    @property
-    def _size(self) -> int:
-        return self._first + self.num_slots * self._stride
+    def _open(self, wanted: Header) -> None:
+        """Go on with what is in the file, or begin anew."""
+        size = self._places.end(self.num_slots)
+        found = read_header(self._file)
+        if reason := _why_not(found, wanted):
+            if os.fstat(self._file).st_size:
+                self._log(event("kv_file_discarded", path=self.path, reason=reason))
+            os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, size)
+            write_header(self._file, wanted)
+            return
+        assert found is not None
+        self.secret = found.secret
+        wanted = msgspec.structs.replace(wanted, secret=found.secret)
+        if os.fstat(self._file).st_size != size:
+            os.ftruncate(self._file, size)
+        if found != wanted:
+            write_header(self._file, wanted)
+        self._read_records()
+        if found.num_slots != self.num_slots:
+            num_kept, num_slots = len(self._records), self.num_slots
+            self._log(event("kv_file_resized", was=found.num_slots, slots=num_slots, kept=num_kept))
 
-    def _read_header(self) -> _Header | None:
-        """None where the file is new, or not to be believed."""
-        data = os.pread(self._file, _PAGE, 0)
-        if not data:
-            return None
-        length = int.from_bytes(data[8:12], "little")
-        header = data[12 : 12 + length]
-        if data[:8] == _sum64(header):
-            with contextlib.suppress(msgspec.DecodeError):
-                return msgspec.msgpack.decode(header, type=_Header)
-        return None
+    def _give_up(self) -> None:
+        """Close the file, and leave nothing where nothing was."""
+        with contextlib.suppress(OSError):
+            if not os.fstat(self._file).st_size:
+                self.path.unlink()
+        os.close(self._file)
+        self._file = -1
 
-    def _begin_anew(self, header: _Header) -> None:
-        if os.fstat(self._file).st_size:
-            self._log(event("kv_file_discarded", path=str(self.path)))
-        os.ftruncate(self._file, 0)
-        os.ftruncate(self._file, self._size)
-        data = msgspec.msgpack.encode(header)
-        os.pwrite(self._file, _sum64(data) + len(data).to_bytes(4, "little") + data, 0)
+    def _warn_of_a_full_disk(self, num_files: int) -> None:
+        status, disk = os.fstat(self._file), os.fstatvfs(self._file)
+        missing = self._places.end(self.num_slots) - status.st_blocks * STORAGE_UNIT
+        free = disk.f_bavail * disk.f_frsize
+        if missing * num_files > free:
+            reason = (
+                f"kv_cache_file_space needs {missing * num_files / _GIB:.3g} GiB more, and the file"
+                f" system has {free / _GIB:.3g} GiB free: what does not fit is not kept"
+            )
+            self._log(event("kv_file_may_not_fit", path=self.path, reason=reason))
 
     def _read_records(self) -> None:
-        data = os.pread(self._file, self.num_slots * _RECORD.size, _PAGE)
         num_damaged = 0
-        for slot in range(len(data) // _RECORD.size):
-            packed = data[slot * _RECORD.size : (slot + 1) * _RECORD.size]
-            if not any(packed):
-                continue
-            *record, checksum = _RECORD.unpack(packed)
-            if checksum == _record_sum(slot, packed[: -len(checksum)]):
-                self._records[slot] = tuple(record)
-            else:
-                num_damaged += 1
+        for first in range(0, self.num_slots, _GROUP):
+            data = os.pread(self._file, PAGE, self._places.record(first))
+            for place in range(len(data) // _RECORD.size):
+                packed = data[place * _RECORD.size : (place + 1) * _RECORD.size]
+                slot = first + place
+                if not any(packed):
+                    continue
+                *record, checksum = _RECORD.unpack(packed)
+                if slot >= self.num_slots:  # it was one once
+                    self._write_record(slot, b"\0" * _RECORD.size)
+                elif checksum == _record_sum(slot, packed[: -len(checksum)]):
+                    self._records[slot] = tuple(record)
+                else:
+                    num_damaged += 1
         self._num_saves = max((number for number, *_ in self._records.values()), default=0)
         if num_damaged:
-            self._log(event("kv_file_damaged", records=num_damaged))
+            self._log(event("kv_file_damaged", path=self.path, records=num_damaged))
 
     def _write_record(self, slot: int, packed: bytes) -> None:
-        if os.pwrite(self._file, packed, _PAGE + slot * _RECORD.size) != _RECORD.size:
+        if os.pwrite(self._file, packed, self._places.record(slot)) != _RECORD.size:
             raise OSError
 
 
@@ -255,71 +311,26 @@ def _batches(pieces: Pieces) -> list[Any]:
     return [pieces[first : first + _MAX_BUFFERS] for first in range(0, len(pieces), _MAX_BUFFERS)]
 
 
-def _take_file(directory: Path, name: str) -> tuple[int, Path, int]:
-    """The first file of an identity that nobody uses, which is this user's: its number, where it
-    is, and open. It is made where there is none.
-
-    Raises:
-        OSError: it cannot be opened or made, or there are too many.
-    """
-    for number in range(_MAX_FILES):
-        path = directory / f"{name}-{number}{_SUFFIX}"
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if _lock(file) and _is_own(path, file):
-            os.fchmod(file, 0o600)
-            return number, path, file
-        os.close(file)
-    raise OSError(0, f"{_MAX_FILES} processes use it already")
+def _why_not(found: Header | None, wanted: Header) -> str | None:
+    """Why what a file contains is of no use; None where it is."""
+    if found is None:
+        return "its header is damaged, or of another version"
+    if found.format != wanted.format:
+        return "it is of another format"
+    if found.identity != wanted.identity:
+        return "it is of another engine"
+    if found.slot_bytes != wanted.slot_bytes:
+        return f"its blocks have {found.slot_bytes} bytes, and not {wanted.slot_bytes}"
+    return None
 
 
-def _is_own(path: Path, file: int) -> bool:
-    """Whether an open file is one of this user's, and was not removed meanwhile."""
-    status = os.fstat(file)
-    with contextlib.suppress(FileNotFoundError):
-        is_there = os.path.samestat(path.stat(), status)
-        return is_there and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    return False
-
-
-def _lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _remove_others(directory: Path, own: str, most_bytes: int) -> None:
-    """Remove files that nobody uses, the oldest first, until few are left.
-
-    Others may do the same at this moment.
-
-    Args:
-        own: a pattern of the names of this engine's files, of all ranks.
-    """
-    every = directory.glob(f"{_PREFIX}*{_SUFFIX}")
-    paths = [path for path in every if not path.match(own)]
-    found: list[tuple[float, int, Path]] = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            found.append((status.st_mtime, status.st_blocks * _STORAGE_UNIT, path))
-    num_bytes = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if num_bytes <= most_bytes:
-            return
-        with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                if _lock(file):
-                    path.unlink()
-                    num_bytes -= size
-            finally:
-                os.close(file)
-
-
-def _no_file(directory: Path, reason: str | None) -> ConfigError:
+def _no_file(directory: Path, most_bytes: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EFBIG:
+        return ConfigError(
+            f"kv_cache_file_space = {most_bytes / _GIB:g} GiB is more than a file can have in"
+            f" kv_cache_path = {shown(str(directory))}: {error.strerror}"
+        )
     return ConfigError(
         f"kv_cache_path = {shown(str(directory))} must be a directory that files can be written"
-        f" to: {reason}"
+        f" to: {error.strerror}"
     )

@@ -33,12 +33,13 @@ class HostSlots:
         """See `Slots`."""
         return list(self._contents.values())
 
-    def save(self, slot: int, key: bytes, has_draft: bool, pieces: Pieces) -> None:
+    def save(self, slot: int, key: bytes, has_draft: bool, pieces: Pieces) -> bool:
         """See `Slots`."""
         for end, piece in zip(accumulate(map(len, pieces)), pieces, strict=True):
             self._slots[slot, end - len(piece) : end] = piece
         self._contents.pop(slot, None)
         self._contents[slot] = SlotContent(slot, key, has_draft)
+        return True
 
     def load(self, slot: int, key: bytes, pieces: Pieces) -> bool:
         """See `Slots`."""

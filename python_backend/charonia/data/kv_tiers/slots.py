@@ -32,8 +32,12 @@ class Slots(Protocol):
         """What they contain, in the order in which it was saved."""
         ...
 
-    def save(self, slot: int, key: bytes, has_draft: bool, pieces: Pieces) -> None:
-        """Keep a block's content in place of what is there; whether it is kept `load` will say."""
+    def save(self, slot: int, key: bytes, has_draft: bool, pieces: Pieces) -> bool:
+        """Keep a block's content in place of what is there.
+
+        Returns:
+            Whether it is kept. Else the slot is empty.
+        """
         ...
 
     def load(self, slot: int, key: bytes, pieces: Pieces) -> bool:

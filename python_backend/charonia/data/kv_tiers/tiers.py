@@ -7,32 +7,27 @@ are worth keeping: plans say what is saved and loaded.
                                 └──► FileSlots    a file, `kv_cache_path`
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import torch
 
 from charonia.config import EngineArgs
 from charonia.data.comm import Place
 from charonia.data.kv_store import KVStore
 from charonia.data.kv_tiers.block_bytes import BlockBytes
-from charonia.data.kv_tiers.file_slots import SECRET_BYTES, FileSlots, Identity
+from charonia.data.kv_tiers.file_slots import SECRET_BYTES, FileSlots, bytes_for, num_slots_in
 from charonia.data.kv_tiers.host_slots import HostSlots
+from charonia.data.kv_tiers.identity import identity_of, label_of
 from charonia.data.kv_tiers.slots import Slots
 from charonia.data.memory import available_memory
-from charonia.data.model.fingerprint import fingerprint
-from charonia.data.model.loader import weight_files
 from charonia.data.models import Basis, KVStores, Models
 from charonia.errors import ConfigError
 from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, TierInfo
-from charonia.version import VERSION
 
 _GIB = 2**30
-_PACKAGE = Path(__file__).parents[2]
 
 
 def make_tiers(
@@ -70,7 +65,9 @@ def make_tiers(
             f" ({memory.source})"
         )
     identity = identity_of(basis, models, place)
-    return KVTiers(basis.args, stores, sizes, slot_bytes, identity, log=log)
+    label = label_of(basis.args, place)
+    file = partial(FileSlots, identity=identity, label=label, num_files=num_ranks, log=log)
+    return KVTiers(basis.args, stores, sizes, slot_bytes, file)
 
 
 class KVTiers:
@@ -79,8 +76,8 @@ class KVTiers:
     Args:
         stores: the KV caches of this rank.
         num_slots: of each tier. slot_bytes: see `Room`; of all ranks.
-        identity: see `identity_of`.
-        log: takes one line.
+        make_file: makes a `FileSlots` of a directory, a number of slots, their bytes, and the
+            bytes of all.
 
     Raises:
         ConfigError: there can be no file where one is asked for.
@@ -92,9 +89,7 @@ class KVTiers:
         stores: Sequence[KVStore],
         num_slots: "TierSizes",
         slot_bytes: int,
-        identity: Identity,
-        *,
-        log: Callable[[str], None],
+        make_file: Callable[..., FileSlots],
     ) -> None:
         self._blocks = BlockBytes(stores)
         self._slots: list[Slots] = []
@@ -104,13 +99,11 @@ class KVTiers:
             self._slots.append(HostSlots(num_slots.host, self._blocks.num_bytes))
         if num_slots.file:
             assert args.kv_cache_path is not None
-            file = FileSlots(
+            file = make_file(
                 Path(args.kv_cache_path),
-                identity,
-                num_slots.file,
-                self._blocks.num_bytes,
+                num_slots=num_slots.file,
+                slot_bytes=self._blocks.num_bytes,
                 most_bytes=int(args.kv_cache_file_space * _GIB),
-                log=log,
             )
             self._slots.append(file)
             self._secret = file.secret
@@ -168,60 +161,24 @@ class TierSizes(msgspec.Struct, frozen=True):
         Raises:
             ConfigError: not even one fits.
         """
-        sizes = {}
-        spaces = {"swap_space": args.swap_space, "kv_cache_file_space": args.kv_cache_file_space}
-        if args.kv_cache_path is None:
-            del spaces["kv_cache_file_space"]
-        for name, space in spaces.items():
-            sizes[name] = int(space * _GIB) // slot_bytes
-            if space and not sizes[name]:
-                raise ConfigError(
-                    f"{name} = {space:g} GiB holds no block of {slot_bytes} bytes; set at least"
-                    f" {slot_bytes / _GIB:.2g}"
-                )
-        return cls(sizes["swap_space"], sizes.get("kv_cache_file_space", 0))
+        host_space, file_space = args.swap_space, args.kv_cache_file_space
+        host = int(host_space * _GIB) // slot_bytes
+        if host_space and not host:
+            raise _too_little("swap_space", host_space, slot_bytes, slot_bytes)
+        file = 0
+        if args.kv_cache_path is not None:
+            file = num_slots_in(int(file_space * _GIB), slot_bytes)
+            if not file:
+                least = bytes_for(1, slot_bytes)
+                raise _too_little("kv_cache_file_space", file_space, slot_bytes, least)
+        return cls(host, file)
 
     def __bool__(self) -> bool:
         return self.host + self.file > 0
 
 
-def identity_of(basis: Basis, models: Models, place: Place) -> Identity:
-    """All that a block's content depends on beside its key, on one rank.
-
-    Raises:
-        CheckpointError: files of a checkpoint are missing or damaged.
-    """
-    args, kernels = basis.args, basis.kernels
-    paths = [args.model]
-    quantizations: list[str | None] = [args.quantization]
-    if args.speculative_config is not None and args.speculative_config.model is not None:
-        paths.append(args.speculative_config.model)
-        quantizations.append(args.speculative_config.quantization)
-    engine: dict[str, Any] = {
-        "version": VERSION,
-        "sources": _digest_of_sources(),
-        "computed by": Path(kernels.__file__ or "").stem if kernels else str(torch.__version__),
-        "device": basis.device.type,
-        "dtype": str(basis.dtype),
-        "quantizations": quantizations,
-        "checkpoints": [_checkpoint(Path(path)) for path in paths],
-        "ranks": (args.tensor_parallel_size, args.pipeline_parallel_size, args.draft_ranks),
-    }
-    layouts = [model.layout for model in (models.target, models.draft) if model is not None]
-    encode = msgspec.msgpack.encode
-    return Identity(encode(engine), encode([repr(place), layouts]))
-
-
-def _digest_of_sources() -> str:
-    """Of this package: what computes K and V, lays them out, and makes their keys."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(hashlib.blake2b(path.read_bytes()).digest())
-    return digest.hexdigest()
-
-
-def _checkpoint(model_dir: Path) -> dict[str, Any]:
-    """What tells a checkpoint from another one, or from itself before it was written to."""
-    files = {path.name: path.stat() for path in weight_files(model_dir)}
-    written = {name: (status.st_size, status.st_mtime_ns) for name, status in files.items()}
-    return {"fingerprint": fingerprint(model_dir), "files": written}
+def _too_little(name: str, space: float, slot_bytes: int, least: int) -> ConfigError:
+    return ConfigError(
+        f"{name} = {space:g} GiB holds no block of {slot_bytes} bytes; set at least"
+        f" {1.05 * least / _GIB:.2g}"  # so that it is enough, rounded as it is
+    )
