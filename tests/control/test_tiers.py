@@ -84,6 +84,33 @@ def test_what_was_hit_is_saved_and_nothing_else():
     assert saves_of(wash_out(bench)) == []
 
 
+def test_what_could_not_be_saved_is_not_told_of_as_saved():
+    bench = make_bench(100, 100)
+    bench.engine.full_tiers = {1}
+    run(bench, make_prompt("a"))
+    assert len(saves_of(run(bench, make_prompt("b")))) == 16
+    assert dict(bench.scheduler.tier_sizes()) == {"host": 8, "file": 0}
+    assert bench.scheduler.stats.blocks_saved == 8
+    bench.engine.full_tiers = set()
+    assert len(saves_of(run(bench, make_prompt("c")))) == 8, "there is room now"
+    assert dict(bench.scheduler.tier_sizes()) == {"host": 8, "file": 8}
+    assert bench.scheduler.stats.blocks_saved == 16
+    check_invariants(bench.scheduler)
+
+
+def test_what_could_not_be_saved_and_has_another_slot_now_stays():
+    info = TierInfo(name="file", num_slots=2, contents=[])
+    stats = SchedulerStats()
+    kept = tiers.Tiers(KeptBlocks(hash_secret=b"", slot_bytes=1, tiers=[info]), stats)
+    for block_id, key in enumerate([b"a", b"b", b"c", b"a"]):  # the last one in another slot
+        kept.save(block_id, key, has_draft=False)
+    saves = kept.take_saves()
+    assert [save.slot for save in saves] == [0, 1, 0, 1]
+    kept.note_saved(saves, [0])
+    assert b"a" in kept
+    assert stats.blocks_saved == 3
+
+
 def test_few_are_saved_beside_rows_that_compute_and_more_in_steps_without():
     prompt = [7] * (4 * (SAVED_ALONE + SAVED_AT_ONCE + 3) + 1)
     bench = make_bench(300, num_blocks=400, max_model_len=400, max_num_batched_tokens=400)

@@ -68,8 +68,9 @@ MESSAGES = st.one_of(
         st.lists(st.builds(BlockSave, COUNT, COUNT, COUNT, st.binary(), st.booleans())),
         st.lists(st.builds(BlockLoad, COUNT, COUNT, COUNT, st.binary())),
         st.lists(COUNT),
+        st.booleans(),
     ),
-    st.builds(Moved, st.lists(COUNT)),
+    st.builds(Moved, st.lists(COUNT), st.lists(COUNT)),
 )
 
 

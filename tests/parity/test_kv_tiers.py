@@ -5,10 +5,12 @@ next round its blocks are gone, and loaded again.
 """
 
 import random
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from charonia import LLM, SamplingParams
@@ -180,6 +182,30 @@ def test_files_of_other_layouts_count_as_those_of_other_models(
 def test_more_memory_than_there_is_is_refused(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"swap_space = 100000 GiB for each of 1 ranks is more"):
         make_llm(model_dir, tmp_path, swap_space=100_000)
+
+
+@pytest.mark.parametrize("is_other_rank", [False, True])
+def test_what_a_full_disk_does_not_keep_is_not_told_of_as_saved(
+    model_dir: Path, tmp_path: Path, references: list[Reference], is_other_rank: bool
+) -> None:
+    """A limit of the process stands for the disk; all slots of a file lie behind it."""
+    args = FILE | ({"tensor_parallel_size": 2} if is_other_rank else {})
+    with make_llm(model_dir, tmp_path, **args) as llm:
+        (pid,) = [one.pid for one in psutil.Process().children()] if is_other_rank else [0]
+        before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (8192, before[1]))
+        try:
+            ask(llm, references)
+            llm.generate([5], SamplingParams(max_tokens=1), use_tqdm=False)
+            assert llm.metrics.gauges["charonia_kv_tier_blocks", "file"] == 0
+            assert counter(llm, "kv_blocks_saved") == 0
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        ask(llm, references)
+        llm.generate([5], SamplingParams(max_tokens=1), use_tqdm=False)
+        num_saved = llm.metrics.gauges["charonia_kv_tier_blocks", "file"]
+        assert num_saved == counter(llm, "kv_blocks_saved") == NUM_PROMPTS * HIT // 16
+        assert counter(llm, "kv_loads_failed") == 0
 
 
 def damage(path: Path, state: random.Random) -> None:

@@ -136,6 +136,7 @@ class EchoExecutor:
         is_early: whether a step is executed when it is submitted, of one step after the other, and
             then from the start again.
         tier_sizes: slots of the slower tiers; the second one outlives the engine.
+        full_tiers: those that keep nothing more.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class EchoExecutor:
         self.num_stages = num_stages
         self.is_early = is_early
         self.tier_sizes = tier_sizes
+        self.full_tiers: set[int] = set()
         self.tiers: list[dict[int, _Kept]] = [{} for _ in tier_sizes]
         self.fail_next = 0
         self.die_next = 0
@@ -323,6 +325,7 @@ class EchoExecutor:
             self.rows[join.row] = _Row(join)
         for save in plan.saves:
             self._save(save)
+        not_saved = [n for n, save in enumerate(plan.saves) if save.tier in self.full_tiers]
         for copy in plan.copies:
             self._copy(copy.source, copy.target)
         not_loaded = [load.block_id for load in plan.loads if not self._load(load)]
@@ -343,6 +346,7 @@ class EchoExecutor:
             step_id=plan.step_id,
             rows=results,
             not_loaded=not_loaded,
+            not_saved=not_saved,
             num_blocks=self.room,
             **seconds,
         )
@@ -350,6 +354,9 @@ class EchoExecutor:
     def _save(self, save: BlockSave) -> None:
         assert 0 < save.block_id < self.num_blocks
         assert 0 <= save.slot < self.tier_sizes[save.tier]
+        self.tiers[save.tier].pop(save.slot, None)
+        if save.tier in self.full_tiers:
+            return
         slots, draft_slots = (list(one[self._slots_of(save.block_id)]) for one in self._caches)
         self.tiers[save.tier][save.slot] = _Kept(save.key, save.has_draft, slots, draft_slots)
 

@@ -73,7 +73,9 @@ class Transfers:
         step.saves = self._tiers.take_saves()
 
     def apply(self, step: Step, result: StepResult) -> None:
-        """Take note of what was loaded, and of the memory that there is."""
+        """Take note of what was loaded and saved, and of the memory that there is."""
+        if self._tiers is not None and step.saves:
+            self._tiers.note_saved(step.saves, result.not_saved)
         for fetch in step.fetches:
             assert self._fetching is not None
             self._fetching.apply(fetch, result.not_loaded)

@@ -66,14 +66,14 @@ class Team(Protocol):
         """Return what the ranks all have room for, and have all take that."""
         ...
 
-    def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], list[int]]:
+    def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], tuple[set[int], set[int]]]:
         """Have the other ranks move a plan's blocks between tiers, and discard others.
 
         Args:
             uses_all: whether all blocks are in use again, see `KVStore.use_all`.
 
         Returns:
-            Tells which of those that were to be loaded one of them has not.
+            Tells what one of them has not loaded and not saved, as `StepResult` does.
         """
         ...
 
@@ -235,7 +235,7 @@ class Runner:
         self._progress = Progress(plan.epoch, plan.step_id, needs_reset=False)
         with self._whole_or_not_at_all():
             self._apply_diffs(plan)
-            not_loaded = self._move_blocks(plan)
+            not_loaded, not_saved = self._move_blocks(plan)
             self._tensors.begin(plan.rows)
             draft_seconds = self._guess(plan.rows)
             step = self._compute(plan.rows) if plan.rows else None
@@ -253,6 +253,7 @@ class Runner:
                 draft_seconds=draft_seconds,
                 collectives=self._team.collectives() if self._team else None,
                 not_loaded=not_loaded,
+                not_saved=not_saved,
                 num_blocks=self._pressure.num_blocks() if self._pressure else None,
             )
 
@@ -290,22 +291,25 @@ class Runner:
         for new in plan.joins:
             self._tensors.join(new)
 
-    def _move_blocks(self, plan: StepPlan) -> list[int]:
-        """Save, load, discard and copy blocks; return those that could not be loaded."""
+    def _move_blocks(self, plan: StepPlan) -> tuple[list[int], list[int]]:
+        """Save, load, discard and copy blocks; see `StepResult` on what is returned."""
         not_loaded: list[int] = []
+        not_saved: list[int] = []
         if self._pressure is not None:
             self._pressure.note_plan(plan.num_blocks, is_first=plan.reset)
         # A new epoch begins with all blocks, and has yet to be told for how many there is memory.
         uses_all = self._has_discarded and plan.num_blocks is None and not plan.reset
         self._has_discarded = bool(plan.discards) or (self._has_discarded and not uses_all)
         has_moved = bool(plan.saves or plan.loads or plan.discards or uses_all)
-        others = self._team.move(plan, uses_all=uses_all) if self._team and has_moved else list
+        others = self._team.move(plan, uses_all=uses_all) if self._team and has_moved else None
         if self._tiers is not None and (plan.saves or plan.loads):
-            self._tiers.save(plan.saves)
+            not_saved = self._tiers.save(plan.saves)
             not_loaded = self._tiers.load(plan.loads)
-            if missed := others():
-                self._tiers.forget([load for load in plan.loads if load.block_id in missed])
-                not_loaded += missed
+            missed_loads, missed_saves = others() if others else (set(), set())
+            self._tiers.forget([load for load in plan.loads if load.block_id in missed_loads])
+            self._tiers.forget([plan.saves[place] for place in missed_saves])
+            not_loaded = sorted(missed_loads.union(not_loaded))
+            not_saved = sorted(missed_saves.union(not_saved))
         for store in self._kv_stores:
             if uses_all:
                 store.use_all()
@@ -315,7 +319,7 @@ class Runner:
             self._model.copy_blocks(plan.copies)
             if self._draft_model is not None:
                 self._draft_model.copy_blocks(plan.copies)
-        return not_loaded
+        return not_loaded, not_saved
 
     def _guess(self, steps: list[RowStep]) -> float:
         """Have the draft model do its part; return the seconds that it took."""

@@ -158,19 +158,23 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
 class Move(msgspec.Struct, frozen=True, tag=True):
     """Save blocks to slower tiers, load others from them, and discard some; see `StepPlan`.
 
-    `uses_all` is whether all blocks are in use again, after some were discarded.
+    Attributes:
+        uses_all: whether all blocks are in use again, after some were discarded.
+        is_answered: whether the engine waits for `Moved`.
     """
 
     saves: list[BlockSave]
     loads: list[BlockLoad]
     discards: list[int]
     uses_all: bool
+    is_answered: bool
 
 
 class Moved(msgspec.Struct, frozen=True, tag=True):
-    """The blocks are loaded, but for these."""
+    """The blocks are loaded and saved, but for these; see `StepResult`."""
 
     not_loaded: list[int]
+    not_saved: list[int]
 
 
 class End(msgspec.Struct, frozen=True, tag=True):

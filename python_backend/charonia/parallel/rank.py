@@ -107,9 +107,9 @@ def be_rank(
         raise
     while not isinstance(next_message := peer.receive(spin=SPIN_S), End):
         if isinstance(next_message, Move):
-            not_loaded = follower.move(next_message)
-            if next_message.loads:
-                peer.send(Moved(not_loaded))
+            moved = follower.move(next_message)
+            if next_message.is_answered:
+                peer.send(moved)
         elif next_message is not None:
             follower.follow(next_message)
 
@@ -207,12 +207,13 @@ class _Follower:
         if loaded.draft is not None and kv.draft is not None:
             self._models["draft"] = PagedModel(loaded.draft.decoder, kv.draft)
 
-    def move(self, message: Move) -> list[int]:
-        """Move blocks; return those that could not be loaded."""
+    def move(self, message: Move) -> Moved:
+        """Move blocks; return those that could not be loaded or saved."""
         not_loaded: list[int] = []
+        not_saved: list[int] = []
         with torch.inference_mode():
             if self._tiers is not None:
-                self._tiers.save(message.saves)
+                not_saved = self._tiers.save(message.saves)
                 not_loaded = self._tiers.load(message.loads)
             elif message.saves or message.loads:
                 raise RankLostError("the engine has sent Move, but there are no slower tiers")
@@ -221,7 +222,7 @@ class _Follower:
                     store.use_all()
                 if message.discards:
                     store.discard(message.discards)
-        return not_loaded
+        return Moved(not_loaded, not_saved)
 
     def follow(self, message: Message) -> None:
         """Do what the engine's process does."""

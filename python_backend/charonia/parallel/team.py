@@ -175,25 +175,32 @@ class RankTeam:
         self.check()
         return room
 
-    def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], list[int]]:
+    def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], tuple[set[int], set[int]]]:
         """Have the other ranks move a plan's blocks between tiers, and discard others.
 
         Args:
             uses_all: whether all blocks are in use again, see `KVStore.use_all`.
 
         Returns:
-            Waits for them, if anything is loaded, and tells which blocks any of them could not.
+            Waits for them, if anything is loaded, and tells what any of them could not load and
+            save, as `StepResult` does. It waits for saves, too, but in a pipeline, whose other
+            stages may compute another step meanwhile; what they have not saved, they cannot load.
 
         Raises:
             RankLostError: one was lost; also of what is returned.
         """
-        self.tell(Move(plan.saves, plan.loads, plan.discards, uses_all), self._ranks)
+        is_pipeline = self._topology.num_stages > 1
+        is_answered = bool(plan.loads or (plan.saves and not is_pipeline))
+        move = Move(plan.saves, plan.loads, plan.discards, uses_all, is_answered)
+        self.tell(move, self._ranks)
 
-        def not_loaded() -> list[int]:
-            moved = self._collect(Moved).values() if plan.loads else ()
-            return [block_id for message in moved for block_id in message.not_loaded]
+        def missed() -> tuple[set[int], set[int]]:
+            moved = self._collect(Moved).values() if is_answered else ()
+            not_loaded = {block_id for message in moved for block_id in message.not_loaded}
+            not_saved = {place for message in moved for place in message.not_saved}
+            return not_loaded, not_saved
 
-        return not_loaded
+        return missed
 
     def lead(self, name: str, model: PagedModel) -> Model:
         """Have the ranks that are in model `name` follow what is computed with it."""

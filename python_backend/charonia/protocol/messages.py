@@ -190,6 +190,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         collectives: what its ranks exchanged since the step before; None where there is one.
         num_blocks: for which there is memory at this moment, with the null block; None is all.
         not_loaded: blocks into which the plan had something loaded that was not there, or damaged.
+        not_saved: places in the plan's saves of what could not be kept: these slots are empty.
     """
 
     epoch: int
@@ -199,6 +200,7 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     draft_seconds: float = 0.0
     collectives: Collectives | None = None
     not_loaded: list[int] = []
+    not_saved: list[int] = []
     num_blocks: int | None = None
 
 

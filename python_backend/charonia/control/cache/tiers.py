@@ -11,11 +11,11 @@ the first that has it. What was asked for longest ago goes first; what continues
 before that, as it is noted before it.
 
 That a slot holds what is said here is no promise: a save may have failed, or a file been damaged.
-The engine compares keys and checksums, and says what it could not load.
+The engine compares keys and checksums, and says what it could not load or save.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from charonia.control.stats import SchedulerStats
@@ -48,11 +48,12 @@ class _Tier:
         self.contents[key] = _Content(slot, has_draft)
         return slot
 
-    def drop(self, key: bytes) -> None:
-        """A slot does not hold what it was said to; nothing happens where none was."""
-        content = self.contents.pop(key, None)
-        if content is not None:
-            self._empty.append(content.slot)
+    def drop(self, key: bytes, slot: int) -> None:
+        """A slot does not hold a content; nothing happens where it is not said to any more."""
+        content = self.contents.get(key)
+        if content is not None and content.slot == slot:
+            del self.contents[key]
+            self._empty.append(slot)
 
 
 class Tiers:
@@ -121,12 +122,22 @@ class Tiers:
             if key not in tier.contents:
                 slot = tier.put(key, has_draft)
                 self._saves.append(BlockSave(block_id, number, slot, key, has_draft))
-                self._stats.blocks_saved += 1
 
     def take_saves(self) -> list[BlockSave]:
         """All that was to be saved since the last call, in order."""
         saves, self._saves = self._saves, []
         return saves
+
+    def note_saved(self, saves: Sequence[BlockSave], not_saved: Collection[int]) -> None:
+        """A plan's saves have been executed.
+
+        Args:
+            not_saved: places among these of what is not kept.
+        """
+        self._stats.blocks_saved += len(saves) - len(not_saved)
+        for place in not_saved:
+            one = saves[place]
+            self._tiers[one.tier].drop(one.key, one.slot)
 
     def load(self, block_id: int, key: bytes) -> tuple[BlockLoad, bool]:
         """How to load a content, which a tier holds, into a block; and whether it has draft KV."""
@@ -139,5 +150,5 @@ class Tiers:
     def drop(self, loads: Iterable[BlockLoad]) -> None:
         """These slots did not hold what they were said to."""
         for load in loads:
-            self._tiers[load.tier].drop(load.key)
+            self._tiers[load.tier].drop(load.key, load.slot)
             self._stats.loads_failed += 1

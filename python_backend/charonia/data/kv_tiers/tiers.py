@@ -116,11 +116,14 @@ class KVTiers:
         ]
         return KeptBlocks(hash_secret=self._secret, slot_bytes=self._slot_bytes, tiers=tiers)
 
-    def save(self, saves: Sequence[BlockSave]) -> None:
-        """Save blocks, one after the other."""
-        for one in saves:
+    def save(self, saves: Sequence[BlockSave]) -> list[int]:
+        """Save blocks, one after the other; the places of those that are not kept are returned."""
+        not_saved = []
+        for place, one in enumerate(saves):
             pieces = self._blocks.read(one.block_id)
-            self._slots[one.tier].save(one.slot, one.key, one.has_draft, pieces)
+            if not self._slots[one.tier].save(one.slot, one.key, one.has_draft, pieces):
+                not_saved.append(place)
+        return not_saved
 
     def load(self, loads: Sequence[BlockLoad]) -> list[int]:
         """Load blocks; those for which that fails contain zeros then, and are returned."""
@@ -134,9 +137,9 @@ class KVTiers:
                 not_loaded.append(one.block_id)
         return not_loaded
 
-    def forget(self, loads: Sequence[BlockLoad]) -> None:
-        """Forget what was loaded here, and could not be on another rank."""
-        for one in loads:
+    def forget(self, moves: Sequence[BlockLoad] | Sequence[BlockSave]) -> None:
+        """Forget what was loaded or saved here, and could not be on another rank."""
+        for one in moves:
             self._slots[one.tier].forget(one.slot)
 
     def close(self) -> None:
