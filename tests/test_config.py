@@ -303,6 +303,15 @@ def test_an_argument_that_has_no_effect_without_another_one_is_logged(
     assert lines == [f"engine argument {name} = {value!r} has no effect without {other}"]
 
 
+def test_a_directory_for_the_kv_cache_must_have_a_name(tmp_path: Path):
+    path = tmp_path / "model.json"
+    path.write_text('{"model": "m", "kv_cache_path": ""}')
+    with pytest.raises(ConfigError, match="kv_cache_path = '' names no directory"):
+        EngineArgs.from_dict({"model": "m", "kv_cache_path": ""})
+    with pytest.raises(ConfigError, match="kv_cache_path = '' names no directory"):
+        EngineArgs.from_file(path)
+
+
 def test_the_draft_models_path_in_model_json_is_relative_to_it(tmp_path: Path):
     path = tmp_path / "model.json"
     path.write_text('{"model": "m", "speculative_config": {"model": "../d"}}')

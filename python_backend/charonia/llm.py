@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute
 from charonia.engine.admission import GenerationRequest
 from charonia.engine.core import EngineCore
 from charonia.engine.inline import InlineExecutor
@@ -79,8 +79,10 @@ class LLM:
 
     def __init__(self, model: str, *, verbose: bool = False, **engine_args: Any) -> None:
         log = print if verbose else _ignore
+        paths = {"kv_cache_path": engine_args.get("kv_cache_path")}
+        make_paths_absolute(paths, Path.cwd())
         args = EngineArgs.from_dict(
-            {"model": str(model), "async_scheduling": False, **engine_args}, log
+            {"model": str(model), "async_scheduling": False, **engine_args, **paths}, log
         )
         if args.kv_events is not None:
             raise ConfigError("kv_events_config is for servers: no router sends requests here")

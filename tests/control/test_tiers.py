@@ -111,6 +111,14 @@ def test_what_could_not_be_saved_and_has_another_slot_now_stays():
     assert stats.blocks_saved == 3
 
 
+def test_a_tier_may_have_more_slots_than_could_be_listed():
+    info = TierInfo(name="file", num_slots=2**50, contents=[SlotContent(1, b"a", False)])
+    kept = tiers.Tiers(KeptBlocks(hash_secret=b"", slot_bytes=1, tiers=[info]), SchedulerStats())
+    for key in (b"b", b"c"):
+        kept.save(0, key, has_draft=False)
+    assert [save.slot for save in kept.take_saves()] == [0, 2]
+
+
 def test_few_are_saved_beside_rows_that_compute_and_more_in_steps_without():
     prompt = [7] * (4 * (SAVED_ALONE + SAVED_AT_ONCE + 3) + 1)
     bench = make_bench(300, num_blocks=400, max_model_len=400, max_num_batched_tokens=400)

@@ -179,6 +179,23 @@ def test_files_of_other_layouts_count_as_those_of_other_models(
     assert len(paths) < len(layouts)
 
 
+def test_a_directory_at_home_is_there(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    with LLM(
+        str(model_dir),
+        device="cpu",
+        num_gpu_blocks_override=20,
+        kv_cache_path="~/kv",
+        kv_cache_file_space=SPACE,
+        **ONE_THREAD,
+    ):
+        assert len(list((tmp_path / "home" / "kv").iterdir())) == 1
+    assert not (tmp_path / "~").exists()
+
+
 def test_more_memory_than_there_is_is_refused(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"swap_space = 100000 GiB for each of 1 ranks is more"):
         make_llm(model_dir, tmp_path, swap_space=100_000)

@@ -104,10 +104,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             which were hit, also when the KV cache has given them up; 0 is none. It needs
             `enable_prefix_caching`, as does the next one.
         kv_cache_path: a directory whose files do the same, and outlive engine, server and machine;
-            None is none. Servers may share it: each uses files of its own. Whoever can read them
-            can read what the cache knows of prompts.
-        kv_cache_file_space: GiB of these files, for each rank. Without `kv_cache_path` it has no
-            effect, which the log says.
+            `~` is the home, None is none. Servers may share it: each uses files of its own.
+            Whoever can read them can read what the cache knows of prompts.
+        kv_cache_file_space: GiB that such a file may take, one for each rank. Without
+            `kv_cache_path` it has no effect, which the log says.
         enable_chunked_prefill: let a prompt be computed over several steps.
         speculative_config: how to guess tokens ahead, see `SpeculativeConfig`; None does not.
         generation_config: where defaults of sampling parameters come from: "auto" is the
@@ -187,15 +187,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         for name, path in paths.items():
             if path is not None and not is_path(path):
                 raise ConfigError(f"{name} has a character that no path can have")
+        self._check_tiers()
         if self.kv_events is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_events_config tells what the prefix cache holds, but enable_prefix_caching ="
                 " False has none"
-            )
-        if (self.swap_space or self.kv_cache_path is not None) and not self.enable_prefix_caching:
-            raise ConfigError(
-                "swap_space and kv_cache_path keep what the prefix cache holds, but"
-                " enable_prefix_caching = False has none"
             )
         if self.max_num_batched_tokens == "auto" and not self.enable_chunked_prefill:
             raise ConfigError(
@@ -221,6 +217,15 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if self.rendezvous is not None and not is_address(self.rendezvous):
             raise ConfigError(f"rendezvous = {shown(self.rendezvous)} is not HOST:PORT")
+
+    def _check_tiers(self) -> None:
+        if self.kv_cache_path == "":
+            raise ConfigError("kv_cache_path = '' names no directory; null is none")
+        if (self.swap_space or self.kv_cache_path is not None) and not self.enable_prefix_caching:
+            raise ConfigError(
+                "swap_space and kv_cache_path keep what the prefix cache holds, but"
+                " enable_prefix_caching = False has none"
+            )
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
@@ -332,7 +337,8 @@ def make_paths_absolute(values: dict[str, Any], base: Path) -> None:
         for name in ("model", "tokenizer", "generation_config", "kv_cache_path"):
             text = holder.get(name)
             is_word = name == "generation_config" and text in _GENERATION_CONFIG_WORDS
-            if isinstance(text, str) and not is_word:
+            is_refused = name == "kv_cache_path" and not text
+            if isinstance(text, str) and not is_word and not is_refused:
                 try:
                     path = Path(text).expanduser()
                 except RuntimeError as error:

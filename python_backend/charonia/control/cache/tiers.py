@@ -40,11 +40,15 @@ class _Tier:
         )
         self.num_slots = info.num_slots
         used = {content.slot for content in self.contents.values()}
-        self._empty = [slot for slot in range(info.num_slots - 1, -1, -1) if slot not in used]
+        # There may be more slots than could be listed.
+        self._never_used = (slot for slot in range(info.num_slots) if slot not in used)
+        self._empty: list[int] = []
 
     def put(self, key: bytes, has_draft: bool) -> int:
         """Give a slot to what no slot holds."""
-        slot = self._empty.pop() if self._empty else self.contents.popitem(last=False)[1].slot
+        slot = self._empty.pop() if self._empty else next(self._never_used, None)
+        if slot is None:
+            slot = self.contents.popitem(last=False)[1].slot
         self.contents[key] = _Content(slot, has_draft)
         return slot
 
