@@ -281,7 +281,7 @@ def test_files_of_the_other_ranks_of_an_engine_wait_for_them(open_file):
     fill(*mine)
     for file in mine:
         file.close()
-    newer = open_file(engine(1), most_bytes=3 * FULL)
+    newer = open_file(engine(1), most_bytes=FULL)
     fill(newer)
     newer.close()
     assert [len(open_file(part, most_bytes=4096).contents()) for part in parts] == [NUM_SLOTS] * 3
