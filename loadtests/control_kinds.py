@@ -302,7 +302,7 @@ class Preemption(Kind):
             return None
         num_used, num_needed = bench.scheduler.kv.num_used, bench.num_to_allocate(1)
         if not self._is_to_lack:
-            num_later = bench.num_to_allocate(2) + bench.scheduler.limits.watermark
+            num_later = bench.num_to_allocate(2) + bench.scheduler.kv.watermark
             return num_used + num_later + bench.blocks_per_row
         self._is_to_lack = not num_needed
         return num_used + num_needed - 1 if num_needed else None

@@ -27,6 +27,7 @@ from support.gateway import Gateway, asking, running_gateway, wait_metric
 from support.long import long
 
 PROMPT = "def f("
+ENDLESS_STREAM = {"prompt": "x", "stream": True, "max_tokens": ENDLESS, "ignore_eos": True}
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
@@ -295,9 +296,7 @@ def test_as_many_requests_as_the_gateway_holds_and_no_more(
 ) -> None:
     with (
         running_gateway([narrow_server.grpc_url], model, "--max-requests", "1") as gateway,
-        gateway.http.stream(
-            "POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": ENDLESS}
-        ),
+        gateway.http.stream("POST", TEXT, json=ENDLESS_STREAM),
     ):
         reply = gateway.http.post(TEXT, json={"prompt": "x", "max_tokens": 1})
         assert reply.status_code == 503
