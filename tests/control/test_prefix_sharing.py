@@ -122,6 +122,9 @@ def test_what_was_waited_for_once_is_not_waited_for_again():
     assert sharing.waits(waiting, 0, now=6.0), "for less, until then"
     assert waiting.awaits_until == 5.0 + 12.0
     assert not sharing.waits(waiting, 1, now=17.0)
+    running[2].block_keys = waiting.block_keys[:4]
+    sharing.begin([running[2]])
+    assert not sharing.waits(waiting, 1, now=40.0), "the time for one block more is over, too"
 
 
 def make_sharing(per_token: float) -> tuple[Patience, list]:

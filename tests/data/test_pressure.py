@@ -210,17 +210,17 @@ def test_what_the_kernel_says_of_stalls_is_read(tmp_path: Path) -> None:
     assert stalled_seconds(tmp_path) == 0.0
 
 
-def make_store(width: int, num_blocks: int) -> KVStore:
-    """Of one layer; a block has so many numbers of four bytes in keys, and in values."""
+def make_store(width: int, num_blocks: int, *, num_layers: int = 1, further: int = 1) -> KVStore:
+    """A block has `width` numbers of four bytes in keys, `further` times as many in values."""
     layout = KVLayout(
-        num_layers=1,
+        num_layers=num_layers,
         num_kv_heads=1,
         head_dim=1,
         block_size=1,
         dtype="float32",
         bytes_per_block=0,
     )
-    return KVStore(layout, ((width,), (width,)), num_blocks, torch.device("cpu"))
+    return KVStore(layout, ((width,), (width, further)), num_blocks, torch.device("cpu"))
 
 
 def test_blocks_take_memory_once_they_are_written_to() -> None:
@@ -274,15 +274,7 @@ def num_split() -> int:
 @pytest.mark.parametrize("width", [16, 3000, 8192])
 def test_blocks_whose_memory_is_given_back_are_zeros_and_others_stay(width: int) -> None:
     """Blocks of less than a page, of some that lie across pages, and of whole pages."""
-    layout = KVLayout(
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=1,
-        block_size=1,
-        dtype="float32",
-        bytes_per_block=0,
-    )
-    store = KVStore(layout, ((width,), (width, 2)), 40, torch.device("cpu"))
+    store = make_store(width, 40, num_layers=2, further=2)
     tensors = [tensor for pages in store.pages for tensor in pages]
     for tensor in tensors:
         tensor.fill_(1.5)

@@ -76,12 +76,15 @@ class PrefixSharing:
         """
         num_most = (len(request.token_ids) - 1) // self._block_size
         keys = request.block_keys[:num_most]
+        num_known = num_hits
+        if request.awaits_until <= now:  # only what is behind all that it waited for counts
+            num_known = max(num_hits, request.end_awaited // self._block_size)
         found = max(
-            ((_num_common(one, keys, num_hits), one) for one in self._computing),
+            ((_num_common(one, keys, num_known), one) for one in self._computing),
             key=lambda pair: pair[0],
             default=None,
         )
-        if found is None or found[0] <= num_hits:
+        if found is None or found[0] <= num_known:
             return False
         if self.seconds(found[0] - num_hits) < _WORTH * self._time.of(1):
             return False
