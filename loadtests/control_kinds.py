@@ -139,15 +139,17 @@ class Bench:
         )
 
     def new_urgent(self, num_prompt: int | None = None) -> Request:
-        """An urgent one, of a tenant that has a row if anybody has.
+        """An urgent one, of a tenant that has a row of one that is not, if there is any.
+
+        With fair shares it may take that row from its own tenant, whatever this one was given.
 
         Args:
             num_prompt: tokens; None is as many as others have.
         """
         request = self.new()
         request.priority, request.expires_at = URGENT, SOON
-        if running := self.running:
-            request.tenant = self.drawn.choice(running).tenant
+        if lesser := [one for one in self.running if one.priority != URGENT]:
+            request.tenant = self.drawn.choice(lesser).tenant
         if num_prompt is not None:
             request.token_ids, request.num_prompt = self._prompt(num_prompt), num_prompt
         return request

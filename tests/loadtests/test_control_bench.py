@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from control_bench import COLUMNS, GOAL_MS, WITH_PEAK, Case, measure, policies, table
-from control_kinds import KINDS, Bench, Kind, Size
+from control_kinds import KINDS, URGENT, Bench, Kind, Size
 
 SIZE = Size(rows=4, waiting=8, tenants=2, steps=3)
 CASE = Case("fair", "churn", False, 256, 10_000, 256, 0.05, 0.3, 0.1)
@@ -22,6 +22,20 @@ def test_what_is_to_happen_happens_in_every_step(kind, expected_peak, waiting) -
     assert [case.policy for case in found] == (able if KINDS[kind].displaces else list(policies()))
     assert {(case.kind, case.expected_peak) for case in found} == {(kind, expected_peak)}
     assert all(case.plan_ms > 0 and case.apply_ms > 0 for case in found)
+
+
+def test_an_urgent_request_is_of_a_tenant_that_has_a_row_for_it() -> None:
+    """Where each tenant has one, those of urgent requests have nothing else to give."""
+    size = replace(SIZE, rows=8, tenants=8)
+    bench = Bench(policies()["fair+priority"](), KINDS["unplaceable"](), size, expected_peak=False)
+    urgent = {one.tenant for one in bench.running if one.priority == URGENT}
+    others = {one.tenant for one in bench.running if one.priority != URGENT}
+    assert (len(urgent), len(others)) == (1, 7)
+    assert {bench.new_urgent().tenant for _ in range(100)} == others
+
+
+def test_who_could_not_be_placed_is_at_the_end_also_where_each_tenant_has_one_row() -> None:
+    measure("unplaceable", Size(rows=256, waiting=1000, tenants=256, steps=1))
 
 
 def test_a_step_in_which_something_else_happens_is_not_timed() -> None:
