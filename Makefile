@@ -19,7 +19,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-front bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-hostile clean
+.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench   measure against vLLM, llama.cpp and transformers; arguments in ARGS; peers: make bench-peers"
 	@echo "make bench-speculation   measure what speculative decoding gains and costs; arguments in ARGS"
 	@echo "make bench-overlap   measure what steps that overlap are worth behind Triton; arguments in ARGS"
+	@echo "make bench-attention  measure attention over pages beside what the machine reads and multiplies; arguments in ARGS"
 	@echo "make bench-front   measure what a prompt's first token costs beside the engine's step; arguments in ARGS"
 	@echo "make bench-control   measure what planning a step costs, by policy, by what happens in it and by what waits; arguments in ARGS"
 	@echo "make bench-simulator   measure how far the simulator is from a real server; arguments in ARGS"
@@ -107,6 +108,9 @@ bench-speculation: $(STAMP)
 
 bench-overlap: $(KERNELS)
 	@$(BIN)/python loadtests/overlap_bench.py $(ARGS)
+
+bench-attention: $(KERNELS)
+	@$(BIN)/python loadtests/attention_bench.py $(ARGS)
 
 bench-front: $(KERNELS)
 	@$(BIN)/python loadtests/front_bench.py $(ARGS)

@@ -1,12 +1,15 @@
-"""Measure decode attention over pages: how fast K and V are read, beside what the machine can read.
+"""Measure attention over pages, beside what the machine reads and multiplies.
 
     python loadtests/attention_bench.py                       # llama-135m's heads
     python loadtests/attention_bench.py --heads 32 --kv-heads 8
     python loadtests/attention_bench.py --kv-cache-dtype int8
 
+Two kinds of steps: some rows that decode, by how fast K and V are read; and the last tokens of one
+prompt, a chunk of it or all, by their products (of each query and key that it sees, in q·K and p·V).
+
 Blocks lie anywhere in a KV cache of the engine's own, as they do in one that is in use, and layers
 take turns, so that what is read comes from memory where all layers together exceed the last-level
-cache. The read rate of the machine is measured between the cases, as `bench.py` measures it.
+cache. What the machine reads and multiplies is measured between the cases, as `bench.py` does it.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from charonia.data.kv_store import KVStore
 from charonia.data.ops.kv_format import FORMATS
@@ -28,7 +32,7 @@ from charonia.data.ops.native.build import best_isa, load_kernels
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.protocol import KVLayout
-from record import circumstances
+from record import circumstances, output_stem, positive
 from report import markdown_table
 
 sys.path.insert(0, str(Path(__file__).parent / "workers"))
@@ -41,14 +45,23 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One size of batch and context, and what was measured."""
+    """One size of a step, and what was measured.
+
+    Attributes:
+        tokens: of each row in this step. context: of each row, these included.
+        gb_s, gflop_s: of K and V, each once, and of the products with what each query sees.
+        read_gb_s, gemm_gflop_s: of the machine.
+    """
 
     rows: int
+    tokens: int
     context: int
     cache_mib: float
     microseconds: float
     gb_s: float
+    gflop_s: float
     read_gb_s: float
+    gemm_gflop_s: float
 
 
 def fill(pages: Tensor) -> None:
@@ -65,18 +78,19 @@ def measure(
     layout: KVLayout,
     heads: int,
     rows: int,
+    tokens: int,
     context: int,
     limits: Limits,
 ) -> Case:
-    """Time one layer's attention of `rows` new tokens: the median of some passes of all layers."""
+    """Time one layer's attention of `rows` rows of new tokens: the median of some passes."""
     blocks_per_row = -(-context // BLOCK_SIZE)
     anywhere = torch.randperm(store.num_blocks - 1) + 1
     tables = anywhere[: rows * blocks_per_row].view(rows, blocks_per_row)
-    none = torch.zeros(rows, dtype=torch.int64)
+    none = torch.zeros(rows * tokens, dtype=torch.int64)
     angles = torch.zeros(1, layout.head_dim // 2, dtype=torch.bfloat16)
-    starts, lengths = list(range(rows + 1)), [context] * rows
+    starts, lengths = [row * tokens for row in range(rows + 1)], [context] * rows
     step = kernels.Step(none, none, starts, lengths, tables, angles, angles)
-    query = torch.randn(rows, heads, layout.head_dim).to(torch.bfloat16)
+    query = torch.randn(rows * tokens, heads, layout.head_dim).to(torch.bfloat16)
     seconds: list[float] = []
     until = time.perf_counter() + MIN_SECONDS
     while time.perf_counter() < until or len(seconds) < 8 * NUM_LAYERS:
@@ -86,13 +100,22 @@ def measure(
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds)
     num_bytes = rows * context * layout.bytes_per_block // BLOCK_SIZE // NUM_LAYERS
-    read = limits.measure()["read_gb_s"]
-    cache = NUM_LAYERS * num_bytes / 2**20
-    return Case(rows, context, cache, 1e6 * median, num_bytes / median / 1e9, read)
+    num_seen = rows * (tokens * context - tokens * (tokens - 1) // 2)
+    num_flop = 4 * num_seen * heads * layout.head_dim
+    return Case(
+        rows,
+        tokens,
+        context,
+        cache_mib=NUM_LAYERS * num_bytes / 2**20,
+        microseconds=1e6 * median,
+        gb_s=num_bytes / median / 1e9,
+        gflop_s=num_flop / median / 1e9,
+        **limits.measure(),
+    )
 
 
-def table(cases: Sequence[Case]) -> str:
-    """The cases as Markdown."""
+def decode_table(cases: Sequence[Case]) -> str:
+    """Those of rows that decode, as Markdown."""
     return markdown_table(
         ["rows", "context", "all layers' K and V, MiB", "µs per layer", "GB/s", "of the read rate"],
         [
@@ -105,8 +128,35 @@ def table(cases: Sequence[Case]) -> str:
                 f"{case.gb_s / case.read_gb_s:.2f} of {case.read_gb_s:.1f}",
             ]
             for case in cases
+            if case.tokens == 1
         ],
     )
+
+
+def prompt_table(cases: Sequence[Case]) -> str:
+    """Those of prompts, as Markdown."""
+    return markdown_table(
+        ["tokens", "context", "µs per layer", "GFLOP/s", "of the product rate"],
+        [
+            [
+                str(case.tokens),
+                str(case.context),
+                f"{case.microseconds:.0f}",
+                f"{case.gflop_s:.0f}",
+                f"{case.gflop_s / case.gemm_gflop_s:.2f} of {case.gemm_gflop_s:.0f}",
+            ]
+            for case in cases
+            if case.tokens > 1
+        ],
+    )
+
+
+def chunk(text: str) -> tuple[int, int]:
+    """Tokens and context of `TOKENS/CONTEXT`, for a command line."""
+    tokens, context = (positive(part) for part in text.split("/"))
+    if not 1 < tokens <= context:
+        raise ValueError
+    return tokens, context
 
 
 def main() -> None:
@@ -122,8 +172,22 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, nargs="+", default=[192, 2048])
-    parser.add_argument("--output", type=Path, help="write JSON there, too")
+    parser.add_argument(
+        "--chunks",
+        type=chunk,
+        nargs="*",
+        metavar="TOKENS/CONTEXT",
+        default=[
+            *((length, length) for length in (128, 512, 1024, 2048, 4096, 8192)),
+            *((length, 4096) for length in (16, 128, 512, 2048)),
+        ],
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="default: results/DATE-attention, beside this"
+    )
     options = parser.parse_args()
+    stem = output_stem(options.output, "attention")
+    about = circumstances("attention_bench.py")
     limits = Limits()  # while torch has all its threads
     kernels = load_kernels(best_isa(), print)
     threads = ThreadLayout.of(None, "auto")
@@ -142,21 +206,23 @@ def main() -> None:
         * kv_format.width(options.head_dim)
         * kv_format.storage.itemsize,
     )
-    num_blocks = 1 + max(options.rows) * -(-max(options.context) // BLOCK_SIZE)
+    steps = [(rows, 1, context) for context in options.context for rows in options.rows]
+    steps += [(1, *chunk) for chunk in options.chunks]
+    num_blocks = 1 + max(rows * -(-context // BLOCK_SIZE) for rows, _, context in steps)
     store = KVStore(layout, NativeOps.page_shapes(layout), num_blocks, torch.device("cpu"))
     for pages in store.pages:
         for part in pages:
             fill(part)
     cases = [
-        measure(kernels, store, layout, options.heads, rows, context, limits)
-        for context in options.context
-        for rows in options.rows
+        measure(kernels, store, layout, options.heads, *step, limits)
+        for step in tqdm(steps, unit="step")
     ]
-    kept = options.kv_cache_dtype
-    print(f"{best_isa()}, {threads}, {kept}; {NUM_LAYERS} layers take turns\n\n{table(cases)}")
-    if options.output is not None:
-        found = circumstances("attention_bench.py") | {"cases": [asdict(case) for case in cases]}
-        options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"{best_isa()}, {threads}, {options.kv_cache_dtype}; {NUM_LAYERS} layers take turns")
+    print(f"\n{decode_table(cases)}\n\n{prompt_table(cases)}")
+    path = stem.with_name(f"{stem.name}.json")
+    found = about | {"isa": best_isa(), "cases": [asdict(case) for case in cases]}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {path.name}")
 
 
 if __name__ == "__main__":

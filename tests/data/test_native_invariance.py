@@ -24,7 +24,7 @@ from support.kernels import ISAS, native_ops, unpacked
 from support.long import one_in
 
 CPU = torch.device("cpu")
-MAX_LEN = 700
+MAX_LEN = 2200
 VOCAB_SIZE = 97
 
 Step = list[tuple[int, int]]
@@ -270,6 +270,32 @@ def test_token_by_token_with_two_threads_equals_all_at_once_with_one(
     ops = native_ops(isa, 2, is_int8=is_int8)
     by_token = Model(spec, dtype, ops, 16, lengths, 1, kv_cache_dtype)
     assert_equal(by_token.run(steps), expected)
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "kv_cache_dtype", "spec"),
+    one_in(
+        13,
+        (
+            case
+            for case in itertools.product(ISAS, DTYPES, KV_CACHE_DTYPES, SPECS)
+            if case[-1] in specs_for(case[-2])
+        ),
+    ),
+    ids=name_of,
+)
+def test_a_long_prompt_does_not_depend_on_its_chunks(
+    isa: str, dtype: torch.dtype, kv_cache_dtype: str, spec: ModelSpec
+) -> None:
+    """Chunks of fewer queries than are multiplied at once, and of more than an item has."""
+    length = 2150
+    whole = Model(spec, dtype, native_ops(isa, 2), 16, [length], kv_cache_dtype=kv_cache_dtype)
+    expected = whole.run([[(0, length)]])
+    for chunks in ([2048, 1, 1], [512, 300, 1000, 256], [1000, 77, 33, 17, 16, 15, 5, 3, 2, 700]):
+        chunks.append(length - sum(chunks))
+        ops = native_ops(isa, 1 + len(chunks) % 2)
+        cut = Model(spec, dtype, ops, 32, [length], 1, kv_cache_dtype)
+        assert_equal(cut.run([[(0, chunk)] for chunk in chunks]), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <numbers>
+#include <span>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -15,6 +18,7 @@
 #include "pool.h"
 #include "products.h"
 #include "step.h"
+#include "tile_products.h"
 #include "vectors.h"
 
 namespace charonia {
@@ -22,7 +26,12 @@ namespace charonia {
 // Causal attention of a step's queries over the pages, flash-style (Dao et al. 2022, arXiv
 // 2205.14135): keys are taken kChunk at a time, each chunk gives a partial softmax, and the partial
 // ones of a query are merged in order. An item of work is a tile of one row's tokens with all the
-// heads that share a KV head; where there are few items, each is split into its chunks.
+// heads that share a KV head: the more queries it has, the fewer times keys and values are read.
+// Where there are few items, each is split into its chunks.
+//
+// Within an item some queries at a time go through a chunk: their products with keys, the weights
+// that these become, and the products of those with values, so that all of it stays in the cache.
+// They see no more of the chunk than the last of them does.
 template <class T, class P>
 class AttentionOverPages {
  public:
@@ -30,26 +39,20 @@ class AttentionOverPages {
                      int64_t num_heads, int64_t head_dim, T* out)
       : step_(step), pages_(pages), query_(query), token_stride_(token_stride),
         num_heads_(num_heads), head_dim_(head_dim), group_(num_heads / pages.kv_heads),
-        chunk_(std::max<int64_t>(1, kChunk / pages.block_size) * pages.block_size), out_(out) {}
+        chunk_(std::max<int64_t>(1, kChunk / pages.block_size) * pages.block_size),
+        stride_(filled(chunk_)), out_(out) {}
 
   void run() {
-    const int64_t tile_tokens = std::max<int64_t>(1, kTileRows / group_);
-    for (size_t row = 0; row < step_.context_lens.size(); ++row) {
-      const int64_t begin = step_.query_starts[row], end = step_.query_starts[row + 1];
-      for (int64_t first = begin; first < end; first += tile_tokens)
-        for (int64_t head = 0; head < pages_.kv_heads; ++head) {
-          const int64_t last = std::min(end, first + tile_tokens);
-          const int64_t seen = step_.context_lens[row] - (end - last);
-          tiles_.push_back({static_cast<int64_t>(row), head, first, last - first, seen, 0});
-        }
-    }
+    Pool& pool = Pool::get();
+    const int64_t enough = kItems * pool.num_threads();
+    int64_t queries = kMostQueries;
+    while (cut(queries) < enough && queries > kFewestQueries) queries /= 2;
     if (tiles_.empty()) return;
     // Longest first, so that no thread is left alone with a long one.
     std::stable_sort(tiles_.begin(), tiles_.end(),
                      [](const Tile& a, const Tile& b) { return a.seen > b.seen; });
-    Pool& pool = Pool::get();
-    if (static_cast<int64_t>(tiles_.size()) >= 4 * pool.num_threads() ||
-        tiles_.front().seen <= chunk_ || pool.num_threads() == 1) {
+    if (static_cast<int64_t>(tiles_.size()) >= enough || tiles_.front().seen <= chunk_ ||
+        pool.num_threads() == 1) {
       pool.run(tiles_.size(), [&](int64_t i) { attend_whole(tiles_[i]); });
     } else {
       attend_split(pool);
@@ -57,10 +60,13 @@ class AttentionOverPages {
   }
 
  private:
-  static constexpr int64_t kChunk = 256;    // keys of a partial softmax; results depend on it
-  static constexpr int64_t kTileRows = 24;  // queries (token and head) of an item
+  static constexpr int64_t kChunk = 256;  // keys of a partial softmax; results depend on it
+  static constexpr int64_t kItems = 4;    // for each thread, so that all have as much to do
+  // Queries (token and head) of an item.
+  static constexpr int64_t kMostQueries = 192, kFewestQueries = 24;
 
   using F = typename P::template Product<T>;
+  using Products = typename ProductsOf<P, F>::type;
   using Input = typename F::Input;
   static constexpr int kRows = kRowsEach<F>;
 
@@ -70,20 +76,57 @@ class AttentionOverPages {
     int64_t partial;  // where its partial results begin, if split
   };
 
+  // What queries have of some keys: weighted values, not yet divided; the largest exponent of a
+  // weight, and the sum of weights.
+  struct Results {
+    float* values;  // [queries][dim]
+    float* tops;
+    float* totals;
+
+    Results from(int64_t query, int64_t dim) const {
+      return {values + query * dim, tops + query, totals + query};
+    }
+  };
+
+  int64_t size_of_results(int64_t queries) const {
+    return queries * pages_.dim + 2 * (queries + kLanes);  // a vector may begin at the last
+  }
+  Results results_at(float* memory, int64_t queries) const {
+    float* const tops = memory + queries * pages_.dim;
+    return {memory, tops, tops + queries + kLanes};
+  }
+
+  static int64_t filled(int64_t count) {
+    return (count + Products::kDepth - 1) / Products::kDepth * Products::kDepth;
+  }
+
+  // Make tiles of about so many queries, and return how many there are.
+  int64_t cut(int64_t queries) {
+    tiles_.clear();
+    const int64_t tile_tokens = std::max<int64_t>(1, queries / group_);
+    for (size_t row = 0; row < step_.context_lens.size(); ++row) {
+      const int64_t begin = step_.query_starts[row], end = step_.query_starts[row + 1];
+      for (int64_t first = begin; first < end; first += tile_tokens)
+        for (int64_t head = 0; head < pages_.kv_heads; ++head) {
+          const int64_t last = std::min(end, first + tile_tokens);
+          const int64_t seen = step_.context_lens[row] - (end - last);
+          tiles_.push_back({static_cast<int64_t>(row), head, first, last - first, seen, 0});
+        }
+    }
+    return static_cast<int64_t>(tiles_.size());
+  }
+
   int64_t num_chunks(const Tile& tile) const { return (tile.seen + chunk_ - 1) / chunk_; }
-  // A query's (partial) result: sum of weighted values [dim], maximum, sum of weights.
-  int64_t result_size() const { return pages_.dim + kLanes; }
 
   void attend_whole(const Tile& tile) {
-    thread_local Scratch memory;
-    const int64_t queries = tile.tokens * group_;
-    float* merged = memory.get<float>(2 * queries * result_size());
-    float* partial = merged + queries * result_size();
+    thread_local Scratch merged_memory, partial_memory;
+    const int64_t queries = tile.tokens * group_, most = std::min(queries, Products::kQueries);
+    const Results merged =
+        results_at(merged_memory.get<float>(size_of_results(queries)), queries);
+    const Results partial = results_at(partial_memory.get<float>(size_of_results(most)), most);
     const Side<F> side = queries_of(tile);
-    for (int64_t chunk = 0; chunk < num_chunks(tile); ++chunk) {
-      attend_chunk(tile, side, chunk, chunk == 0 ? merged : partial);
-      if (chunk > 0) merge(queries, merged, partial);
-    }
+    for (int64_t chunk = 0; chunk < num_chunks(tile); ++chunk)
+      attend_chunk(tile, side, chunk, merged, chunk == 0 ? nullptr : &partial);
     write(tile, merged);
   }
 
@@ -92,16 +135,17 @@ class AttentionOverPages {
     int64_t size = 0;
     for (size_t i = 0; i < tiles_.size(); ++i) {
       tiles_[i].partial = size;
-      size += num_chunks(tiles_[i]) * tiles_[i].tokens * group_ * result_size();
+      size += num_chunks(tiles_[i]) * size_of_results(tiles_[i].tokens * group_);
       for (int64_t chunk = 0; chunk < num_chunks(tiles_[i]); ++chunk) parts.emplace_back(i, chunk);
     }
     float* partials = scratch.partial.get<float>(size);
     const auto at = [&](const Tile& tile, int64_t chunk) {
-      return partials + tile.partial + chunk * tile.tokens * group_ * result_size();
+      const int64_t queries = tile.tokens * group_;
+      return results_at(partials + tile.partial + chunk * size_of_results(queries), queries);
     };
     pool.run(parts.size(), [&](int64_t i) {
       const auto [tile, chunk] = parts[i];
-      attend_chunk(tiles_[tile], queries_of(tiles_[tile]), chunk, at(tiles_[tile], chunk));
+      attend_chunk(tiles_[tile], queries_of(tiles_[tile]), chunk, at(tiles_[tile], chunk), nullptr);
     });
     pool.run(tiles_.size(), [&](int64_t i) {
       const Tile& tile = tiles_[i];
@@ -116,59 +160,88 @@ class AttentionOverPages {
     return tile.seen - (tile.tokens - 1 - q / group_) - chunk * chunk_;
   }
 
-  // result [queries][result_size]: softmax-weighted values of one chunk, not yet divided.
-  void attend_chunk(const Tile& tile, const Side<F>& side, int64_t chunk, float* result) const {
-    const int64_t queries = tile.tokens * group_, block_size = pages_.block_size;
-    const int64_t keys = std::min(chunk_, tile.seen - chunk * chunk_);
-    const int64_t blocks = (keys + block_size - 1) / block_size;
-    thread_local Scratch score_memory;
-    float* scores = score_memory.get<float>(queries * chunk_);
-    const int64_t* table = data<int64_t>(step_.block_tables) +
-                           tile.row * step_.block_tables.size(1) + chunk * (chunk_ / block_size);
-    const std::vector<int64_t>& starts = block_starts(table, blocks, tile.kv_head);
-    const ChunkProducts<P, F> products(pages_, starts, chunk_, result_size());
-    products.score(side, queries, scores);
-    products.add_values(weigh(tile, chunk, keys, products, scores, result), queries, result);
+  // The same, from 0 to `most`.
+  int64_t num_seen(const Tile& tile, int64_t chunk, int64_t q, int64_t most) const {
+    return std::clamp<int64_t>(visible(tile, chunk, q), 0, most);
   }
 
-  const std::vector<int64_t>& block_starts(const int64_t* table, int64_t blocks,
-                                           int64_t head) const {
+  // results = those of one chunk; or, where there is room for a part of these, results are merged
+  // with them.
+  void attend_chunk(const Tile& tile, const Side<F>& side, int64_t chunk, const Results& results,
+                    const Results* room) const {
+    const int64_t queries = tile.tokens * group_;
+    const int64_t keys = std::min(chunk_, tile.seen - chunk * chunk_);
+    thread_local Scratch score_memory;
+    float* scores = score_memory.get<float>(std::min(queries, Products::kQueries) * stride_);
+    const ChunkBlocks blocks = blocks_of(tile, chunk);
+    Products products(pages_, blocks, queries, stride_);
+    for (int64_t first = 0; first < queries; first += Products::kQueries) {
+      const int64_t count = std::min(Products::kQueries, queries - first);
+      const int64_t seen = std::min(keys, visible(tile, chunk, first + count - 1));
+      const Results to = results.from(first, pages_.dim);
+      if (seen <= 0) {
+        if (!room) see_nothing(count, to);
+        continue;
+      }
+      const Results& part = room ? *room : to;
+      products.score(side.from(first), count, num_blocks(seen), scores);
+      const Side<F> weights = weigh(tile, chunk, first, count, seen, products, scores, part);
+      products.add_values(weights, count, num_blocks(seen), part.values);
+      if (room) merge(count, to, part);
+    }
+  }
+
+  int64_t num_blocks(int64_t keys) const {
+    return (keys + pages_.block_size - 1) / pages_.block_size;
+  }
+
+  // A thread's last ones.
+  ChunkBlocks blocks_of(const Tile& tile, int64_t chunk) const {
+    const int64_t per_chunk = chunk_ / pages_.block_size, first = chunk * per_chunk;
+    const int64_t* const table =
+        data<int64_t>(step_.block_tables) + tile.row * step_.block_tables.size(1) + first;
+    const int64_t left = num_blocks(tile.seen) - first, own = std::min(left, per_chunk);
     thread_local std::vector<int64_t> starts;
-    starts.resize(blocks);
-    for (int64_t i = 0; i < blocks; ++i) starts[i] = pages_.block(table[i], head);
-    return starts;
+    starts.resize(std::min(left, 2 * per_chunk));
+    for (size_t i = 0; i < starts.size(); ++i) starts[i] = pages_.block(table[i], tile.kv_head);
+    const std::span<const int64_t> all = starts;
+    return {all.first(own), all.subspan(own)};
   }
 
   // The queries of a tile as left-hand sides of products with keys, in order of token and head.
   Side<F> queries_of(const Tile& tile) const {
     const int64_t queries = tile.tokens * group_, dim = pages_.dim, groups = pages_.groups();
+    const int64_t size = dim / groups, stride = filled(size);
     thread_local Scratch row_memory, factor_memory, begin_memory;
-    Input* rows = row_memory.get<Input>(queries * kRows * dim);
+    Input* rows = row_memory.get<Input>(groups * queries * kRows * stride);
     float* factors = factor_memory.get<float>(groups * queries);
     int32_t* begin = begin_memory.get<int32_t>(groups * queries * kRows);
-    const int64_t size = dim / groups;
     for (int64_t q = 0; q < queries; ++q) {
       const T* from = query_ + (tile.first + q / group_) * token_stride_ +
                       (tile.kv_head * group_ + q % group_) * head_dim_;
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t row = (g * queries + q) * kRows;
         const int64_t count = std::min(size, head_dim_ - g * size);
-        factors[g * queries + q] = fill(from + g * size, count, rows + row * size, size);
+        factors[g * queries + q] = fill(from + g * size, count, rows + row * stride, stride);
         if constexpr (kRows > 1)
           for (int i = 0; i < kRows; ++i)
-            begin[row + i] = minus_bias<typename P::Code>(rows + (row + i) * size, size);
+            begin[row + i] = minus_bias<typename P::Code>(rows + (row + i) * stride, size);
       }
     }
-    return {rows, size, factors, begin};
+    return {rows, stride, queries, factors, begin};
+  }
+
+  // What exponents of 2 are of products of queries with keys.
+  float factor() const {
+    return std::numbers::log2e_v<float> / std::sqrt(static_cast<float>(head_dim_));
   }
 
   // rows [kRows][size] = x [count], and zeros behind; return what products are to be multiplied by.
   float fill(const T* x, int64_t count, Input* rows, int64_t size) const {
-    const float factor = 1.0f / std::sqrt(static_cast<float>(head_dim_));
     if constexpr (std::is_same_v<Input, T>) {
       std::copy(x, x + count, rows);
       std::fill(rows + count, rows + size, T{});
-      return factor;
+      return factor();
     } else {
       thread_local Scratch memory;
       float* numbers = memory.get<float>(size);
@@ -177,90 +250,138 @@ class AttentionOverPages {
       if constexpr (kRows > 1) steps = steps_up_to(largest(numbers, size));
       for (int64_t i = 0; i < size; i += kLanes)
         put(rows + i, size, load<Floats>(numbers + i) * steps.inverse);
-      return steps.step * factor;
+      return steps.step * factor();
     }
   }
 
-  // The weights of a chunk's values as left-hand sides of products with them: e^(score - max) times
-  // the values' scales, 0 for keys that a query does not see. In result their maximum and sum.
-  Side<F> weigh(const Tile& tile, int64_t chunk, int64_t keys, const ChunkProducts<P, F>& products,
-                const float* scores, float* result) const {
-    const int64_t queries = tile.tokens * group_, groups = pages_.groups();
-    const int64_t block_size = pages_.block_size;
-    const int64_t padded = (keys + block_size - 1) / block_size * block_size;
+  // The weights of a chunk's values as left-hand sides of products with them, for `count` queries
+  // from the first on that see no more than `keys`: 2^(exponent - top) times the values' scales, 0
+  // for keys that a query does not see. Tops and totals go to `results`.
+  Side<F> weigh(const Tile& tile, int64_t chunk, int64_t first, int64_t count, int64_t keys,
+                const Products& products, const float* scores, const Results& results) const {
+    const int64_t groups = pages_.groups();
+    const int64_t padded = filled(num_blocks(keys) * pages_.block_size);
     thread_local Scratch row_memory, factor_memory, begin_memory, scale_memory;
-    Input* rows = row_memory.get<Input>(groups * queries * kRows * chunk_);
-    float* factors = factor_memory.get<float>(groups * queries);
-    int32_t* begin = begin_memory.get<int32_t>(groups * queries * kRows);
-    float* scales = scale_memory.get<float>(groups * (chunk_ + 1));
-    float* steps = scales + groups * chunk_;
+    Input* rows = row_memory.get<Input>(groups * count * kRows * stride_);
+    float* factors = factor_memory.get<float>(groups * count);
+    int32_t* begin = begin_memory.get<int32_t>(groups * count * kRows);
+    float* scales = scale_memory.get<float>(groups * (stride_ + 1));
+    float* steps = scales + groups * stride_;
+    const float factor_of_scores = P::kHasScales ? 1.0f : factor();  // or it is in them
+    for (int64_t q = 0; q < count; ++q)
+      results.tops[q] = factor_of_scores *
+                        largest_of(scores + q * stride_, num_seen(tile, chunk, first + q, keys));
     int64_t scales_of = -1;
-    for (int64_t q = 0; q < queries; ++q) {
-      const int64_t seen = std::clamp<int64_t>(visible(tile, chunk, q), 0, keys);
+    for (int64_t q = 0; q < count; ++q) {
+      const int64_t seen = num_seen(tile, chunk, first + q, keys);
       if constexpr (P::kHasScales)
         if (seen != std::exchange(scales_of, seen)) products.read_scales(seen, scales, steps);
-      weigh_query(scores + q * chunk_, seen, padded, result + q * result_size() + pages_.dim,
-                  [&](int64_t i, Floats weight) {
-                    for (int64_t g = 0; g < groups; ++g) {
-                      Floats scaled = weight;
-                      if constexpr (P::kHasScales) scaled *= load<Floats>(scales + g * chunk_ + i);
-                      put(rows + (g * queries + q) * kRows * chunk_ + i, chunk_, scaled);
-                    }
-                  });
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t row = (g * queries + q) * kRows;
-        factors[g * queries + q] = P::kHasScales ? steps[g] : 1.0f;
-        if constexpr (kRows > 1)
-          for (int i = 0; i < kRows; ++i)
-            begin[row + i] = minus_bias<typename P::Code>(rows + (row + i) * chunk_, padded);
-      }
+      results.totals[q] = weigh_query(
+          scores + q * stride_, factor_of_scores, results.tops[q], seen, padded,
+          [&](int64_t i, auto... weights) {
+            if constexpr (!P::kHasScales) {
+              put(rows + q * stride_ + i, stride_, weights...);
+            } else {
+              for (int64_t g = 0; g < groups; ++g) {
+                Input* const to = rows + (g * count + q) * kRows * stride_;
+                int64_t at = i;
+                const auto put_one = [&](Floats weight) {
+                  put(to + at, stride_, weight * load<Floats>(scales + g * stride_ + at));
+                  at += kLanes;
+                };
+                (put_one(weights), ...);
+              }
+            }
+          });
+      if constexpr (P::kHasScales)
+        for (int64_t g = 0; g < groups; ++g) {
+          const int64_t row = (g * count + q) * kRows;
+          factors[g * count + q] = steps[g];
+          if constexpr (kRows > 1)
+            for (int i = 0; i < kRows; ++i)
+              begin[row + i] = minus_bias<typename P::Code>(rows + (row + i) * stride_, padded);
+        }
     }
-    return {rows, chunk_, factors, begin};
+    return {rows, stride_, count, factors, begin};
   }
 
-  // Give put(i, weights) the weights of a query, e^(score - max), 0 from `seen` on up to `padded`;
-  // state = max, sum.
-  template <class Put>
-  static void weigh_query(const float* scores, int64_t seen, int64_t padded, float* state,
-                          const Put& put) {
+  // The largest of a query's scores of the keys that it sees; -inf without one. In four chains, so
+  // that none is waited for.
+  static float largest_of(const float* scores, int64_t seen) {
     const Floats none = splat(-std::numeric_limits<float>::infinity());
-    const auto masked = [&](int64_t i) { return below(seen, i, load<Floats>(scores + i), none); };
-    Floats most = none;
-    for (int64_t i = 0; i < seen; i += kLanes) most = max(most, masked(i));
-    const float top = max(most);
-    Floats total = {};
-    for (int64_t i = 0; i < padded; i += kLanes) {
-      const Floats weight = i < seen ? exp(masked(i) - top) : Floats{};
-      total += weight;
+    constexpr int kChains = 4;
+    Floats most[kChains] = {none, none, none, none};
+    int64_t i = 0;
+    for (; i + kChains * kLanes <= seen; i += kChains * kLanes)
+      for (int chain = 0; chain < kChains; ++chain)
+        most[chain] = max(most[chain], load<Floats>(scores + i + chain * kLanes));
+    for (; i < seen; i += kLanes)
+      most[0] = max(most[0], below(seen, i, load<Floats>(scores + i), none));
+    return max(max(max(most[0], most[1]), max(most[2], most[3])));
+  }
+
+  // Give put(i, weights) the weights of a query, 2^(score * factor - top), two vectors at a time
+  // where there are as many, 0 from `seen` on up to `padded`; return their sum.
+  template <class Put>
+  static float weigh_query(const float* scores, float factor, float top, int64_t seen,
+                           int64_t padded, const Put& put) {
+    const Floats none = splat(-std::numeric_limits<float>::infinity());
+    const auto weight_of = [&](Floats some) { return exp2(some * factor - top); };
+    Floats total[2] = {};
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= seen; i += 2 * kLanes) {
+      const Floats first = weight_of(load<Floats>(scores + i));
+      const Floats second = weight_of(load<Floats>(scores + i + kLanes));
+      total[0] += first;
+      total[1] += second;
+      put(i, first, second);
+    }
+    for (; i < seen; i += kLanes) {
+      const Floats weight = weight_of(below(seen, i, load<Floats>(scores + i), none));
+      total[0] += weight;
       put(i, weight);
     }
-    state[0] = top;
-    state[1] = sum(total);
+    for (; i < padded; i += kLanes) put(i, Floats{});
+    return sum(total[0] + total[1]);
   }
 
-  // Merge the partial softmax of the next chunk into what came before it.
-  void merge(int64_t queries, float* merged, const float* partial) const {
+  void see_nothing(int64_t queries, const Results& results) const {
+    std::fill(results.values, results.values + queries * pages_.dim, 0.0f);
+    std::fill(results.tops, results.tops + queries, -std::numeric_limits<float>::infinity());
+    std::fill(results.totals, results.totals + queries, 0.0f);
+  }
+
+  // Merge the partial softmax of the next chunk into what came before it. Of a chunk of which a
+  // query sees nothing, nothing comes.
+  void merge(int64_t queries, const Results& merged, const Results& partial) const {
     const int64_t dim = pages_.dim;
-    for (int64_t q = 0; q < queries; ++q) {
-      float* a = merged + q * result_size();
-      const float* b = partial + q * result_size();
-      if (b[dim + 1] == 0.0f) continue;  // the query sees nothing of this chunk
-      const float top = std::max(a[dim], b[dim]);
-      const float keep = std::exp(a[dim] - top), take = std::exp(b[dim] - top);
-      for (int64_t d = 0; d < dim; d += kLanes)
-        store(a + d, load<Floats>(a + d) * keep + load<Floats>(b + d) * take);
-      a[dim] = top;
-      a[dim + 1] = a[dim + 1] * keep + b[dim + 1] * take;
+    for (int64_t first = 0; first < queries; first += kLanes) {
+      const int64_t count = std::min<int64_t>(kLanes, queries - first);
+      const Floats before = load<Floats>(merged.tops + first);
+      const Floats next = load<Floats>(partial.tops + first);
+      const Floats top = max(next, before);
+      const Floats keep = exp2(before - top), take = exp2(next - top);
+      const Floats total = load<Floats>(merged.totals + first) * keep +
+                           load<Floats>(partial.totals + first) * take;
+      std::memcpy(merged.tops + first, &top, count * sizeof(float));
+      std::memcpy(merged.totals + first, &total, count * sizeof(float));
+      for (int64_t q = 0; q < count; ++q) {
+        float* a = merged.values + (first + q) * dim;
+        const float* b = partial.values + (first + q) * dim;
+        for (int64_t d = 0; d < dim; d += kLanes)
+          store(a + d, load<Floats>(a + d) * keep[q] + load<Floats>(b + d) * take[q]);
+      }
     }
   }
 
-  void write(const Tile& tile, const float* merged) const {
+  void write(const Tile& tile, const Results& merged) const {
     for (int64_t q = 0; q < tile.tokens * group_; ++q) {
-      const float* from = merged + q * result_size();
-      const float factor = 1.0f / from[pages_.dim + 1];
+      const float* from = merged.values + q * pages_.dim;
+      const float factor = 1.0f / merged.totals[q];
       T* to = out_ + ((tile.first + q / group_) * num_heads_ + tile.kv_head * group_ + q % group_) *
                          head_dim_;
-      for (int64_t d = 0; d < head_dim_; ++d) to[d] = rounded<T>(from[d] * factor);
+      for (int64_t d = 0; d < head_dim_; d += kLanes)
+        narrow_some(to + d, load<Floats>(from + d) * factor, head_dim_ - d);
     }
   }
 
@@ -268,6 +389,7 @@ class AttentionOverPages {
   const P pages_;
   const T* query_;
   const int64_t token_stride_, num_heads_, head_dim_, group_, chunk_;
+  const int64_t stride_;  // of the scores and weights of a query
   T* out_;
   std::vector<Tile> tiles_;
 };

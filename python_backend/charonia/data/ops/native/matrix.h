@@ -214,8 +214,8 @@ class Matrix {
     });
   }
 
-  // The same with AMX. Meanwhile the first tile of rows fetches its own panel ahead, the second one
-  // the next panel. Int8 weights are widened by the first tile on its way.
+  // The same with AMX. Meanwhile the first rows fetch their own panel ahead, the second ones the next
+  // panel. Int8 weights are widened by the first ones on their way.
   template <class F, class T, class Registers, class Out>
   void multiply_by_tiles(Registers& tiles, const Part<T, typename F::Stored>& part,
                          const Out& out) const {
@@ -232,14 +232,14 @@ class Matrix {
       thread_local Scratch memory;
       w = wide = memory.get<T>(size);
     }
-    const int64_t num_tiles = (part.num_rows + Registers::kRows - 1) / Registers::kRows;
+    constexpr int64_t kMostRows = 2 * Registers::kRows, kUnit = 2 * kLanes;
+    const int64_t num_tiles = (part.num_rows + kMostRows - 1) / kMostRows;
     const int64_t rest = inputs % Registers::kDepth, whole = inputs - rest;
     for (int64_t tile = 0, first = 0; tile < num_tiles; ++tile) {
       const int64_t height = (part.num_rows - first) / (num_tiles - tile);
       const T* x = part.x + first * inputs;
-      Floats sums[Registers::kRows][kVectors];
-      tiles.multiply(sums, x, inputs, static_cast<int>(height), w, inputs, [&](int64_t step) {
-        if (tile >= kFetchingTiles) return;
+      Floats sums[kMostRows][kVectors];
+      const auto bring = [&](int64_t step) {
         const int64_t begin = step * kStep, end = std::min(begin + kStep, size);
         const auto* ahead = stored + (tile ? size : kAheadBytes / sizeof *stored);
         for (int64_t i = begin; i < end; i += 64) {
@@ -249,7 +249,19 @@ class Matrix {
           else
             widen_64(stored + i, wide + i);
         }
-      });
+      };
+      tiles.multiply(
+          height, x, inputs, whole / Registers::kDepth, kVectors,
+          [&](int64_t v, int64_t step) -> typename Registers::Right {
+            return {w + step * kStep + v * kUnit, kVectors * kUnit};
+          },
+          reinterpret_cast<float*>(sums), kColumns,
+          [&](int64_t, int64_t, int64_t step) {
+            if (tile >= kFetchingTiles) return;
+            if (step == 0) bring(0);
+            bring(step + 1);
+          });
+      if (whole == 0 && tile < kFetchingTiles) bring(0);
       for (int64_t r = 0; r < height; ++r) {
         if (rest) add_rest(sums[r], x + r * inputs + whole, w + kColumns * whole, rest);
         out(part.first_row + first + r, part.panel, sums[r]);

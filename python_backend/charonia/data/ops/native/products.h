@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <span>
 #include <utility>
-#include <vector>
 
 #include "codes.h"
 #include "pages.h"
@@ -23,12 +23,23 @@ inline Floats below(int64_t end, int64_t first, Floats x, Floats other) {
 template <class F>
 struct Side {
   const typename F::Input* rows;  // [groups][queries][kRowsEach][stride]
-  int64_t stride;
+  int64_t stride, queries;
   const float* factors;  // [groups][queries]
   const int32_t* begin;  // [groups][queries][kRowsEach], of whole numbers
+
+  // The same from query `first` on; groups are as far apart as before.
+  Side from(int64_t first) const {
+    return {rows + first * kRowsEach<F> * stride, stride, queries, factors + first,
+            begin + first * kRowsEach<F>};
+  }
 };
 
-// By F, over pages P, of the blocks that begin at `starts`. Where numbers are kept in codes, a key's
+// Where the blocks of a chunk begin for one head, and the first ones of the next chunk.
+struct ChunkBlocks {
+  std::span<const int64_t> starts, next;
+};
+
+// By F, over pages P, of a chunk's blocks. Where numbers are kept in codes, a key's
 // scale is applied to its score, and a value's must be in its weight. Sums of a group are float32, or
 // exact, of whole numbers; beyond that all is float32.
 //
@@ -36,16 +47,18 @@ struct Side {
 template <class P, class F>
 class ChunkProducts {
  public:
-  // Scores and weights of a query are `chunk` apart, and results `result_size`.
-  ChunkProducts(const P& pages, const std::vector<int64_t>& starts, int64_t chunk,
-                int64_t result_size)
-      : pages_(pages), starts_(starts), chunk_(chunk), result_size_(result_size) {}
+  static constexpr int64_t kQueries = 24;  // at once, so that their scores stay in the cache
+  static constexpr int64_t kDepth = 1;     // rows are filled up with zeros to a multiple of it
 
-  // scores [queries][chunk_] = q K^T / sqrt(head_dim), kWide vectors of keys at a time. After the
-  // last keys the first values are brought near.
-  void score(const Side<F>& side, int64_t queries, float* scores) const {
+  // For so many queries, some at a time. Of one, scores and weights are `chunk` apart.
+  ChunkProducts(const P& pages, const ChunkBlocks& blocks, int64_t /*queries*/, int64_t chunk)
+      : pages_(pages), starts_(blocks.starts), chunk_(chunk) {}
+
+  // scores [queries][chunk_] = q K^T of the first `blocks`, of codes times the factors of `side`;
+  // kWide vectors of keys at a time. After the last keys the first values are brought near.
+  void score(const Side<F>& side, int64_t queries, int64_t blocks, float* scores) const {
     const int64_t block_size = pages_.block_size, size = pages_.dim / pages_.groups();
-    const int64_t vectors = static_cast<int64_t>(starts_.size()) * block_size / kLanes;
+    const int64_t vectors = blocks * block_size / kLanes;
     for (int64_t group = 0; group < pages_.groups(); ++group) {
       const int64_t units = group * (size / F::kStep) * block_size;
       const auto unit = [&](int64_t v) {
@@ -70,7 +83,7 @@ class ChunkProducts {
         in_tiles<wide * kRows, kTallest>(queries, [&](int64_t first, auto queries_here) {
           constexpr int height = decltype(queries_here)::value;
           typename F::Sum sums[height * kRows][wide];
-          const int64_t query = group * queries + first;
+          const int64_t query = group * side.queries + first;
           begin_sums(sums, side, query);
           multiply<F>(sums, side.rows + query * kRows * side.stride, side.stride, w,
                       block_size * F::kStored, size, ahead);
@@ -82,7 +95,7 @@ class ChunkProducts {
                 const Floats before = group == 0 ? Floats{} : load<Floats>(to);
                 store(to, sum * (scales[i] * side.factors[query + q]) + before);
               } else {
-                store(to, sum * side.factors[query + q]);
+                store(to, sum);
               }
             }
         });
@@ -91,17 +104,16 @@ class ChunkProducts {
     }
   }
 
-  // result [queries][result_size] = weights V, kWide vectors of dimensions at a time.
-  void add_values(const Side<F>& side, int64_t queries, float* result) const {
+  // result [queries][dim] = weights V of the first `blocks`, kWide vectors of dimensions at a time.
+  void add_values(const Side<F>& side, int64_t queries, int64_t blocks, float* result) const {
     const int64_t block_size = pages_.block_size, dim = pages_.dim, size = dim / pages_.groups();
-    const int64_t blocks = static_cast<int64_t>(starts_.size());
     for (int64_t group = 0; group < pages_.groups(); ++group)
       in_widths(size / kLanes, [&](int64_t v, auto count) {
         constexpr int wide = decltype(count)::value;
         const int64_t d = group * size + v * kLanes;
         in_tiles<wide * kRows, kTallest>(queries, [&](int64_t first, auto queries_here) {
           constexpr int height = decltype(queries_here)::value;
-          const int64_t query = group * queries + first;
+          const int64_t query = group * side.queries + first;
           typename F::Sum sums[height * kRows][wide];
           begin_sums(sums, side, query);
           for (int64_t block = 0; block < blocks; ++block) {
@@ -116,9 +128,11 @@ class ChunkProducts {
                         side.stride, w, dim * F::kStored, block_size, ahead);
           }
           for (int q = 0; q < height; ++q)
-            for (int i = 0; i < wide; ++i)
-              store(result + (first + q) * result_size_ + d + i * kLanes,
-                    joined(sums + q * kRows, i) * side.factors[query + q]);
+            for (int i = 0; i < wide; ++i) {
+              Floats sum = joined(sums + q * kRows, i);
+              if constexpr (P::kHasScales) sum *= side.factors[query + q];
+              store(result + (first + q) * dim + d + i * kLanes, sum);
+            }
         });
       });
   }
@@ -179,8 +193,8 @@ class ChunkProducts {
   }
 
   const P& pages_;
-  const std::vector<int64_t>& starts_;
-  const int64_t chunk_, result_size_;
+  const std::span<const int64_t> starts_;
+  const int64_t chunk_;
 };
 
 }  // namespace charonia

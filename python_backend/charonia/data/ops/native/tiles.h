@@ -1,6 +1,8 @@
-// Matrix products by AMX: sixteen rows of x in the time of one. Must not know how work is shared out.
+// Products by AMX: sixteen or thirty-two rows in the time of one. Must not know what is multiplied
+// nor how work is shared out.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 
 #include "vectors.h"
@@ -10,45 +12,50 @@ namespace charonia {
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
 
-// The tile registers of the calling thread, from the first product to the end of this object:
+// The tile registers of the calling thread, from the first product to the end of this object. Up to
+// sixteen rows are multiplied by four tiles of columns at once, or by two where there are no more;
+// up to thirty-two rows by two:
 //
-//   0, 1   sums     [rows, kLanes] float32, one for each vector of a panel
-//   2      x        [rows, 2 kLanes] bfloat16
-//   3, 4   weights  [kLanes pairs of k, kLanes columns, 2] bfloat16, as they are packed
+//   0 to 3   sums      [rows, kLanes] float32; with two tiles of rows 0 and 1 are the first's
+//   4, 5     rows      [rows, 2 kLanes] bfloat16
+//   6, 7     columns   [kLanes pairs of k, kLanes, 2] bfloat16
+//
+// An instruction adds up the products of its 2 kLanes of k before it adds them to a sum, whatever
+// the number of rows and columns, so a sum does not depend on these. It takes sixteen cycles, and its
+// result as many again and more: so four sums take turns.
 class Tiles {
  public:
-  static constexpr int kRows = 16;
-  static constexpr int kDepth = 2 * kLanes;  // of k in one instruction
+  static constexpr int64_t kRows = 16;           // of a tile
+  static constexpr int64_t kDepth = 2 * kLanes;  // of k in one instruction: a step
+
+  // Part of a right-hand side as a register takes it, its pairs of k so many numbers apart.
+  struct Right {
+    const bf16* first;
+    int64_t pair;
+  };
 
   Tiles() = default;
   Tiles(const Tiles&) = delete;
   ~Tiles() {
-    if (rows_) _tile_release();
+    if (first_ || second_) _tile_release();
   }
 
-  // sums[r][v] = x[r] W[v] over the first k rounded down to kDepth; see vectors.h's `multiply`.
-  // The units of W follow each other; rows <= kRows. Before a step of kDepth is needed, its turn in
-  // `bring(step)` comes; steps past the end are brought as well.
-  template <class Bring>
-  void multiply(Floats (&sums)[kRows][kVectors], const bf16* x, int64_t x_stride, int rows,
-                const bf16* w, int64_t k, const Bring& bring) {
-    constexpr int kUnit = 2 * kLanes, kStride = kVectors * kUnit;
-    shape(rows);
-    _tile_zero(0);
-    _tile_zero(1);
-    bring(0);
-    for (int64_t step = 0; step < k / kDepth; ++step) {
-      bring(step + 1);
-      asm volatile("" ::: "memory");  // what was brought is written before it is loaded
-      const bf16* units = w + step * kLanes * kStride;
-      _tile_loadd(2, x + step * kDepth, x_stride * sizeof(bf16));
-      _tile_loadd(3, units, kStride * sizeof(bf16));
-      _tile_dpbf16ps(0, 2, 3);
-      _tile_loadd(4, units + kUnit, kStride * sizeof(bf16));
-      _tile_dpbf16ps(1, 2, 4);
-    }
-    _tile_stored(0, &sums[0][0], sizeof sums[0]);
-    _tile_stored(1, &sums[0][1], sizeof sums[0]);
+  // sums [rows][sum_stride], kLanes columns for each i < count, = x [rows][x_stride] times
+  // tile(i, step) over all steps of k; rows <= 2 kRows. Some i are multiplied together; before they
+  // are in a step, before(i, end, step) has its turn.
+  template <class Get, class Before>
+  void multiply(int64_t rows, const bf16* x, int64_t x_stride, int64_t steps, int64_t count,
+                const Get& tile, float* sums, int64_t sum_stride, const Before& before) {
+    const int64_t more = std::max<int64_t>(rows - kRows, 0);
+    shape(rows - more, more);
+    const Left left = {x, x + kRows * x_stride, x_stride};
+    const Sums to = {sums, sums + kRows * sum_stride, sum_stride};
+    if (more)
+      multiply<2, 2>(left, steps, count, tile, to, before);
+    else if (count == 2)
+      multiply<1, 2>(left, steps, count, tile, to, before);
+    else
+      multiply<1, 4>(left, steps, count, tile, to, before);
   }
 
  private:
@@ -60,19 +67,83 @@ class Tiles {
     uint8_t rows[16] = {};
   };
 
-  void shape(int rows) {
-    if (rows == rows_) return;
+  struct Left {
+    const bf16 *first, *second;
+    int64_t stride;
+  };
+  struct Sums {
+    float *first, *second;
+    int64_t stride;
+  };
+
+  template <int kTall, int kWide, class Get, class Before>
+  void multiply(const Left& left, int64_t steps, int64_t count, const Get& tile, const Sums& to,
+                const Before& before) {
+    const int64_t left_bytes = left.stride * sizeof(bf16), bytes = to.stride * sizeof(float);
+    for (int64_t i = 0; i < count; i += kWide) {
+      const int64_t end = std::min<int64_t>(i + kWide, count);
+      const auto load_6 = [&](int64_t j, int64_t step) {
+        const Right right = tile(std::min(j, count - 1), step);  // past the end is not stored
+        _tile_loadd(6, right.first, right.pair * sizeof(bf16));
+      };
+      const auto load_7 = [&](int64_t j, int64_t step) {
+        const Right right = tile(std::min(j, count - 1), step);
+        _tile_loadd(7, right.first, right.pair * sizeof(bf16));
+      };
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t step = 0; step < steps; ++step) {
+        before(i, end, step);
+        asm volatile("" ::: "memory");  // rows and columns are written before they are loaded
+        _tile_loadd(4, left.first + step * kDepth, left_bytes);
+        load_6(i, step);
+        _tile_dpbf16ps(0, 4, 6);
+        load_7(i + 1, step);
+        _tile_dpbf16ps(1, 4, 7);
+        if constexpr (kTall == 2) {
+          _tile_loadd(5, left.second + step * kDepth, left_bytes);
+          _tile_dpbf16ps(2, 5, 6);
+          _tile_dpbf16ps(3, 5, 7);
+        } else if constexpr (kWide == 4) {
+          load_6(i + 2, step);
+          _tile_dpbf16ps(2, 4, 6);
+          load_7(i + 3, step);
+          _tile_dpbf16ps(3, 4, 7);
+        }
+      }
+      float* const first = to.first + i * kLanes;
+      _tile_stored(0, first, bytes);
+      if (i + 1 < end) _tile_stored(1, first + kLanes, bytes);
+      if constexpr (kTall == 2) {
+        float* const second = to.second + i * kLanes;
+        _tile_stored(2, second, bytes);
+        if (i + 1 < end) _tile_stored(3, second + kLanes, bytes);
+      } else if constexpr (kWide == 4) {
+        if (i + 2 < end) _tile_stored(2, first + 2 * kLanes, bytes);
+        if (i + 3 < end) _tile_stored(3, first + 3 * kLanes, bytes);
+      }
+    }
+  }
+
+  // Rows of the first and of the second tile; with none in the second all sums are the first's.
+  void shape(int64_t first, int64_t second) {
+    if (first == first_ && second == second_) return;
     Shape shape;
-    for (int tile = 0; tile < 5; ++tile) {
+    const int64_t other = second ? second : first;
+    const int64_t rows[] = {first, first, other, other, first, other, kLanes, kLanes};
+    for (int tile = 0; tile < 8; ++tile) {
       shape.row_bytes[tile] = 64;
-      shape.rows[tile] = static_cast<uint8_t>(tile < 3 ? rows : kLanes);
+      shape.rows[tile] = static_cast<uint8_t>(rows[tile]);
     }
     // Not _tile_loadconfig, of which GCC 12 believes that it reads eight bytes.
     asm volatile("ldtilecfg %0" ::"m"(shape));
-    rows_ = rows;
+    first_ = first;
+    second_ = second;
   }
 
-  int rows_ = 0;
+  int64_t first_ = 0, second_ = 0;
 };
 
 // The bytes of 0 to 127 as bfloat16.
