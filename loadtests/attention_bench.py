@@ -5,7 +5,7 @@
     python loadtests/attention_bench.py --kv-cache-dtype int8
 
 Two kinds of steps: some rows that decode, by how fast K and V are read; and the last tokens of one
-prompt, a chunk of it or all, by their products (of each query and key that it sees, in q·K and p·V).
+prompt, a chunk of it or all, by their products, of each query and key that it sees, in q·K and p·V.
 
 Blocks lie anywhere in a KV cache of the engine's own, as they do in one that is in use, and layers
 take turns, so that what is read comes from memory where all layers together exceed the last-level

@@ -1,4 +1,4 @@
-"""Prompts of thousands of tokens, in chunks and from the cache, against transformers' `generate`."""
+"""Prompts of thousands of tokens, in chunks and from the cache, as transformers computes them."""
 
 from collections.abc import Callable
 from pathlib import Path
