@@ -91,7 +91,7 @@ def test_nobody_is_preempted_where_all_have_room_to_the_end():
 
 
 class OneToken(PromptBudget):
-    def tokens(self, num_decodes: int) -> int:
+    def tokens(self, num_decodes: int, num_before: int = 0, pair_s: float = 0.0) -> int:
         return 1
 
 

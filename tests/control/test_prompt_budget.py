@@ -140,7 +140,7 @@ def test_steps_without_decodes_or_time_say_nothing():
 
 
 class Fixed(PromptBudget):
-    def tokens(self, num_decoded: int) -> int:
+    def tokens(self, num_decoded: int, num_before: int = 0, pair_s: float = 0.0) -> int:
         self.asked = num_decoded
         return 3
 
@@ -305,3 +305,36 @@ def test_beside_rows_that_draft_in_every_step_a_prompt_gets_more_than_the_least(
         step()
         num_steps += 1
     assert num_steps <= 12
+
+
+PAIR_S = 2e-8
+
+
+def test_what_is_far_into_a_prompt_gets_fewer_tokens_at_once():
+    """Each of its tokens looks at 20,000 others, and the budget has known beginnings alone."""
+    machine = Machine(PromptBudget(0.03))
+    beginning = machine.run(40)[-1]
+    end = machine.budget.tokens(8, 20_000, PAIR_S)
+    seconds = 0.01 + end * (0.0001 + (20_000 + end / 2) * PAIR_S)
+    assert 0.8 * 0.03 <= seconds <= 0.03
+    assert end < beginning / 3
+    assert machine.budget.tokens(8, 0, PAIR_S) == pytest.approx(beginning, rel=0.05)
+
+
+def test_the_next_chunk_of_a_prompt_is_as_long_as_those_before_it_allow():
+    asked: list[tuple[int, float]] = []
+
+    class Asked(PromptBudget):
+        def tokens(self, num_decoded: int, num_before: int = 0, pair_s: float = 0.0) -> int:
+            asked.append((num_before, pair_s))
+            return 8
+
+    bench = Bench(prompt_budget=Asked(0.03))
+    bench.add(make_request("a", max_tokens=16))
+    bench.step()
+    bench.scheduler._prompt_time._pairs.seconds = PAIR_S
+    bench.add(make_request("b", token_ids=[5] * 20, max_tokens=1))
+    bench.ends()
+    befores = [num_before for num_before, _ in asked]
+    assert befores[:4] == [0, 8, 16, 0], "and none of a prompt that is through"
+    assert {pair_s for _, pair_s in asked} == {PAIR_S}

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from charonia.control import FixedDepth, SchedulerStats, Speculation, StepSize
+from charonia.control.prompt_time import PromptTime
 from charonia.control.step_budget import StepBudget
 from support.echo import EchoDrafter
 from support.stepping import LIMITS, Bench, make_request
@@ -127,7 +128,7 @@ def test_a_scheduler_gives_no_more_rows_than_chosen():
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_rows_that_are_left_after_a_preemption_are_those_of_all_stages(num_stages):
     size = StepSize(16, 64, adapts_rows=True, adapts_tokens=False)
-    budget = StepBudget(None, size, SchedulerStats())
+    budget = StepBudget(None, PromptTime(), size, SchedulerStats())
     budget.start_epoch(replace(LIMITS, max_num_seqs=64, num_stages=num_stages))
     budget.note_preemption(8)
     assert budget.num_rows(num_free=56, num_running=8) == 0

@@ -38,7 +38,7 @@ class FewPromptTokens(PromptBudget):
         super().__init__()
         self._num_tokens = num_tokens
 
-    def tokens(self, num_decoded: int) -> int:
+    def tokens(self, num_decoded: int, num_before: int = 0, pair_s: float = 0.0) -> int:
         assert num_decoded > 0
         return self._num_tokens
 
@@ -50,7 +50,7 @@ class Patience(PrefixSharing):
         super().__init__()
         self._num_steps = num_steps
 
-    def seconds(self, num_blocks: int) -> float:
+    def seconds(self, num_blocks: int, num_before: int) -> float:
         assert num_blocks > 0
         return float(self._num_steps)
 

@@ -86,7 +86,7 @@ class PrefixSharing:
         )
         if found is None or found[0] <= num_known:
             return False
-        if self.seconds(found[0] - num_hits) < _WORTH * self._time.of(1):
+        if self.seconds(found[0] - num_hits, num_hits) < _WORTH * self._time.of(1):
             return False
         until = self._until(request, num_hits, found[0], now)
         if until <= now:
@@ -105,13 +105,13 @@ class PrefixSharing:
         until = now if request.awaits_until == inf else request.awaits_until
         num_known = max(num_hits, request.end_awaited // self._block_size)
         if num_blocks > num_known:
-            until += self.seconds(num_blocks - num_known)
+            until += self.seconds(num_blocks - num_known, num_known)
             request.end_awaited = num_blocks * self._block_size
         return until
 
-    def seconds(self, num_blocks: int) -> float:
-        """What computing so many blocks takes."""
-        return self._time.of(num_blocks * self._block_size)
+    def seconds(self, num_blocks: int, num_before: int) -> float:
+        """What computing so many blocks takes behind others."""
+        return self._time.of(num_blocks * self._block_size, num_before * self._block_size)
 
 
 def _num_to_publish(request: Request) -> int:

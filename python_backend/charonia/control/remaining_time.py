@@ -2,8 +2,8 @@
 
 Owns the estimate, learned from the steps that ran and the answers that ended. Must not know what it
 is for. It is a mean, and may be too little or too much: a prompt is taken to cost what steps of
-its size do, each token after it a step like those of late, an answer to be as long as others are,
-and nobody to be in the way.
+its size do and what it looks back on, each token after it a step like those of late, an answer to
+be as long as others are, and nobody to be in the way.
 """
 
 from charonia.control.output_lengths import OutputLengths
@@ -38,7 +38,7 @@ class RemainingTime:
         """
         if self._step_s is None:
             return 0.0
-        prompt_s = self._prompt_time.of(len(request.token_ids) - num_cached)
+        prompt_s = self._prompt_time.of(len(request.token_ids) - num_cached, num_cached)
         num_output = float(request.max_tokens)
         expected = self._lengths.mean(request.num_generated)
         if expected is not None:

@@ -8,6 +8,7 @@ from charonia.control.block_tables import BlockTables
 from charonia.control.limits import Limits
 from charonia.control.live_requests import LiveRequests
 from charonia.control.policies import Policy
+from charonia.control.prompt_time import num_pairs
 from charonia.control.request import Request
 from charonia.control.stats import SchedulerStats
 from charonia.control.step import NO_BLOCKS, Draft, Step
@@ -101,6 +102,9 @@ class RowPlanner:
             step.prompt_budget -= num_tokens
             step.num_prompts += 1
             step.num_prompt_tokens += num_tokens
+            step.num_pairs += num_pairs(num_tokens, end - num_tokens)
+            if num_tokens < num_left:
+                step.num_before_rest = end
         step.requests.append(request)
         step.rows.append(row_step)
         step.budget -= num_tokens

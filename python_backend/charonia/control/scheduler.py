@@ -91,12 +91,12 @@ class Scheduler:
         self.stats = stats or SchedulerStats()
         self.relief = NO_RELIEF
         self._policy = policy or ranked(by_arrival)
-        self._budget = StepBudget(prompt_budget, step_size, self.stats)
+        self._prompt_time = PromptTime()
+        self._budget = StepBudget(prompt_budget, self._prompt_time, step_size, self.stats)
         self._speculation = speculation
         self._sharing = sharing
         self._peak_memory = peak_memory
         self._suspects = Suspects()
-        self._prompt_time = PromptTime()
         lengths = OutputLengths()
         if self._policy.deadlines is not None:
             self._policy.deadlines.start(lengths, self._prompt_time)

@@ -80,6 +80,8 @@ class Step:
             token of a row that decodes.
         num_sampling: rows that will give a token.
         num_prompts, num_prompt_tokens: rows that compute more than a token of their own, and these.
+        num_pairs: of one of these and a token that it looks at. num_before_rest: tokens of a prompt
+            of which the step leaves a rest, up to that one; 0 where it leaves none.
         joins: rows that begin with it. copies: of blocks, for these.
         started: requests that begin with it, and had none of their tokens computed before.
         fetches: what it loads, for requests that wait. saves: blocks that it saves to tiers.
@@ -97,6 +99,8 @@ class Step:
     num_sampling: int = 0
     num_prompts: int = 0
     num_prompt_tokens: int = 0
+    num_pairs: int = 0
+    num_before_rest: int = 0
     joins: list[NewRow] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     started: list[Request] = field(default_factory=list)

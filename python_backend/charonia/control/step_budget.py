@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from charonia.control.limits import Limits
 from charonia.control.prompt_budget import PromptBudget
+from charonia.control.prompt_time import PromptTime
 from charonia.control.relief import Relief
 from charonia.control.stats import SchedulerStats
 from charonia.control.step import Step
@@ -21,6 +22,7 @@ class _Decodes(NamedTuple):
 
     num_rows: int
     num_drafts: int
+    num_before: int  # tokens before what it left of a prompt
 
 
 class StepBudget:
@@ -29,14 +31,20 @@ class StepBudget:
     Args:
         prompts: how many tokens of prompts a step computes beside rows that decode; None is all
             that fit.
+        prompt_time: knows what a prompt's tokens take to look back.
         sizes: chooses how many rows and tokens a step has; None is as many as there may be.
         stats: shows what was chosen.
     """
 
     def __init__(
-        self, prompts: PromptBudget | None, sizes: StepSize | None, stats: SchedulerStats
+        self,
+        prompts: PromptBudget | None,
+        prompt_time: PromptTime,
+        sizes: StepSize | None,
+        stats: SchedulerStats,
     ) -> None:
         self._prompts = prompts
+        self._prompt_time = prompt_time
         self._sizes = sizes
         self._stats = stats
         self._limits: Limits
@@ -64,13 +72,16 @@ class StepBudget:
             num_tokens: of the step, at most.
         """
         in_turn = len(self._last) == self._limits.num_stages
-        last = self._last[0] if in_turn else _Decodes(0, 0)
+        last = self._last[0] if in_turn else _Decodes(0, 0, 0)
         num_decodes = min(last.num_rows, num_running)
         if not num_decodes or not self._limits.enable_chunked_prefill:
             return num_tokens
         if self._prompts is not None:
             num_drafts = last.num_drafts * num_decodes // last.num_rows
-            num_tokens = min(num_tokens, self._prompts.tokens(num_decodes + num_drafts))
+            num_fitting = self._prompts.tokens(
+                num_decodes + num_drafts, last.num_before, self._prompt_time.pair_s
+            )
+            num_tokens = min(num_tokens, num_fitting)
         return max(1, int(num_tokens * relief.prompt_share))
 
     def share(self, num_requests: int) -> int:
@@ -95,7 +106,7 @@ class StepBudget:
 
     def note_plan(self, step: Step) -> None:
         """This step is the next one."""
-        self._last.append(_Decodes(step.num_sampling, step.num_decode_drafts))
+        self._last.append(_Decodes(step.num_sampling, step.num_decode_drafts, step.num_before_rest))
 
     def note_preemption(self, num_running: int) -> None:
         """A request lost its blocks, which leaves so many in all stages."""
@@ -112,7 +123,8 @@ class StepBudget:
             num_given = sum(len(row.token_ids) for row in result.rows)
             token_s = seconds * num_rows / max(num_given, num_rows)
         if self._prompts is not None:
-            self._prompts.observe(num_decoded, step.num_prompt_tokens, seconds)
+            by_itself_s = seconds - step.num_pairs * self._prompt_time.pair_s
+            self._prompts.observe(num_decoded, step.num_prompt_tokens, by_itself_s)
         if self._sizes is not None:
             num_prompt_tokens = step.num_prompt_tokens
             self._sizes.observe(num_decoded, num_prompt_tokens, num_rows, seconds, token_s)
