@@ -71,7 +71,10 @@ def main() -> None:
 
 def _run(options: argparse.Namespace, model: Path) -> Report:
     # Prompt and output must fit; the sides size their caches by it.
-    max_model_len = -(-(options.prompt_tokens + options.new_tokens) // 64) * 64
+    lengths = [options.prompt_tokens + options.new_tokens]
+    if "long" in options.cases:
+        lengths += [length + WAKE_TOKENS for length in options.long_tokens]
+    max_model_len = -(-max(lengths) // 64) * 64
     settings = {"model": str(model), "dtype": options.dtype, "max_model_len": max_model_len}
     launcher = Launcher(settings, CACHE)
     alone = _alone(launcher, options, model)
@@ -129,6 +132,7 @@ def _rounds(options: argparse.Namespace, cases: Sequence[str], sides: Sequence[s
         new_tokens=options.new_tokens,
         min_requests=options.min_requests,
         seed=options.seed,
+        long_tokens=options.long_tokens,
     )
 
 
@@ -281,7 +285,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=CASES,
         default=["decode", "prefill", "sampled"],
-        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; sampled: charonia "
+        help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; long: 1 and 4 "
+        "prompts of many tokens, one token; sampled: charonia "
         "with temperature 0.8 and top-p 0.95 beside itself; int8: charonia with int8 weights and "
         "llama.cpp with Q8_0 beside all others (default: decode prefill sampled)",
     )
@@ -301,6 +306,13 @@ def _parser() -> argparse.ArgumentParser:
         **number,
     )
     parser.add_argument("--prompt-tokens", default=128, help="of a prompt (default: 128)", **number)
+    parser.add_argument(
+        "--long-tokens",
+        nargs="+",
+        default=[1024, 4096, 16384],
+        help="of the prompts of `long` (default: 1024 4096 16384)",
+        **number,
+    )
     parser.add_argument("--new-tokens", default=64, help="of a completion (default: 64)", **number)
     parser.add_argument("--dtype", default="bfloat16", help="of weights (default: bfloat16)")
     parser.add_argument(

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from sides import BASE, QUANTIZED
 
-CASES = ("decode", "prefill", "sampled", "int8")
+CASES = ("decode", "prefill", "long", "sampled", "int8")
 SAMPLED = "charonia sampled"
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 PREFILL_CONCURRENCY = (1, 8)
+LONG_CONCURRENCY = (1, 4)
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Round:
     Attributes:
         kind: "decode" is a prompt and many new tokens, "prefill" a prompt and one.
         num_waves: how often a repetition hands over `concurrency` prompts.
+        is_long: whether its prompts are of another length than those of other rounds.
     """
 
     kind: Literal["decode", "prefill"]
@@ -41,11 +43,22 @@ class Round:
     prompt_tokens: int
     new_tokens: int
     entries: tuple[Entry, ...]
+    is_long: bool = False
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.kind} at concurrency {self.concurrency}"
+        length = f" of {self.prompt_tokens:,} tokens" if self.is_long else ""
+        return f"{self.kind}{length} at concurrency {self.concurrency}"
+
+    @property
+    def size(self) -> str:
+        """Prompts at once, and their tokens where rounds differ in these."""
+        return (
+            f"{self.concurrency} x {self.prompt_tokens:,}"
+            if self.is_long
+            else f"{self.concurrency}"
+        )
 
     def prompts(self, vocab_size: int, shuffler: random.Random) -> list[list[list[int]]]:
         """New random prompts, as waves."""
@@ -71,11 +84,13 @@ def make_rounds(
     new_tokens: int,
     min_requests: int,
     seed: int,
+    long_tokens: Sequence[int] = (),
 ) -> list[Round]:
     """All rounds that have an entry.
 
     Args:
         cases: of CASES. concurrency: of the decode rounds. sides: that are there.
+        long_tokens: of the prompts of the rounds of `long`, which has one wave of each.
         min_requests: per repetition; a low concurrency repeats its wave to have as many.
     """
 
@@ -97,4 +112,10 @@ def make_rounds(
         rounds += [make("decode", count, [*base, *variants]) for count in concurrency]
     if "prefill" in cases:
         rounds += [make("prefill", count, plain) for count in PREFILL_CONCURRENCY]
+    if "long" in cases:
+        rounds += [
+            Round("prefill", count, 1, length, 1, tuple(plain), is_long=True)
+            for length in long_tokens
+            for count in LONG_CONCURRENCY
+        ]
     return [round_ for round_ in rounds if round_.entries]

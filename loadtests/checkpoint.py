@@ -21,7 +21,7 @@ _COMMON: dict[str, Any] = {
     "model_type": "llama",
     "dtype": "bfloat16",
     "head_dim": 64,
-    "max_position_embeddings": 2048,
+    "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
     "tie_word_embeddings": True,
@@ -65,8 +65,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(config: dict[str, Any], directory: Path, *, seed: int = 0) -> Path:
-    """Write the checkpoint, in bfloat16, unless it is there."""
-    if (directory / "config.json").exists():
+    """Write the checkpoint, in bfloat16, unless it is there; one of another shape gives way."""
+    found = directory / "config.json"
+    if found.exists() and json.loads(found.read_text(encoding="utf-8")) == config:
         return directory
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -79,6 +80,7 @@ def make_checkpoint(config: dict[str, Any], directory: Path, *, seed: int = 0) -
         "config.json": config,
     }.items():
         (unfinished / name).write_text(json.dumps(values, indent=2), encoding="utf-8")
+    shutil.rmtree(directory, ignore_errors=True)
     unfinished.rename(directory)
     return directory
 

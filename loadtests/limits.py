@@ -2,7 +2,8 @@
 
 Pure functions of a model's shape, of what is asked of it, and of one reading of the machine (see
 workers/limits_worker.py). Roofline: a step takes as long as its multiplications at the bf16 rate,
-or as reading the weights once, whichever is longer; reading the KV cache comes on top.
+or as reading the weights once, whichever is longer; reading the KV cache comes on top. Prompts are
+multiplied with the keys and values of their own tokens, too.
 """
 
 import json
@@ -30,11 +31,14 @@ class ModelCost:
         head_parameters: of the output matrix; only rows that sample are multiplied with it. Rows
             looked up in the embedding cost next to nothing.
         kv_bytes_per_token: of all layers, keys and values.
+        attention_width: of all layers and heads: a token has as many multiplications with the key
+            of each token that it looks at, and with its value.
     """
 
     body_parameters: int
     head_parameters: int
     kv_bytes_per_token: int
+    attention_width: int = 0
 
     @classmethod
     def of_llama(cls, checkpoint: Path) -> "ModelCost":
@@ -49,6 +53,7 @@ class ModelCost:
             body_parameters=layers * (attention + 3 * hidden * config["intermediate_size"]),
             head_parameters=config["vocab_size"] * hidden,
             kv_bytes_per_token=layers * 2 * kv_heads * head_dim * BYTES_PER_VALUE,
+            attention_width=layers * heads * head_dim,
         )
 
     @property
@@ -77,11 +82,13 @@ class Work:
 
 def prefill_seconds(cost: ModelCost, machine: Machine, work: Work) -> float:
     """All prompts in one step; the last row of each samples the first token."""
-    parameters = (
-        work.concurrency * work.prompt_tokens * cost.body_parameters
-        + work.concurrency * cost.head_parameters
+    pairs = work.prompt_tokens * (work.prompt_tokens + 1) // 2
+    multiplications = work.concurrency * (
+        work.prompt_tokens * cost.body_parameters
+        + cost.head_parameters
+        + 2 * pairs * cost.attention_width
     )
-    return max(_compute(parameters, machine), _read(cost.weight_bytes, machine))
+    return max(_compute(multiplications, machine), _read(cost.weight_bytes, machine))
 
 
 def decode_step_seconds(cost: ModelCost, machine: Machine, work: Work) -> float:
@@ -114,8 +121,8 @@ def achieved_gb_s(cost: ModelCost, tokens_per_second: float, work: Work) -> floa
     return tokens_per_second * cost.decode_bytes(work.mean_context) / 1e9
 
 
-def _compute(parameters: float, machine: Machine) -> float:
-    return parameters * FLOP_PER_PARAMETER / (machine.gemm_gflop_s * 1e9)
+def _compute(multiplications: float, machine: Machine) -> float:
+    return multiplications * FLOP_PER_PARAMETER / (machine.gemm_gflop_s * 1e9)
 
 
 def _read(num_bytes: float, machine: Machine) -> float:

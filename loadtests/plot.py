@@ -88,6 +88,6 @@ def _draw_panel(axis: Any, title: str, results: Sequence[RoundResult], name: str
             label=label,
         )
     axis.set_title(title, fontsize=10)
-    axis.set_xticks(range(len(results)), [str(result.round.concurrency) for result in results])
+    axis.set_xticks(range(len(results)), [result.round.size for result in results])
     axis.set_xlabel("prompts at once")
     axis.spines[["top", "right"]].set_visible(False)

@@ -19,6 +19,8 @@ from sides import BASE, INT8, LLAMA_CPP, Q8_0, QUANTIZED, TRITON, VLLM
 
 _OVER_VLLM = {("decode", 1): 1.7, ("decode", 8): 1.5, ("decode", 32): 1.3}
 """What decoding must reach over vLLM, by concurrency; anything else must be as fast."""
+_OVER_VLLM_LONG = 1.1
+"""What prompts of many tokens must reach over vLLM."""
 _RATIOS: tuple[tuple[str, str, float | None], ...] = (
     (BASE, VLLM, 1.0),
     (BASE, LLAMA_CPP, 1.0),
@@ -79,6 +81,7 @@ class RoundResult:
             if above in self.runs and below in self.runs:
                 if (above, below) == (BASE, VLLM):
                     bar = _OVER_VLLM.get((self.round.kind, self.round.concurrency), bar)
+                    bar = _OVER_VLLM_LONG if self.round.is_long else bar
                 pairs = ratio(self.rates(above), self.rates(below))
                 said = None if bar is None else verdict(pairs.interval, bar)
                 found[f"{above} / {below}"] = Comparison(pairs, bar, said)
@@ -146,7 +149,7 @@ def as_markdown(report: Report) -> str:
             f"{100 * CONFIDENCE:.0f} %), and whether the interval reaches the bar behind it:",
             _ratio_table(report.rounds),
         ]
-    if report.alone.controls:
+    if report.alone.controls and decode:
         parts += [
             "Output tokens/s, medians: alone on the machine / in turns:",
             _control_table(report),
@@ -175,7 +178,7 @@ def _labels(results: Sequence[RoundResult]) -> list[str]:
 
 
 def _heads(results: Sequence[RoundResult]) -> list[str]:
-    return [f"{result.round.kind} {result.round.concurrency}" for result in results]
+    return [f"{result.round.kind} {result.round.size}" for result in results]
 
 
 def _rate_table(results: Sequence[RoundResult]) -> str:

@@ -1,11 +1,18 @@
 """The limit that measured rates are compared with."""
 
+from dataclasses import replace
+
 import pytest
 
 from limits import Machine, ModelCost, Work, output_limit, prefill_seconds, prompt_limit
 
 # llama-135m: 30 layers of 3,538,944 parameters in matrices, a head of 49,152 by 576.
-COST = ModelCost(body_parameters=106_168_320, head_parameters=28_311_552, kv_bytes_per_token=23_040)
+COST = ModelCost(
+    body_parameters=106_168_320,
+    head_parameters=28_311_552,
+    kv_bytes_per_token=23_040,
+    attention_width=17_280,
+)
 MACHINE = Machine(read_gb_s=52.0, gemm_gflop_s=982.0)
 
 
@@ -18,14 +25,23 @@ def test_one_sequence_is_limited_by_reading_the_weights():
 
 def test_a_prefill_is_limited_by_compute_and_samples_one_row_per_prompt():
     work = Work(concurrency=8, prompt_tokens=128, new_tokens=1)
-    flop = 2 * (8 * 128 * COST.body_parameters + 8 * COST.head_parameters)
+    products = 128 * COST.body_parameters + COST.head_parameters + 2 * (128 * 129 // 2) * 17_280
+    flop = 2 * 8 * products
     assert prefill_seconds(COST, MACHINE, work) == pytest.approx(flop / 982e9)
     assert prompt_limit(COST, MACHINE, work) == pytest.approx(8 * 128 / (flop / 982e9))
 
 
+def test_a_long_prompt_is_limited_by_what_its_tokens_look_at():
+    def seconds(tokens: int) -> float:
+        work = Work(concurrency=1, prompt_tokens=tokens, new_tokens=1)
+        return prefill_seconds(COST, MACHINE, work)
+
+    assert seconds(16_384) > 2.5 * 8 * seconds(2_048)
+
+
 def test_many_sequences_also_pay_for_reading_their_caches():
     work = Work(concurrency=32, prompt_tokens=128, new_tokens=64)
-    without_cache = ModelCost(COST.body_parameters, COST.head_parameters, 0)
+    without_cache = replace(COST, kv_bytes_per_token=0)
     steps = 63
     seconds = steps * 32 * (128 + 32) * COST.kv_bytes_per_token / 52e9
     assert 32 * 64 / output_limit(COST, MACHINE, work) == pytest.approx(

@@ -36,6 +36,22 @@ def test_all_sides_are_in_all_rounds_and_the_sampled_one_beside_them_in_decoding
     ]
 
 
+def test_long_prompts_have_rounds_of_their_own_with_a_bar_of_their_own():
+    sides = ["charonia", VLLM, INT8]
+    asked = rounds(cases=["decode", "long"], sides=sides, long_tokens=[1024, 16_384])[2:]
+    assert [(r.name, r.size, r.num_waves, r.new_tokens) for r in asked] == [
+        ("prefill of 1,024 tokens at concurrency 1", "1 x 1,024", 1, 1),
+        ("prefill of 1,024 tokens at concurrency 4", "4 x 1,024", 1, 1),
+        ("prefill of 16,384 tokens at concurrency 1", "1 x 16,384", 1, 1),
+        ("prefill of 16,384 tokens at concurrency 4", "4 x 16,384", 1, 1),
+    ]
+    assert {tuple(entry.label for entry in r.entries) for r in asked} == {("charonia", VLLM)}
+    assert len(asked[3].prompts(100, random.Random(0))[0][3]) == 16_384
+    runs = {"charonia": [{"tokens_per_second": 1.05}] * 6, VLLM: [{"tokens_per_second": 1.0}] * 6}
+    result = RoundResult(asked[0], runs)
+    assert str(result.comparisons()["charonia / vllm"]) == "1.05 (1.05 to 1.05) missed (1.1)"
+
+
 def test_weights_of_8_bits_are_compared_with_each_other_where_they_are_asked_for():
     sides = ["charonia", "llama.cpp", INT8, Q8_0]
     asked = rounds(cases=["decode", "int8"], sides=sides)
