@@ -32,6 +32,9 @@ namespace charonia {
 // Within an item some queries at a time go through a chunk: their products with keys, the weights
 // that these become, and the products of those with values, so that all of it stays in the cache.
 // They see no more of the chunk than the last of them does.
+//
+// What is called in two places is not inlined: of a sum of products a compiler rounds one before it
+// adds the other, and copies of the same code may differ in which.
 template <class T, class P>
 class AttentionOverPages {
  public:
@@ -64,6 +67,7 @@ class AttentionOverPages {
   static constexpr int64_t kItems = 4;    // for each thread, so that all have as much to do
   // Queries (token and head) of an item.
   static constexpr int64_t kMostQueries = 192, kFewestQueries = 24;
+  static constexpr int64_t kMostNumbers = 4 << 20;  // of partial results that wait to be merged
 
   using F = typename P::template Product<T>;
   using Products = typename ProductsOf<P, F>::type;
@@ -73,7 +77,7 @@ class AttentionOverPages {
   struct Tile {
     int64_t row, kv_head, first, tokens;
     int64_t seen;     // keys that its last token attends to
-    int64_t partial;  // where its partial results begin, if split
+    int64_t results;  // where those of a chunk begin among those of all tiles, if split
   };
 
   // What queries have of some keys: weighted values, not yet divided; the largest exponent of a
@@ -130,29 +134,42 @@ class AttentionOverPages {
     write(tile, merged);
   }
 
+  // Compute some chunks of all tiles, then merge their results in order, and so on: a longer context
+  // takes no more memory. Place 0 has what is merged, and chunk 0 goes there at once.
   void attend_split(Pool& pool) {
-    std::vector<std::pair<int64_t, int64_t>> parts;  // tile, chunk
-    int64_t size = 0;
-    for (size_t i = 0; i < tiles_.size(); ++i) {
-      tiles_[i].partial = size;
-      size += num_chunks(tiles_[i]) * size_of_results(tiles_[i].tokens * group_);
-      for (int64_t chunk = 0; chunk < num_chunks(tiles_[i]); ++chunk) parts.emplace_back(i, chunk);
+    int64_t size = 0;  // of the results of one chunk of each tile
+    for (Tile& tile : tiles_) {
+      tile.results = size;
+      size += size_of_results(tile.tokens * group_);
     }
-    float* partials = scratch.partial.get<float>(size);
-    const auto at = [&](const Tile& tile, int64_t chunk) {
-      const int64_t queries = tile.tokens * group_;
-      return results_at(partials + tile.partial + chunk * size_of_results(queries), queries);
+    const int64_t chunks = num_chunks(tiles_.front());  // the longest
+    const int64_t at_once = std::clamp<int64_t>(kMostNumbers / size, 1, chunks);
+    float* const memory = scratch.partial.get<float>((1 + at_once) * size);
+    const auto at = [&](const Tile& tile, int64_t place) {
+      return results_at(memory + place * size + tile.results, tile.tokens * group_);
     };
-    pool.run(parts.size(), [&](int64_t i) {
-      const auto [tile, chunk] = parts[i];
-      attend_chunk(tiles_[tile], queries_of(tiles_[tile]), chunk, at(tiles_[tile], chunk), nullptr);
-    });
-    pool.run(tiles_.size(), [&](int64_t i) {
-      const Tile& tile = tiles_[i];
-      for (int64_t chunk = 1; chunk < num_chunks(tile); ++chunk)
-        merge(tile.tokens * group_, at(tile, 0), at(tile, chunk));
-      write(tile, at(tile, 0));
-    });
+    std::vector<std::pair<int64_t, int64_t>> parts;  // tile, chunk
+    for (int64_t first = 0; first < chunks; first += at_once) {
+      const int64_t end = std::min(first + at_once, chunks);
+      const auto place_of = [first](int64_t chunk) { return chunk == 0 ? 0 : 1 + chunk - first; };
+      parts.clear();
+      for (size_t i = 0; i < tiles_.size(); ++i)
+        for (int64_t chunk = first; chunk < std::min(end, num_chunks(tiles_[i])); ++chunk)
+          parts.emplace_back(i, chunk);
+      pool.run(parts.size(), [&](int64_t i) {
+        const Tile& tile = tiles_[parts[i].first];
+        const int64_t chunk = parts[i].second;
+        attend_chunk(tile, queries_of(tile), chunk, at(tile, place_of(chunk)), nullptr);
+      });
+      pool.run(tiles_.size(), [&](int64_t i) {
+        const Tile& tile = tiles_[i];
+        const int64_t own = num_chunks(tile);
+        if (own <= first) return;  // all of it is written
+        for (int64_t chunk = std::max<int64_t>(first, 1); chunk < std::min(end, own); ++chunk)
+          merge(tile.tokens * group_, at(tile, 0), at(tile, place_of(chunk)));
+        if (own <= end) write(tile, at(tile, 0));
+      });
+    }
   }
 
   // Keys of a chunk that query `q` of a tile attends to; may be negative.
@@ -167,8 +184,8 @@ class AttentionOverPages {
 
   // results = those of one chunk; or, where there is room for a part of these, results are merged
   // with them.
-  void attend_chunk(const Tile& tile, const Side<F>& side, int64_t chunk, const Results& results,
-                    const Results* room) const {
+  [[gnu::noinline]] void attend_chunk(const Tile& tile, const Side<F>& side, int64_t chunk,
+                                      const Results& results, const Results* room) const {
     const int64_t queries = tile.tokens * group_;
     const int64_t keys = std::min(chunk_, tile.seen - chunk * chunk_);
     thread_local Scratch score_memory;
@@ -353,7 +370,8 @@ class AttentionOverPages {
 
   // Merge the partial softmax of the next chunk into what came before it. Of a chunk of which a
   // query sees nothing, nothing comes.
-  void merge(int64_t queries, const Results& merged, const Results& partial) const {
+  [[gnu::noinline]] void merge(int64_t queries, const Results& merged,
+                               const Results& partial) const {
     const int64_t dim = pages_.dim;
     for (int64_t first = 0; first < queries; first += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, queries - first);
