@@ -375,6 +375,26 @@ def test_what_lies_outside_of_a_context_never_spoils_a_sum(
     assert torch.equal(attend(query, step, packed(spoiled)), attend(query, step, packed(pages)))
 
 
+@both_dtypes
+def test_a_query_that_is_no_number_shows_in_its_own_result_alone(
+    isa: str, dtype: torch.dtype
+) -> None:
+    """Among those that are multiplied together, in one chunk of a context and in several."""
+    generator = torch.Generator().manual_seed(0)
+    batch, num_blocks = random_step(generator, 16, [(300, 1), (0, 20), (500, 40)])
+    pages = packed(random_pages(generator, num_blocks, 16, 2, 40, dtype))
+    query = torch.randn(61, 6, 40, generator=generator).to(dtype)
+    step = native_ops(isa).begin(batch, rotation_of(40, dtype))
+    attend = kernels_for(isa).paged_attention
+    expected = attend(query, step, pages)
+    spoiled = query.clone()
+    spoiled[[0, 7, 30, 60], [1, 2, 5, 0], [0, 15, 16, 39]] = torch.nan
+    actual = attend(spoiled, step, pages)
+    is_spoiled = spoiled.isnan().any(-1)
+    assert actual[is_spoiled].isnan().all()
+    assert torch.equal(actual[~is_spoiled], expected[~is_spoiled])
+
+
 def test_a_matrix_with_an_odd_number_of_inputs_is_refused(isa: str) -> None:
     with pytest.raises(ValueError, match="odd number of inputs"):
         kernels_for(isa).Matrix(torch.zeros(4, 3), None, False, False)
