@@ -25,7 +25,7 @@ namespace charonia {
 
 // Causal attention of a step's queries over the pages, flash-style (Dao et al. 2022, arXiv
 // 2205.14135): keys are taken kChunk at a time, each chunk gives a partial softmax, and the partial
-// ones of a query are merged in order. An item of work is a tile of one row's tokens with all the
+// ones of a query are merged in order. An item of work is some of one row's tokens with all the
 // heads that share a KV head: the more queries it has, the fewer times keys and values are read.
 // Where there are few items, each is split into its chunks.
 //
@@ -50,13 +50,13 @@ class AttentionOverPages {
     const int64_t enough = kItems * pool.num_threads();
     int64_t queries = kMostQueries;
     while (cut(queries) < enough && queries > kFewestQueries) queries /= 2;
-    if (tiles_.empty()) return;
+    if (items_.empty()) return;
     // Longest first, so that no thread is left alone with a long one.
-    std::stable_sort(tiles_.begin(), tiles_.end(),
-                     [](const Tile& a, const Tile& b) { return a.seen > b.seen; });
-    if (static_cast<int64_t>(tiles_.size()) >= enough || tiles_.front().seen <= chunk_ ||
+    std::stable_sort(items_.begin(), items_.end(),
+                     [](const Item& a, const Item& b) { return a.seen > b.seen; });
+    if (static_cast<int64_t>(items_.size()) >= enough || items_.front().seen <= chunk_ ||
         pool.num_threads() == 1) {
-      pool.run(tiles_.size(), [&](int64_t i) { attend_whole(tiles_[i]); });
+      pool.run(items_.size(), [&](int64_t i) { attend_whole(items_[i]); });
     } else {
       attend_split(pool);
     }
@@ -74,10 +74,10 @@ class AttentionOverPages {
   using Input = typename F::Input;
   static constexpr int kRows = kRowsEach<F>;
 
-  struct Tile {
+  struct Item {
     int64_t row, kv_head, first, tokens;
     int64_t seen;     // keys that its last token attends to
-    int64_t results;  // where those of a chunk begin among those of all tiles, if split
+    int64_t results;  // where those of a chunk begin among those of all items, if split
   };
 
   // What queries have of some keys: weighted values, not yet divided; the largest exponent of a
@@ -104,107 +104,107 @@ class AttentionOverPages {
     return (count + Products::kDepth - 1) / Products::kDepth * Products::kDepth;
   }
 
-  // Make tiles of about so many queries, and return how many there are.
+  // Make items of about so many queries, and return how many there are.
   int64_t cut(int64_t queries) {
-    tiles_.clear();
-    const int64_t tile_tokens = std::max<int64_t>(1, queries / group_);
+    items_.clear();
+    const int64_t item_tokens = std::max<int64_t>(1, queries / group_);
     for (size_t row = 0; row < step_.context_lens.size(); ++row) {
       const int64_t begin = step_.query_starts[row], end = step_.query_starts[row + 1];
-      for (int64_t first = begin; first < end; first += tile_tokens)
+      for (int64_t first = begin; first < end; first += item_tokens)
         for (int64_t head = 0; head < pages_.kv_heads; ++head) {
-          const int64_t last = std::min(end, first + tile_tokens);
+          const int64_t last = std::min(end, first + item_tokens);
           const int64_t seen = step_.context_lens[row] - (end - last);
-          tiles_.push_back({static_cast<int64_t>(row), head, first, last - first, seen, 0});
+          items_.push_back({static_cast<int64_t>(row), head, first, last - first, seen, 0});
         }
     }
-    return static_cast<int64_t>(tiles_.size());
+    return static_cast<int64_t>(items_.size());
   }
 
-  int64_t num_chunks(const Tile& tile) const { return (tile.seen + chunk_ - 1) / chunk_; }
+  int64_t num_chunks(const Item& item) const { return (item.seen + chunk_ - 1) / chunk_; }
 
-  void attend_whole(const Tile& tile) {
+  void attend_whole(const Item& item) {
     thread_local Scratch merged_memory, partial_memory;
-    const int64_t queries = tile.tokens * group_, most = std::min(queries, Products::kQueries);
+    const int64_t queries = item.tokens * group_, most = std::min(queries, Products::kQueries);
     const Results merged =
         results_at(merged_memory.get<float>(size_of_results(queries)), queries);
     const Results partial = results_at(partial_memory.get<float>(size_of_results(most)), most);
-    const Side<F> side = queries_of(tile);
-    for (int64_t chunk = 0; chunk < num_chunks(tile); ++chunk)
-      attend_chunk(tile, side, chunk, merged, chunk == 0 ? nullptr : &partial);
-    write(tile, merged);
+    const Side<F> side = queries_of(item);
+    for (int64_t chunk = 0; chunk < num_chunks(item); ++chunk)
+      attend_chunk(item, side, chunk, merged, chunk == 0 ? nullptr : &partial);
+    write(item, merged);
   }
 
-  // Compute some chunks of all tiles, then merge their results in order, and so on: a longer context
-  // takes no more memory. Place 0 has what is merged, and chunk 0 goes there at once.
+  // Compute some chunks of all items, then merge their results in order, and so on: a longer
+  // context takes no more memory. Place 0 has what is merged, and chunk 0 goes there at once.
   void attend_split(Pool& pool) {
-    int64_t size = 0;  // of the results of one chunk of each tile
-    for (Tile& tile : tiles_) {
-      tile.results = size;
-      size += size_of_results(tile.tokens * group_);
+    int64_t size = 0;  // of the results of one chunk of each item
+    for (Item& item : items_) {
+      item.results = size;
+      size += size_of_results(item.tokens * group_);
     }
-    const int64_t chunks = num_chunks(tiles_.front());  // the longest
+    const int64_t chunks = num_chunks(items_.front());  // the longest
     const int64_t at_once = std::clamp<int64_t>(kMostNumbers / size, 1, chunks);
     float* const memory = scratch.partial.get<float>((1 + at_once) * size);
-    const auto at = [&](const Tile& tile, int64_t place) {
-      return results_at(memory + place * size + tile.results, tile.tokens * group_);
+    const auto at = [&](const Item& item, int64_t place) {
+      return results_at(memory + place * size + item.results, item.tokens * group_);
     };
-    std::vector<std::pair<int64_t, int64_t>> parts;  // tile, chunk
+    std::vector<std::pair<int64_t, int64_t>> parts;  // item, chunk
     for (int64_t first = 0; first < chunks; first += at_once) {
       const int64_t end = std::min(first + at_once, chunks);
       const auto place_of = [first](int64_t chunk) { return chunk == 0 ? 0 : 1 + chunk - first; };
       parts.clear();
-      for (size_t i = 0; i < tiles_.size(); ++i)
-        for (int64_t chunk = first; chunk < std::min(end, num_chunks(tiles_[i])); ++chunk)
+      for (size_t i = 0; i < items_.size(); ++i)
+        for (int64_t chunk = first; chunk < std::min(end, num_chunks(items_[i])); ++chunk)
           parts.emplace_back(i, chunk);
       pool.run(parts.size(), [&](int64_t i) {
-        const Tile& tile = tiles_[parts[i].first];
+        const Item& item = items_[parts[i].first];
         const int64_t chunk = parts[i].second;
-        attend_chunk(tile, queries_of(tile), chunk, at(tile, place_of(chunk)), nullptr);
+        attend_chunk(item, queries_of(item), chunk, at(item, place_of(chunk)), nullptr);
       });
-      pool.run(tiles_.size(), [&](int64_t i) {
-        const Tile& tile = tiles_[i];
-        const int64_t own = num_chunks(tile);
+      pool.run(items_.size(), [&](int64_t i) {
+        const Item& item = items_[i];
+        const int64_t own = num_chunks(item);
         if (own <= first) return;  // all of it is written
         for (int64_t chunk = std::max<int64_t>(first, 1); chunk < std::min(end, own); ++chunk)
-          merge(tile.tokens * group_, at(tile, 0), at(tile, place_of(chunk)));
-        if (own <= end) write(tile, at(tile, 0));
+          merge(item.tokens * group_, at(item, 0), at(item, place_of(chunk)));
+        if (own <= end) write(item, at(item, 0));
       });
     }
   }
 
-  // Keys of a chunk that query `q` of a tile attends to; may be negative.
-  int64_t visible(const Tile& tile, int64_t chunk, int64_t q) const {
-    return tile.seen - (tile.tokens - 1 - q / group_) - chunk * chunk_;
+  // Keys of a chunk that query `q` of an item attends to; may be negative.
+  int64_t visible(const Item& item, int64_t chunk, int64_t q) const {
+    return item.seen - (item.tokens - 1 - q / group_) - chunk * chunk_;
   }
 
   // The same, from 0 to `most`.
-  int64_t num_seen(const Tile& tile, int64_t chunk, int64_t q, int64_t most) const {
-    return std::clamp<int64_t>(visible(tile, chunk, q), 0, most);
+  int64_t num_seen(const Item& item, int64_t chunk, int64_t q, int64_t most) const {
+    return std::clamp<int64_t>(visible(item, chunk, q), 0, most);
   }
 
-  // results = those of one chunk; or, where there is room for a part of these, results are merged
-  // with them.
-  [[gnu::noinline]] void attend_chunk(const Tile& tile, const Side<F>& side, int64_t chunk,
-                                      const Results& results, const Results* room) const {
-    const int64_t queries = tile.tokens * group_;
-    const int64_t keys = std::min(chunk_, tile.seen - chunk * chunk_);
+  // results = those of one chunk. Or, given memory for the partial ones of as many queries as are
+  // multiplied at once, merge those of the chunk into results.
+  [[gnu::noinline]] void attend_chunk(const Item& item, const Side<F>& side, int64_t chunk,
+                                      const Results& results, const Results* partial) const {
+    const int64_t queries = item.tokens * group_;
+    const int64_t keys = std::min(chunk_, item.seen - chunk * chunk_);
     thread_local Scratch score_memory;
     float* scores = score_memory.get<float>(std::min(queries, Products::kQueries) * stride_);
-    const ChunkBlocks blocks = blocks_of(tile, chunk);
+    const ChunkBlocks blocks = blocks_of(item, chunk);
     Products products(pages_, blocks, queries, stride_);
     for (int64_t first = 0; first < queries; first += Products::kQueries) {
       const int64_t count = std::min(Products::kQueries, queries - first);
-      const int64_t seen = std::min(keys, visible(tile, chunk, first + count - 1));
+      const int64_t seen = std::min(keys, visible(item, chunk, first + count - 1));
       const Results to = results.from(first, pages_.dim);
       if (seen <= 0) {
-        if (!room) see_nothing(count, to);
+        if (!partial) see_nothing(count, to);
         continue;
       }
-      const Results& part = room ? *room : to;
+      const Results& part = partial ? *partial : to;
       products.score(side.from(first), count, num_blocks(seen), scores);
-      const Side<F> weights = weigh(tile, chunk, first, count, seen, products, scores, part);
+      const Side<F> weights = weigh(item, chunk, first, count, seen, products, scores, part);
       products.add_values(weights, count, num_blocks(seen), part.values);
-      if (room) merge(count, to, part);
+      if (partial) merge(count, to, part);
     }
   }
 
@@ -212,30 +212,30 @@ class AttentionOverPages {
     return (keys + pages_.block_size - 1) / pages_.block_size;
   }
 
-  // A thread's last ones.
-  ChunkBlocks blocks_of(const Tile& tile, int64_t chunk) const {
+  // Until this thread asks for others.
+  ChunkBlocks blocks_of(const Item& item, int64_t chunk) const {
     const int64_t per_chunk = chunk_ / pages_.block_size, first = chunk * per_chunk;
     const int64_t* const table =
-        data<int64_t>(step_.block_tables) + tile.row * step_.block_tables.size(1) + first;
-    const int64_t left = num_blocks(tile.seen) - first, own = std::min(left, per_chunk);
+        data<int64_t>(step_.block_tables) + item.row * step_.block_tables.size(1) + first;
+    const int64_t left = num_blocks(item.seen) - first, own = std::min(left, per_chunk);
     thread_local std::vector<int64_t> starts;
     starts.resize(std::min(left, 2 * per_chunk));
-    for (size_t i = 0; i < starts.size(); ++i) starts[i] = pages_.block(table[i], tile.kv_head);
+    for (size_t i = 0; i < starts.size(); ++i) starts[i] = pages_.block(table[i], item.kv_head);
     const std::span<const int64_t> all = starts;
     return {all.first(own), all.subspan(own)};
   }
 
-  // The queries of a tile as left-hand sides of products with keys, in order of token and head.
-  Side<F> queries_of(const Tile& tile) const {
-    const int64_t queries = tile.tokens * group_, dim = pages_.dim, groups = pages_.groups();
+  // The queries of an item as left-hand sides of products with keys, in order of token and head.
+  Side<F> queries_of(const Item& item) const {
+    const int64_t queries = item.tokens * group_, dim = pages_.dim, groups = pages_.groups();
     const int64_t size = dim / groups, stride = filled(size);
     thread_local Scratch row_memory, factor_memory, begin_memory;
     Input* rows = row_memory.get<Input>(groups * queries * kRows * stride);
     float* factors = factor_memory.get<float>(groups * queries);
     int32_t* begin = begin_memory.get<int32_t>(groups * queries * kRows);
     for (int64_t q = 0; q < queries; ++q) {
-      const T* from = query_ + (tile.first + q / group_) * token_stride_ +
-                      (tile.kv_head * group_ + q % group_) * head_dim_;
+      const T* from = query_ + (item.first + q / group_) * token_stride_ +
+                      (item.kv_head * group_ + q % group_) * head_dim_;
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t row = (g * queries + q) * kRows;
         const int64_t count = std::min(size, head_dim_ - g * size);
@@ -274,7 +274,7 @@ class AttentionOverPages {
   // The weights of a chunk's values as left-hand sides of products with them, for `count` queries
   // from the first on that see no more than `keys`: 2^(exponent - top) times the values' scales, 0
   // for keys that a query does not see. Tops and totals go to `results`.
-  Side<F> weigh(const Tile& tile, int64_t chunk, int64_t first, int64_t count, int64_t keys,
+  Side<F> weigh(const Item& item, int64_t chunk, int64_t first, int64_t count, int64_t keys,
                 const Products& products, const float* scores, const Results& results) const {
     const int64_t groups = pages_.groups();
     const int64_t padded = filled(num_blocks(keys) * pages_.block_size);
@@ -287,10 +287,10 @@ class AttentionOverPages {
     const float factor_of_scores = P::kHasScales ? 1.0f : factor();  // or it is in them
     for (int64_t q = 0; q < count; ++q)
       results.tops[q] = factor_of_scores *
-                        largest_of(scores + q * stride_, num_seen(tile, chunk, first + q, keys));
-    int64_t scales_of = -1;
+                        largest_of(scores + q * stride_, num_seen(item, chunk, first + q, keys));
+    int64_t scales_of = -1;  // so many keys
     for (int64_t q = 0; q < count; ++q) {
-      const int64_t seen = num_seen(tile, chunk, first + q, keys);
+      const int64_t seen = num_seen(item, chunk, first + q, keys);
       if constexpr (P::kHasScales)
         if (seen != std::exchange(scales_of, seen)) products.read_scales(seen, scales, steps);
       results.totals[q] = weigh_query(
@@ -392,11 +392,11 @@ class AttentionOverPages {
     }
   }
 
-  void write(const Tile& tile, const Results& merged) const {
-    for (int64_t q = 0; q < tile.tokens * group_; ++q) {
+  void write(const Item& item, const Results& merged) const {
+    for (int64_t q = 0; q < item.tokens * group_; ++q) {
       const float* from = merged.values + q * pages_.dim;
       const float factor = 1.0f / merged.totals[q];
-      T* to = out_ + ((tile.first + q / group_) * num_heads_ + tile.kv_head * group_ + q % group_) *
+      T* to = out_ + ((item.first + q / group_) * num_heads_ + item.kv_head * group_ + q % group_) *
                          head_dim_;
       for (int64_t d = 0; d < head_dim_; d += kLanes)
         narrow_some(to + d, load<Floats>(from + d) * factor, head_dim_ - d);
@@ -409,7 +409,7 @@ class AttentionOverPages {
   const int64_t token_stride_, num_heads_, head_dim_, group_, chunk_;
   const int64_t stride_;  // of the scores and weights of a query
   T* out_;
-  std::vector<Tile> tiles_;
+  std::vector<Item> items_;
 };
 
 // query, out: [tokens, num_heads, head_dim], tokens of `query` token_stride apart.

@@ -332,20 +332,17 @@ inline float largest(const float* x, int64_t count) {
 // are rounded to whole numbers, and must be at most kMostInDigits.
 inline void put(float* to, int64_t, Floats x) { store(to, x); }
 inline void put(bf16* to, int64_t, Floats x) { narrow(to, x); }
-template <class T>
-inline void put(T* to, int64_t stride, Floats first, Floats second) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    narrow(to, first, second);
-  } else {
-    put(to, stride, first);
-    put(to + kLanes, stride, second);
-  }
-}
 inline void put(Digit* to, int64_t stride, Floats x) {
   const Ints whole = bits<Ints>(x + 12582912.0f);  // the number is in the low bits
   store_bytes(to, (whole + 128) >> 8);
   store_bytes(to + stride, whole);
 }
+// Two vectors of them, for which bfloat16 has one instruction.
+inline void put(float* to, int64_t, Floats first, Floats second) {
+  store(to, first);
+  store(to + kLanes, second);
+}
+inline void put(bf16* to, int64_t, Floats first, Floats second) { narrow(to, first, second); }
 
 // The sums of a row of numbers, of those of its rows of the left-hand side.
 template <class Sum, int kWide>

@@ -8,7 +8,7 @@
 //   codes.h      numbers in 8 or 4 bits: how they are rounded, and products with them
 //   pages.h      how K and V lie in the pages
 //   step.h       the tokens of a step and where their context lies
-//   products.h   q K^T and p V of a chunk of keys
+//   products.h   q K^T and p V of a chunk of keys; tile_products.h by AMX
 //   attention.h  attention over pages
 //   layer.h      the two halves of a decoder layer, all layers, the head
 //   line.h       a line of logits and how a token is drawn from it

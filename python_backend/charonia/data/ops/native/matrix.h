@@ -214,8 +214,8 @@ class Matrix {
     });
   }
 
-  // The same with AMX. Meanwhile the first rows fetch their own panel ahead, the second ones the next
-  // panel. Int8 weights are widened by the first ones on their way.
+  // The same with AMX. Meanwhile the first rows fetch their own panel ahead, the second ones the
+  // next panel. Int8 weights are widened by the first ones on their way.
   template <class F, class T, class Registers, class Out>
   void multiply_by_tiles(Registers& tiles, const Part<T, typename F::Stored>& part,
                          const Out& out) const {
@@ -261,7 +261,7 @@ class Matrix {
             if (step == 0) bring(0);
             bring(step + 1);
           });
-      if (whole == 0 && tile < kFetchingTiles) bring(0);
+      if (whole == 0 && tile < kFetchingTiles) bring(0);  // there was no step
       for (int64_t r = 0; r < height; ++r) {
         if (rest) add_rest(sums[r], x + r * inputs + whole, w + kColumns * whole, rest);
         out(part.first_row + first + r, part.panel, sums[r]);

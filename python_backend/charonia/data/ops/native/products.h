@@ -39,9 +39,9 @@ struct ChunkBlocks {
   std::span<const int64_t> starts, next;
 };
 
-// By F, over pages P, of a chunk's blocks. Where numbers are kept in codes, a key's
-// scale is applied to its score, and a value's must be in its weight. Sums of a group are float32, or
-// exact, of whole numbers; beyond that all is float32.
+// By F, over pages P, of a chunk's blocks. Where numbers are kept in codes, a key's scale is
+// applied to its score, and a value's must be in its weight. Sums of a group are float32, or exact,
+// of whole numbers; beyond that all is float32.
 //
 // Blocks lie anywhere, so the processor cannot guess the next ones: they are named.
 template <class P, class F>
@@ -50,11 +50,11 @@ class ChunkProducts {
   static constexpr int64_t kQueries = 24;  // at once, so that their scores stay in the cache
   static constexpr int64_t kDepth = 1;     // rows are filled up with zeros to a multiple of it
 
-  // For so many queries, some at a time. Of one, scores and weights are `chunk` apart.
-  ChunkProducts(const P& pages, const ChunkBlocks& blocks, int64_t /*queries*/, int64_t chunk)
-      : pages_(pages), starts_(blocks.starts), chunk_(chunk) {}
+  // For so many queries, some at a time. Their scores and weights are `stride` apart.
+  ChunkProducts(const P& pages, const ChunkBlocks& blocks, int64_t /*queries*/, int64_t stride)
+      : pages_(pages), starts_(blocks.starts), stride_(stride) {}
 
-  // scores [queries][chunk_] = q K^T of the first `blocks`, of codes times the factors of `side`;
+  // scores [queries][stride_] = q K^T of the first `blocks`, of codes times the factors of `side`;
   // kWide vectors of keys at a time. After the last keys the first values are brought near.
   void score(const Side<F>& side, int64_t queries, int64_t blocks, float* scores) const {
     const int64_t block_size = pages_.block_size, size = pages_.dim / pages_.groups();
@@ -89,7 +89,7 @@ class ChunkProducts {
                       block_size * F::kStored, size, ahead);
           for (int q = 0; q < height; ++q)
             for (int i = 0; i < wide; ++i) {
-              float* to = scores + (first + q) * chunk_ + (v + i) * kLanes;
+              float* to = scores + (first + q) * stride_ + (v + i) * kLanes;
               const Floats sum = joined(sums + q * kRows, i);
               if constexpr (P::kHasScales) {
                 const Floats before = group == 0 ? Floats{} : load<Floats>(to);
@@ -137,12 +137,12 @@ class ChunkProducts {
       });
   }
 
-  // scales [groups][chunk_] of the first `seen` values of a chunk, 0 behind, in units of steps
+  // scales [groups][stride_] of the first `seen` values of a chunk, 0 behind, in units of steps
   // [groups]. What a query does not see must not decide how its weights are rounded.
   void read_scales(int64_t seen, float* scales, float* steps) const {
     const auto padded = static_cast<int64_t>(starts_.size()) * pages_.block_size;
     for (int64_t group = 0; group < pages_.groups(); ++group) {
-      float* to = scales + group * chunk_;
+      float* to = scales + group * stride_;
       for (int64_t i = 0; i < padded; i += kLanes) {
         const Floats scales_here = widen(scales_of(pages_.values, i / kLanes, group));
         store(to + i, below(seen, i, scales_here, Floats{}));
@@ -194,7 +194,7 @@ class ChunkProducts {
 
   const P& pages_;
   const std::span<const int64_t> starts_;
-  const int64_t chunk_;
+  const int64_t stride_;
 };
 
 }  // namespace charonia

@@ -3,8 +3,7 @@
 #pragma once
 
 #include <algorithm>
-#include <span>
-#include <vector>
+#include <cstdint>
 
 #include "pages.h"
 #include "pool.h"
@@ -16,22 +15,22 @@ namespace charonia {
 
 #if defined(__AMX_BF16__)
 
-// Takes the place of ChunkProducts for bfloat16. Within a block keys lie as the registers take them;
-// values are laid side by side first, as a block has half as many as a register takes.
+// Takes the place of ChunkProducts for bfloat16. Within a block keys lie as the registers take
+// them. Values are laid side by side first, as a block has half as many as a register takes.
 class TileProducts {
  public:
   using F = Format<bf16>;
   static constexpr int64_t kQueries = 2 * Tiles::kRows;
   static constexpr int64_t kDepth = Tiles::kDepth;
 
-  TileProducts(const Pages<bf16>& pages, const ChunkBlocks& blocks, int64_t queries, int64_t chunk)
+  TileProducts(const Pages<bf16>& pages, const ChunkBlocks& blocks, int64_t queries, int64_t stride)
       : pages_(pages), blocks_(blocks), has_few_queries_(queries <= Tiles::kRows),
-        chunk_(chunk) {}
+        stride_(stride) {}
 
   void score(const Side<F>& side, int64_t queries, int64_t blocks, float* scores) {
     const int64_t steps = (pages_.dim + kDepth - 1) / kDepth, count = blocks * per_block();
     const auto product = [&](const auto& tile, const auto& before) {
-      tiles_.multiply(queries, side.rows, side.stride, steps, count, tile, scores, chunk_, before);
+      tiles_.multiply(queries, side.rows, side.stride, steps, count, tile, scores, stride_, before);
     };
     const auto nothing = [](int64_t, int64_t, int64_t) {};
     const auto tile = [&](int64_t i, int64_t step) { return keys_at(i, step); };
@@ -95,7 +94,8 @@ class TileProducts {
   // Of the i-th kLanes keys.
   Tiles::Right keys_at(int64_t i, int64_t step) const {
     const bf16* const keys = pages_.keys + blocks_.starts[i / per_block()];
-    return {keys + (step * pages_.block_size + i % per_block()) * 2 * kLanes, pages_.block_size * 2};
+    const int64_t unit = step * pages_.block_size + i % per_block();
+    return {keys + unit * 2 * kLanes, 2 * pages_.block_size};
   }
 
   // What is needed that much later: keys, or behind the last of them as much of the values.
@@ -156,10 +156,10 @@ class TileProducts {
   const Pages<bf16>& pages_;
   const ChunkBlocks& blocks_;
   const bool has_few_queries_;
-  const int64_t chunk_;
-  const bf16* keys_ = nullptr;
-  bf16* values_ = nullptr;
-  bool is_first_ = true;  // of the queries of a chunk
+  const int64_t stride_;
+  const bf16* keys_ = nullptr;  // of packed_keys
+  bf16* values_ = nullptr;      // as pack_values lays them, step by step
+  bool is_first_ = true;        // of the times that some of the queries go through the chunk
   Tiles tiles_;
 };
 

@@ -21,8 +21,8 @@ constexpr bool kHasTiles = true;
 //   6, 7     columns   [kLanes pairs of k, kLanes, 2] bfloat16
 //
 // An instruction adds up the products of its 2 kLanes of k before it adds them to a sum, whatever
-// the number of rows and columns, so a sum does not depend on these. It takes sixteen cycles, and its
-// result as many again and more: so four sums take turns.
+// the number of rows and columns, so a sum does not depend on these. It takes sixteen cycles, and
+// its result as many again and more: so four sums take turns.
 class Tiles {
  public:
   static constexpr int64_t kRows = 16;           // of a tile
