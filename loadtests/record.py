@@ -5,6 +5,7 @@ commit that others can check out. Must not know what was measured.
 """
 
 import datetime
+import os
 import platform
 import shlex
 import shutil
@@ -23,7 +24,7 @@ def circumstances(script: str) -> dict[str, Any]:
     names = ("Model name", "CPU(s)", "CPU family", "Model", "L2 cache", "L3 cache")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", f"loadtests/{script}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"loadtests/{script}", *map(_from_here, sys.argv[1:])]),
         "commit": commit(),
         "machine": {name: fields[name].strip() for name in names if name in fields},
         "python": platform.python_version(),
@@ -97,6 +98,16 @@ def _changed(folder: Path) -> list[str]:
         "git", "status", "--porcelain", "--", ":(top)", f":(top,exclude){results}", folder=folder
     )
     return [line[2:].strip() for line in lines.splitlines()]
+
+
+def _from_here(argument: str) -> str:
+    """An argument with a path of this machine as seen from the project, whose users have others."""
+    option, sign, path = argument.rpartition("=")
+    return (
+        f"{option}{sign}{os.path.relpath(path, HERE.parent)}"
+        if Path(path).is_absolute()
+        else argument
+    )
 
 
 def _output(*command: str, folder: Path = HERE) -> str:

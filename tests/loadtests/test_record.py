@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from record import HERE, RESULTS, commit, is_in_history, output_stem
+from record import HERE, RESULTS, circumstances, commit, is_in_history, output_stem
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs Git")
 RECORDS = sorted((HERE / RESULTS).glob("*.json"))
@@ -51,6 +51,17 @@ def test_what_no_commit_holds_is_not_recorded_and_said_to_be_dirty(folder: Path,
     assert output_stem(folder / "elsewhere", "bench", folder) == folder / "elsewhere"
     with pytest.raises(SystemExit, match="differ from it"):
         output_stem(folder / RESULTS / "mine", "bench", folder)
+
+
+def test_a_command_is_recorded_without_paths_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    traces = HERE.parent.parent / "shared" / "traces"
+    arguments = ["--traces", str(traces), f"--output={traces}", "--rate", "0.5"]
+    monkeypatch.setattr("sys.argv", ["bench.py", *arguments])
+    command = circumstances("bench.py")["command"]
+    expected = "--traces ../shared/traces --output=../shared/traces --rate 0.5"
+    assert command == f"python loadtests/bench.py {expected}"
 
 
 def test_a_record_is_not_written_over(folder: Path) -> None:
