@@ -73,6 +73,18 @@ def test_an_engine_may_die_of_the_step_behind_one_that_failed(num_stages, async_
     check_tokens(replace(scenario, num_stages=num_stages, async_scheduling=async_scheduling))
 
 
+def test_blocks_may_be_loaded_for_who_comes_first_before_it_was_its_turn_to_be_looked_up():
+    """A step failed, and all wait anew; by deadlines the last two that came go first."""
+    short = Arrival(0, 0, 0, 1, 1, 0, 0, False, True, None)
+    urgent = [
+        replace(short, own=10, due_in=5, num_samples=8),
+        replace(short, own=2, max_tokens=3, tenant=1, due_in=20, num_samples=2),
+    ]
+    arrivals = [*[replace(short) for _ in range(6)], *urgent]
+    scenario = Scenario(arrivals, 14, 1, 1, 1, True, True, failures={15}, eviction="any")
+    check_tokens(replace(scenario, policy="deadline, demoting", tier_sizes=(1,)))
+
+
 @long
 @settings(patient, max_examples=1200)
 @given(scenarios)

@@ -25,8 +25,12 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert not any(r in waiting_order for r in running)
 
     assert all(r in waiting_order for r in epoch._lookups._pending)
+    fetching = epoch.transfers._fetching
+    had_loaded = set() if fetching is None else {r.key for r in fetching._num_loaded}
     waiting = {r.key for r in live if r.row is None and r not in parked}
-    assert set(kv._reserved) <= waiting - {r.key for r in epoch._lookups._pending}
+    assert had_loaded <= waiting, "what was loaded is counted on"
+    not_looked_up = {r.key for r in epoch._lookups._pending}
+    assert set(kv._reserved) <= waiting - (not_looked_up - had_loaded)
 
     rows = [r.row for r in running]
     assert len(set(rows)) == len(rows)
@@ -34,10 +38,6 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert all(r.is_ended and r.num_in_flight for r in ended), "an ended request stays"
     rows += [r.row for r in ended]
     assert sorted(rows + epoch._rows._free) == list(range(limits.max_num_seqs))
-
-    fetching = scheduler._epoch.transfers._fetching
-    if fetching is not None:
-        assert {r.key for r in fetching._num_loaded} <= waiting, "what was loaded is counted on"
 
     references = Counter(block_id for r in [*live, *ended] for block_id in r.block_ids)
     references.update(block_id for fetch in fetches_of(scheduler) for block_id in fetch.block_ids)

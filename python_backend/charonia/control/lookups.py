@@ -22,6 +22,8 @@ _LOOK_UP = 4
 class Lookups:
     """Looks for the blocks of those that wait, in the order in which they came.
 
+    Who comes first by another order may have blocks loaded before that; these are reserved then.
+
     Args:
         fetching: told of those that might have blocks loaded; None where there are no slower tiers.
         waiting: that wait already.
