@@ -1,11 +1,12 @@
-"""Measure how long a stream stands still while another request's long prompt is computed.
+"""Measure how long streams stand still while another request's long prompt is computed.
 
     python loadtests/stall_bench.py                      # llama-135m, a prompt of 4,000 tokens
     python loadtests/stall_bench.py --target 30          # inter_token_target_ms, in place of auto
+    python loadtests/stall_bench.py --streams 8 --chunks 128 256 512 2048    # steps of fixed size
 
-On a real server, with and without `inter_token_target_ms`: a request streams alone, and again with
-long prompts sent beside it one after the other. What counts are the times between its tokens from
-the sending of such a prompt to that one's first token.
+On a real server, with and without `inter_token_target_ms`, or with chunks of fixed sizes: requests
+stream by themselves, and again with long prompts sent beside them one after the other. What counts
+are the times between their tokens from the sending of such a prompt to that one's first token.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from tqdm import tqdm
 
 from charonia.launch.run import running_server
 from checkpoint import SHAPES, make_checkpoint
-from record import circumstances, output_stem
+from record import circumstances, output_stem, positive
 from report import markdown_table
 from sides import Trace
 from triton_side import complete
@@ -34,6 +35,10 @@ BAR = 2.0
 SHAPE = "llama-135m"
 STREAM_PROMPT = 32
 MAX_TOKENS = 3000
+MAX_LENGTH = 32768
+ALONE_S, WARM_S = 1.5, 0.3
+"""Seconds for which streams are by themselves before a prompt is sent, and of these those that do
+not count."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,20 @@ class Case:
     """What one setting gave: milliseconds between tokens, and until the prompts' first tokens.
 
     Attributes:
-        alone_p50, alone_p99: of the stream alone. beside_*: beside a long prompt.
+        setting: for people.
+        alone_p50, alone_p99: of the streams by themselves. beside_*: beside a long prompt.
         ttft: median of the long prompts, in seconds.
+        beside_rate: tokens per second of all streams beside a long prompt.
     """
 
-    target: str
+    setting: str
     alone_p50: float
     alone_p99: float
     beside_p50: float
     beside_p99: float
     beside_most: float
     ttft: float
+    beside_rate: float
 
     @property
     def ratio(self) -> float:
@@ -59,58 +67,77 @@ class Case:
         return self.beside_p99 / self.alone_p99
 
 
-async def measure(url: str, target: str, num_prompts: int, length: int, seed: int) -> Case:
+async def measure(url: str, setting: str, options: argparse.Namespace) -> Case:
     """Stream alone, and beside long prompts."""
-    drawn = random.Random(seed)
+    drawn = random.Random(0)
 
     def prompt(num_tokens: int) -> list[int]:
         return [drawn.randrange(10, 1000) for _ in range(num_tokens)]
 
     async with grpc_aio.InferenceServerClient(url) as client:
         await client.is_server_live()
-        await complete(client, prompt(length), 8, {}, 0.0)  # buffers and kernels are there
+        await complete(client, prompt(options.length), 8, {}, 0.0)  # buffers and kernels are there
         alone, beside, ttfts = [], [], []
-        for _ in tqdm(range(num_prompts), desc=target, unit="prompt"):
+        for _ in tqdm(range(options.prompts), desc=setting, unit="prompt"):
             started = time.perf_counter()
-            trace = Trace()
-            stream = asyncio.create_task(
-                complete(client, prompt(STREAM_PROMPT), MAX_TOKENS, {}, started, trace)
-            )
-            await asyncio.sleep(1.5)
+            traces = [Trace() for _ in range(options.streams)]
+            streams = [
+                asyncio.create_task(
+                    complete(client, prompt(STREAM_PROMPT), MAX_TOKENS, {}, started, trace)
+                )
+                for trace in traces
+            ]
+            await asyncio.sleep(ALONE_S)
             sent = time.perf_counter() - started
-            other = await complete(client, prompt(length), 1, {}, started)
-            ttfts.append(other.arrivals[0] - sent)
+            other = await complete(client, prompt(options.length), 1, {}, started)
             until = other.arrivals[0]
-            stream.cancel()
-            await asyncio.gather(stream, return_exceptions=True)
-            gaps = [(after, after - before) for before, after in pairwise(trace.arrivals)]
-            alone += [gap for at, gap in gaps if 0.3 < at < sent]
+            ttfts.append(until - sent)
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
+            gaps = [
+                (after, after - before)
+                for trace in traces
+                for before, after in pairwise(trace.arrivals)
+            ]
+            alone += [gap for at, gap in gaps if WARM_S < at < sent]
             beside += [gap for at, gap in gaps if sent < at <= until]
     quantiles = [
         1000 * value for part in (alone, beside) for value in np.percentile(part, (50, 99))
     ]
-    return Case(target, *quantiles, 1000 * max(beside), float(np.median(ttfts)))
+    rate = len(beside) / sum(ttfts)
+    return Case(setting, *quantiles, 1000 * max(beside), float(np.median(ttfts)), rate)
 
 
-def run(settings: Sequence[str], target: str, options: argparse.Namespace) -> Case:
+def run(setting: str, values: Sequence[str], options: argparse.Namespace) -> Case:
     """Measure one setting on a server of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        config = SHAPES[SHAPE] | {"max_position_embeddings": 8192}
+        config = SHAPES[SHAPE] | {"max_position_embeddings": MAX_LENGTH}
         model = make_checkpoint(config, Path(folder) / SHAPE)
-        common = ("enable_prefix_caching=false", "num_gpu_blocks_override=1000")
-        with running_server(model=model, settings=(*common, *settings)) as server:
-            going = measure(server.grpc_url, target, options.prompts, options.length, 0)
-            return asyncio.run(going)
+        common = ("enable_prefix_caching=false", "num_gpu_blocks_override=2000")
+        with running_server(model=model, settings=(*common, *values)) as server:
+            return asyncio.run(measure(server.grpc_url, setting, options))
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
+    """What is compared, by its name for people: settings of the server."""
+    if options.chunks:
+        return {
+            f"chunks of {size:,}": (f"max_num_batched_tokens={size + options.streams}",)
+            for size in options.chunks
+        }
+    target = f"scheduler.inter_token_target_ms={options.target}"
+    return {"no target": (), f"target {options.target}": (target,)}
 
 
 def table(cases: Sequence[Case]) -> str:
     """The cases as Markdown."""
-    header = ["target", "alone p50, ms", "p99", "beside p50", "p99", "longest", "ratio of p99"]
+    header = ["setting", "alone p50, ms", "p99", "beside p50", "p99", "longest", "ratio of p99"]
     return markdown_table(
-        [*header, f"bar {BAR:g}", "TTFT of the prompt, s"],
+        [*header, f"bar {BAR:g}", "TTFT of the prompt, s", "tok/s of the streams beside it"],
         [
             [
-                case.target,
+                case.setting,
                 *(
                     f"{value:.1f}"
                     for value in (
@@ -124,6 +151,7 @@ def table(cases: Sequence[Case]) -> str:
                 f"{case.ratio:.2f}",
                 "met" if case.ratio <= BAR else "missed",
                 f"{case.ttft:.2f}",
+                f"{case.beside_rate:.1f}",
             ]
             for case in cases
         ],
@@ -136,16 +164,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default="auto", metavar="MS", help="default: auto")
-    parser.add_argument("--length", type=int, default=4000, metavar="N", help="default: 4000")
-    parser.add_argument("--prompts", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-stall, beside this"
+        "--length", type=positive, default=4000, metavar="N", help="tokens of a prompt (4000)"
+    )
+    parser.add_argument("--prompts", type=positive, default=5, metavar="N", help="default: 5")
+    parser.add_argument("--streams", type=positive, default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--chunks",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="prompt tokens of a step, in place of a target",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="STEM",
+        help="default: results/DATE-stall or DATE-chunks, beside this",
     )
     options = parser.parse_args()
-    stem = output_stem(options.output, "stall")
+    if options.length >= MAX_LENGTH:
+        parser.error(f"--length: {options.length} is not below {MAX_LENGTH}")
+    stem = output_stem(options.output, "chunks" if options.chunks else "stall")
     about = circumstances("stall_bench.py")
-    setting = f"scheduler.inter_token_target_ms={options.target}"
-    cases = [run((), "none", options), run((setting,), options.target, options)]
+    cases = [run(name, values, options) for name, values in settings_of(options).items()]
     print(table(cases))
     found = about | {"cases": [asdict(case) | {"ratio": case.ratio} for case in cases]}
     path = stem.with_name(f"{stem.name}.json")
