@@ -19,7 +19,7 @@ MIN_GLIBC_MINOR := 35
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
 TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-hostile clean
+.PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-hostile clean
 
 help:
 	@echo "make setup   create $(VENV) with everything (pinned by constraints.txt)"
@@ -34,6 +34,7 @@ help:
 	@echo "make bench-overlap   measure what steps that overlap are worth behind Triton; arguments in ARGS"
 	@echo "make bench-attention  measure attention over pages beside what the machine reads and multiplies; arguments in ARGS"
 	@echo "make bench-front   measure what a prompt's first token costs beside the engine's step; arguments in ARGS"
+	@echo "make bench-prompt   measure what grows with a prompt's length, beside its steps: time and memory; arguments in ARGS"
 	@echo "make bench-control   measure what planning a step costs, by policy, by what happens in it and by what waits; arguments in ARGS"
 	@echo "make bench-simulator   measure how far the simulator is from a real server; arguments in ARGS"
 	@echo "make bench-stall   measure how long a stream stands still beside long prompts; arguments in ARGS"
@@ -114,6 +115,9 @@ bench-attention: $(KERNELS)
 
 bench-front: $(KERNELS)
 	@$(BIN)/python loadtests/front_bench.py $(ARGS)
+
+bench-prompt: $(KERNELS)
+	@$(BIN)/python loadtests/prompt_bench.py $(ARGS)
 
 bench-control: $(STAMP)
 	@$(BIN)/python loadtests/control_bench.py $(ARGS)

@@ -1,0 +1,273 @@
+"""Measure what grows with a prompt's length: time beside the model's steps, and memory.
+
+    python loadtests/prompt_bench.py                             # 8,192, 32,768 and 131,072 tokens
+    python loadtests/prompt_bench.py --lengths 4096 --repetitions 1
+
+A small model of random weights is served by a real server, without a prefix cache, so that little
+is left of a prompt's time but what the product of all its tokens takes. Each prompt is sent as text
+and as token ids, and once more as token ids with a log-probability for each of its tokens. Time is
+cut into what steps take and what is beside them. Memory is the peak of each process while it had
+the prompt, over what it had before.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import tritonclient.grpc.aio as grpc_aio
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+from charonia import demo
+from charonia.launch.run import running_server
+from charonia.launch.server import TritonServer
+from charonia.traces import StepRecord, read_steps
+from checkpoint import SHAPES, make_checkpoint
+from faults.footprint import ranks_of
+from record import circumstances, output_stem, positive
+from report import markdown_table
+
+LENGTHS = (8192, 32768, 131072)
+WARM_UP = 512
+ROLES = ("tritonserver", "scheduler", "engine")
+WAYS = ("token ids", "text", "token ids, log-probabilities")
+MODEL: dict[str, Any] = SHAPES["llama-135m"] | {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "vocab_size": 4096,
+}
+TOKENIZER = Path(demo.__file__).parent / "checkpoints" / "charonia-demo"
+MIB = 2**20
+_DTYPES = {"BYTES": np.object_, "BOOL": np.bool_}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt.
+
+    Attributes:
+        length: tokens that it was to have. num_tokens: that the server counted.
+        total_s: until its first token.
+        steps_s: of these, in steps of the engine.
+        peaks: MiB that each process had at most, more than before.
+    """
+
+    way: str
+    length: int
+    num_tokens: int
+    total_s: float
+    steps_s: float
+    peaks: dict[str, float]
+
+    @property
+    def beside_us(self) -> float:
+        """Microseconds per token beside the steps."""
+        return 1e6 * (self.total_s - self.steps_s) / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A prompt that was answered. Times are in seconds of the monotonic clock."""
+
+    way: str
+    length: int
+    num_tokens: int
+    sent_at: float
+    received_at: float
+    peaks: dict[str, float]
+
+    def case(self, steps: Sequence[StepRecord]) -> Case:
+        """With what its steps took."""
+        own = [one.seconds for one in steps if self.sent_at < one.submitted_at < self.received_at]
+        total = self.received_at - self.sent_at
+        return Case(self.way, self.length, self.num_tokens, total, sum(own), self.peaks)
+
+
+class Peaks:
+    """How much memory a server's processes have at most from now on."""
+
+    def __init__(self, server: TritonServer) -> None:
+        processes = (
+            [psutil.Process(server.pid)],
+            server.model_processes("scheduler"),
+            ranks_of(server),
+        )
+        self._processes = dict(zip(ROLES, processes, strict=True))
+        for pid in self._pids():
+            Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
+        self._before = self._most()
+
+    def grown(self) -> dict[str, float]:
+        """MiB of each role since then."""
+        return {role: max(most - self._before[role], 0.0) for role, most in self._most().items()}
+
+    def _pids(self) -> list[int]:
+        return [one.pid for each in self._processes.values() for one in each]
+
+    def _most(self) -> dict[str, float]:
+        return {
+            role: sum(_peak_kib(one.pid) for one in each) / 1024
+            for role, each in self._processes.items()
+        }
+
+
+def _peak_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")))
+
+
+class Prompts:
+    """Sends prompts of random tokens, for one token each."""
+
+    def __init__(self, client: grpc_aio.InferenceServerClient) -> None:
+        self._client = client
+        self._tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+        self._drawn = random.Random(0)
+
+    async def send(self, way: str, length: int, server: TritonServer) -> Sent:
+        """Send one in one of WAYS."""
+        ids = [self._drawn.randrange(10, MODEL["vocab_size"]) for _ in range(length)]
+        parameters: dict[str, Any] = {"temperature": 0, "max_tokens": 1, "ignore_eos": True}
+        if way == "text":
+            content = _input("text_input", "BYTES", [self._text(ids).encode()])
+        else:
+            content = _input("input_ids", "INT32", np.array(ids, dtype=np.int32))
+        if way.endswith("log-probabilities"):
+            parameters["prompt_logprobs"] = 1
+        inputs = [
+            content,
+            _input("sampling_parameters", "BYTES", [json.dumps(parameters).encode()]),
+            _input("return_num_input_tokens", "BOOL", [True]),
+        ]
+        names = ["text_output", "num_input_tokens", "prompt_logprobs"]
+        outputs = [grpc_aio.InferRequestedOutput(name) for name in names]
+
+        async def requests():
+            yield {"model_name": "scheduler", "inputs": inputs, "outputs": outputs}
+
+        peaks = Peaks(server)
+        sent_at = time.monotonic()
+        async for result, error in self._client.stream_infer(requests()):
+            if error is not None:
+                raise error
+            counted = int(result.as_numpy("num_input_tokens")[0])
+        return Sent(way, length, counted, sent_at, time.monotonic(), peaks.grown())
+
+    def _text(self, ids: list[int]) -> str:
+        """Some text of as many tokens; that of these ids may have more."""
+        text = self._tokenizer.decode(ids)
+        return text[: self._tokenizer.encode(text).offsets[len(ids) - 1][1]]
+
+
+def _input(name: str, kind: str, values: Any) -> grpc_aio.InferInput:
+    array = values if isinstance(values, np.ndarray) else np.array(values, _DTYPES[kind])
+    tensor = grpc_aio.InferInput(name, list(array.shape), kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+async def measure(server: TritonServer, options: argparse.Namespace) -> list[Sent]:
+    """Send all prompts, one after the other."""
+    turns = [
+        (way, length)
+        for _ in range(options.repetitions)
+        for length in sorted(options.lengths)
+        for way in WAYS
+    ]
+    async with grpc_aio.InferenceServerClient(server.grpc_url) as client:
+        await client.is_server_live()
+        prompts = Prompts(client)
+        for way in WAYS:
+            await prompts.send(way, WARM_UP, server)
+        return [await prompts.send(*turn, server) for turn in tqdm(turns, unit="prompt")]
+
+
+def kv_mib(num_tokens: int) -> float:
+    """MiB of the K and V of a prompt, which the engine touches as it computes them."""
+    heads = MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"]
+    return num_tokens * heads * 2 * 2 * MODEL["head_dim"] / MIB
+
+
+def table(cases: Sequence[Case]) -> str:
+    """Medians of each length and way as Markdown."""
+    rows = []
+    for way in WAYS:
+        for length in sorted({case.length for case in cases}):
+            group = [case for case in cases if (case.way, case.length) == (way, length)]
+            rows.append(
+                [
+                    way,
+                    f"{group[0].num_tokens:,}",
+                    f"{_median(case.total_s for case in group):.2f}",
+                    f"{_median(case.steps_s for case in group):.2f}",
+                    f"{_median(case.beside_us for case in group):.1f}",
+                    *(f"{_median(case.peaks[role] for case in group):.0f}" for role in ROLES),
+                    f"{kv_mib(length):.0f}",
+                ]
+            )
+    header = ["sent as", "tokens", "TTFT, s", "in steps, s", "beside, us per token"]
+    header += [f"{role}, MiB" for role in ROLES]
+    return markdown_table([*header, "of the engine's: K and V"], rows)
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def run(options: argparse.Namespace) -> list[Case]:
+    """Measure on a server of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        longest = max(options.lengths) + WARM_UP
+        model = make_checkpoint(MODEL | {"max_position_embeddings": longest}, folder / "small")
+        settings = (
+            "dtype=bfloat16",
+            f"tokenizer={TOKENIZER}",
+            "enable_prefix_caching=false",
+            f"max_model_len={longest}",
+            f"num_gpu_blocks_override={longest // 16 + 8}",
+            f"scheduler.record_dir={folder / 'record'}",
+        )
+        with running_server(model=model, settings=settings) as server:
+            sent = asyncio.run(measure(server, options))
+        steps = [step for path in folder.glob("record/steps*") for step in read_steps(path)]
+    return [one.case(steps) for one in sent]
+
+
+def main() -> None:
+    """Measure as the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS, metavar="N")
+    parser.add_argument("--repetitions", type=positive, default=3, metavar="N", help="default: 3")
+    parser.add_argument(
+        "--output", type=Path, metavar="STEM", help="default: results/DATE-prompt, beside this"
+    )
+    options = parser.parse_args()
+    stem = output_stem(options.output, "prompt")
+    about = circumstances("prompt_bench.py")
+    cases = run(options)
+    print(table(cases))
+    path = stem.with_name(f"{stem.name}.json")
+    found = about | {"model": MODEL, "cases": [asdict(case) for case in cases]}
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"\nwritten: {path.name}")
+
+
+if __name__ == "__main__":
+    main()
