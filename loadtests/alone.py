@@ -123,7 +123,7 @@ def rates_alone(
             continue
         found = []
         for _ in range(1 + repetitions):
-            waves = side.run(round_.prompts(vocab_size, shuffler), round_.new_tokens)
-            found.append(decode_figures(waves, round_.new_tokens)["tokens_per_second"])
+            asked = round_.requests(vocab_size, shuffler)
+            found.append(decode_figures(side.run(asked), asked)["tokens_per_second"])
         rates[round_.concurrency] = found[1:]
     return rates

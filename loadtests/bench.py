@@ -36,7 +36,7 @@ from limits import Machine, ModelCost
 from plot import write_plot
 from record import circumstances, output_stem, positive
 from report import Report, RoundResult, as_markdown
-from sides import BASE, NAMES, SPECS, VLLM, Side, SideError, WaveTrace, Worker
+from sides import BASE, NAMES, SPECS, VLLM, Request, Side, SideError, Waves, WaveTrace, Worker
 from sideset import Launcher, SideSet, start_sides
 from ways import vllm_ways
 
@@ -157,14 +157,14 @@ def _measure(
             result = RoundResult(round_, {entry.label: [] for entry in round_.entries})
             report.rounds.append(result)
             for repetition in range(-1, options.repetitions):
-                prompts = round_.prompts(vocab_size, shuffler)
+                asked = round_.requests(vocab_size, shuffler)
                 tokens: Tokens = {}
                 order = round_.in_turn(orders)
                 for entry in order:
                     progress.set_description(f"{round_.name}, {entry.label}")
-                    waves = _turn(found, entry, round_, prompts)
+                    waves = _turn(found, entry, asked)
                     tokens[entry.label] = [r.tokens for wave in waves for r in wave.requests]
-                    figures = _figures(entry, round_, waves)
+                    figures = _figures(entry, round_, waves, asked)
                     if repetition >= 0:  # the first one warms up
                         result.runs[entry.label].append(figures)
                     progress.update()
@@ -177,23 +177,20 @@ def _measure(
     report.circling = circling_share([text for tokens in seen for text in tokens.get(BASE, [])])
 
 
-def _turn(
-    found: SideSet, entry: Entry, round_: Round, prompts: list[list[list[int]]]
-) -> list[WaveTrace]:
+def _turn(found: SideSet, entry: Entry, asked: Waves) -> list[WaveTrace]:
     """A short completion that does not count, because the side was stopped; then the work."""
 
     def work(side: Side) -> list[WaveTrace]:
-        side.run([[prompts[0][0][::-1]]], WAKE_TOKENS, entry.sampling)
-        return side.run(prompts, round_.new_tokens, entry.sampling)
+        side.run([[Request(asked[0][0].prompt[::-1], WAKE_TOKENS)]], entry.sampling)
+        return side.run(asked, entry.sampling)
 
     return found.turn(entry.side, work)
 
 
-def _figures(entry: Entry, round_: Round, waves: list[WaveTrace]) -> Figures:
+def _figures(entry: Entry, round_: Round, waves: list[WaveTrace], asked: Waves) -> Figures:
+    figures_of = prefill_figures if round_.kind == "prefill" else decode_figures
     try:
-        if round_.kind == "prefill":
-            return prefill_figures(waves, round_.prompt_tokens)
-        return decode_figures(waves, round_.new_tokens)
+        return figures_of(waves, asked)
     except WrongOutputError as error:
         raise WrongOutputError(f"{entry.label}, {round_.name}: {error}") from None
 

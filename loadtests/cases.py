@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sides import BASE, QUANTIZED
+from sides import BASE, QUANTIZED, Request
 
 CASES = ("decode", "prefill", "long", "sampled", "int8")
 SAMPLED = "charonia sampled"
@@ -60,11 +60,14 @@ class Round:
             else f"{self.concurrency}"
         )
 
-    def prompts(self, vocab_size: int, shuffler: random.Random) -> list[list[list[int]]]:
-        """New random prompts, as waves."""
+    def requests(self, vocab_size: int, shuffler: random.Random) -> list[list[Request]]:
+        """New random prompts, and how much is to follow each, as waves."""
         return [
             [
-                [shuffler.randrange(1, vocab_size) for _ in range(self.prompt_tokens)]
+                Request(
+                    [shuffler.randrange(1, vocab_size) for _ in range(self.prompt_tokens)],
+                    self.new_tokens,
+                )
                 for _ in range(self.concurrency)
             ]
             for _ in range(self.num_waves)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medians import Interval, median_interval
-from sides import WaveTrace
+from sides import Waves, WaveTrace
 
 Figures = dict[str, float]
 
@@ -35,45 +35,67 @@ class Ratio:
         return f"{self.median:.2f} ({self.interval or 'too few pairs'})"
 
 
-def decode_figures(waves: Sequence[WaveTrace], new_tokens: int) -> Figures:
+def decode_figures(waves: Sequence[WaveTrace], asked: Waves) -> Figures:
     """Output rate over all waves, rate without the prefill, latencies in milliseconds.
 
+    Requests of one token have no time between tokens; without any other there are no such figures.
+
     Raises:
-        WrongOutputError: a request had more or fewer tokens.
+        WrongOutputError: a request had more or fewer tokens than were asked for.
     """
-    _check_counts(waves, new_tokens)
+    check_counts(waves, asked)
     requests = [request for wave in waves for request in wave.requests]
     ttfts = [request.arrivals[0] * 1000 for request in requests]
     gaps = [gap * 1000 for request in requests for gap in request.gaps()]
+    num_tokens = sum(request.max_tokens for wave in asked for request in wave)
     figures = {
-        "tokens_per_second": new_tokens * len(requests) / sum(wave.seconds for wave in waves),
+        "tokens_per_second": num_tokens / sum(wave.seconds for wave in waves),
         "ttft_ms_p50": statistics.median(ttfts),
         "ttft_ms_p95": quantile(ttfts, 0.95),
-        "inter_token_ms_p50": statistics.median(gaps),
-        "inter_token_ms_p95": quantile(gaps, 0.95),
+        "ttft_ms_p99": quantile(ttfts, 0.99),
     }
+    if not gaps:
+        return figures
+    figures["inter_token_ms_p50"] = statistics.median(gaps)
+    figures["inter_token_ms_p95"] = quantile(gaps, 0.95)
     if all(len(wave.requests) == 1 for wave in waves):
-        after_first = sum(new_tokens - request.counts[0] for request in requests)
+        after_first = sum(sum(request.counts[1:]) for request in requests)
         seconds = sum(request.arrivals[-1] - request.arrivals[0] for request in requests)
         figures["decode_tokens_per_second"] = after_first / seconds
     return figures
 
 
-def prefill_figures(waves: Sequence[WaveTrace], prompt_tokens: int) -> Figures:
+def prefill_figures(waves: Sequence[WaveTrace], asked: Waves) -> Figures:
     """Prompt tokens per second over all waves.
 
     Raises:
-        WrongOutputError: a request did not have exactly one token.
+        WrongOutputError: a request had more or fewer tokens than were asked for.
     """
-    _check_counts(waves, 1)
-    num_requests = sum(len(wave.requests) for wave in waves)
-    seconds = sum(wave.seconds for wave in waves)
-    return {"tokens_per_second": prompt_tokens * num_requests / seconds}
+    check_counts(waves, asked)
+    num_tokens = sum(len(request.prompt) for wave in asked for request in wave)
+    return {"tokens_per_second": num_tokens / sum(wave.seconds for wave in waves)}
+
+
+def check_counts(waves: Sequence[WaveTrace], asked: Waves) -> None:
+    """Compare how many tokens each request had with how many were asked for.
+
+    Raises:
+        WrongOutputError: they differ; it names the first such request.
+    """
+    traces = [trace for wave in waves for trace in wave.requests]
+    requests = [request for wave in asked for request in wave]
+    for number, (trace, request) in enumerate(zip(traces, requests, strict=True), start=1):
+        if (count := sum(trace.counts)) != request.max_tokens:
+            raise WrongOutputError(
+                f"request {number} of {len(requests)} had {count} tokens; "
+                f"asked for were {request.max_tokens}"
+            )
 
 
 def median_figures(runs: Sequence[Figures]) -> Figures:
-    """The median of each figure."""
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    """The median of each figure, over the runs that have it."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    return {name: statistics.median(run[name] for run in runs if name in run) for name in names}
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> Ratio:
@@ -94,9 +116,3 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     """The value that `fraction` of the values do not exceed, roughly."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * fraction))]
-
-
-def _check_counts(waves: Sequence[WaveTrace], expected: int) -> None:
-    counts = {sum(request.counts) for wave in waves for request in wave.requests}
-    if counts != {expected}:
-        raise WrongOutputError(f"requests had {sorted(counts)} tokens; asked for were {expected}")

@@ -33,7 +33,7 @@ from checkpoint import SHAPES, make_checkpoint
 from figures import Figures, decode_figures, median_figures, ratio
 from record import circumstances, output_stem, positive
 from report import markdown_table
-from sides import BASE, SPECS, Side, WorkerSide
+from sides import BASE, SPECS, Request, Side, Waves, WorkerSide
 from triton_side import TritonSide
 
 matplotlib.use("Agg")
@@ -103,11 +103,11 @@ def measure(model: str, options: argparse.Namespace) -> Results:
             turns = tqdm(range(options.repetitions + 1), desc=f"{model}, {count} at once")
             for repetition in turns:
                 waves = [
-                    [[drawn.randrange(1, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+                    [_request(NEW_TOKENS[model], drawn) for _ in range(count)]
                     for _ in range(-(-MIN_REQUESTS // count))
                 ]
                 for name in drawn.sample(SIDES, len(SIDES)):
-                    figures, busy = _turn(sides[name], waves, NEW_TOKENS[model])
+                    figures, busy = _turn(sides[name], waves)
                     if repetition:
                         case[name].figures.append(figures)
                         case[name].busy.append(busy)
@@ -138,19 +138,21 @@ def _start(stack: contextlib.ExitStack, model: str) -> dict[str, Side]:
     return sides
 
 
-def _turn(
-    side: Side, waves: list[list[list[int]]], num_tokens: int
-) -> tuple[Figures, dict[str, float]]:
+def _request(new_tokens: int, drawn: random.Random) -> Request:
+    return Request([drawn.randrange(1, 4000) for _ in range(PROMPT_TOKENS)], new_tokens)
+
+
+def _turn(side: Side, waves: Waves) -> tuple[Figures, dict[str, float]]:
     if isinstance(side, WorkerSide):
         side.resume()
     before = _cpu_seconds(side)
-    traces = side.run(waves, num_tokens)
+    traces = side.run(waves)
     after = _cpu_seconds(side)
     if isinstance(side, WorkerSide):
         side.pause()
-    total = num_tokens * sum(map(len, waves))
+    total = sum(request.max_tokens for wave in waves for request in wave)
     busy = {name: (seconds - before[name]) / total for name, seconds in after.items()}
-    return decode_figures(traces, num_tokens), busy
+    return decode_figures(traces, waves), busy
 
 
 def _cpu_seconds(side: Side) -> dict[str, float]:

@@ -34,7 +34,7 @@ from bars import verdict
 from checkpoint import SHAPES, make_checkpoint
 from figures import Ratio, ratio
 from record import circumstances, output_stem, positive
-from sides import SideError, Worker
+from sides import Request, SideError, Worker
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -149,14 +149,18 @@ def _turn(
     """A short completion that does not count, because the engine has slept; then the work."""
     engine.resume()
     try:
-        engine.ask({"prompts": [prompts[0][::-1]], "max_tokens": 4})
-        answer = engine.ask({"prompts": prompts, "max_tokens": new_tokens})
+        _ask(engine, [Request(prompts[0][::-1], 4)])
+        answer = _ask(engine, [Request(prompt, new_tokens) for prompt in prompts])
     finally:
         engine.pause()
     num_tokens = sum(len(request["tokens"]) for request in answer["wave"]["requests"])
     if num_tokens != new_tokens * len(prompts):
         raise SideError(f"{engine.name}: {num_tokens} tokens; {len(prompts)} times {new_tokens}")
     return num_tokens / answer["wave"]["seconds"], answer["spent"]
+
+
+def _ask(engine: Worker, requests: list[Request]) -> dict[str, Any]:
+    return engine.ask({"requests": [request._asdict() for request in requests]})
 
 
 def _prompts(count: int, seeds: random.Random) -> list[list[int]]:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
 import psutil
 
@@ -28,8 +28,16 @@ START_TIMEOUT_S = 900.0
 RUN_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 5.0
 
-Waves = Sequence[Sequence[list[int]]]
-"""Prompts as token ids; those of a wave are handed over at once, one wave after the other."""
+
+class Request(NamedTuple):
+    """A prompt, as token ids, and how many tokens are to follow it."""
+
+    prompt: list[int]
+    max_tokens: int
+
+
+Waves = Sequence[Sequence[Request]]
+"""Those of a wave are handed over at once, one wave after the other."""
 
 
 class SideError(Exception):
@@ -68,10 +76,8 @@ class Side(Protocol):
     versions: dict[str, str]
     notes: list[str]
 
-    def run(
-        self, waves: Waves, max_tokens: int, sampling: dict[str, Any] | None = None
-    ) -> list[WaveTrace]:
-        """Complete all prompts; greedily without `sampling`."""
+    def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
+        """Complete all requests; greedily without `sampling`."""
         ...
 
     def processes(self) -> list[psutil.Process]:
@@ -195,11 +201,10 @@ class Worker:
 class WorkerSide(Worker):
     """A side in a process of its own."""
 
-    def run(
-        self, waves: Waves, max_tokens: int, sampling: dict[str, Any] | None = None
-    ) -> list[WaveTrace]:
+    def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
         """See `Side`."""
-        answer = self.ask({"waves": waves, "max_tokens": max_tokens, "sampling": sampling or {}})
+        asked = [[request._asdict() for request in wave] for wave in waves]
+        answer = self.ask({"waves": asked, "sampling": sampling or {}})
         return [
             WaveTrace(wave["seconds"], [Trace(**request) for request in wave["requests"]])
             for wave in answer["waves"]

@@ -31,9 +31,9 @@ from tqdm import tqdm
 from cases import Entry
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
-from figures import WrongOutputError
+from figures import WrongOutputError, check_counts
 from record import circumstances, output_stem, positive
-from sides import Side, SideError, WaveTrace, WorkerSide
+from sides import Request, Side, SideError, WaveTrace, WorkerSide
 from sideset import SideSet
 from speculation.plot import write_plot
 from speculation.prompts import HeldOutFiles, random_prompts
@@ -88,10 +88,7 @@ def _measure(report: Report, group: Group, options: argparse.Namespace, progress
             result = RoundResult(round_, {e.label: EntryResult() for e in round_.entries})
             new_tokens = [min(num, options.max_new_tokens) for num in round_.new_tokens]
             for repetition in range(-round_.num_warm_ups, options.repetitions):
-                waves = [
-                    (round_.prompts(round_.concurrency), num, seeds.getrandbits(32))
-                    for num in new_tokens
-                ]
+                waves = [_wave(round_, num, seeds.getrandbits(32)) for num in new_tokens]
                 order = round_.in_turn(orders)
                 for entry in order:
                     progress.set_description(f"{round_.case}, {entry.label}")
@@ -120,8 +117,13 @@ def _start_sides(stack: contextlib.ExitStack, group: Group) -> SideSet:
     return found
 
 
-Wave = tuple[list[list[int]], int, int]
-"""Prompts, new tokens, seed."""
+Wave = tuple[list[Request], int]
+"""Requests, seed."""
+
+
+def _wave(round_: Round, new_tokens: int, seed: int) -> Wave:
+    prompts = round_.prompts(round_.concurrency)
+    return [Request(prompt, new_tokens) for prompt in prompts], seed
 
 
 def _turn(found: SideSet, entry: Entry, round_: Round, waves: list[Wave]) -> list[WaveTrace]:
@@ -129,16 +131,18 @@ def _turn(found: SideSet, entry: Entry, round_: Round, waves: list[Wave]) -> lis
     sampling = {**round_.sampling, **entry.sampling}
 
     def work(side: Side) -> list[WaveTrace]:
-        side.run([[waves[0][0][0][::-1]]], WAKE_TOKENS, sampling)
+        first, _ = waves[0]
+        side.run([[Request(first[0].prompt[::-1], WAKE_TOKENS)]], sampling)
         traces = []
-        for prompts, num, seed in waves:
-            traces += side.run([prompts], num, {**sampling, "seed": seed})
-            if any(sum(request.counts) != num for request in traces[-1].requests):
-                counts = [sum(request.counts) for request in traces[-1].requests]
-                raise WrongOutputError(f"{entry.label}: {counts} tokens; asked for were {num}")
+        for requests, seed in waves:
+            traces += side.run([requests], {**sampling, "seed": seed})
+            check_counts(traces[-1:], [requests])
         return traces
 
-    return found.turn(entry.side, work)
+    try:
+        return found.turn(entry.side, work)
+    except WrongOutputError as error:
+        raise WrongOutputError(f"{entry.label}: {error}") from None
 
 
 def _add(result: EntryResult, traces: list[WaveTrace]) -> None:

@@ -40,11 +40,9 @@ class TritonSide:
         self.versions = {name: version(name) for name in ("nvidia-pytriton", "tritonclient")}
         self.notes = ["gRPC streams; the client's process computes beside the server"]
 
-    def run(
-        self, waves: Waves, max_tokens: int, sampling: dict[str, Any] | None = None
-    ) -> list[WaveTrace]:
+    def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
         """See `sides.Side`."""
-        return asyncio.run(self._run(waves, max_tokens, sampling or {}))
+        return asyncio.run(self._run(waves, sampling or {}))
 
     def processes(self) -> list[psutil.Process]:
         """The server and its models' processes."""
@@ -57,18 +55,14 @@ class TritonSide:
         """Stop the server."""
         self._exit.close()
 
-    async def _run(
-        self, waves: Waves, max_tokens: int, sampling: dict[str, Any]
-    ) -> list[WaveTrace]:
+    async def _run(self, waves: Waves, sampling: dict[str, Any]) -> list[WaveTrace]:
         traces = []
         async with grpc_aio.InferenceServerClient(self._server.grpc_url) as client:
             await client.is_server_live()  # connects before the clock starts
-            for prompts in waves:
+            for wave in waves:
                 started = time.perf_counter()
-                requests = [
-                    complete(client, prompt, max_tokens, sampling, started) for prompt in prompts
-                ]
-                done = list(await asyncio.gather(*requests))
+                streams = [complete(client, *request, sampling, started) for request in wave]
+                done = list(await asyncio.gather(*streams))
                 traces.append(WaveTrace(max(trace.arrivals[-1] for trace in done), done))
         return traces
 

@@ -36,12 +36,10 @@ class ServedSide(TritonSide):
         client = Client(self._server.grpc_url, protocol="grpc", model="scheduler")
         self._client = self._exit.enter_context(client)
 
-    def run(
-        self, waves: Waves, max_tokens: int, sampling: dict[str, Any] | None = None
-    ) -> list[WaveTrace]:
-        """See `sides.Side`; a wave has one prompt."""
+    def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
+        """See `sides.Side`; a wave has one request."""
         traces = []
-        for (prompt,) in waves:
+        for ((prompt, max_tokens),) in waves:
             trace = self._complete(prompt, {"max_tokens": max_tokens, **(sampling or {})})
             traces.append(WaveTrace(trace.arrivals[-1], [trace]))
         return traces

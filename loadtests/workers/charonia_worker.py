@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from worker import Wave, serve_engine
+from worker import Request, Wave, serve_engine
 
 from charonia import SamplingParams
 from charonia.config import EngineArgs, SchedulerArgs
@@ -43,13 +43,11 @@ class Charonia:
         self._wave = Wave(0)
         self._num_live = 0
 
-    def complete(
-        self, wave: Wave, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]
-    ) -> None:
+    def complete(self, wave: Wave, requests: list[Request], sampling: dict[str, Any]) -> None:
         """See `worker.Engine`; request i samples with seed + i."""
         self._wave = wave
-        self._num_live = len(prompts)
-        for index, prompt in enumerate(prompts):
+        self._num_live = len(requests)
+        for index, (prompt, max_tokens) in enumerate(requests):
             values = {"temperature": 0.0, **sampling}
             if "seed" in values:
                 values["seed"] += index

@@ -15,7 +15,7 @@ from typing import Any
 
 import llama_cpp
 from gguf_file import write_gguf
-from worker import Wave, serve_engine
+from worker import Request, Wave, serve_engine
 
 KINDS = ("f16", "bf16")
 BATCH_TOKENS = 2048
@@ -43,23 +43,29 @@ class _Context:
         self._sampler = llama_cpp.llama_sampler_chain_init(chain)
         llama_cpp.llama_sampler_chain_add(self._sampler, llama_cpp.llama_sampler_init_greedy())
 
-    def complete(self, wave: Wave, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Complete all prompts greedily: first the prompts, then all sequences step by step."""
+    def complete(self, wave: Wave, requests: Sequence[Request]) -> None:
+        """Complete all requests greedily: first the prompts, then all sequences step by step.
+
+        Sequences that have ended leave the batch. The longest answers have the first sequences: a
+        gap between the numbers of sequences would make llama.cpp compute the batch in parts.
+        """
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        last = [0] * len(prompts)
+        order = sorted(range(len(requests)), key=lambda index: -requests[index].max_tokens)
+        last = [0] * len(requests)
         places: list[tuple[int, int, int, bool]] = [
-            (token, position, sequence, position + 1 == len(prompt))
-            for sequence, prompt in enumerate(prompts)
-            for position, token in enumerate(prompt)
+            (token, position, sequence, position + 1 == len(requests[index].prompt))
+            for sequence, index in enumerate(order)
+            for position, token in enumerate(requests[index].prompt)
         ]
-        for step in range(max_tokens):
+        for step in range(requests[order[0]].max_tokens):
             for start in range(0, len(places), BATCH_TOKENS):
                 for sequence, token in self._decode(places[start : start + BATCH_TOKENS]):
                     last[sequence] = token
-                    wave.add(sequence, [token])
+                    wave.add(order[sequence], [token])
             places = [
-                (token, len(prompts[sequence]) + step, sequence, True)
-                for sequence, token in enumerate(last)
+                (last[sequence], len(requests[index].prompt) + step, sequence, True)
+                for sequence, index in enumerate(order)
+                if step + 1 < requests[index].max_tokens
             ]
 
     def _decode(self, places: list[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
@@ -103,12 +109,12 @@ class _Model:
         self._max_model_len = max_model_len
         self._contexts: dict[int, _Context] = {}
 
-    def complete(self, wave: Wave, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-        """Complete all prompts greedily."""
-        num = len(prompts)
+    def complete(self, wave: Wave, requests: Sequence[Request]) -> None:
+        """Complete all requests greedily."""
+        num = len(requests)
         if num not in self._contexts:
             self._contexts[num] = _Context(self._model, num, self._max_model_len)
-        self._contexts[num].complete(wave, prompts, max_tokens)
+        self._contexts[num].complete(wave, requests)
 
     def close(self) -> None:
         """Free the memory."""
@@ -141,13 +147,11 @@ class LlamaCpp:
             llama_cpp.llama_print_system_info().decode(),
         ]
 
-    def complete(
-        self, wave: Wave, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]
-    ) -> None:
+    def complete(self, wave: Wave, requests: list[Request], sampling: dict[str, Any]) -> None:
         """See `worker.Engine`; greedy only."""
         if sampling:
             raise ValueError("this side decodes greedily only")
-        self._model.complete(wave, prompts, max_tokens)
+        self._model.complete(wave, requests)
 
 
 def _trial_seconds(models: dict[str, _Model]) -> dict[str, float]:
@@ -157,12 +161,13 @@ def _trial_seconds(models: dict[str, _Model]) -> dict[str, float]:
     for count in TRIAL_CONCURRENCY:
         best = dict.fromkeys(models, float("inf"))
         for _ in range(NUM_TRIALS):
-            prompts = [
-                [shuffler.randrange(1, 1000) for _ in range(TRIAL_PROMPT)] for _ in range(count)
+            requests = [
+                Request([shuffler.randrange(1, 1000) for _ in range(TRIAL_PROMPT)], TRIAL_NEW)
+                for _ in range(count)
             ]
             for kind, model in models.items():
                 started = time.perf_counter()
-                model.complete(Wave(count), prompts, TRIAL_NEW)
+                model.complete(Wave(count), requests)
                 best[kind] = min(best[kind], time.perf_counter() - started)
         seconds = {kind: seconds[kind] + best[kind] for kind in models}
     return seconds

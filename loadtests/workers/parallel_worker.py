@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from charonia_worker import Charonia
-from worker import Answer, Wave, serve
+from worker import Answer, Request, Wave, serve
 
 from charonia.data.ops.native.ops import NativeOps
 
@@ -18,8 +18,9 @@ def _prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         before, started = phases(), time.perf_counter()
-        wave = Wave(len(request["prompts"]))
-        engine.complete(wave, request["prompts"], request["max_tokens"], {})
+        requests = [Request(**each) for each in request["requests"]]
+        wave = Wave(len(requests))
+        engine.complete(wave, requests, {})
         spent = {name: seconds - before[name] for name, seconds in phases().items()}
         spent["all"] = time.perf_counter() - started
         return {"wave": wave.as_answer(), "spent": spent}

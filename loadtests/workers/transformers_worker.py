@@ -1,11 +1,11 @@
-"""transformers' `generate`, the prompts of a wave as one batch; they must be equally long."""
+"""transformers' `generate`, the requests of a wave as one batch; they must be equally long."""
 
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
-from worker import Wave, serve_engine
+from worker import Request, Wave, serve_engine
 
 
 class _Watch(StoppingCriteria):
@@ -33,18 +33,19 @@ class Transformers:
         ).eval()
         self._model.generation_config.eos_token_id = None
 
-    def complete(
-        self, wave: Wave, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]
-    ) -> None:
+    def complete(self, wave: Wave, requests: list[Request], sampling: dict[str, Any]) -> None:
         """See `worker.Engine`; greedy only."""
         if sampling:
             raise ValueError("this side decodes greedily only")
-        input_ids = torch.tensor(prompts)  # [requests, tokens]
+        lengths = {(len(request.prompt), request.max_tokens) for request in requests}
+        if len(lengths) > 1:
+            raise ValueError(f"this side's requests must be equally long, not {sorted(lengths)}")
+        input_ids = torch.tensor([request.prompt for request in requests])  # [requests, tokens]
         with torch.inference_mode():
             self._model.generate(
                 input_ids,
                 attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=max_tokens,
+                max_new_tokens=requests[0].max_tokens,
                 do_sample=False,
                 pad_token_id=0,
                 stopping_criteria=StoppingCriteriaList([_Watch(wave)]),

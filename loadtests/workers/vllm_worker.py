@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from worker import Wave, serve_engine
+from worker import Request, Wave, serve_engine
 
 # Both of two cores compute; without these vLLM keeps one for itself.
 _THREADS = {
@@ -35,17 +35,18 @@ class Vllm:
         ).llm_engine
         self._num_requests = 0
 
-    def complete(
-        self, wave: Wave, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]
-    ) -> None:
+    def complete(self, wave: Wave, requests: list[Request], sampling: dict[str, Any]) -> None:
         """See `worker.Engine`; greedy only."""
         if sampling:
             raise ValueError("this side decodes greedily only")
-        params = self._sampling_params(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, output_kind=self._output_kind
-        )
         index_of = {}
-        for index, prompt in enumerate(prompts):
+        for index, (prompt, max_tokens) in enumerate(requests):
+            params = self._sampling_params(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                output_kind=self._output_kind,
+            )
             self._num_requests += 1
             index_of[str(self._num_requests)] = index
             self._engine.add_request(str(self._num_requests), {"prompt_token_ids": prompt}, params)

@@ -3,11 +3,12 @@
     driver                                   worker, one per side, in that side's own Python
       │  {"model": …, "dtype": …}  ────────►  loads
       │  ◄──────── {"ready": {"versions": …, "notes": […]}}
-      │  {"waves": [[ids, …], …], …} ───────►  completes one wave after the other
+      │  {"waves": [[{"prompt": ids, "max_tokens": n}, …], …], "sampling": …}
+      │  ───────────────────────────────────►  completes one wave after the other
       │  ◄──────── {"waves": [{"seconds": …, "requests": […]}, …]}
       │  end of input ──────────────────────►  ends
 
-A wave is a number of prompts that are handed over at once; the next one begins when the last token
+A wave is a number of requests that are handed over at once; the next one begins when the last token
 of the one before has come. Seconds are measured here, around the work and nothing else. Whatever
 the engine prints goes to stderr, so that stdout carries answers only. Standard library only.
 """
@@ -17,7 +18,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+
+class Request(NamedTuple):
+    """A prompt, as token ids, and how many tokens are to follow it, whatever they are."""
+
+    prompt: list[int]
+    max_tokens: int
 
 
 class Wave:
@@ -49,10 +57,8 @@ class Engine(Protocol):
     versions: dict[str, str]
     notes: list[str]
 
-    def complete(
-        self, wave: Wave, prompts: list[list[int]], max_tokens: int, sampling: dict[str, Any]
-    ) -> None:
-        """Complete the prompts, all handed over at once, and tell the wave of every token.
+    def complete(self, wave: Wave, requests: list[Request], sampling: dict[str, Any]) -> None:
+        """Complete the requests, all handed over at once, and tell the wave of every token.
 
         `sampling` is empty for greedy, or has `temperature`, `top_p` and `seed`.
         """
@@ -67,9 +73,10 @@ def serve_engine(load: Callable[[dict[str, Any]], Engine]) -> None:
 
         def answer(request: dict[str, Any]) -> dict[str, Any]:
             waves = []
-            for prompts in request["waves"]:
-                wave = Wave(len(prompts))
-                engine.complete(wave, prompts, request["max_tokens"], request["sampling"])
+            for asked in request["waves"]:
+                requests = [Request(**each) for each in asked]
+                wave = Wave(len(requests))
+                engine.complete(wave, requests, request["sampling"])
                 waves.append(wave.as_answer())
             return {"waves": waves}
 

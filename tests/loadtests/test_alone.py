@@ -32,10 +32,10 @@ class Steady:
         if self.pause < 0:
             raise ValueError("it cannot be run so")
 
-    def complete(self, wave, prompts, max_tokens, sampling):
-        for token in range(max_tokens):
+    def complete(self, wave, requests, sampling):
+        for token in range(requests[0].max_tokens):
             clock.now += self.pause
-            for index in range(len(prompts)):
+            for index in range(len(requests)):
                 wave.add(index, [token])
 
 worker.serve_engine(Steady)

@@ -7,10 +7,10 @@ import pytest
 
 from alone import Alone, Probe
 from cases import SAMPLED, make_rounds
-from figures import WrongOutputError, decode_figures, ratio
+from figures import WrongOutputError, decode_figures, median_figures, ratio
 from limits import Machine, ModelCost
 from report import Report, RoundResult, as_markdown
-from sides import INT8, Q8_0, VLLM, Trace, WaveTrace
+from sides import INT8, Q8_0, VLLM, Request, Trace, WaveTrace
 from ways import Way
 
 
@@ -46,7 +46,7 @@ def test_long_prompts_have_rounds_of_their_own_with_a_bar_of_their_own():
         ("prefill of 16,384 tokens at concurrency 4", "4 x 16,384", 1, 1),
     ]
     assert {tuple(entry.label for entry in r.entries) for r in asked} == {("charonia", VLLM)}
-    assert len(asked[3].prompts(100, random.Random(0))[0][3]) == 16_384
+    assert len(asked[3].requests(100, random.Random(0))[0][3].prompt) == 16_384
     runs = {"charonia": [{"tokens_per_second": 1.05}] * 6, VLLM: [{"tokens_per_second": 1.0}] * 6}
     result = RoundResult(asked[0], runs)
     assert str(result.comparisons()["charonia / vllm"]) == "1.05 (1.05 to 1.05) missed (1.1)"
@@ -79,8 +79,8 @@ def test_decoding_is_judged_by_the_bar_over_vllm_at_that_concurrency(at_once: in
 
 
 def test_a_low_concurrency_repeats_its_wave():
-    prompts = rounds()[0].prompts(10, random.Random(0))
-    assert [[len(prompt) for prompt in wave] for wave in prompts] == [[4]] * 4
+    waves = rounds()[0].requests(10, random.Random(0))
+    assert [[(len(prompt), num) for prompt, num in wave] for wave in waves] == [[(4, 3)]] * 4
 
 
 def test_every_repetition_has_an_order_of_its_own_which_the_seed_says():
@@ -95,7 +95,7 @@ def test_every_repetition_has_an_order_of_its_own_which_the_seed_says():
 
 def test_rates_count_the_whole_wave_and_the_decode_rate_does_not_count_the_prefill():
     wave = WaveTrace(2.0, [Trace([1.0, 1.5, 2.0], [1, 1, 1])])
-    figures = decode_figures([wave, wave], new_tokens=3)
+    figures = decode_figures([wave, wave], [[Request([7], 3)]] * 2)
     assert figures["tokens_per_second"] == pytest.approx(1.5)
     assert figures["decode_tokens_per_second"] == pytest.approx(2.0)
     assert figures["ttft_ms_p50"] == pytest.approx(1000)
@@ -103,8 +103,35 @@ def test_rates_count_the_whole_wave_and_the_decode_rate_does_not_count_the_prefi
 
 
 def test_a_side_that_gives_too_few_tokens_is_not_timed():
-    with pytest.raises(WrongOutputError, match=r"\[2\] tokens; asked for were 3"):
-        decode_figures([WaveTrace(1.0, [Trace([0.5, 1.0], [1, 1])])], new_tokens=3)
+    wave = WaveTrace(1.0, [Trace([0.5, 1.0], [1, 1]), Trace([0.5, 1.0], [1, 1])])
+    with pytest.raises(WrongOutputError, match="request 2 of 2 had 2 tokens; asked for were 3"):
+        decode_figures([wave], [[Request([7], 2), Request([7], 3)]])
+
+
+def test_requests_of_unlike_lengths_count_with_what_each_of_them_has():
+    long, short = Trace([1.0, 1.5, 2.0, 4.0], [1, 1, 1, 2]), Trace([3.0], [1])
+    asked = [[Request([7], 5), Request([7, 8], 1)]]
+    figures = decode_figures([WaveTrace(4.0, [long, short])], asked)
+    assert figures == {
+        "tokens_per_second": pytest.approx(1.5),
+        "ttft_ms_p50": pytest.approx(2000),
+        "ttft_ms_p95": pytest.approx(3000),
+        "ttft_ms_p99": pytest.approx(3000),
+        "inter_token_ms_p50": pytest.approx(750),
+        "inter_token_ms_p95": pytest.approx(1000),
+    }
+
+
+def test_where_all_requests_have_one_token_there_is_no_time_between_tokens():
+    alone = decode_figures([WaveTrace(2.0, [Trace([2.0], [1])])], [[Request([7], 1)]])
+    assert alone == {
+        "tokens_per_second": 0.5,
+        "ttft_ms_p50": 2000,
+        "ttft_ms_p95": 2000,
+        "ttft_ms_p99": 2000,
+    }
+    pair = decode_figures([WaveTrace(2.0, [Trace([1.0, 2.0], [1, 1])])], [[Request([7], 2)]])
+    assert median_figures([alone, pair])["inter_token_ms_p50"] == 1000
 
 
 def test_ratios_are_pairwise_and_have_an_interval_where_there_are_pairs_enough():
