@@ -3,6 +3,7 @@
     python loadtests/bench.py                                  # llama-135m shape, random weights
     python loadtests/bench.py --shape llama-1b --sides charonia vllm
     python loadtests/bench.py --model DIR --concurrency 1 4 --cases decode
+    python loadtests/bench.py --cases traces --traces ../shared/traces
 
 First each way to run vLLM is timed, and charonia and vLLM in the fastest way are measured with
 nothing else loaded. Then all sides are loaded at once, each in processes of its own that are
@@ -29,7 +30,7 @@ from typing import Any
 from tqdm import tqdm
 
 from alone import Alone, probe, rates_alone
-from cases import CASES, Entry, Round, make_rounds
+from cases import CASES, NOT_IN_TRACES, Entry, Round, make_rounds
 from circles import circling_share
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
 from limits import Machine, ModelCost
@@ -38,6 +39,7 @@ from record import circumstances, output_stem, positive
 from report import Report, RoundResult, as_markdown
 from sides import BASE, NAMES, SPECS, VLLM, Request, Side, SideError, Waves, WaveTrace, Worker
 from sideset import Launcher, SideSet, start_sides
+from traffic import Traffic, TrafficError, read_traffic
 from ways import vllm_ways
 
 SHAPES = ("llama-135m", "llama-1b")
@@ -52,13 +54,14 @@ def main() -> None:
     """Run the benchmark as the command line says."""
     parser = _parser()
     options = parser.parse_args()
+    traffic = _traffic(options, parser)
     what = options.model.name if options.model else options.shape
     stem = output_stem(options.output, "bench" if what == SHAPES[0] else f"bench-{what}")
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit("bench: ended by SIGTERM")
     )  # closes the sides
     try:
-        report = _run(options, _model(options, parser))
+        report = _run(options, _model(options, parser), traffic)
     except (SideError, WrongOutputError) as error:
         raise SystemExit(f"bench: {error}") from None
     print(as_markdown(report))
@@ -69,11 +72,12 @@ def main() -> None:
     print(f"\nwritten: {files[0].name}, {files[1].name}")
 
 
-def _run(options: argparse.Namespace, model: Path) -> Report:
+def _run(options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]) -> Report:
     # Prompt and output must fit; the sides size their caches by it.
     lengths = [options.prompt_tokens + options.new_tokens]
     if "long" in options.cases:
         lengths += [length + WAKE_TOKENS for length in options.long_tokens]
+    lengths += [each.most_tokens + WAKE_TOKENS for each in traffic]
     max_model_len = -(-max(lengths) // 64) * 64
     settings = {"model": str(model), "dtype": options.dtype, "max_model_len": max_model_len}
     launcher = Launcher(settings, CACHE)
@@ -85,7 +89,7 @@ def _run(options: argparse.Namespace, model: Path) -> Report:
         limits = Worker("limits", Path(sys.executable), "limits_worker.py", {})
         stack.callback(limits.close)
         limits.pause()
-        rounds = _rounds(options, options.cases, list(found.sides))
+        rounds = _rounds(options, options.cases, list(found.sides), traffic)
         if not rounds:
             raise SideError("none of the sides can do any of the cases")
         report = Report(_about(options, model, found, limits), _cost(model), alone=alone)
@@ -123,7 +127,12 @@ def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alon
     return alone
 
 
-def _rounds(options: argparse.Namespace, cases: Sequence[str], sides: Sequence[str]) -> list[Round]:
+def _rounds(
+    options: argparse.Namespace,
+    cases: Sequence[str],
+    sides: Sequence[str],
+    traffic: Sequence[Traffic] = (),
+) -> list[Round]:
     return make_rounds(
         cases,
         options.concurrency,
@@ -133,6 +142,8 @@ def _rounds(options: argparse.Namespace, cases: Sequence[str], sides: Sequence[s
         min_requests=options.min_requests,
         seed=options.seed,
         long_tokens=options.long_tokens,
+        traffic=traffic,
+        trace_requests=options.trace_requests,
     )
 
 
@@ -235,6 +246,24 @@ def _model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Path
     return directory
 
 
+def _traffic(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Traffic]:
+    """Of each file, where the case is asked for."""
+    if "traces" not in options.cases:
+        return []
+    try:
+        return [
+            read_traffic(
+                options.traces,
+                name,
+                most_tokens=options.trace_tokens,
+                num_requests=options.trace_requests,
+            )
+            for name in options.trace_files
+        ]
+    except TrafficError as error:
+        parser.error(str(error))
+
+
 def _vocab_size(model: Path) -> int:
     return json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
@@ -247,12 +276,15 @@ def _cost(model: Path) -> ModelCost | None:
 def _about(
     options: argparse.Namespace, model: Path, found: SideSet, limits: Worker
 ) -> dict[str, Any]:
+    left_out = dict(found.left_out)
+    if "traces" in options.cases:
+        left_out |= {f"{n} in traces": why for n, why in NOT_IN_TRACES.items() if n in found.sides}
     return {
         **circumstances("bench.py"),
         "versions": {name: side.versions for name, side in found.sides.items()},
         "notes": {name: side.notes for name, side in found.sides.items()}
         | {"limits": limits.notes},
-        "left_out": found.left_out,
+        "left_out": left_out,
         "model": model.name,
         "vocab_size": _vocab_size(model),
         "dtype": options.dtype,
@@ -285,7 +317,8 @@ def _parser() -> argparse.ArgumentParser:
         help="decode: all sides, greedily; prefill: 1 and 8 prompts, one token; long: 1 and 4 "
         "prompts of many tokens, one token; sampled: charonia "
         "with temperature 0.8 and top-p 0.95 beside itself; int8: charonia with int8 weights and "
-        "llama.cpp with Q8_0 beside all others (default: decode prefill sampled)",
+        "llama.cpp with Q8_0 beside all others; traces: prompts and answers as long as recorded "
+        "ones (default: decode prefill sampled)",
     )
     parser.add_argument(
         "--concurrency",
@@ -311,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
         **number,
     )
     parser.add_argument("--new-tokens", default=64, help="of a completion (default: 64)", **number)
+    _add_trace_options(parser, number)
     parser.add_argument("--dtype", default="bfloat16", help="of weights (default: bfloat16)")
     parser.add_argument(
         "--vocab", default=4096, help="prompts' token ids are below this (default: 4096)", **number
@@ -324,6 +358,35 @@ def _parser() -> argparse.ArgumentParser:
         "numbered where that exists)",
     )
     return parser
+
+
+def _add_trace_options(parser: argparse.ArgumentParser, number: dict[str, Any]) -> None:
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        default=Path("../shared/traces"),
+        metavar="DIR",
+        help="where the files of `traces` are (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--trace-files",
+        nargs="+",
+        default=["azure_code.csv.gz", "conversation.jsonl.gz"],
+        metavar="NAME",
+        help="of `traces`, a round each (default: azure_code.csv.gz conversation.jsonl.gz)",
+    )
+    parser.add_argument(
+        "--trace-requests",
+        default=16,
+        help="consecutive requests of a trace that are handed over at once (default: 16)",
+        **number,
+    )
+    parser.add_argument(
+        "--trace-tokens",
+        default=8192,
+        help="of prompt and answer; longer requests of a trace are left out (default: 8192)",
+        **number,
+    )
 
 
 if __name__ == "__main__":

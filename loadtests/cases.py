@@ -10,12 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sides import BASE, QUANTIZED, Request
+from traffic import Traffic
 
-CASES = ("decode", "prefill", "long", "sampled", "int8")
+CASES = ("decode", "prefill", "long", "sampled", "int8", "traces")
 SAMPLED = "charonia sampled"
 SAMPLING = {"temperature": 0.8, "top_p": 0.95}
 PREFILL_CONCURRENCY = (1, 8)
 LONG_CONCURRENCY = (1, 4)
+NOT_IN_TRACES = {
+    "transformers": "all sequences of a batch of `generate` run until its longest answer ends"
+}
+"""Sides that cannot be asked for requests of unlike lengths, and why."""
+Kind = Literal["decode", "prefill", "traces"]
 
 
 @dataclass(frozen=True)
@@ -32,28 +38,36 @@ class Round:
     """Work that several entries do in turns.
 
     Attributes:
-        kind: "decode" is a prompt and many new tokens, "prefill" a prompt and one.
+        kind: "decode" is a prompt and many new tokens, "prefill" a prompt and one, "traces" both
+            as they were recorded.
         num_waves: how often a repetition hands over `concurrency` prompts.
+        prompt_tokens, new_tokens: of each request; None where `traffic` has them.
         is_long: whether its prompts are of another length than those of other rounds.
+        traffic: whose lengths the requests have.
     """
 
-    kind: Literal["decode", "prefill"]
+    kind: Kind
     concurrency: int
     num_waves: int
-    prompt_tokens: int
-    new_tokens: int
+    prompt_tokens: int | None
+    new_tokens: int | None
     entries: tuple[Entry, ...]
     is_long: bool = False
+    traffic: Traffic | None = None
 
     @property
     def name(self) -> str:
         """For people."""
-        length = f" of {self.prompt_tokens:,} tokens" if self.is_long else ""
-        return f"{self.kind}{length} at concurrency {self.concurrency}"
+        what = f" of {self.prompt_tokens:,} tokens" if self.is_long else ""
+        if self.traffic is not None:
+            what = f" of {self.traffic.name}"
+        return f"{self.kind}{what} at concurrency {self.concurrency}"
 
     @property
     def size(self) -> str:
-        """Prompts at once, and their tokens where rounds differ in these."""
+        """Prompts at once, and their tokens or traffic where rounds differ in these."""
+        if self.traffic is not None:
+            return f"{self.concurrency} x {self.traffic.name}"
         return (
             f"{self.concurrency} x {self.prompt_tokens:,}"
             if self.is_long
@@ -64,11 +78,8 @@ class Round:
         """New random prompts, and how much is to follow each, as waves."""
         return [
             [
-                Request(
-                    [shuffler.randrange(1, vocab_size) for _ in range(self.prompt_tokens)],
-                    self.new_tokens,
-                )
-                for _ in range(self.concurrency)
+                Request([shuffler.randrange(1, vocab_size) for _ in range(prompt_tokens)], num)
+                for prompt_tokens, num in self._lengths(shuffler)
             ]
             for _ in range(self.num_waves)
         ]
@@ -76,6 +87,14 @@ class Round:
     def in_turn(self, shuffler: random.Random) -> list[Entry]:
         """The entries in random order, a new one for each repetition."""
         return shuffler.sample(self.entries, len(self.entries))
+
+    def _lengths(self, shuffler: random.Random) -> Sequence[tuple[int, int]]:
+        """Of the prompts of one wave, and of what is to follow them."""
+        if self.traffic is not None:
+            return self.traffic.stretch(self.concurrency, shuffler)
+        assert self.prompt_tokens is not None
+        assert self.new_tokens is not None
+        return [(self.prompt_tokens, self.new_tokens)] * self.concurrency
 
 
 def make_rounds(
@@ -88,12 +107,15 @@ def make_rounds(
     min_requests: int,
     seed: int,
     long_tokens: Sequence[int] = (),
+    traffic: Sequence[Traffic] = (),
+    trace_requests: int = 1,
 ) -> list[Round]:
     """All rounds that have an entry.
 
     Args:
         cases: of CASES. concurrency: of the decode rounds. sides: that are there.
         long_tokens: of the prompts of the rounds of `long`, which has one wave of each.
+        traffic: a round of `traces` each. trace_requests: of its one wave.
         min_requests: per repetition; a low concurrency repeats its wave to have as many.
     """
 
@@ -104,7 +126,7 @@ def make_rounds(
     if "int8" in cases:
         variants += [Entry(name, name) for name in sides if name in QUANTIZED]
 
-    def make(kind: Literal["decode", "prefill"], count: int, entries: list[Entry]) -> Round:
+    def make(kind: Kind, count: int, entries: list[Entry]) -> Round:
         num_waves = -(-min_requests // count)
         tokens = 1 if kind == "prefill" else new_tokens
         return Round(kind, count, num_waves, prompt_tokens, tokens, tuple(entries))
@@ -120,5 +142,10 @@ def make_rounds(
             Round("prefill", count, 1, length, 1, tuple(plain), is_long=True)
             for length in long_tokens
             for count in LONG_CONCURRENCY
+        ]
+    if "traces" in cases:
+        able = tuple(entry for entry in plain if entry.side not in NOT_IN_TRACES)
+        rounds += [
+            Round("traces", trace_requests, 1, None, None, able, traffic=each) for each in traffic
         ]
     return [round_ for round_ in rounds if round_.entries]

@@ -1,4 +1,4 @@
-"""The picture of a run: rates against the machine's limit, latencies, prompts."""
+"""The picture of a run: rates against the machine's limit, latencies, prompts, traces."""
 
 import statistics
 from collections.abc import Sequence
@@ -25,14 +25,18 @@ _COLORS = {
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Four panels; bars are medians, whiskers go from the worst to the best repetition."""
+    """Up to seven panels; bars are medians, whiskers go from the worst to the best repetition."""
     decode = [result for result in report.rounds if result.round.kind == "decode"]
     prefill = [result for result in report.rounds if result.round.kind == "prefill"]
+    traces = [result for result in report.rounds if result.round.kind == "traces"]
     panels: list[tuple[str, Sequence[RoundResult], str]] = [
         ("output tokens/s", decode, "tokens_per_second"),
         ("TTFT p50, ms", decode, "ttft_ms_p50"),
         ("inter-token p50, ms", decode, "inter_token_ms_p50"),
         ("prefill: prompt tokens/s", prefill, "tokens_per_second"),
+        ("traces: output tokens/s", traces, "tokens_per_second"),
+        ("traces: TTFT p50, ms", traces, "ttft_ms_p50"),
+        ("traces: TTFT p99, ms", traces, "ttft_ms_p99"),
     ]
     panels = [panel for panel in panels if panel[1]]
     figure, axes = pyplot.subplots(
@@ -40,7 +44,8 @@ def write_plot(report: Report, path: Path) -> None:
     )
     for axis, (title, results, name) in zip(axes[0], panels, strict=True):
         _draw_panel(axis, title, results, name)
-        if report.cost is not None and name == "tokens_per_second":
+        has_limit = name == "tokens_per_second" and results[0].round.traffic is None
+        if report.cost is not None and has_limit:
             limits = [limit_of(result, report.cost) for result in results]
             for place, limit in enumerate(limits):
                 axis.hlines(
@@ -54,11 +59,11 @@ def write_plot(report: Report, path: Path) -> None:
         handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False
     )
     about = report.about
-    figure.suptitle(
-        f"{about['model']}, {about['prompt_tokens']} prompt and {about['new_tokens']} new tokens, "
-        f"{about['machine'].get('CPU(s)', '?')} cores, {about['date'][:10]}",
-        fontsize=11,
-    )
+    title = [about["model"]]
+    if decode or prefill:
+        title.append(f"{about['prompt_tokens']} prompt and {about['new_tokens']} new tokens")
+    title += [f"{about['machine'].get('CPU(s)', '?')} cores", about["date"][:10]]
+    figure.suptitle(", ".join(title), fontsize=11)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -71,7 +76,9 @@ def _draw_panel(axis: Any, title: str, results: Sequence[RoundResult], name: str
         for place, result in enumerate(results):
             if label not in result.runs:
                 continue
-            values = [run[name] for run in result.runs[label]]
+            values = [run[name] for run in result.runs[label] if name in run]
+            if not values:
+                continue  # no time between tokens where there is one token each
             middle = statistics.median(values)
             places.append(place + (index - (len(labels) - 1) / 2) * width)
             medians.append(middle)

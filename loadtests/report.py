@@ -21,6 +21,8 @@ _OVER_VLLM = {("decode", 1): 1.7, ("decode", 8): 1.5, ("decode", 32): 1.3}
 """What decoding must reach over vLLM, by concurrency; anything else must be as fast."""
 _OVER_VLLM_LONG = 1.1
 """What prompts of many tokens must reach over vLLM."""
+_OVER_VLLM_TRACES = 1.1
+"""What requests of recorded lengths must reach over vLLM, over Triton and in-process."""
 _RATIOS: tuple[tuple[str, str, float | None], ...] = (
     (BASE, VLLM, 1.0),
     (BASE, LLAMA_CPP, 1.0),
@@ -71,7 +73,9 @@ class RoundResult:
         )
 
     def work(self) -> Work:
-        """A wave of this round, for the limit."""
+        """A wave of this round, for the limit; its requests are equally long."""
+        assert self.round.prompt_tokens is not None
+        assert self.round.new_tokens is not None
         return Work(self.round.concurrency, self.round.prompt_tokens, self.round.new_tokens)
 
     def comparisons(self) -> dict[str, Comparison]:
@@ -79,13 +83,22 @@ class RoundResult:
         found = {}
         for above, below, bar in _RATIOS:
             if above in self.runs and below in self.runs:
-                if (above, below) == (BASE, VLLM):
-                    bar = _OVER_VLLM.get((self.round.kind, self.round.concurrency), bar)
-                    bar = _OVER_VLLM_LONG if self.round.is_long else bar
+                if below == VLLM:
+                    bar = _bar_over_vllm(self.round, above, bar)
                 pairs = ratio(self.rates(above), self.rates(below))
                 said = None if bar is None else verdict(pairs.interval, bar)
                 found[f"{above} / {below}"] = Comparison(pairs, bar, said)
         return found
+
+
+def _bar_over_vllm(round_: Round, above: str, usual: float | None) -> float | None:
+    if round_.kind == "traces":
+        return _OVER_VLLM_TRACES
+    if above != BASE:
+        return usual
+    if round_.is_long:
+        return _OVER_VLLM_LONG
+    return _OVER_VLLM.get((round_.kind, round_.concurrency), usual)
 
 
 @dataclass
@@ -115,6 +128,8 @@ class Report:
         rounds = []
         for result in self.rounds:
             about = {name: getattr(result.round, name) for name in _ROUND_FIELDS}
+            traffic = result.round.traffic
+            about["traffic"] = traffic.as_json() if traffic else None
             ratios = {name: asdict(value) for name, value in result.comparisons().items()}
             limits = [asdict(reading) for reading in result.machine]
             measured = {"orders": result.orders, "runs": result.runs}
@@ -137,10 +152,14 @@ def as_markdown(report: Report) -> str:
     """All tables."""
     decode = [result for result in report.rounds if result.round.kind == "decode"]
     prefill = [result for result in report.rounds if result.round.kind == "prefill"]
+    traces = [result for result in report.rounds if result.round.kind == "traces"]
+    output = decode + traces
     parts = []
-    if decode:
-        parts += ["Output tokens/s, medians:", _rate_table(decode)]
-        parts += ["Latency in milliseconds, medians:", _latency_table(decode)]
+    if traces:
+        parts += ["Recorded requests, as many at once as the rounds say:", _traffic_table(traces)]
+    if output:
+        parts += ["Output tokens/s, medians:", _rate_table(output)]
+        parts += ["Latency in milliseconds, medians:", _latency_table(output)]
     if prefill:
         parts += ["Prompt tokens/s, medians:", _rate_table(prefill)]
     if any(result.comparisons() for result in report.rounds):
@@ -158,8 +177,12 @@ def as_markdown(report: Report) -> str:
         parts += ["Ways to run vLLM alone on the machine, output tokens/s; the first is taken:"]
         parts += [_way_table(report.alone)]
     if report.cost:
-        parts += ["Share of what the machine could do at most:", _limit_table(report)]
-        alone = [result for result in decode if result.round.concurrency == 1]
+        if limited := decode + prefill:
+            parts += ["Share of what the machine could do at most:"]
+            parts += [_limit_table(limited, report.cost)]
+        if traces:
+            parts += ["Recorded requests have no such limit: their answers end at different steps."]
+        alone = [one for one in decode if one.round.concurrency == 1 < one.round.new_tokens]
         if alone:
             parts += ["Decoding alone, one sequence:", _bandwidth_table(alone[0], report.cost)]
     parts += [_machine_line(report), _agreement_line(report), _idle_line(report)]
@@ -193,14 +216,26 @@ def _rate_table(results: Sequence[RoundResult]) -> str:
 
 
 def _latency_table(results: Sequence[RoundResult]) -> str:
-    names = ("ttft_ms_p50", "inter_token_ms_p50", "inter_token_ms_p95")
+    names = ("ttft_ms_p50", "ttft_ms_p99", "inter_token_ms_p50", "inter_token_ms_p95")
     rows = []
-    for result in results:
+    for result, round_head in zip(results, _heads(results), strict=True):
         for label, runs in result.runs.items():
             medians = median_figures(runs)
-            cells = [f"{medians[name]:.1f}" for name in names]
-            rows.append([str(result.round.concurrency), label, *cells])
-    head = ["concurrency", "side", "TTFT p50", "inter-token p50", "inter-token p95"]
+            cells = [f"{medians[name]:.1f}" if name in medians else "" for name in names]
+            rows.append([round_head, label, *cells])
+    head = ["round", "side", "TTFT p50", "TTFT p99", "inter-token p50", "inter-token p95"]
+    return markdown_table(head, rows)
+
+
+def _traffic_table(results: Sequence[RoundResult]) -> str:
+    head = ["trace", "requests", "left out", "prompt tokens, mean", "new tokens, mean"]
+    rows = []
+    for result in results:
+        assert result.round.traffic is not None
+        about = result.round.traffic.as_json()
+        left_out = f"{about['share_left_out']:.1%} (more than {about['most_tokens']:,} tokens)"
+        means = [f"{about[name]:,.0f}" for name in ("mean_prompt_tokens", "mean_new_tokens")]
+        rows.append([about["name"], f"{about['num_requests']:,}", left_out, *means])
     return markdown_table(head, rows)
 
 
@@ -240,19 +275,18 @@ def limit_of(result: RoundResult, cost: ModelCost) -> float:
     return limit(cost, result.median_machine(), result.work())
 
 
-def _limit_table(report: Report) -> str:
-    assert report.cost is not None
-    limits = [limit_of(result, report.cost) for result in report.rounds]
+def _limit_table(results: Sequence[RoundResult], cost: ModelCost) -> str:
+    limits = [limit_of(result, cost) for result in results]
     rows = [["limit, tok/s", *(f"{limit:.0f}" for limit in limits)]]
-    for label in _labels(report.rounds):
+    for label in _labels(results):
         if label in QUANTIZED:
             continue  # they read half of what the limit counts
         cells = [
             f"{statistics.median(result.rates(label)) / limit:.2f}" if label in result.runs else ""
-            for result, limit in zip(report.rounds, limits, strict=True)
+            for result, limit in zip(results, limits, strict=True)
         ]
         rows.append([label, *cells])
-    return markdown_table(["side", *_heads(report.rounds)], rows)
+    return markdown_table(["side", *_heads(results)], rows)
 
 
 def _bandwidth_table(result: RoundResult, cost: ModelCost) -> str:

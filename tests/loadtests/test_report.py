@@ -9,8 +9,10 @@ from alone import Alone, Probe
 from cases import SAMPLED, make_rounds
 from figures import WrongOutputError, decode_figures, median_figures, ratio
 from limits import Machine, ModelCost
+from plot import write_plot
 from report import Report, RoundResult, as_markdown
-from sides import INT8, Q8_0, VLLM, Request, Trace, WaveTrace
+from sides import INT8, Q8_0, TRITON, VLLM, Request, Trace, WaveTrace
+from traffic import Traffic
 from ways import Way
 
 
@@ -177,3 +179,50 @@ def test_what_was_measured_alone_is_shown_beside_the_turns_and_the_ways_with_the
         "tokens_per_second": {},
         "failure": "no",
     }
+
+
+TRAFFIC = Traffic("calls", ((3, 1), (5, 4), (2, 7), (9, 2)), most_tokens=16, share_left_out=0.25)
+
+
+def trace_rounds(sides):
+    return rounds(cases=["traces"], sides=sides, traffic=[TRAFFIC], trace_requests=2)
+
+
+def test_recorded_requests_are_consecutive_ones_and_their_place_is_drawn_each_time():
+    (asked,) = trace_rounds(["charonia", TRITON, "transformers", VLLM, INT8])
+    assert (asked.name, asked.size) == ("traces of calls at concurrency 2", "2 x calls")
+    assert [entry.label for entry in asked.entries] == ["charonia", TRITON, VLLM]
+
+    def draw(seed):
+        shuffler = random.Random(seed)
+        return [asked.requests(9, shuffler) for _ in range(40)]
+
+    assert draw(1) == draw(1) != draw(2)
+    found = set()
+    for (wave,) in draw(1):
+        found.add(tuple((len(request.prompt), request.max_tokens) for request in wave))
+        assert all(0 < token < 9 for request in wave for token in request.prompt)
+    assert found == {TRAFFIC.lengths[start : start + 2] for start in range(3)}
+
+
+def test_recorded_requests_are_judged_by_a_bar_of_their_own_and_have_no_limit(tmp_path):
+    (asked,) = trace_rounds(["charonia", TRITON, VLLM])
+    latency = {"ttft_ms_p50": 30.0, "ttft_ms_p95": 40.0, "ttft_ms_p99": 50.0}
+    rates = {"charonia": 115.0, TRITON: 105.0, VLLM: 100.0}
+    runs = {name: [{"tokens_per_second": r, **latency}] * 6 for name, r in rates.items()}
+    result = RoundResult(asked, runs, machine=[Machine(1e9, 2e-6)])
+    about = {"left_out": {}, "model": "m", "date": "2026-11-27", "machine": {}}
+    report = Report(about, ModelCost(1, 0, 0), [result])
+    text = as_markdown(report)
+    assert "| calls | 4 | 25.0% (more than 16 tokens) | 5 | 4 |" in text
+    assert "| triton | 105.0 (105 to 105) |" in text
+    assert "| traces 2 x calls | triton | 30.0 | 50.0 |  |  |" in text
+    assert "| charonia / vllm | 1.15 (1.15 to 1.15) met (1.1) |" in text
+    assert "| triton / vllm | 1.05 (1.05 to 1.05) missed (1.1) |" in text
+    assert "limit, tok/s" not in text
+    assert "Recorded requests have no such limit" in text
+    (recorded,) = report.as_json()["rounds"]
+    assert recorded["traffic"]["share_left_out"] == 0.25
+    assert recorded["ratios"]["triton / vllm"]["verdict"] == "missed"
+    write_plot(report, tmp_path / "report.png")
+    assert (tmp_path / "report.png").stat().st_size > 0
