@@ -72,7 +72,7 @@ $(STAMP): pyproject.toml constraints.txt
 	        echo "charonia: $$found cannot make a virtual environment (a distribution may need its python3-venv package)" >&2; exit 1; fi
 	@echo "charonia: installing into $(VENV) (minutes, the first time)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	@$(BIN)/python -m charonia.launch.discovery
+	@$(BIN)/python -m charonia.launch.server.discovery
 	@touch $@
 
 demo: $(KERNELS)
@@ -92,11 +92,11 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m charonia.launch.interface_files --check
+	$(BIN)/python -m charonia.launch.commands.interface_files --check
 	$(BIN)/python -m pytest --quiet tests/test_import_rules.py
 
 interface: $(STAMP)
-	@$(BIN)/python -m charonia.launch.interface_files
+	@$(BIN)/python -m charonia.launch.commands.interface_files
 
 bench: $(STAMP)
 	@$(BIN)/python loadtests/bench.py $(ARGS)

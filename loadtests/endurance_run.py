@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests"))
 
 from charonia.errors import CharoniaError  # noqa: E402
-from charonia.launch.run import running_server  # noqa: E402
+from charonia.launch.server.run import running_server  # noqa: E402
 from endurance.loads import holding, loads  # noqa: E402
 from endurance.stops import stops  # noqa: E402
 from endurance.trials import Holding, Report, Trial, as_markdown  # noqa: E402

@@ -41,7 +41,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests"))
 
 from charonia.errors import CharoniaError  # noqa: E402
-from charonia.launch.repository import RepositoryOptions  # noqa: E402
+from charonia.launch.server.repository import RepositoryOptions  # noqa: E402
 from faults.campaign import Campaign, schedule  # noqa: E402
 from faults.clients import Clients, ClientsError  # noqa: E402
 from faults.footprint import own_temporary_directory, processes_of, ranks_of  # noqa: E402

@@ -25,8 +25,8 @@ from typing import Any
 import tritonclient.grpc.aio as grpc_aio
 from tqdm import tqdm
 
-from charonia.launch.discovery import default_repository
-from charonia.launch.run import running_server
+from charonia.launch.server.discovery import default_repository
+from charonia.launch.server.run import running_server
 from charonia.traces import StepRecord, read_steps
 from checkpoint import SHAPES, make_checkpoint
 from medians import median_interval

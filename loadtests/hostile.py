@@ -39,7 +39,7 @@ sys.path.append(str(HERE.parent / "tests"))
 
 from bars import Verdict, verdict  # noqa: E402
 from charonia.errors import CharoniaError  # noqa: E402
-from charonia.launch.run import running_server  # noqa: E402
+from charonia.launch.server.run import running_server  # noqa: E402
 from medians import median_interval  # noqa: E402
 from record import circumstances, output_stem, positive  # noqa: E402
 from support.checkpoints import make_checkpoint  # noqa: E402

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.launch.simulate import POLICIES, with_policy
+from charonia.launch.commands.simulate import POLICIES, with_policy
 from charonia.simulate.report import RunReport, report, tables
 from charonia.simulate.simulator import Setting, Simulation
 from charonia.simulate.step_times import StepTimes

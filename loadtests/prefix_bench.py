@@ -31,8 +31,8 @@ import tritonclient.grpc as triton_grpc
 from tqdm import tqdm
 
 from bars import verdict
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import AsyncClient, Client
 from medians import median_interval
 from record import circumstances, output_stem, positive

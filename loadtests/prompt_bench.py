@@ -29,8 +29,8 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from charonia import demo
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.traces import StepRecord, read_steps
 from checkpoint import SHAPES, make_checkpoint
 from faults.footprint import ranks_of

@@ -28,8 +28,8 @@ import httpx
 from tqdm import tqdm
 
 from bars import verdict
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import AsyncClient
 from figures import ratio
 from record import circumstances, output_stem, positive

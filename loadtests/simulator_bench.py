@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from charonia.config import DEMO_CHECKPOINT, EngineArgs, SchedulerArgs
 from charonia.engine.recorder import REQUESTS, STEPS
-from charonia.launch.run import running_server
+from charonia.launch.server.run import running_server
 from charonia.simulate.simulator import Setting, Simulation
 from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import Shape, shape

@@ -24,7 +24,7 @@ import numpy as np
 import tritonclient.grpc.aio as grpc_aio
 from tqdm import tqdm
 
-from charonia.launch.run import running_server
+from charonia.launch.server.run import running_server
 from checkpoint import SHAPES, make_checkpoint
 from record import circumstances, output_stem, positive
 from report import markdown_table

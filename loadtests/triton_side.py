@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import tritonclient.grpc.aio as grpc_aio
 
-from charonia.launch.run import running_server
+from charonia.launch.server.run import running_server
 from sides import TRITON, Trace, Waves, WaveTrace
 
 START_TIMEOUT_S = 600.0

@@ -158,7 +158,7 @@ def test_the_modules_of_the_control_plane_import_each_other_in_no_circle() -> No
         found = {imported for imported, _ in imports_of(path.read_text(encoding="utf-8"))}
         modules_found = {one if one in modules else one.rpartition(".")[0] for one in found}
         imports[name] = modules_found & modules.keys()
-    assert imports["charonia.control.scheduler"]
+    assert imports["charonia.control.scheduling.scheduler"]
     TopologicalSorter(imports).prepare()  # which raises CycleError
 
 
@@ -181,7 +181,7 @@ def test_every_rule_is_about_a_part_that_exists() -> None:
         ("control", "import charonia"),
         ("control", "from ..data import runner"),
         ("control", "if TYPE_CHECKING:\n    from charonia.engine.core import Core"),
-        ("text", "from charonia.control.request import Request"),
+        ("text", "from charonia.control.scheduling.request import Request"),
         ("text", "import torch.nn"),
         ("data", "from tokenizers import Tokenizer"),
         ("data", "async def run():\n    from charonia.text.stops import StopMatcher"),

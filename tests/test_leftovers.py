@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from charonia.launch.processes import SHARED_MEMORY
-from charonia.launch.runtime_dir import OWNER_FILE
+from charonia.launch.server.processes import SHARED_MEMORY
+from charonia.launch.server.runtime_dir import OWNER_FILE
 from support.leftovers import PREFIX, temporary_directory
 
 

@@ -11,7 +11,7 @@ import psutil
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from endurance.trials import Holding, Trial, bad_lines
 from support.e2e import ids_of, infer_grpc, request_inputs, stream_grpc, wait_for
 from support.live_stream import LiveStream

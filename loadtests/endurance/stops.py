@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from charonia.launch.processes import find_by_argument
+from charonia.launch.server.processes import find_by_argument
 from endurance.trials import Trial, bad_lines
 from support.leftovers import leftovers
 from support.live_stream import LiveStream

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from charonia.launch.processes import SHARED_MEMORY, session_members
-from charonia.launch.server import TritonServer
+from charonia.launch.server.processes import SHARED_MEMORY, session_members
+from charonia.launch.server.tritonserver import TritonServer
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
+from charonia.launch.commands.serve import HANG_MARGIN_S
 from charonia.launch.errors import LaunchError
-from charonia.launch.repository import RepositoryOptions
-from charonia.launch.run import prepared_server
-from charonia.launch.serve import HANG_MARGIN_S
-from charonia.launch.server import TritonServer
-from charonia.launch.supervisor import SupervisionLimits, Supervisor
+from charonia.launch.server.repository import RepositoryOptions
+from charonia.launch.server.run import prepared_server
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.supervisor import SupervisionLimits, Supervisor
 from support.e2e import read_page, samples_of
 
 RESTARTS = "charonia_engine_restarts_total"
@@ -112,7 +112,7 @@ class Target:
         sets = [f"--set={name}={json.dumps(value)}" for name, value in arguments.items()]
         place = f"--runtime-dir={self.server.runtime_dir}"
         return subprocess.Popen(
-            [sys.executable, "-m", "charonia.launch.cli", "reload", place, *sets],
+            [sys.executable, "-m", "charonia.launch.commands.cli", "reload", place, *sets],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

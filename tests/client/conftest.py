@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import Client, MetricsSnapshot, Unavailable
 from charonia_client.values import Protocol
 

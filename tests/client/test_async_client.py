@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import (
     AsyncClient,
     Cancelled,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import (
     AsyncClient,
     Cancelled,

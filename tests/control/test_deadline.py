@@ -5,7 +5,9 @@ from math import inf
 
 import pytest
 
-from charonia.control.output_lengths import OutputLengths
+from charonia.control.estimators.output_lengths import OutputLengths
+from charonia.control.estimators.prompt_time import PromptTime
+from charonia.control.estimators.remaining_time import RemainingTime
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByDeadline,
@@ -15,8 +17,6 @@ from charonia.control.policies import (
     ranked,
 )
 from charonia.control.policies.deadline import MAX_LOOKED_UP
-from charonia.control.prompt_time import PromptTime
-from charonia.control.remaining_time import RemainingTime
 from support.stepping import LIMITS, Bench, make_request
 
 STEP_S = 0.001  # of the echo engine

@@ -12,8 +12,8 @@ import pytest
 
 import support.requests
 from charonia.control import Request
-from charonia.control.depth import AdaptiveDepth, Candidate, DepthPolicy, FixedDepth, _Choice
-from charonia.control.step_cost import StepShape
+from charonia.control.drafts.depth import AdaptiveDepth, Candidate, DepthPolicy, FixedDepth, _Choice
+from charonia.control.estimators.step_cost import StepShape
 
 DEEPEST = 8
 VERIFY: dict[str, Callable[[int], float]] = {

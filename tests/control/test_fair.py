@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.control import Request, Update
-from charonia.control.fitting import MAX_HARMLESS, MAX_PASSES
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByPriority,
@@ -17,6 +16,7 @@ from charonia.control.policies import (
     fair,
 )
 from charonia.control.policies.fair import MAX_LOST, MAX_REMEMBERED, FairWaiting, VirtualCounters
+from charonia.control.scheduling.fitting import MAX_HARMLESS, MAX_PASSES
 from support.counting import count_calls
 from support.stepping import Bench, make_request
 

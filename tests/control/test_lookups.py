@@ -64,7 +64,7 @@ def test_who_is_displaced_keeps_its_blocks_before_those_that_waited_before_it():
 
 
 def test_blocks_are_kept_for_the_first_of_those_that_wait(monkeypatch):
-    monkeypatch.setattr("charonia.control.lookups.MAX_RESERVING", 2)
+    monkeypatch.setattr("charonia.control.cache.lookups.MAX_RESERVING", 2)
     scheduler = make_scheduler(max_num_seqs=1)
     engine = make_engine(scheduler)
     scheduler.add(make_request("a", 9, max_tokens=1))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import support.requests
-from charonia.control import ngram
-from charonia.control.ngram import NgramDrafter
-from charonia.control.request import Request
+from charonia.control.drafts import ngram
+from charonia.control.drafts.ngram import NgramDrafter
+from charonia.control.scheduling.request import Request
 
 
 def make_request(token_ids: Sequence[int], key: str = "a") -> Request:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from charonia.control.output_lengths import OutputLengths
-from charonia.control.peak_memory import PeakMemory
+from charonia.control.estimators.output_lengths import OutputLengths
+from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.policies import DeadlineWatch, by_deadline, fair
 from support.stepping import Bench, make_request
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from charonia.control.output_lengths import OutputLengths
-from charonia.control.peak_memory import PeakMemory
+from charonia.control.estimators.output_lengths import OutputLengths
+from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
-from charonia.control.prompt_budget import PromptBudget
+from charonia.control.scheduling.prompt_budget import PromptBudget
 from support.counting import count_calls
 from support.stepping import LIMITS, Bench, make_request
 

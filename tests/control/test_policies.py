@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.control import Request, Scheduler
-from charonia.control.admission import MAX_DISPLACED
-from charonia.control.block_tables import BlockTables
-from charonia.control.fitting import MAX_PASSES, Fitting
+from charonia.control.cache.block_tables import BlockTables
 from charonia.control.policies import (
     DisplacementByPriority,
     Policy,
@@ -19,6 +17,8 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
+from charonia.control.scheduling.admission import MAX_DISPLACED
+from charonia.control.scheduling.fitting import MAX_PASSES, Fitting
 from support.counting import count_calls
 from support.echo import EchoExecutor
 from support.invariants import check_invariants

@@ -4,8 +4,7 @@ import msgspec
 import pytest
 
 from charonia.control import PrefixSharing
-from charonia.control.fitting import MAX_AWAITING
-from charonia.control.limits import Limits
+from charonia.control.estimators.prompt_time import PromptTime
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByPriority,
@@ -13,8 +12,9 @@ from charonia.control.policies import (
     by_priority,
     ranked,
 )
-from charonia.control.prompt_time import PromptTime
-from charonia.control.stats import SchedulerStats
+from charonia.control.scheduling.fitting import MAX_AWAITING
+from charonia.control.scheduling.limits import Limits
+from charonia.control.scheduling.stats import SchedulerStats
 from support.stepping import Bench, make_request
 
 COMMON = [7] * 32

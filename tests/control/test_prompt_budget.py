@@ -7,7 +7,12 @@ import pytest
 
 from charonia.control import NO_RELIEF, FixedDepth, Relief, Speculation
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
-from charonia.control.prompt_budget import IDLE_FACTOR, LEAST_TOKENS, LOOK_EVERY, PromptBudget
+from charonia.control.scheduling.prompt_budget import (
+    IDLE_FACTOR,
+    LEAST_TOKENS,
+    LOOK_EVERY,
+    PromptBudget,
+)
 from support.echo import EchoDrafter
 from support.stepping import Bench, make_request
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from charonia.control.output_lengths import OutputLengths
-from charonia.control.pair_cost import PairCost
-from charonia.control.prompt_time import PromptTime, num_pairs
-from charonia.control.remaining_time import RemainingTime
+from charonia.control.estimators.output_lengths import OutputLengths
+from charonia.control.estimators.pair_cost import PairCost
+from charonia.control.estimators.prompt_time import PromptTime, num_pairs
+from charonia.control.estimators.remaining_time import RemainingTime
 from support.stepping import LIMITS, Bench, make_request
 
 BUDGET = 512

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from charonia.control.step_cost import CostCurve, StepCost, StepShape
+from charonia.control.estimators.step_cost import CostCurve, StepCost, StepShape
 
 
 def learn(curve: CostCurve, seconds_of, sizes, times: int = 2) -> None:

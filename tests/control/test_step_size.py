@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from charonia.control import FixedDepth, SchedulerStats, Speculation, StepSize
-from charonia.control.prompt_time import PromptTime
-from charonia.control.step_budget import StepBudget
+from charonia.control.estimators.prompt_time import PromptTime
+from charonia.control.scheduling.step_budget import StepBudget
 from support.echo import EchoDrafter
 from support.stepping import LIMITS, Bench, make_request
 

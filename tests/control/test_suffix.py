@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import support.requests
-from charonia.control import suffix
-from charonia.control.request import Request
-from charonia.control.suffix import SuffixAutomaton, SuffixDrafter
+from charonia.control.drafts import suffix
+from charonia.control.drafts.suffix import SuffixAutomaton, SuffixDrafter
+from charonia.control.scheduling.request import Request
 
 SHARED = b"tenant"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from charonia.control import Request, Scheduler
-from charonia.control.suspects import PROGRESS, Suspects
+from charonia.control.scheduling.suspects import PROGRESS, Suspects
 from charonia.errors import EngineDiedError
 from support.echo import EchoExecutor, echo_run
 from support.invariants import check_invariants

@@ -2,10 +2,9 @@
 
 import pytest
 
-from charonia.control import Tiers, fetching
-from charonia.control.block_tables import BlockTables
-from charonia.control.cache import kv_cache, tiers
-from charonia.control.fitting import MAX_PASSES
+from charonia.control import Tiers
+from charonia.control.cache import fetching, kv_cache, tiers
+from charonia.control.cache.block_tables import BlockTables
 from charonia.control.policies import (
     DeadlineWatch,
     DisplacementByPriority,
@@ -15,7 +14,8 @@ from charonia.control.policies import (
     fair,
     ranked,
 )
-from charonia.control.stats import SchedulerStats
+from charonia.control.scheduling.fitting import MAX_PASSES
+from charonia.control.scheduling.stats import SchedulerStats
 from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, SlotContent, StepPlan, TierInfo
 from support.echo import SLOT_BYTES
 from support.invariants import check_invariants

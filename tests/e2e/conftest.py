@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import ENDLESS_BLOCKS, MAX_MODEL_LEN, ONE_THREAD, one_torch_thread
 from support.faults import make_faulty_repository
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from charonia.launch.cli import main
+from charonia.launch.commands.cli import main
 from charonia.launch.errors import LaunchError
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     ENDLESS,
     ENDLESS_BLOCKS,

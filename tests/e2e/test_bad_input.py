@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpc
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.bystander import Bystander
 from support.e2e import GrpcStream, at_once, error_of, infer_grpc, request_inputs, wait_idle
 from support.long import long

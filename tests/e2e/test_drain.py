@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.runtime_dir import REPOSITORY
+from charonia.launch.server.runtime_dir import REPOSITORY
 from charonia_client import Client, RetryPolicy
 from charonia_client.errors import Unavailable
 from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, wait_for

@@ -13,12 +13,12 @@ import httpx
 import psutil
 import pytest
 
-from charonia.launch.probe import Probe, wait_serving
-from charonia.launch.processes import find_by_argument
-from charonia.launch.repository import RepositoryOptions, prepare_repository
-from charonia.launch.run import running_server
-from charonia.launch.runtime_dir import REPOSITORY, RuntimeDir
-from charonia.launch.server import TritonServer
+from charonia.launch.server.processes import find_by_argument
+from charonia.launch.server.repository import RepositoryOptions, prepare_repository
+from charonia.launch.server.run import running_server
+from charonia.launch.server.runtime_dir import REPOSITORY, RuntimeDir
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.probe import Probe, wait_serving
 from support.e2e import HTTP, ONE_THREAD, error_of, infer_grpc, scrape, wait_for, wait_idle
 from support.events import events
 from support.faults import held_loads, order_fault, paced

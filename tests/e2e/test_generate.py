@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     ENDLESS,
     ENDLESS_BLOCKS,

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from charonia.launch.guard import MAX_ELEMENTS
-from charonia.launch.server import TritonServer
+from charonia.launch.server.guard import MAX_ELEMENTS
+from charonia.launch.server.tritonserver import TritonServer
 from support.bystander import Bystander
 from support.e2e import HTTP, generate, infer_grpc, request_inputs
 

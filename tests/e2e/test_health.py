@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.cli import main
-from charonia.launch.model_control import ModelControl
-from charonia.launch.processes import ReservedPorts
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.commands.cli import main
+from charonia.launch.server.model_control import ModelControl
+from charonia.launch.server.processes import ReservedPorts
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     HTTP,
     ONE_THREAD,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import infer_grpc, one_torch_thread, request_inputs
 from support.hostile.catalogue import ATTACKS
 from support.hostile.target import Attack

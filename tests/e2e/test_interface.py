@@ -14,7 +14,7 @@ import tritonclient.grpc as grpc
 from tokenizers import Tokenizer
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.protocol import SamplingParams
 from charonia.serving.interface import FLAGS
 from support.e2e import (

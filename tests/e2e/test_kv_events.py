@@ -10,8 +10,8 @@ import pytest
 import tritonclient.grpc as grpc
 
 from charonia.launch.errors import LaunchError
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import Client
 from support.e2e import ONE_THREAD, one_torch_thread, wait_for
 from support.kv_events import CLEARED, BlockStored, Reader, reading, replay

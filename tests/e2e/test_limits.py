@@ -15,9 +15,9 @@ import tritonclient.grpc as grpc
 
 from charonia.errors import ConfigError
 from charonia.launch.errors import LaunchError
-from charonia.launch.repository import RepositoryOptions
-from charonia.launch.run import prepared_server, running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.repository import RepositoryOptions
+from charonia.launch.server.run import prepared_server, running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.serving.engine_host import check_instance_kind
 from charonia.serving.tokenizing import INLINE_CHARACTERS
 from support.bystander import Bystander

@@ -18,9 +18,9 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from charonia.launch.health import examine
-from charonia.launch.processes import is_stopped
-from charonia.launch.server import TritonServer
+from charonia.launch.commands.health import examine
+from charonia.launch.server.processes import is_stopped
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     ENDLESS,
     HTTP,

@@ -10,7 +10,7 @@ import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.engine.recovery import NOT_READY
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     ANSWER_TIMEOUT_S,
     ENDLESS,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.protocol import (
     Hello,
     NewRow,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     ENDLESS,
     infer_grpc,

@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from charonia.launch.cli import main
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.commands.cli import main
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import scrape, wait_for, wait_idle
 from support.events import events
 from support.leftovers import leftovers

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from charonia.engine.recorder import REQUESTS, STEPS
-from charonia.launch.cli import main
-from charonia.launch.run import running_server
+from charonia.launch.commands.cli import main
+from charonia.launch.server.run import running_server
 from charonia.traces import read_requests, read_steps
 from charonia_client import Client
 from support.e2e import ONE_THREAD, one_torch_thread, wait_for

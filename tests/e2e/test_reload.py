@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpc
 
-from charonia.launch.cli import main
-from charonia.launch.probe import Probe
-from charonia.launch.run import running_server, wait_serving
-from charonia.launch.server import TritonServer
+from charonia.launch.commands.cli import main
+from charonia.launch.server.run import running_server, wait_serving
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.probe import Probe
 from support.e2e import (
     ONE_THREAD,
     Response,

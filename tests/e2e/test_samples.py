@@ -8,7 +8,7 @@ import httpx
 import pytest
 from httpx_sse import EventSource
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     ANSWER_TIMEOUT_S,
     ENDLESS,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from charonia.launch.run import running_server
+from charonia.launch.server.run import running_server
 from support.e2e import (
     ONE_THREAD,
     infer_grpc,

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpc
 
-from charonia.launch import server as launch_server
-from charonia.launch.cli import main
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.commands.cli import main
+from charonia.launch.server import tritonserver as launch_server
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import ONE_THREAD, wait_for, wait_running
 from support.events import events
 from support.faults import order_fault

@@ -20,8 +20,8 @@ import pytest
 import tritonclient.grpc as grpc
 
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.text.tokenizer import Tokenizer
 from support.e2e import (
     Response,

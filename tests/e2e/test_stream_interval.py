@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     ONE_THREAD,
     Response,

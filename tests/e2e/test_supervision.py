@@ -11,9 +11,9 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.patience import SupervisionLimits
-from charonia.launch.repository import RepositoryOptions
-from charonia.launch.run import prepared_server
+from charonia.launch.server.repository import RepositoryOptions
+from charonia.launch.server.run import prepared_server
+from charonia.launch.supervision.patience import SupervisionLimits
 from support.e2e import (
     ONE_THREAD,
     generate,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from charonia.engine.recorder import REQUESTS
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.traces import read_requests
 from charonia_client import Client, RetryPolicy
 from charonia_client.errors import RateLimited

@@ -14,7 +14,7 @@ import tritonclient.grpc as grpc
 import tritonclient.http
 from httpx_sse import EventSource
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.serving.interface import Tensor
 from charonia.serving.tensors import NUMPY_TYPES
 from charonia.serving.trtllm.facade import (

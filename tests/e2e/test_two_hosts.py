@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from charonia import LLM, SamplingParams
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.parallel.worker import SECRET_VARIABLE
 from support.e2e import scrape, wait_for, wait_idle
 from support.live_stream import LiveStream

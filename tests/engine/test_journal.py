@@ -14,8 +14,8 @@ import pytest
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.control import NO_RELIEF, Group, Relief, SchedulerStats
 from charonia.control.cache.eviction import EVICTIONS
-from charonia.control.commit import Commit
-from charonia.control.epoch import Epoch
+from charonia.control.scheduling.commit import Commit
+from charonia.control.scheduling.epoch import Epoch
 from charonia.engine.admission import cache_scope
 from charonia.engine.journal import HEADER, Added, Applied, Blamed, Finished, Planned
 from charonia.engine.scheduling import make_scheduler

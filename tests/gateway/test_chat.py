@@ -8,7 +8,7 @@ import openai as sdk
 import pytest
 from openai import OpenAI
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.text.tokenizer import Tokenizer
 from support.e2e import infer_grpc, request_inputs
 from support.gateway import Gateway, running_gateway

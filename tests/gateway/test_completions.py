@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.text.tokenizer import Tokenizer
 from support.e2e import ids_of, infer_grpc, request_inputs, stream_grpc, text_of
 from support.gateway import Gateway

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from charonia.gateway import connections
 from charonia.gateway.connections import Connection
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import ENDLESS, scrape, wait_for, wait_idle
 from support.gateway import Gateway
 from support.waiting import WAIT_S

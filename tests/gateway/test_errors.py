@@ -12,9 +12,9 @@ import pytest
 
 from charonia.errors import InvalidRequestError, PromptTooLongError
 from charonia.gateway.errors import of_client_error, of_own_error
-from charonia.launch.processes import ReservedPorts
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.processes import ReservedPorts
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import errors as client_errors
 from support.e2e import (
     ENDLESS,

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from httpx_sse import EventSource
 
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_for, wait_idle
 from support.gateway import Gateway, running_gateway
 from support.long import long

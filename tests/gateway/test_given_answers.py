@@ -14,7 +14,7 @@ from charonia.gateway.openai.completions import TextForm
 from charonia.gateway.openai.logprobs import Spelling
 from charonia.gateway.openai.requests import ChatRequest, CompletionRequest
 from charonia.gateway.prompts import Prompt
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.text.tokenizer import Tokenizer
 from charonia_client import Chunk, Completion, Sample
 from support.gateway import Gateway, running_gateway

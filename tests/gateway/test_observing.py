@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.gateway import Gateway
 
 TEXT = "/v1/completions"

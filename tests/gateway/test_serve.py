@@ -11,7 +11,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from charonia.launch.cli import main
+from charonia.launch.commands.cli import main
 from support.e2e import wait_for
 from support.long import long
 from support.serving import Serving

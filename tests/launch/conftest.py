@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.patience import SupervisionLimits
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.patience import SupervisionLimits
 from support.stand_ins import STAND_INS, Target
 from support.supervised import ALLOWED_S
 from support.watching import Clock, Questions
@@ -38,14 +38,14 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A test of somebody who does not answer sets these times anew.
     """
-    launch = "charonia.launch"
+    server = "charonia.launch.server"
     for name in (
-        f"{launch}.metrics_http.REQUEST_S",
-        f"{launch}.metrics_http.PAGE_S",
-        f"{launch}.metrics_http.TAKE_S",
-        f"{launch}.metrics_merge.SCHEDULERS_S",
-        f"{launch}.metrics_merge.TRITON_S",
-        f"{launch}.model_control._ANSWER_S",
+        f"{server}.metrics_http.REQUEST_S",
+        f"{server}.metrics_http.PAGE_S",
+        f"{server}.metrics_http.TAKE_S",
+        f"{server}.metrics_merge.SCHEDULERS_S",
+        f"{server}.metrics_merge.TRITON_S",
+        f"{server}.model_control._ANSWER_S",
         "charonia.serving.grpc_control.CONNECT_S",
     ):
         monkeypatch.setattr(name, ALLOWED_S)

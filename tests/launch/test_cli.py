@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from charonia import __version__
-from charonia.launch.cli import main
-from charonia.launch.processes import find_by_argument
+from charonia.launch.commands.cli import main
+from charonia.launch.server.processes import find_by_argument
 from support.leftovers import leftovers
 from support.long import long
 from support.serving import Serving

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from charonia.config import EngineArgs
-from charonia.launch import cores
-from charonia.launch.cores import cores_beside_engine
-from charonia.launch.processes import start_leader
+from charonia.launch.server import cores
+from charonia.launch.server.cores import cores_beside_engine
+from charonia.launch.server.processes import start_leader
 from charonia.serving.cores import VARIABLE, take_engine_cores
 
 ALLOWED = sorted(os.sched_getaffinity(0))

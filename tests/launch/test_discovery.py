@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch import discovery
-from charonia.launch.discovery import STUB, find_tritonserver
 from charonia.launch.errors import LaunchError
+from charonia.launch.server import discovery
+from charonia.launch.server.discovery import STUB, find_tritonserver
 
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 OTHER_PYTHON = "3.12" if THIS_PYTHON == "3.11" else "3.11"

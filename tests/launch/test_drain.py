@@ -15,10 +15,10 @@ import msgspec
 import psutil
 import pytest
 
-from charonia.launch.drain import LEFT_FILE, drain, finish_requests
+from charonia.launch.commands.drain import LEFT_FILE, drain, finish_requests
+from charonia.launch.commands.serve import stop_on_signals
 from charonia.launch.errors import LaunchError
-from charonia.launch.runtime_dir import OWNER_FILE, REPOSITORY
-from charonia.launch.serve import stop_on_signals
+from charonia.launch.server.runtime_dir import OWNER_FILE, REPOSITORY
 from charonia.serving.reload import DrainState
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import listen

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch import demo
-from charonia.launch.cli import EXIT_BROKEN_PIPE, main
-from charonia.launch.run import running_server
-from charonia.launch.server import TritonServer
+from charonia.launch.commands import demo
+from charonia.launch.commands.cli import EXIT_BROKEN_PIPE, main
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
 
 SETTINGS = ("num_gpu_blocks_override=64",)
 GREEDY = ("hello", "--max-tokens", "8", "--temperature", "0")
@@ -83,7 +83,7 @@ def test_a_refused_request_is_one_line(
 
 
 def test_a_reader_that_leaves_early_ends_it_without_a_traceback(server: TritonServer) -> None:
-    charonia = (sys.executable, "-m", "charonia.launch.cli")
+    charonia = (sys.executable, "-m", "charonia.launch.commands.cli")
     # The reader is gone before the first chunk: tokens that wait are merged, so that how many
     # chunks follow, and whether a pipe would hold them all, depends on speed.
     with subprocess.Popen(

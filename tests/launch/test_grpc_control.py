@@ -10,7 +10,7 @@ import pytest
 import tritonclient.grpc
 
 from charonia.launch.background import in_background
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.serving import grpc_control
 from charonia.serving.grpc_control import ControlError, GrpcControl
 from charonia.serving.server_options import ServerOptions

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.discovery import Installation, find_tritonserver
 from charonia.launch.errors import LaunchError
-from charonia.launch.guard import MAX_ELEMENTS, make_guard
-from charonia.launch.server import TritonServer
+from charonia.launch.server.discovery import Installation, find_tritonserver
+from charonia.launch.server.guard import MAX_ELEMENTS, make_guard
+from charonia.launch.server.tritonserver import TritonServer
 from charonia.serving.server_options import KEY_VARIABLE
 
 EMBEDDED = Installation(Path("root"), Path("stub"), ())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from charonia.launch.logs import crash_reason, failure_reason, is_interesting
+from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
 
 OURS = 'I1121 02:39:01.884703 6344 model.py:7] "weights: 40 % read"'
 LOADING = 'I1121 02:39:00.049192 6344 model_lifecycle.cc:472] "loading: scheduler:1"'

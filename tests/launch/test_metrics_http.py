@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from charonia.launch import metrics_http
 from charonia.launch.errors import LaunchError
-from charonia.launch.metrics_http import MAX_CONNECTIONS, PageServer
-from charonia.launch.processes import listen
+from charonia.launch.server import metrics_http
+from charonia.launch.server.metrics_http import MAX_CONNECTIONS, PageServer
+from charonia.launch.server.processes import listen
 from support.e2e import HTTP, wait_for
 
 Start = Callable[[Callable[[], bytes]], int]

@@ -10,9 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from charonia.engine.metric_table import BY_NAME
-from charonia.launch import metrics_merge
 from charonia.launch.errors import LaunchError
-from charonia.launch.metrics_merge import MergedPage
+from charonia.launch.server import metrics_merge
+from charonia.launch.server.metrics_merge import MergedPage
 from charonia.serving import metrics_socket
 from charonia.serving.metrics_socket import (
     METRICS_SOCKET,

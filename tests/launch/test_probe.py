@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from charonia.launch.background import in_background
-from charonia.launch.probe import Probe
+from charonia.launch.supervision.probe import Probe
 from support.supervised import ALLOWED_S
 
 

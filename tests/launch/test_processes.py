@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from charonia.launch import processes
 from charonia.launch.errors import LaunchError
+from charonia.launch.server import processes
 from support.e2e import wait_for
 
 # A leader whose child is stopped, and orphaned as soon as the leader is gone.
@@ -41,7 +41,7 @@ def test_killing_a_session_reaches_stopped_orphans() -> None:
 
 def test_a_leader_dies_with_the_process_that_started_it() -> None:
     script = (
-        "import os, sys, time; from charonia.launch.processes import start_leader\n"
+        "import os, sys, time; from charonia.launch.server.processes import start_leader\n"
         "print(start_leader(['sleep', '600'], dict(os.environ)).pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:

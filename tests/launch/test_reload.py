@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from charonia.launch import reload, runtime_dir
+from charonia.launch.commands import reload
+from charonia.launch.commands.reload import find_run
 from charonia.launch.errors import LaunchError
-from charonia.launch.reload import find_run
-from charonia.launch.runtime_dir import REPOSITORY, SERVER_FILE, RuntimeDir
+from charonia.launch.server import runtime_dir
+from charonia.launch.server.runtime_dir import REPOSITORY, SERVER_FILE, RuntimeDir
 from charonia.serving.reload import ReloadState
 
 MakeRun = Callable[[int], Path]

@@ -11,12 +11,12 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from charonia.launch.lookout import Lookout, Loss
-from charonia.launch.model_control import ModelControl
-from charonia.launch.patience import SupervisionLimits
-from charonia.launch.repairs import Repairs
-from charonia.launch.server import TritonServer
-from charonia.launch.stranded import StrandedCalls
+from charonia.launch.server.model_control import ModelControl
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.lookout import Lookout, Loss
+from charonia.launch.supervision.patience import SupervisionLimits
+from charonia.launch.supervision.repairs import Repairs
+from charonia.launch.supervision.stranded import StrandedCalls
 from support.e2e import wait_for
 from support.events import events
 

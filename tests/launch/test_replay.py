@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from charonia.engine.journal import FRAME, HEADER, Planned
-from charonia.launch.cli import main
+from charonia.launch.commands.cli import main
 from charonia.simulate.replay import read_journal
 from engine.bench import Bench
 from support.journals import open_journal

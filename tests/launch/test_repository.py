@@ -12,11 +12,11 @@ from tritonclient.grpc import model_config_pb2
 
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT, EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError
-from charonia.launch.cli import build_parser
-from charonia.launch.discovery import default_repository
+from charonia.launch.commands.cli import build_parser
 from charonia.launch.errors import LaunchError
-from charonia.launch.model_config import read_config
-from charonia.launch.repository import (
+from charonia.launch.server.discovery import default_repository
+from charonia.launch.server.model_config import read_config
+from charonia.launch.server.repository import (
     LINK_FROM_BYTES,
     PreparedRepository,
     RepositoryOptions,

@@ -1,8 +1,8 @@
 """What `charonia serve` makes of the scheduler's settings."""
 
 from charonia.config import SchedulerArgs
-from charonia.launch.patience import SupervisionLimits
-from charonia.launch.serve import supervision_limits
+from charonia.launch.commands.serve import supervision_limits
+from charonia.launch.supervision.patience import SupervisionLimits
 
 
 def test_the_launcher_waits_longer_than_the_scheduler_does_for_its_engine():

@@ -19,10 +19,10 @@ from tritonclient.utils import InferenceServerException
 
 import charonia
 from charonia.launch.background import in_background
-from charonia.launch.discovery import Installation
 from charonia.launch.errors import LaunchError, NotReadyError
-from charonia.launch.runtime_dir import KEY_FILE, sweep_stale_runs
-from charonia.launch.server import (
+from charonia.launch.server.discovery import Installation
+from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
+from charonia.launch.server.tritonserver import (
     END_REQUESTS_S,
     EXIT_TIMEOUT_S,
     INDEX_S,
@@ -94,8 +94,8 @@ def test_the_address_is_the_metrics_too_but_not_that_of_tritons_own_page(
 def test_a_stopped_process_does_not_survive_a_stop(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("charonia.launch.server.EXIT_TIMEOUT_S", 1)
-    monkeypatch.setattr("charonia.launch.server.STOP_S", ALLOWED_S)
+    monkeypatch.setattr("charonia.launch.server.tritonserver.EXIT_TIMEOUT_S", 1)
+    monkeypatch.setattr("charonia.launch.server.tritonserver.STOP_S", ALLOWED_S)
     log: list[str] = []
     with make_server(on_log=log.append) as server:
         stop_process(server.pids("scheduler")[0])
@@ -150,7 +150,7 @@ def test_a_stop_waits_for_no_model_that_is_being_loaded(
     make_server: MakeServer, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("INDEX_S", "EXIT_TIMEOUT_S", "STOP_S"):
-        monkeypatch.setattr(f"charonia.launch.server.{name}", int(ALLOWED_S))
+        monkeypatch.setattr(f"charonia.launch.server.tritonserver.{name}", int(ALLOWED_S))
     log: list[str] = []
     with make_server(on_log=log.append) as server:
         control_over_http(server, "engine", "unload").raise_for_status()
@@ -262,7 +262,9 @@ def test_a_release_that_can_bound_a_request_is_told_to(
     installation.binary.parent.mkdir(parents=True)
     installation.binary.write_text(NEWER_TRITON, encoding="utf-8")
     installation.binary.chmod(0o755)
-    monkeypatch.setattr("charonia.launch.server.find_tritonserver", lambda: installation)
+    monkeypatch.setattr(
+        "charonia.launch.server.tritonserver.find_tritonserver", lambda: installation
+    )
     log: list[str] = []
     server = TritonServer(repository, on_log=log.append)
     server.start()
@@ -298,7 +300,7 @@ def test_the_models_import_the_launchers_own_copy_of_charonia_wherever_it_is_sta
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from charonia.launch.server import check_further_option, TritonServer
+from charonia.launch.server.tritonserver import check_further_option, TritonServer
 server = TritonServer(Path(sys.argv[1]))
 server.start()
 server.wait_ready()

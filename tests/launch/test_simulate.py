@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from charonia.config import EngineArgs
-from charonia.launch.cli import main
-from charonia.launch.simulate import POLICIES
+from charonia.launch.commands.cli import main
+from charonia.launch.commands.simulate import POLICIES
 from charonia.traces import StepRecord, TraceRequest, read_requests, write_requests
 
 TIMES = "step=10ms,token=100us"

@@ -8,14 +8,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from charonia.launch import processes
-from charonia.launch.stacks import STACK_BYTES, stack_limit
+from charonia.launch.server import processes
+from charonia.launch.server.stacks import STACK_BYTES, stack_limit
 
 HARD_BYTES = 64 * 2**20
 ENOUGH = STACK_BYTES + 2**20
 DESCRIBE = """
 import resource, sys
-from charonia.launch.stacks import stack_limit
+from charonia.launch.server.stacks import stack_limit
 name, value = sys.argv[1:]
 resource.setrlimit(getattr(resource, name), (int(value), int(value)))
 limit = stack_limit(total_bytes=2**40)

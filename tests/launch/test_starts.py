@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from charonia.launch import processes
 from charonia.launch.errors import LaunchError, LostError
-from charonia.launch.probe import Probe, wait_serving
-from charonia.launch.server import TritonServer
+from charonia.launch.server import processes
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.probe import Probe, wait_serving
 from support.e2e import wait_for
 from support.events import events
 from support.long import long

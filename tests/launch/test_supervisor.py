@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from charonia.launch.errors import LaunchError
-from charonia.launch.patience import Silence, SupervisionLimits
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.patience import Silence, SupervisionLimits
 from support.e2e import wait_for
 from support.leftovers import leftovers
 from support.long import long
@@ -80,8 +80,8 @@ def test_a_tritonserver_that_answers_nobody_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The process table cannot tell; the scheduler would be given longer.
-    monkeypatch.setattr("charonia.launch.lookout.Lookout.look", lambda *_: [])
-    monkeypatch.setattr("charonia.launch.model_control._ANSWER_S", 1.0)
+    monkeypatch.setattr("charonia.launch.supervision.lookout.Lookout.look", lambda *_: [])
+    monkeypatch.setattr("charonia.launch.server.model_control._ANSWER_S", 1.0)
     supervised = supervise(dataclasses.replace(PROBED, server_hang_s=600))
     assert supervised.server.pid is not None
     stop_process(supervised.server.pid)
@@ -179,7 +179,7 @@ def test_a_stop_waits_for_no_probes_answer(
     questions: Questions,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("charonia.launch.server.EXIT_TIMEOUT_S", 1)
+    monkeypatch.setattr("charonia.launch.server.tritonserver.EXIT_TIMEOUT_S", 1)
     limits = dataclasses.replace(PROBED, probe_interval_s=600, probe_timeout_s=3600)
     supervised = supervise(limits)
     supervised.hang("scheduler")

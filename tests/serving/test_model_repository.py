@@ -9,7 +9,7 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.config import SchedulerArgs
-from charonia.launch import interface_files
+from charonia.launch.commands import interface_files
 from charonia.launch.errors import LaunchError
 from charonia.serving import interface
 from charonia.serving.parameters import PARAMETER_NAMES

@@ -10,7 +10,7 @@ from typing import Any
 
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import GrpcStream, ids_of, infer_grpc, request_inputs, stream_grpc
 
 PROMPT = "A request waits"

@@ -23,7 +23,7 @@ import tritonclient.http
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 
 ANSWER_TIMEOUT_S = 240.0
 # Made once, because making one takes longer than most requests. It keeps no connections, which a

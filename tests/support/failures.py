@@ -32,7 +32,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def _log_tails() -> Iterator[list[str]]:
     """Of each server that this process knows: what is not said by every server that is well."""
     # Only where a server was started is the module there.
-    if (module := sys.modules.get("charonia.launch.server")) is None:
+    if (module := sys.modules.get("charonia.launch.server.tritonserver")) is None:
         return
     for each in gc.get_objects():
         if type(each) is module.TritonServer and (tail := each.log_tail):

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from charonia.launch.discovery import default_repository
+from charonia.launch.server.discovery import default_repository
 
 SLOW_STEP_S = 0.05
 """Of an engine that is told nothing else: 1500 tokens take more than a minute, so that streams are

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import ENDLESS, samples_of, scrape, wait_for
 from support.waiting import WAIT_S
 
@@ -35,7 +35,7 @@ class Gateway:
     def __init__(self, servers: Sequence[str], tokenizer: Path, *arguments: str) -> None:
         self.lines: list[str] = []
         self._is_serving = threading.Event()
-        command = [sys.executable, "-m", "charonia.launch.cli", "gateway", "--port", "0"]
+        command = [sys.executable, "-m", "charonia.launch.commands.cli", "gateway", "--port", "0"]
         command += [f"--server={server}" for server in servers]
         command += [f"--tokenizer={tokenizer}", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from charonia.launch.processes import SHARED_MEMORY
-from charonia.launch.runtime_dir import living_runs, owner_of, sweep_stale_runs
+from charonia.launch.server.processes import SHARED_MEMORY
+from charonia.launch.server.runtime_dir import living_runs, owner_of, sweep_stale_runs
 
 PREFIX = "ch-tests-"
 _NAME = re.compile(PREFIX + r"([0-9]{1,7})-[a-z0-9_]{8}")  # the process's number, and a random part

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpc
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     HTTP,
     MAX_MODEL_LEN,

@@ -14,7 +14,7 @@ import psutil
 
 from charonia.config import EngineArgs
 from charonia.data.runner import Runner
-from charonia.launch.processes import ReservedPorts
+from charonia.launch.server.processes import ReservedPorts
 from charonia.parallel.engine import load_engine
 from charonia.protocol import RowStep, StepResult
 from parity.driver import Driver, blocks_for, new_row

@@ -21,8 +21,8 @@ from charonia.control import (
     StepSize,
 )
 from charonia.control.cache import Tiers
-from charonia.control.fitting import MAX_PASSES
-from charonia.control.prompt_budget import PromptBudget
+from charonia.control.scheduling.fitting import MAX_PASSES
+from charonia.control.scheduling.prompt_budget import PromptBudget
 from charonia.errors import EngineDiedError, StepFailedError
 from charonia.protocol import Pending, RowSampling
 from support.cache_view import CacheView

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import psutil
 
-from charonia.launch.processes import find_by_argument
+from charonia.launch.server.processes import find_by_argument
 from support.supervised import ALLOWED_S
 
-CHARONIA = (sys.executable, "-m", "charonia.launch.cli")
+CHARONIA = (sys.executable, "-m", "charonia.launch.commands.cli")
 
 
 class Serving:

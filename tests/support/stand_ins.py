@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 from charonia.launch.background import in_background
-from charonia.launch.patience import SupervisionLimits
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.patience import SupervisionLimits
 from support.e2e import wait_for
 from support.events import events
 from support.supervised import ALLOWED_S, Supervised

@@ -16,7 +16,7 @@ from charonia.control import (
     Tiers,
 )
 from charonia.control.cache.eviction import Eviction, Lru
-from charonia.control.prompt_budget import PromptBudget
+from charonia.control.scheduling.prompt_budget import PromptBudget
 from charonia.protocol import RowSampling, StepPlan
 from support.echo import EchoExecutor
 from support.invariants import check_invariants

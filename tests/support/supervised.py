@@ -7,9 +7,9 @@ there are.
 import threading
 
 from charonia.launch.errors import LaunchError
-from charonia.launch.patience import SupervisionLimits
-from charonia.launch.server import TritonServer
-from charonia.launch.supervisor import Supervisor
+from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.patience import SupervisionLimits
+from charonia.launch.supervision.supervisor import Supervisor
 from support.e2e import wait_for
 from support.events import events
 

@@ -5,22 +5,22 @@ one public machine; everything else in here is a part of it.
 """
 
 from charonia.control.cache import CacheEvents, Tiers
-from charonia.control.depth import AdaptiveDepth, FixedDepth
-from charonia.control.drafter import Drafter
-from charonia.control.limits import Limits
-from charonia.control.ngram import NgramDrafter
-from charonia.control.peak_memory import PeakMemory
+from charonia.control.drafts.depth import AdaptiveDepth, FixedDepth
+from charonia.control.drafts.drafter import Drafter
+from charonia.control.drafts.ngram import NgramDrafter
+from charonia.control.drafts.speculation import Speculation
+from charonia.control.drafts.suffix import SuffixDrafter
+from charonia.control.estimators.peak_memory import PeakMemory
+from charonia.control.estimators.step_cost import CostCurve
 from charonia.control.policies import Late, Policy
-from charonia.control.prefix_sharing import PrefixSharing
-from charonia.control.prompt_budget import PromptBudget
-from charonia.control.relief import NO_RELIEF, Relief
-from charonia.control.request import Group, Request, Update
-from charonia.control.scheduler import Scheduler
-from charonia.control.speculation import Speculation
-from charonia.control.stats import DraftCounts, SchedulerStats
-from charonia.control.step_cost import CostCurve
-from charonia.control.step_size import StepSize
-from charonia.control.suffix import SuffixDrafter
+from charonia.control.scheduling.limits import Limits
+from charonia.control.scheduling.prefix_sharing import PrefixSharing
+from charonia.control.scheduling.prompt_budget import PromptBudget
+from charonia.control.scheduling.relief import NO_RELIEF, Relief
+from charonia.control.scheduling.request import Group, Request, Update
+from charonia.control.scheduling.scheduler import Scheduler
+from charonia.control.scheduling.stats import DraftCounts, SchedulerStats
+from charonia.control.scheduling.step_size import StepSize
 
 __all__ = [
     "NO_RELIEF",

@@ -29,7 +29,7 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _TRUE = ("true", "1", "on")
 KEY_VARIABLE = "CHARONIA_MODEL_CONTROL_KEY"
 """In the environment of a tritonserver that wants the run's key in the name of each model which is
-to be loaded or unloaded (`launch/guard.c`), instead of in a header."""
+to be loaded or unloaded (`launch/server/guard.c`), instead of in a header."""
 
 NOT_EXPLICIT = "recovery is off: tritonserver was not started with --model-control-mode=explicit"
 NO_GRPC = "recovery is off: tritonserver serves no gRPC, over which models are loaded"

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from statistics import median
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import GrpcStream, ids_of, request_inputs, text_of
 
 PROMPT = "A request waits in the queue until"

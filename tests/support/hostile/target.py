@@ -15,7 +15,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
-from charonia.launch.server import TritonServer
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import array_of
 
 CONNECT_TIMEOUT_S = 10.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from charonia.launch.processes import SHARED_MEMORY
-from charonia.launch.server import TritonServer
+from charonia.launch.server.processes import SHARED_MEMORY
+from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import wait_for, wait_idle
 from support.hostile.neighbour import Answer, Neighbour, undisturbed
 from support.hostile.target import Attack, Target

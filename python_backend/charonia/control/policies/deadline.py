@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
-from charonia.control.output_lengths import OutputLengths
+from charonia.control.estimators.output_lengths import OutputLengths
+from charonia.control.estimators.prompt_time import PromptTime
+from charonia.control.estimators.remaining_time import RemainingTime
 from charonia.control.policies.policy import Late
 from charonia.control.policies.ranked import Rank, Ranked
-from charonia.control.prompt_time import PromptTime
-from charonia.control.remaining_time import RemainingTime
-from charonia.control.request import Request
+from charonia.control.scheduling.request import Request
 
 _NEVER = 1e300  # before those that were demoted
 _SLACK = 64

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from charonia.control.output_lengths import OutputLengths
-from charonia.control.prompt_time import PromptTime
-from charonia.control.request import Request, Update
+from charonia.control.estimators.output_lengths import OutputLengths
+from charonia.control.estimators.prompt_time import PromptTime
+from charonia.control.scheduling.request import Request, Update
 
 
 class WaitingOrder(Protocol):

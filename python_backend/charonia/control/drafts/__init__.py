@@ -1,0 +1,1 @@
+"""Tokens that are guessed from text, and how many of them a step verifies."""

@@ -1,0 +1,100 @@
+"""Commit: what a step computed becomes the requests' own, and some of them end with it.
+
+Owns the way of a row's result into its request: tokens, cursors, drafts, the end. Must not know
+how a step is planned.
+"""
+
+from collections.abc import Sequence
+
+from charonia.control.cache.block_tables import BlockTables
+from charonia.control.drafts.speculation import Speculation
+from charonia.control.policies import Service
+from charonia.control.scheduling.live_requests import LiveRequests
+from charonia.control.scheduling.request import Request, Update
+from charonia.control.scheduling.stats import SchedulerStats
+from charonia.control.scheduling.step import NO_DRAFT, Draft, Step
+from charonia.control.scheduling.suspects import Suspects
+from charonia.protocol import RowResult
+
+
+class Commit:
+    """Commits one epoch's steps, in the order of their plans.
+
+    Args:
+        suspects: told of who has got on.
+        service: told of the tokens that were generated; None where the order does not depend on it.
+        speculation: told how drafts fared. stats: counts them.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockTables,
+        live: LiveRequests,
+        suspects: Suspects,
+        service: Service | None,
+        speculation: Speculation | None,
+        stats: SchedulerStats,
+    ) -> None:
+        self._blocks = blocks
+        self._live = live
+        self._suspects = suspects
+        self._service = service
+        self._speculation = speculation
+        self._stats = stats
+
+    def commit(self, step: Step, results: Sequence[RowResult]) -> list[Update]:
+        """Commit what the rows of a step computed, and end those of its requests that ended.
+
+        Returns:
+            One update per request that committed tokens or prompt log-probabilities.
+        """
+        updates, drafts = [], step.drafts
+        rows = zip(step.requests, step.rows, results, strict=True)
+        for place, (request, planned, row_result) in enumerate(rows):
+            assert row_result.row == planned.row, "wrong row"
+            draft = drafts.get(place, NO_DRAFT) if drafts else NO_DRAFT
+            num_tokens = planned.num_tokens
+            request.num_in_flight -= 1
+            request.num_computing -= num_tokens
+            if row_result.token_ids:
+                request.num_sampling -= 1
+            if not request.is_ended:
+                update = self._commit_row(request, num_tokens, draft, row_result)
+                if update is not None:
+                    updates.append(update)
+            else:
+                # What was sampled since its end is in no block that others can hit.
+                num_tokens = min(num_tokens, len(request.token_ids) - request.num_computed)
+                self._blocks.commit(request, num_tokens, draft, num_accepted=0)
+        if self._service is not None:
+            self._service.note_outputs(updates)
+        if self._live.ended:
+            self._live.drop_ended()
+        return updates
+
+    def _commit_row(
+        self, request: Request, num_tokens: int, draft: Draft, row_result: RowResult
+    ) -> Update | None:
+        run, prompt_offset = row_result.token_ids, request.num_computed
+        token_ids, reason = request.append(run)
+        # What follows a token that ended the request counts for nothing.
+        num_accepted = len(token_ids) - 1 if token_ids else 0
+        if draft.num_drafts:
+            assert self._speculation is not None
+            counts = self._stats.drafts
+            self._speculation.observe_run(request, draft, len(run), num_accepted, counts)
+        self._blocks.commit(request, num_tokens, draft, num_accepted)
+        if request is request.group.leader and request.num_computed >= request.num_prompt - 1:
+            self._live.release_parked(request)
+        if token_ids and self._suspects.first is not None:
+            self._suspects.acquit(request)
+        if reason is not None:
+            self._live.end(request, is_complete=True)
+        elif not token_ids and row_result.prompt_logprobs is None:
+            return None
+        logprobs = row_result.logprobs
+        if logprobs:
+            logprobs = logprobs[: len(token_ids)]
+        return Update(
+            request, token_ids, logprobs, row_result.prompt_logprobs, prompt_offset, reason
+        )

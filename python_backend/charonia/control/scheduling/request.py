@@ -1,0 +1,179 @@
+"""Requests as the control plane sees them: tokens, a cursor, blocks.
+
+Owns a request's state; only the scheduler changes it. Must not know text.
+
+What a client asks for is a group of one or more requests: n samples of one prompt are n requests,
+each with tokens, a row and blocks of its own. The first of a group computes the prompt; the others
+begin with its blocks when it has.
+
+    token_ids   [ p p p p p p p p p p g g g ] ?    p prompt, g generated, ? in flight
+                  └─ num_computed ─┘│           KV exists before the cursor
+    block_ids   [  b0  ][  b1  ][  b2  ]           position i lives in block i // block_size
+    block_keys  [  k0  ][  k1  ]                   one per full block, made as tokens come
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from charonia.control.scheduling.stats import DraftCounts
+from charonia.protocol import CacheRange, FinishReason, RowSampling, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The requests that sample from one prompt for one client.
+
+    Attributes:
+        key: its name, which is the first one's, too.
+        members: that have had no end.
+        leader: of the members, who computes the prompt as long as others wait for that.
+        parked: who waits for it, in order.
+    """
+
+    key: str = ""
+    members: list["Request"] = field(default_factory=list)
+    leader: "Request | None" = None
+    parked: list["Request"] = field(default_factory=list)
+
+    def forks(self, num_computed: int) -> Iterator["Request"]:
+        """Who has a row and so many tokens computed."""
+        return (
+            one for one in self.members if one.row is not None and one.num_computed >= num_computed
+        )
+
+    def disband(self) -> None:
+        """Have all of them come anew."""
+        self.members, self.leader, self.parked = [], None, []
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request.
+
+    Attributes:
+        key: unique name of this request. number: how many came before it.
+        group: whose it is. index: its place among the samples of that.
+        token_ids: prompt and generated tokens; num_prompt of them are the prompt.
+        stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
+        tenant: whose it is. priority: smaller is sooner. arrived_at: seconds.
+        expires_at: seconds, its deadline; infinite without one. is_demoted: it cannot meet that.
+        cache_scope: what isolates its prefix cache (tenant and salt).
+        takes_hits: whether it may start from cached blocks. is_probe: whether it is no client's;
+            it is not counted.
+        retention: how its blocks are kept in the cache, ranges in order that do not overlap.
+            refused_from: the block from which on none is kept longer, as there was no room for it.
+        speculates: whether tokens may be guessed ahead for it. expected_ids: what is left of the
+            client's guess at its tokens; nothing once that was wrong.
+        max_known: tokens, prompt included, at which it ends by its length.
+        num_slots: tokens that its blocks hold.
+        num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
+            the target's.
+        awaits: who runs and computes blocks of its prefix, so many from the first on
+            (`num_awaited`), for which it waits until `awaits_until` at most, in seconds.
+            `end_awaited` is the end of all tokens for which it has waited, or does.
+        num_passed: how many were admitted before it that came after it in the policy's order.
+        num_in_flight: steps that are planned and not applied, and compute tokens of it.
+        num_computing: these tokens. num_sampling: how many of these steps give it another one.
+        num_known_at_death: tokens that it had at the last death of an engine that computed for it,
+            None where there was none.
+    """
+
+    key: str
+    token_ids: list[int]
+    num_prompt: int
+    sampling: RowSampling
+    max_tokens: int
+    stop_ids: frozenset[int]
+    arrived_at: float
+    group: Group = field(default_factory=Group)
+    index: int = 0
+    tenant: str = ""
+    priority: int = 0
+    expires_at: float = inf
+    cache_scope: bytes = b""
+    takes_hits: bool = True
+    retention: tuple[CacheRange, ...] = ()
+    speculates: bool = True
+    expected_ids: deque[int] = field(default_factory=deque)
+    is_probe: bool = False
+
+    number: int = 0
+    row: int | None = None
+    max_known: int = 0
+    num_slots: int = 0
+    num_computed: int = 0
+    num_draft_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_published: int = 0
+    refused_from: float = inf
+    num_in_flight: int = 0
+    num_computing: int = 0
+    num_sampling: int = 0
+    is_ended: bool = False
+    is_demoted: bool = False
+    started_at: float | None = None
+    num_cached: int = 0
+    awaits: "Request | None" = None
+    num_awaited: int = 0
+    awaits_until: float = inf
+    end_awaited: int = 0
+    num_passed: int = 0
+    num_preemptions: int = 0
+    num_restarts: int = 0
+    num_known_at_death: int | None = None
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that the next step may compute: also one that a step in flight has yet to give."""
+        num_tokens = len(self.token_ids) + self.num_sampling
+        return num_tokens - self.num_computed - self.num_computing
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens that it must generate before a stop token counts."""
+        return self.sampling.min_tokens
+
+    def append(self, run: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Append a run of tokens, up to the first one that ends the request.
+
+        Returns:
+            What was appended, and why the request has ended.
+        """
+        known = self.token_ids
+        max_known, stop_ids = self.max_known, self.stop_ids
+        num_before = len(known)
+        for token_id in run:
+            known.append(token_id)
+            if self.expected_ids and self.expected_ids.popleft() != token_id:
+                self.expected_ids.clear()
+            if token_id in stop_ids and self.num_generated >= self.min_tokens:
+                return run[: len(known) - num_before], "stop"
+            if len(known) >= max_known:
+                return run[: len(known) - num_before], "length"
+        return run, None
+
+
+@dataclass(slots=True)
+class Update:
+    """What a step did to one request.
+
+    Attributes:
+        prompt_offset: the first position that the step computed; `prompt_logprobs` belong to the
+            tokens from prompt_offset + 1 on.
+    """
+
+    request: Request
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    prompt_offset: int
+    finish_reason: FinishReason | None

@@ -1,0 +1,142 @@
+"""What each row computes in a step: its next tokens, the blocks they need, drafts behind them.
+
+Owns the growth of running requests, and preemption where blocks run out. Must not know who is
+admitted, nor whose guesses drafts are.
+"""
+
+from charonia.control.cache.block_tables import BlockTables
+from charonia.control.estimators.prompt_time import num_pairs
+from charonia.control.policies import Policy
+from charonia.control.scheduling.limits import Limits
+from charonia.control.scheduling.live_requests import LiveRequests
+from charonia.control.scheduling.request import Request
+from charonia.control.scheduling.stats import SchedulerStats
+from charonia.control.scheduling.step import NO_BLOCKS, Draft, Step
+from charonia.control.scheduling.step_budget import StepBudget
+from charonia.protocol import RowStep
+
+
+class RowPlanner:
+    """Plans the rows of one epoch's steps.
+
+    Args:
+        stats: shows how many drafts a row has.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        blocks: BlockTables,
+        live: LiveRequests,
+        budget: StepBudget,
+        stats: SchedulerStats,
+    ) -> None:
+        self._limits = limits
+        self._waiting = policy.waiting
+        self._running = policy.running
+        self._blocks = blocks
+        self._kv = blocks.kv
+        self._live = live
+        self._budget = budget
+        self._stats = stats
+        self._one_token = [RowStep(row, 1) for row in range(limits.max_num_seqs)]
+
+    def plan_running(self, step: Step) -> None:
+        """Plan those that have a row, as far as budget and blocks go."""
+        max_rows = self._budget.share(len(self._running))
+        order = self._running.in_order()
+        is_short = step.prompt_budget < step.budget
+        if step.joins and (is_short or not self._limits.enable_chunked_prefill):
+            # There is room for them in this step: without chunks perhaps in no other one.
+            joined = {join.row for join in step.joins}
+            order.sort(key=lambda request: request.row not in joined)
+        for request in order:  # which gets shorter at its end
+            if step.budget <= 0 or len(step.rows) >= max_rows:
+                return
+            if request.num_in_flight and not (self._limits.overlaps and _goes_on(request)):
+                continue
+            if not self.plan_row(step, request, order):
+                step.is_short = True
+                return
+
+    def plan_row(self, step: Step, request: Request, order: list[Request]) -> bool:
+        """Plan the next tokens of a request that has a row.
+
+        Args:
+            order: of those that have one; whoever loses its blocks is the last, and is removed.
+
+        Returns:
+            Whether those behind it may be planned, too.
+        """
+        num_left = num_tokens = request.num_to_compute
+        if num_tokens > step.budget:
+            num_tokens = step.budget
+        if num_tokens > 1:
+            if step.prompt_budget <= 0:
+                return True
+            num_tokens = min(num_tokens, step.prompt_budget)
+        end = request.num_computed + request.num_computing + num_tokens
+        num_new = self._blocks.num_missing(request, end)
+        while num_new and num_new > self._kv.num_free:
+            victim = order[-1]
+            # Of one in flight its blocks are to be had when its step is applied.
+            if victim.num_in_flight or any(join.row == victim.row for join in step.joins):
+                return not self._limits.overlaps
+            self._live.preempt(order.pop())
+            self._budget.note_preemption(len(self._running))
+            if victim is request:
+                return True
+        assert request.row is not None
+        if num_tokens == 1 and not num_new:
+            row_step = self._one_token[request.row]
+        else:
+            new_block_ids = self._blocks.grow(request, num_new) if num_new else NO_BLOCKS
+            row_step = RowStep(request.row, num_tokens, new_block_ids)
+        request.num_in_flight += 1
+        request.num_computing += num_tokens
+        if num_tokens == num_left:
+            request.num_sampling += 1
+            step.num_sampling += 1
+        if num_left > 1:
+            step.prompt_budget -= num_tokens
+            step.num_prompts += 1
+            step.num_prompt_tokens += num_tokens
+            step.num_pairs += num_pairs(num_tokens, end - num_tokens)
+            if num_tokens < num_left:
+                step.num_before_rest = end
+        step.requests.append(request)
+        step.rows.append(row_step)
+        step.budget -= num_tokens
+        return True
+
+    def add_drafts(self, step: Step, found: list[tuple[int, Draft]]) -> None:
+        """Have rows that decode verify drafts, with what the step leaves of budget and blocks.
+
+        Args:
+            found: drafts within the budget, each with its place in the step.
+        """
+        for place, wanted in found:
+            request, planned = step.requests[place], step.rows[place]
+            # A draft that is rejected leaves its block with the row.
+            spare = 0 if self._waiting else max(0, self._kv.num_free - self._kv.watermark)
+            num_held = (len(request.block_ids) + spare) * self._limits.block_size
+            draft = wanted.capped(num_held - len(request.token_ids))
+            if not (draft.num_drafts or draft.is_by_engine):
+                continue
+            num_new = self._blocks.num_missing(request, len(request.token_ids) + draft.num_drafts)
+            step.drafts[place] = draft
+            step.rows[place] = RowStep(
+                planned.row,
+                planned.num_tokens,
+                planned.new_block_ids + self._blocks.grow(request, num_new),
+                draft.num_drafts,
+                draft.draft_ids,
+                draft.num_draft_tokens,
+            )
+        self._stats.draft_depth = step.num_drafts / max(1, len(found))
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether a request in flight will need another step, as far as that is known."""
+    return len(request.token_ids) + request.num_sampling < request.max_known

@@ -1,0 +1,136 @@
+"""How large the next step may be: rows, tokens, and tokens of prompts.
+
+Owns the choice between what was configured and what is learned from steps, and which rows will
+decode. Must not know who gets a row, nor what a step has.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+from charonia.control.estimators.prompt_time import PromptTime
+from charonia.control.scheduling.limits import Limits
+from charonia.control.scheduling.prompt_budget import PromptBudget
+from charonia.control.scheduling.relief import Relief
+from charonia.control.scheduling.stats import SchedulerStats
+from charonia.control.scheduling.step import Step
+from charonia.control.scheduling.step_size import StepSize
+from charonia.protocol import StepResult
+
+
+class _Decodes(NamedTuple):
+    """What a step computed beside prompts: rows that sample, and drafts that they verify."""
+
+    num_rows: int
+    num_drafts: int
+    num_before: int  # tokens before what it left of a prompt
+
+
+class StepBudget:
+    """The budgets of one scheduler's steps.
+
+    Args:
+        prompts: how many tokens of prompts a step computes beside rows that decode; None is all
+            that fit.
+        prompt_time: knows what a prompt's tokens take to look back.
+        sizes: chooses how many rows and tokens a step has; None is as many as there may be.
+        stats: shows what was chosen.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptBudget | None,
+        prompt_time: PromptTime,
+        sizes: StepSize | None,
+        stats: SchedulerStats,
+    ) -> None:
+        self._prompts = prompts
+        self._prompt_time = prompt_time
+        self._sizes = sizes
+        self._stats = stats
+        self._limits: Limits
+        self._last: deque[_Decodes]  # of the last steps, one of each stage
+
+    def start_epoch(self, limits: Limits) -> None:
+        """Begin with the first step of an engine."""
+        self._limits = limits
+        self._last = deque(maxlen=limits.num_stages)
+        self._show(num_running=0)
+
+    def num_tokens(self, num_running: int) -> int:
+        """Of the next step. Those that were chosen are beside the one of each row."""
+        most = self._limits.max_num_batched_tokens
+        if self._sizes is None or not self._limits.enable_chunked_prefill:
+            return most
+        return min(most, num_running + self._sizes.max_tokens)
+
+    def num_prompt_tokens(self, num_tokens: int, num_running: int, relief: Relief) -> int:
+        """Of the next step, whose rows that decode should not wait for prompts for long.
+
+        Those that decode are the ones that were given a token when last their stage had a step.
+
+        Args:
+            num_tokens: of the step, at most.
+        """
+        in_turn = len(self._last) == self._limits.num_stages
+        last = self._last[0] if in_turn else _Decodes(0, 0, 0)
+        num_decodes = min(last.num_rows, num_running)
+        if not num_decodes or not self._limits.enable_chunked_prefill:
+            return num_tokens
+        if self._prompts is not None:
+            num_drafts = last.num_drafts * num_decodes // last.num_rows
+            num_fitting = self._prompts.tokens(
+                num_decodes + num_drafts, last.num_before, self._prompt_time.pair_s
+            )
+            num_tokens = min(num_tokens, num_fitting)
+        return max(1, int(num_tokens * relief.prompt_share))
+
+    def share(self, num_requests: int) -> int:
+        """Rows that a step takes at most, so that each step that may be in flight has as many.
+
+        Who joins is in the step that it joins with, so no more may join.
+
+        All rows count alike. What prompts compute is not shared out: a chunk fills the budget of
+        its step, which keeps every stage busy for long, however few rows come with it.
+
+        Args:
+            num_requests: that have a row, or may get one.
+        """
+        return -(-num_requests // self._limits.num_stages)
+
+    def num_rows(self, num_free: int, num_running: int) -> int:
+        """How many of the free rows requests may be given."""
+        if self._sizes is None:
+            return num_free
+        num_more = self._sizes.max_rows * self._limits.num_stages - num_running
+        return max(0, min(num_free, num_more))
+
+    def note_plan(self, step: Step) -> None:
+        """This step is the next one."""
+        self._last.append(_Decodes(step.num_sampling, step.num_decode_drafts, step.num_before_rest))
+
+    def note_preemption(self, num_running: int) -> None:
+        """A request lost its blocks, which leaves so many in all stages."""
+        if self._sizes is not None:
+            self._sizes.note_preemption(-(-num_running // self._limits.num_stages))
+
+    def observe(self, step: Step, result: StepResult, seconds: float, num_running: int) -> None:
+        """Learn what a step took."""
+        num_rows = len(step.rows)
+        # A row that verifies drafts computes one token more for each, and gives several tokens.
+        num_decoded, token_s = num_rows - step.num_prompts, seconds
+        if step.drafts:
+            num_decoded += step.num_decode_drafts
+            num_given = sum(len(row.token_ids) for row in result.rows)
+            token_s = seconds * num_rows / max(num_given, num_rows)
+        if self._prompts is not None:
+            by_itself_s = seconds - step.num_pairs * self._prompt_time.pair_s
+            self._prompts.observe(num_decoded, step.num_prompt_tokens, by_itself_s)
+        if self._sizes is not None:
+            num_prompt_tokens = step.num_prompt_tokens
+            self._sizes.observe(num_decoded, num_prompt_tokens, num_rows, seconds, token_s)
+            self._show(num_running)
+
+    def _show(self, num_running: int) -> None:
+        sizes, limits = self._sizes, self._limits
+        self._stats.max_rows = sizes.max_rows if sizes else limits.max_num_seqs
+        self._stats.max_step_tokens = self.num_tokens(num_running)

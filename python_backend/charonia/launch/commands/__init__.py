@@ -1,0 +1,1 @@
+"""The `charonia` command: one module for each of its verbs, and `make interface`."""

@@ -1,0 +1,37 @@
+"""`charonia metrics`: the page of metrics beside a tritonserver that was started by hand.
+
+Owns where it listens, and when it ends. Must not know what is on the page.
+"""
+
+import contextlib
+from pathlib import Path
+
+from charonia.launch.commands.serve import say, stop_on_signals
+from charonia.launch.errors import LaunchError
+from charonia.launch.server import processes
+from charonia.launch.server.metrics_http import PageServer
+from charonia.launch.server.metrics_merge import MergedPage
+
+
+def serve_metrics(repository: Path, triton_url: str, address: str, port: int) -> None:
+    """Serve the page until SIGINT or SIGTERM.
+
+    Args:
+        repository: what tritonserver was started with. triton_url: of its own page.
+
+    Raises:
+        LaunchError: there is no such directory, or the port is taken.
+    """
+    if not repository.is_dir():
+        raise LaunchError(f"no model repository {repository}")
+    with (
+        stop_on_signals() as stop,
+        contextlib.closing(MergedPage(repository, lambda: triton_url)) as page,
+        processes.listen(address, port, "metrics") as listener,
+        contextlib.closing(PageServer(listener, page.read, say)),
+    ):
+        port = listener.getsockname()[1]
+        host = f"[{address}]" if ":" in address else address
+        say(f"serving http://{host}:{port}/metrics")
+        stop.wait()
+        say("stopped")

@@ -1,0 +1,1 @@
+"""One tritonserver: its installation, repository, processes, log and page of metrics."""

@@ -1,0 +1,168 @@
+"""Brings lost models back alone, beside whoever watches the server.
+
+Owns what is done about a loss, and how often. Must not know how a loss is noticed. Nothing here
+waits: all that takes time is asked for in the background, and its answer taken at a later turn.
+
+::
+
+    loss ─► is the model to be served? ──no──► its operator's; asked again `probe_interval_s` later
+                   │ yes
+                   ├─ the scheduler, or lost too often ───────────────────► restart of the server
+                   └─ kill what is lost ─► unload, load, one model at a time ──fails──┘
+                                              └─► its new processes are looked after
+
+Only the lost ones of several processes are killed. The others finish what they have in hand, and
+Triton ends them; not so where a request was lost with a process, so what is left after `drain_s` is
+killed as well.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import psutil
+
+from charonia.events import event
+from charonia.launch.background import in_background
+from charonia.launch.errors import LaunchError
+from charonia.launch.server.model_control import ModelControl
+from charonia.launch.supervision.lookout import Lookout, Loss
+from charonia.launch.supervision.patience import SupervisionLimits
+from charonia.launch.supervision.stranded import StrandedCalls
+
+
+@dataclass
+class _Case:
+    """A loss that is seen to; `reloaded` are the processes that take the place of the lost."""
+
+    loss: Loss
+    since: float
+    is_served: Future[bool]
+    reloaded: Future[list[psutil.Process]] | None = None
+
+
+class Repairs:
+    """Of one started server.
+
+    Args:
+        scheduler: name of the model that is never brought back alone.
+        on_change: called with a model's name when other processes are looked after.
+        log: gets one line per event.
+    """
+
+    def __init__(
+        self,
+        control: ModelControl,
+        lookout: Lookout,
+        stranded: StrandedCalls,
+        *,
+        scheduler: str,
+        limits: SupervisionLimits,
+        on_change: Callable[[str], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._control = control
+        self._lookout = lookout
+        self._stranded = stranded
+        self._scheduler = scheduler
+        self._limits = limits
+        self._on_change = on_change
+        self._log = log
+        self._cases: dict[str, _Case] = {}
+        self._unserved: dict[str, float] = {}  # when that was seen
+        self._reloads: dict[str, list[float]] = {}  # when they began
+
+    def is_seen_to(self, model: str, now: float) -> bool:
+        """Whether nothing is to be done about a loss of this model now."""
+        unserved = self._unserved.get(model)
+        is_unserved = unserved is not None and now - unserved < self._limits.probe_interval_s
+        return model in self._cases or is_unserved
+
+    def begin(self, loss: Loss, now: float) -> None:
+        """See to a loss."""
+        asked = in_background(lambda: self._control.is_served(loss.model))
+        self._cases[loss.model] = _Case(loss, now, asked)
+
+    def adopt(self, model: str, now: float) -> None:
+        """Somebody else has brought a model back."""
+        _kill(member.process for member in self._lookout.members(model) if member.is_lost)
+        self._note_open_calls(model, now)
+        self._lookout.adopt(model, now)
+        self._on_change(model)
+
+    def look(self, now: float) -> str | None:
+        """Go on with what is under way. Returns why the server must be restarted, or None."""
+        _kill(self._lookout.lingering(now, self._limits.drain_s))
+        for case in list(self._cases.values()):
+            reason = self._go_on(case, now) if case.reloaded is None else self._end(case, now)
+            if reason is not None:
+                return reason
+        return None
+
+    def _go_on(self, case: _Case, now: float) -> str | None:
+        """Decide what becomes of a loss, once it is known whether its model is to be served."""
+        loss = case.loss
+        if not case.is_served.done():
+            return None
+        if not case.is_served.result():
+            self._note_open_calls(loss.model, now)
+            self._unserved[loss.model] = now
+            del self._cases[loss.model]
+            return None
+        if loss.model == self._scheduler:
+            self._log_loss(loss)
+            return f"the {self._scheduler} process {loss.describe()}"
+        if any(other.reloaded is not None for other in self._cases.values()):
+            return None  # one at a time
+        self._log_loss(loss)
+        return self._reload(case, now)
+
+    def _reload(self, case: _Case, now: float) -> str | None:
+        model, limits = case.loss.model, self._limits
+        recent = [at for at in self._reloads.get(model, ()) if now - at < limits.stable_s]
+        if len(recent) >= limits.max_reloads:
+            return f"the {model} process was lost {len(recent) + 1} times in a short time"
+        self._reloads[model] = [*recent, now]
+        members = self._lookout.members(model)
+        lost = [member for member in members if member.is_lost]
+        doomed = members if case.loss.kind == "hung" or not lost else lost
+        _kill(member.process for member in doomed)
+        case.reloaded = in_background(
+            lambda: self._control.reload(model, timeout_s=limits.replace_s)
+        )
+        return None
+
+    def _end(self, case: _Case, now: float) -> str | None:
+        """Look after the new processes, once they are there."""
+        assert case.reloaded is not None
+        if not case.reloaded.done():
+            return None
+        model = case.loss.model
+        try:
+            processes = case.reloaded.result()
+        except LaunchError as error:
+            return str(error)
+        del self._cases[model]
+        self._note_open_calls(model, now)
+        self._lookout.take(model, processes, now)
+        self._on_change(model)
+        self._log(event("model_back", model=model, seconds=time.monotonic() - case.since))
+        if not processes:
+            self._log(event("model_unwatched", model=model))
+        return None
+
+    def _note_open_calls(self, model: str, now: float) -> None:
+        """Of its lost processes; nobody takes calls any more that are not counted."""
+        lost = [member for member in self._lookout.members(model) if member.is_lost]
+        self._stranded.note(model, sum(member.num_open_calls for member in lost), now)
+
+    def _log_loss(self, loss: Loss) -> None:
+        self._log(event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()  # ends stopped ones, too
