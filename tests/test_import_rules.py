@@ -187,7 +187,7 @@ def test_every_rule_is_about_a_part_that_exists() -> None:
         ("data", "async def run():\n    from charonia.text.stops import StopMatcher"),
         ("engine", "import torch"),
         ("engine", "class A:\n    import torch"),
-        ("engine", "from charonia.serving import bls"),
+        ("engine", "from charonia.serving.messages import executor"),
         ("serving", "def load():\n    import torch"),
         ("serving", "from charonia.control.blocks import BlockPool"),
         ("serving", "from charonia.launch import serve"),

@@ -11,7 +11,7 @@ import pytest
 from tritonclient.utils import deserialize_bytes_tensor
 
 from charonia.protocol import SamplingParams
-from charonia.serving.interface import FLAGS, OUTPUTS, Output
+from charonia.serving.conventions.interface import FLAGS, OUTPUTS, Output
 from charonia_client import (
     Chunk,
     InvalidRequest,

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.protocol import SamplingParams
-from charonia.serving.interface import FLAGS
+from charonia.serving.conventions.interface import FLAGS
 from support.e2e import (
     HTTP,
     GrpcStream,

@@ -18,8 +18,8 @@ from charonia.launch.errors import LaunchError
 from charonia.launch.server.repository import RepositoryOptions
 from charonia.launch.server.run import prepared_server, running_server
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.serving.engine_host import check_instance_kind
-from charonia.serving.tokenizing import INLINE_CHARACTERS
+from charonia.serving.hosts.engine import check_instance_kind
+from charonia.serving.requests.tokenizing import INLINE_CHARACTERS
 from support.bystander import Bystander
 from support.e2e import (
     ANSWER_TIMEOUT_S,

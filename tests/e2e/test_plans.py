@@ -21,7 +21,7 @@ from charonia.protocol import (
     StepFailure,
     StepPlan,
 )
-from charonia.serving.bls import STEPS_SOCKET
+from charonia.serving.messages.executor import STEPS_SOCKET
 from support.bystander import Bystander
 from support.e2e import (
     MAX_MODEL_LEN,

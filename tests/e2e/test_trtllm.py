@@ -15,15 +15,15 @@ import tritonclient.http
 from httpx_sse import EventSource
 
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.serving.interface import Tensor
-from charonia.serving.tensors import NUMPY_TYPES
-from charonia.serving.trtllm.facade import (
+from charonia.serving.conventions.interface import Tensor
+from charonia.serving.conventions.trtllm.facade import (
     BATCH_NEEDS_DECOUPLED,
     STOP_NEEDS_ID,
     STREAM_NEEDS_DECOUPLED,
 )
-from charonia.serving.trtllm.rows import pack_words
-from charonia.serving.trtllm.tables import MAX_BATCH_SIZE, MODELS
+from charonia.serving.conventions.trtllm.rows import pack_words
+from charonia.serving.conventions.trtllm.tables import MAX_BATCH_SIZE, MODELS
+from charonia.serving.requests.tensors import NUMPY_TYPES
 from charonia.text.tokenizer import Tokenizer
 from support.e2e import (
     ANSWER_TIMEOUT_S,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from charonia.errors import InvalidRequestError, NotSupportedError
-from charonia.serving.interface import FLAGS
-from charonia.serving.parameters import PARAMETER_NAMES
-from charonia.serving.schema import Call, GenerateCall
-from charonia.serving.tensors import RawRequest, read_request
+from charonia.serving.conventions.interface import FLAGS
+from charonia.serving.conventions.parameters import PARAMETER_NAMES
+from charonia.serving.conventions.schema import Call, GenerateCall
+from charonia.serving.requests.tensors import RawRequest, read_request
 from support.calls import parse
 from support.fuzzing import (
     DEEP,

@@ -35,10 +35,10 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving import relay
-from charonia.serving.metrics_socket import HistogramState, SchedulerMetrics, decode_metrics
-from charonia.serving.reload import ReloadOrder, decode_order
-from charonia.serving.tensors import RawRequest
+from charonia.serving.messages import relay
+from charonia.serving.messages.reload import ReloadOrder, decode_order
+from charonia.serving.metrics.page_socket import HistogramState, SchedulerMetrics, decode_metrics
+from charonia.serving.requests.tensors import RawRequest
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import connect, is_same_user, listen

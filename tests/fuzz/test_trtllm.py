@@ -12,12 +12,12 @@ from hypothesis.extra import numpy as arrays
 
 from charonia.config import DEMO_CHECKPOINT
 from charonia.errors import InvalidRequestError, NotSupportedError
-from charonia.serving.interface import Tensor
-from charonia.serving.schema import GenerateCall
-from charonia.serving.tensors import NUMPY_TYPES, RawRequest
-from charonia.serving.trtllm.facade import Facade, TextFacade, TokenFacade
-from charonia.serving.trtllm.tables import MODELS
-from charonia.serving.trtllm.text import Postprocessing, Preprocessing
+from charonia.serving.conventions.interface import Tensor
+from charonia.serving.conventions.schema import GenerateCall
+from charonia.serving.conventions.trtllm.facade import Facade, TextFacade, TokenFacade
+from charonia.serving.conventions.trtllm.tables import MODELS
+from charonia.serving.conventions.trtllm.text import Postprocessing, Preprocessing
+from charonia.serving.requests.tensors import NUMPY_TYPES, RawRequest
 from charonia.text.tokenizer import Tokenizer
 from support.calls import parse
 from support.fuzzing import only_clear_errors

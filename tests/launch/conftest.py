@@ -46,7 +46,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
         f"{server}.metrics_merge.SCHEDULERS_S",
         f"{server}.metrics_merge.TRITON_S",
         f"{server}.model_control._ANSWER_S",
-        "charonia.serving.grpc_control.CONNECT_S",
+        "charonia.serving.lifecycle.grpc_control.CONNECT_S",
     ):
         monkeypatch.setattr(name, ALLOWED_S)
 

@@ -10,7 +10,7 @@ from charonia.config import EngineArgs
 from charonia.launch.server import cores
 from charonia.launch.server.cores import cores_beside_engine
 from charonia.launch.server.processes import start_leader
-from charonia.serving.cores import VARIABLE, take_engine_cores
+from charonia.serving.hosts.cores import VARIABLE, take_engine_cores
 
 ALLOWED = sorted(os.sched_getaffinity(0))
 PRINT = "import os; print(sorted(os.sched_getaffinity(0)))"
@@ -71,7 +71,9 @@ def test_a_process_started_on_some_cores_can_take_the_engines() -> None:
     env = dict(os.environ)
     process = start_leader([sys.executable, "-c", PRINT], env, {ALLOWED[1]})
     assert process.communicate()[0].decode().strip() == str([ALLOWED[1]])
-    take = f"from charonia.serving.cores import take_engine_cores; take_engine_cores(); {PRINT}"
+    take = (
+        f"from charonia.serving.hosts.cores import take_engine_cores; take_engine_cores(); {PRINT}"
+    )
     env[VARIABLE] = ",".join(map(str, ALLOWED))
     process = start_leader([sys.executable, "-c", take], env, {ALLOWED[1]})
     assert process.communicate()[0].decode().strip() == str(ALLOWED)

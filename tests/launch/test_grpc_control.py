@@ -11,9 +11,9 @@ import tritonclient.grpc
 
 from charonia.launch.background import in_background
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.serving import grpc_control
-from charonia.serving.grpc_control import ControlError, GrpcControl
-from charonia.serving.server_options import ServerOptions
+from charonia.serving.lifecycle import grpc_control
+from charonia.serving.lifecycle.grpc_control import ControlError, GrpcControl
+from charonia.serving.lifecycle.server_options import ServerOptions
 from support.e2e import wait_for
 from support.long import long
 from support.stand_ins import SLOW_LINE

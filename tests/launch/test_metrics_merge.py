@@ -13,8 +13,8 @@ from charonia.engine.metric_table import BY_NAME
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import metrics_merge
 from charonia.launch.server.metrics_merge import MergedPage
-from charonia.serving import metrics_socket
-from charonia.serving.metrics_socket import (
+from charonia.serving.metrics import page_socket as metrics_socket
+from charonia.serving.metrics.page_socket import (
     METRICS_SOCKET,
     HistogramState,
     MetricsServer,

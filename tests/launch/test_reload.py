@@ -12,7 +12,7 @@ from charonia.launch.commands.reload import find_run
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import runtime_dir
 from charonia.launch.server.runtime_dir import REPOSITORY, SERVER_FILE, RuntimeDir
-from charonia.serving.reload import ReloadState
+from charonia.serving.messages.reload import ReloadState
 
 MakeRun = Callable[[int], Path]
 

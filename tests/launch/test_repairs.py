@@ -23,7 +23,7 @@ from support.events import events
 LIMITS = SupervisionLimits()
 STAND_IN = """
 import sys
-from charonia.serving.open_calls import OpenCalls
+from charonia.serving.requests.open_calls import OpenCalls
 calls = OpenCalls()
 print("ready", flush=True)
 for line in sys.stdin:

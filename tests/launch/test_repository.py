@@ -24,10 +24,10 @@ from charonia.launch.server.repository import (
     check_checkpoint,
     prepare_repository,
 )
-from charonia.serving import reload
-from charonia.serving.engine_model import RELOAD_MARK
-from charonia.serving.interface import INPUTS, OUTPUTS
-from charonia.serving.trtllm import tables as trtllm
+from charonia.serving.conventions.interface import INPUTS, OUTPUTS
+from charonia.serving.conventions.trtllm import tables as trtllm
+from charonia.serving.lifecycle.engine_model import RELOAD_MARK
+from charonia.serving.messages import reload
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 
 from charonia.engine.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError
-from charonia.serving.ledger import Ledger
-from charonia.serving.schema import GenerateCall, OutputOptions
-from charonia.serving.sessions import Sessions
-from charonia.serving.tensors import Outputs, RawRequest, refuse_all
+from charonia.serving.conventions.schema import GenerateCall, OutputOptions
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.sessions import Sessions
+from charonia.serving.requests.tensors import Outputs, RawRequest, refuse_all
 from support.calls import parse
 from support.pb_utils import PbUtils
 from support.waiting import WAIT_S

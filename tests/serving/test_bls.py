@@ -26,11 +26,12 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving import bls, server_watch
-from charonia.serving.bls import STEPS_SOCKET, BlsExecutor, _last_words
-from charonia.serving.engine_model import kill_processes
-from charonia.serving.liveness import start_time
-from charonia.serving.readiness import clean
+from charonia.serving.lifecycle import server_watch
+from charonia.serving.lifecycle.engine_model import kill_processes
+from charonia.serving.lifecycle.liveness import start_time
+from charonia.serving.lifecycle.readiness import clean
+from charonia.serving.messages import executor as bls
+from charonia.serving.messages.executor import STEPS_SOCKET, BlsExecutor, _last_words
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen

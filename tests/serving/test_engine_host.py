@@ -20,11 +20,11 @@ from charonia.protocol import (
     StepResult,
     encode,
 )
-from charonia.serving import engine_host
-from charonia.serving.bls import STEPS_SOCKET
-from charonia.serving.engine_host import NOT_ENDED, EngineHost
-from charonia.serving.engine_model import RELOAD_MARK
-from charonia.serving.liveness import start_time
+from charonia.serving.hosts import engine as engine_host
+from charonia.serving.hosts.engine import NOT_ENDED, EngineHost
+from charonia.serving.lifecycle.engine_model import RELOAD_MARK
+from charonia.serving.lifecycle.liveness import start_time
+from charonia.serving.messages.executor import STEPS_SOCKET
 from charonia.sockets.local import connect
 from support.sockets import INFO, StepsClient
 from support.waiting import WAIT_S

@@ -16,10 +16,10 @@ from charonia.errors import (
     ShuttingDownError,
     UnavailableError,
 )
-from charonia.serving.front_host import LOST, FrontHost
-from charonia.serving.ledger import Ledger
-from charonia.serving.relay import Message, RelayedOutlet, RelayedRequest, post
-from charonia.serving.tensors import Outputs, RawRequest
+from charonia.serving.hosts.front import LOST, FrontHost
+from charonia.serving.messages.relay import Message, RelayedOutlet, RelayedRequest, post
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.tensors import Outputs, RawRequest
 from charonia.sockets.connection import Connection
 from support.fronts import answer_to, new_front, text_request
 from support.pb_utils import InferenceResponse, PbUtils, Request, request_of
@@ -413,7 +413,7 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
                 raise UnavailableError("the scheduler takes nothing")
         post(connection, message)
 
-    monkeypatch.setattr("charonia.serving.front_host.post", post_one)
+    monkeypatch.setattr("charonia.serving.hosts.front.post", post_one)
     request = text_request()
     pair_host.execute([request])
     assert answer_to(request) == (

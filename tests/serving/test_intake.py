@@ -24,12 +24,12 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.protocol import EngineInfo
-from charonia.serving.cancellations import MAX_NAMES, Cancellations
-from charonia.serving.intake import Intake
-from charonia.serving.ledger import Ledger
-from charonia.serving.sessions import Sessions
-from charonia.serving.tensors import RawRequest
-from charonia.serving.tokenizing import INLINE_CHARACTERS, Tokenizing
+from charonia.serving.requests.cancellations import MAX_NAMES, Cancellations
+from charonia.serving.requests.intake import Intake
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.sessions import Sessions
+from charonia.serving.requests.tensors import RawRequest
+from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 from support.calls import SEALER
 from support.checkpoints import make_tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from charonia.errors import ConfigError, QueueFullError
-from charonia.serving.ledger import Ledger
+from charonia.serving.requests.ledger import Ledger
 
 
 def parameters(**values: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
 from charonia.protocol import Farewell, StepFailure, encode
-from charonia.serving import liveness
-from charonia.serving.liveness import EngineWatch, process_state, start_time
+from charonia.serving.lifecycle import liveness
+from charonia.serving.lifecycle.liveness import EngineWatch, process_state, start_time
 from charonia.sockets.channel import Channel
 from support.waiting import WAIT_S, eventually
 

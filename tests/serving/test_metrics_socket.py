@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from charonia.serving import metrics_socket
-from charonia.serving.metrics_socket import (
+from charonia.serving.metrics import page_socket as metrics_socket
+from charonia.serving.metrics.page_socket import (
     METRICS_SOCKET,
     HistogramState,
     MetricsServer,

@@ -11,8 +11,8 @@ from tritonclient.grpc import model_config_pb2
 from charonia.config import SchedulerArgs
 from charonia.launch.commands import interface_files
 from charonia.launch.errors import LaunchError
-from charonia.serving import interface
-from charonia.serving.parameters import PARAMETER_NAMES
+from charonia.serving.conventions import interface
+from charonia.serving.conventions.parameters import PARAMETER_NAMES
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 DATATYPES = {value: name.removeprefix("TYPE_") for name, value in model_config_pb2.DataType.items()}

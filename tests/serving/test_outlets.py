@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from charonia.errors import RequestCancelledError, UnavailableError
-from charonia.serving.outlets import CancellationPoller, TritonOutlet, failing_with_errors
+from charonia.serving.requests.outlets import CancellationPoller, TritonOutlet, failing_with_errors
 from support.waiting import WAIT_S, eventually
 
 

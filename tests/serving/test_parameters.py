@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError
 from charonia.protocol import CacheRange, SamplingParams
-from charonia.serving.parameters import (
+from charonia.serving.conventions.parameters import (
     PARAMETER_NAMES,
     parse_sampling_params,
     parse_timeout,

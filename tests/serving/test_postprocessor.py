@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.serving import postprocessor_host
-from charonia.serving.postprocessor_host import PostprocessorHost
+from charonia.serving.hosts import postprocessor as postprocessor_host
+from charonia.serving.hosts.postprocessor import PostprocessorHost
 from support.pb_utils import PbUtils, request_of
 from support.sockets import SchedulerEnd
 from support.waiting import WAIT_S, Clock

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from charonia.errors import UnavailableError
-from charonia.serving import relay
-from charonia.serving.relay import (
+from charonia.serving.messages import relay
+from charonia.serving.messages.relay import (
     REQUESTS_SOCKET,
     Cancellation,
     Delivery,
@@ -23,7 +23,7 @@ from charonia.serving.relay import (
     decode_answer,
     encode,
 )
-from charonia.serving.tensors import RawRequest
+from charonia.serving.requests.tensors import RawRequest
 from charonia.sockets import connection
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
@@ -111,7 +111,7 @@ def test_deliveries_name_their_request_and_end_with_their_connection(
 REPORTER = """
 import sys, time
 from pathlib import Path
-from charonia.serving.relay import Delivery, Parting, encode
+from charonia.serving.messages.relay import Delivery, Parting, encode
 from charonia.sockets.local import connect
 channel = connect(Path(sys.argv[1]))
 channel.send(encode(Delivery("k", 3)))

@@ -15,11 +15,11 @@ from msgspec import structs
 from charonia.config import EngineArgs, KVEventsConfig
 from charonia.engine.reload import Reload
 from charonia.errors import ConfigError
-from charonia.serving import reload
-from charonia.serving.engine_host import EngineHost
-from charonia.serving.engine_model import RELOAD_MARK
-from charonia.serving.liveness import start_time
-from charonia.serving.reload import (
+from charonia.serving.hosts.engine import EngineHost
+from charonia.serving.lifecycle.engine_model import RELOAD_MARK
+from charonia.serving.lifecycle.liveness import start_time
+from charonia.serving.messages import reload
+from charonia.serving.messages.reload import (
     DrainOrder,
     DrainState,
     ReloadOrder,

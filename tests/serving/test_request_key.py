@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from charonia.errors import ConfigError
-from charonia.serving.request_key import SECRET_FILE, Sealer, arrival_of
+from charonia.serving.requests.request_key import SECRET_FILE, Sealer, arrival_of
 
 IDS = np.array([1, 2], dtype=np.int32)
 

@@ -8,9 +8,9 @@ import pytest
 from charonia.engine.outputs import Chunk
 from charonia.errors import RequestCancelledError
 from charonia.protocol import TokenLogprobs
-from charonia.serving.interface import OUTPUTS
-from charonia.serving.responses import Answer, chunk_outputs
-from charonia.serving.schema import OutputOptions
+from charonia.serving.conventions.interface import OUTPUTS
+from charonia.serving.conventions.schema import OutputOptions
+from charonia.serving.requests.responses import Answer, chunk_outputs
 from charonia.text.tokenizer import Tokenizer
 from support.checkpoints import make_tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.errors import ConfigError
-from charonia.serving.scheduler_host import SchedulerHost, _read_args
+from charonia.serving.hosts.scheduler import SchedulerHost, _read_args
 
 REFUSAL = r"inter_token_target_ms = 20\.0 has no effect with enable_chunked_prefill = false"
 WHOLE_PROMPTS = {"model": "echo", "enable_chunked_prefill": False}

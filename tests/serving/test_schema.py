@@ -10,10 +10,15 @@ from charonia.errors import (
     PromptTooLongError,
     RequestTimeoutError,
 )
-from charonia.serving.interface import FLAGS
-from charonia.serving.request_key import Sealer
-from charonia.serving.schema import CancelCall, GenerateCall, OutputOptions, PromptLimits
-from charonia.serving.tensors import RawRequest, error_response, read_request, tensor
+from charonia.serving.conventions.interface import FLAGS
+from charonia.serving.conventions.schema import (
+    CancelCall,
+    GenerateCall,
+    OutputOptions,
+    PromptLimits,
+)
+from charonia.serving.requests.request_key import Sealer
+from charonia.serving.requests.tensors import RawRequest, error_response, read_request, tensor
 from support.calls import SEALER, parse
 
 ECHO_TEXT = (

@@ -19,16 +19,16 @@ from charonia.errors import (
     RequestCancelledError,
     ShuttingDownError,
 )
-from charonia.serving import sessions
-from charonia.serving.ledger import Ledger
-from charonia.serving.schema import OutputOptions
-from charonia.serving.sessions import (
+from charonia.serving.conventions.schema import OutputOptions
+from charonia.serving.requests import sessions
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.sessions import (
     LOST_RESPONSE_S,
     MAX_UNDER_WAY,
     SHARED_UNDER_WAY,
     Sessions,
 )
-from charonia.serving.tensors import Outputs
+from charonia.serving.requests.tensors import Outputs
 from charonia.text.tokenizer import Tokenizer
 from support.waiting import WAIT_S, Clock, eventually
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.serving.succession import Succession
+from charonia.serving.lifecycle.succession import Succession
 from charonia.sockets.local import connect
 from support.waiting import WAIT_S
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.serving.ledger import Ledger
-from charonia.serving.tokenizer_host import TokenizerHost
-from charonia.serving.tokenizing import INLINE_CHARACTERS
+from charonia.serving.hosts.tokenizer import TokenizerHost
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.tokenizing import INLINE_CHARACTERS
 from support.checkpoints import make_tokenizer
 from support.pb_utils import PbUtils, Sender, request_of
 from support.waiting import WAIT_S

@@ -14,8 +14,8 @@ from charonia.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from charonia.serving.ledger import Ledger
-from charonia.serving.tokenizing import Prompt, Tokenizing
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.tokenizing import Prompt, Tokenizing
 from support.waiting import WAIT_S, eventually
 
 MAX_COUNT, MAX_BYTES = 4, 100

@@ -11,9 +11,9 @@ import pytest
 from charonia.errors import (
     InvalidRequestError,
 )
-from charonia.serving.request_key import Sealer
-from charonia.serving.schema import CancelCall, PromptLimits, parse
-from charonia.serving.trtllm.rows import pack_words
+from charonia.serving.conventions.schema import CancelCall, PromptLimits, parse
+from charonia.serving.conventions.trtllm.rows import pack_words
+from charonia.serving.requests.request_key import Sealer
 from support.trtllm import (
     PART_OF_CHARACTER,
     TEXT,

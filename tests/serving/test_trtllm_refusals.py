@@ -14,15 +14,15 @@ from charonia.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from charonia.serving.tensors import NUMPY_TYPES, RawRequest
-from charonia.serving.trtllm.facade import (
+from charonia.serving.conventions.trtllm.facade import (
     BATCH_NEEDS_DECOUPLED,
     MAX_RETURN_SEQUENCES,
     MAX_SEQUENCES,
     STOP_NEEDS_ID,
     STREAM_NEEDS_DECOUPLED,
 )
-from charonia.serving.trtllm.tables import MODELS, Refused
+from charonia.serving.conventions.trtllm.tables import MODELS, Refused
+from charonia.serving.requests.tensors import NUMPY_TYPES, RawRequest
 from support.trtllm import (
     PART_OF_CHARACTER,
     TEXT,

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from charonia.errors import InvalidRequestError
-from charonia.serving.tensors import RawRequest
-from charonia.serving.trtllm.rows import Row, pack_words
-from charonia.serving.trtllm.text import Postprocessing, Preprocessing
+from charonia.serving.conventions.trtllm.rows import Row, pack_words
+from charonia.serving.conventions.trtllm.text import Postprocessing, Preprocessing
+from charonia.serving.requests.tensors import RawRequest
 from support.trtllm import TOKENIZER, raw_request
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from charonia.serving.request_key import Sealer
-from charonia.serving.schema import Call, PromptLimits
-from charonia.serving.schema import parse as parse_call
-from charonia.serving.tensors import RawRequest
+from charonia.serving.conventions.schema import Call, PromptLimits
+from charonia.serving.conventions.schema import parse as parse_call
+from charonia.serving.requests.request_key import Sealer
+from charonia.serving.requests.tensors import RawRequest
 
 SEALER = Sealer(bytes(32))
 WIDEST = PromptLimits()

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from charonia.serving.convention import Convention, PlainConvention
-from charonia.serving.front_host import FrontHost
-from charonia.serving.ledger import Ledger
+from charonia.serving.conventions.convention import Convention, PlainConvention
+from charonia.serving.hosts.front import FrontHost
+from charonia.serving.requests.ledger import Ledger
 from support.pb_utils import Request, request_of
 from support.waiting import WAIT_S
 

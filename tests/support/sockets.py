@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from charonia.protocol import EngineInfo, Hello, KVLayout, StepPlan, decode_reply, encode
-from charonia.serving.bls import STEPS_SOCKET
-from charonia.serving.outlets import Outlet
-from charonia.serving.relay import REQUESTS_SOCKET, RelayServer
-from charonia.serving.tensors import RawRequest
+from charonia.serving.messages.executor import STEPS_SOCKET
+from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.requests.outlets import Outlet
+from charonia.serving.requests.tensors import RawRequest
 from charonia.sockets.local import connect
 from support.waiting import WAIT_S
 

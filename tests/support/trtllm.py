@@ -11,11 +11,11 @@ import numpy as np
 
 from charonia.config import DEMO_CHECKPOINT
 from charonia.errors import CharoniaError
-from charonia.serving.convention import Part
-from charonia.serving.parameters import parse_sampling_params
-from charonia.serving.tensors import NUMPY_TYPES, Outputs, RawRequest
-from charonia.serving.trtllm.facade import Facade, TextFacade, TokenFacade
-from charonia.serving.trtllm.tables import MODELS
+from charonia.serving.conventions.convention import Part
+from charonia.serving.conventions.parameters import parse_sampling_params
+from charonia.serving.conventions.trtllm.facade import Facade, TextFacade, TokenFacade
+from charonia.serving.conventions.trtllm.tables import MODELS
+from charonia.serving.requests.tensors import NUMPY_TYPES, Outputs, RawRequest
 from charonia.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(DEMO_CHECKPOINT)

@@ -1,4 +1,4 @@
-"""The engine model; what it does is in charonia.serving.engine_host."""
+"""The engine model; what it does is in charonia.serving.hosts.engine."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ import triton_python_backend_utils as pb_utils
 
 from charonia.config import EngineArgs
 from charonia.errors import CharoniaError
-from charonia.serving import model_process
-from charonia.serving.engine_host import EngineHost, PlanRunner, end_process
-from charonia.serving.tensors import refuse_all
+from charonia.serving.hosts import model_process
+from charonia.serving.hosts.engine import EngineHost, PlanRunner, end_process
+from charonia.serving.requests.tensors import refuse_all
 
 
 class TritonPythonModel:

@@ -1,12 +1,12 @@
-"""A model in front of the scheduler; what it does is in charonia.serving.front_host."""
+"""A model in front of the scheduler; what it does is in charonia.serving.hosts.front."""
 
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
-from charonia.serving import model_process
-from charonia.serving.fronts import make_front
+from charonia.serving.hosts import model_process
+from charonia.serving.hosts.fronts import make_front
 
 
 class TritonPythonModel:

@@ -1,4 +1,4 @@
-"""The postprocessor model; what it does is in charonia.serving.postprocessor_host."""
+"""The postprocessor model; what it does is in charonia.serving.hosts.postprocessor."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from charonia.serving import model_process
-from charonia.serving.postprocessor_host import PostprocessorHost
+from charonia.serving.hosts import model_process
+from charonia.serving.hosts.postprocessor import PostprocessorHost
 
 
 class TritonPythonModel:

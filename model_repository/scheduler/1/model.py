@@ -1,12 +1,12 @@
-"""The scheduler model; what it does is in charonia.serving.scheduler_host."""
+"""The scheduler model; what it does is in charonia.serving.hosts.scheduler."""
 
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
-from charonia.serving import model_process
-from charonia.serving.scheduler_host import SchedulerHost
+from charonia.serving.hosts import model_process
+from charonia.serving.hosts.scheduler import SchedulerHost
 
 
 class TritonPythonModel:

@@ -1,4 +1,4 @@
-"""The tokenizer model; what it does is in charonia.serving.tokenizer_host."""
+"""The tokenizer model; what it does is in charonia.serving.hosts.tokenizer."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
-from charonia.serving import model_process
-from charonia.serving.ledger import Ledger
-from charonia.serving.open_calls import OpenCalls
-from charonia.serving.tokenizer_host import TokenizerHost
+from charonia.serving.hosts import model_process
+from charonia.serving.hosts.tokenizer import TokenizerHost
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.open_calls import OpenCalls
 
 
 class TritonPythonModel:

@@ -26,7 +26,7 @@ from charonia.launch.commands.reload import find_run
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import processes
 from charonia.launch.server.runtime_dir import owner_of
-from charonia.serving.reload import DrainOrder, DrainState
+from charonia.serving.messages.reload import DrainOrder, DrainState
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect
 

@@ -1,7 +1,7 @@
 """Writes what files repeat of the interface: `make interface`.
 
-Tensors come from `serving/interface.py`, metrics from `engine/metric_table.py`, arguments with
-their meanings from the docstrings of `config/`.
+Tensors come from `serving/conventions/interface.py`, metrics from `engine/metric_table.py`,
+arguments with their meanings from the docstrings of `config/`.
 
 Owns the places between two marks, in a config.pbtxt, and as comments of Markdown in a README.md::
 
@@ -28,7 +28,7 @@ from charonia.engine.metric_table import METRICS, VLLM_METRICS, Metric
 from charonia.engine.tenants import TenantArgs
 from charonia.launch.errors import LaunchError
 from charonia.launch.server.discovery import default_repository
-from charonia.serving.interface import (
+from charonia.serving.conventions.interface import (
     INPUTS,
     MODELS,
     OUTPUTS,
@@ -36,7 +36,7 @@ from charonia.serving.interface import (
     Tensor,
     ensemble_steps,
 )
-from charonia.serving.trtllm import tables as trtllm
+from charonia.serving.conventions.trtllm import tables as trtllm
 
 _PLACE = re.compile(
     r"(?P<begin>^ *(?:#|<!--) (?P<key>[^\n:]+): written by `make interface`(?: -->)?\n)"

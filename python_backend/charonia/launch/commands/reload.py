@@ -17,7 +17,7 @@ import msgspec
 from charonia.launch.errors import LaunchError
 from charonia.launch.server.repository import RepositoryOptions, change_engine
 from charonia.launch.server.runtime_dir import REPOSITORY, SERVER_FILE, living_runs
-from charonia.serving.reload import (
+from charonia.serving.messages.reload import (
     RELOAD_SOCKET,
     ReloadOrder,
     ReloadQuestion,

@@ -24,7 +24,7 @@ from charonia.launch.server.tritonserver import DEFAULT_ADDRESS, TritonServer
 from charonia.launch.supervision.gateway import GatewayProcess
 from charonia.launch.supervision.patience import SupervisionLimits
 from charonia.launch.supervision.supervisor import Supervisor
-from charonia.serving.reload import RELOAD_SOCKET
+from charonia.serving.messages.reload import RELOAD_SOCKET
 
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
 HANG_MARGIN_S = 15.0

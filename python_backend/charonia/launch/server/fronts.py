@@ -14,8 +14,8 @@ from google.protobuf import text_format
 from charonia.errors import ConfigError
 from charonia.launch.server.discovery import default_repository
 from charonia.launch.server.model_config import MODEL_NAME, read_config
-from charonia.serving.interface import Tensor
-from charonia.serving.trtllm import tables as trtllm
+from charonia.serving.conventions.interface import Tensor
+from charonia.serving.conventions.trtllm import tables as trtllm
 
 FACADES: Mapping[str, tuple[str, ...]] = {"tensorrt-llm": tuple(trtllm.MODELS)}
 """By the convention's name: its models."""

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from charonia.engine.metric_table import BY_NAME, SCHEDULER_UP
 from charonia.launch.errors import LaunchError
-from charonia.serving.metrics_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
+from charonia.serving.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
 
 SCHEDULERS_S = 1.0
 """In which the schedulers answer, all of them, or the page goes without."""

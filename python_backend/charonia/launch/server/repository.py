@@ -36,8 +36,8 @@ from charonia.launch.server.discovery import default_repository
 from charonia.launch.server.fronts import add_facade, add_name
 from charonia.launch.server.model_config import read_config
 from charonia.sampling_defaults import SamplingDefaults
-from charonia.serving.engine_model import RELOAD_MARK
-from charonia.serving.reload import LEFT_OF_RELOADS
+from charonia.serving.lifecycle.engine_model import RELOAD_MARK
+from charonia.serving.messages.reload import LEFT_OF_RELOADS
 from charonia.sockets.local import SOCKET_SUFFIX
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer

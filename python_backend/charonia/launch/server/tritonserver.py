@@ -32,10 +32,10 @@ from charonia.launch.server.metrics_merge import MergedPage
 from charonia.launch.server.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
 from charonia.launch.supervision.patience import STOPPED_S
-from charonia.serving.cores import VARIABLE
-from charonia.serving.model_process import STACKS_SIGNAL
-from charonia.serving.server_options import keyed_name
-from charonia.serving.succession import SUCCESSION_SOCKET, step_down
+from charonia.serving.hosts.cores import VARIABLE
+from charonia.serving.hosts.model_process import STACKS_SIGNAL
+from charonia.serving.lifecycle.server_options import keyed_name
+from charonia.serving.lifecycle.succession import SUCCESSION_SOCKET, step_down
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"

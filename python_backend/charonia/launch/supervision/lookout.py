@@ -11,7 +11,7 @@ import psutil
 
 from charonia.launch.server.processes import Stops, is_stopped, status
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.serving.open_calls import OpenCallsOf
+from charonia.serving.requests.open_calls import OpenCallsOf
 
 TRITONSERVER = "tritonserver"
 

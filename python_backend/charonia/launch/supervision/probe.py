@@ -3,8 +3,8 @@
 Owns what an answer says about the health of the server. Must not know what to do about it.
 
 Triton's own /v2/health/ready stays 200 when the scheduler's process is dead, so only an inference
-tells: the probe of `charonia.serving.probing`, which is answered at once. It is asked again until
-the engine has made a step.
+tells: the probe of `charonia.serving.lifecycle.probing`, which is answered at once. It is asked
+again until the engine has made a step.
 """
 
 import enum

@@ -2,7 +2,7 @@
 
 Owns which models left such calls, and since when. Must not know how a process is lost.
 
-They can end in no other way than with the server (`serving/open_calls.py`).
+They can end in no other way than with the server (`serving/requests/open_calls.py`).
 """
 
 from collections.abc import Callable

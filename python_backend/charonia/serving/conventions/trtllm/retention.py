@@ -1,0 +1,64 @@
+"""What a request asks the cache to keep: TensorRT-LLM's ranges as `cache_priority`.
+
+Owns what these inputs mean. There, ranges are of the prompt alone, and what is generated has a
+priority of its own.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from charonia.errors import InvalidRequestError
+from charonia.protocol import MAX_CACHE_RANGES
+from charonia.serving.conventions.trtllm.rows import Row
+
+_NONE = -1
+"""No end, or no time."""
+_STARTS = "retention_token_range_starts"
+_ENDS = "retention_token_range_ends"
+_PRIORITIES = "retention_token_range_priorities"
+_DURATIONS = "retention_token_range_durations_ms"
+
+
+def retention_of(row: Row, num_prompt: int) -> dict[str, Any]:
+    """Sampling parameters for it; none where a request asks for nothing.
+
+    Raises:
+        InvalidRequestError: there are not as many of one input as of the others, or too many.
+    """
+    starts = _values(row, _STARTS)
+    columns = [starts]
+    for name in (_ENDS, _PRIORITIES, _DURATIONS):
+        values = _values(row, name)
+        if name == _DURATIONS and name not in row.tensors:
+            values = [_NONE] * len(starts)
+        if len(values) != len(starts):
+            raise InvalidRequestError(
+                f"{name} must be as many as {_STARTS}, but are {len(values)} for {len(starts)}"
+            )
+        columns.append(values)
+    ranges = [
+        _range(start, num_prompt if end == _NONE else min(end, num_prompt), priority, duration_ms)
+        for start, end, priority, duration_ms in zip(*columns, strict=True)
+        if start < num_prompt
+    ]
+    priority = row.one("retention_decode_priority")
+    if priority is not None:
+        duration_ms = row.one("retention_decode_duration_ms", _NONE)
+        ranges.append(_range(num_prompt, None, priority, duration_ms))
+    return {"cache_priority": ranges} if ranges else {}
+
+
+def _values(row: Row, name: str) -> list[int]:
+    values = row.tensors.get(name, np.array([], dtype=np.int32)).ravel()
+    if len(values) >= MAX_CACHE_RANGES:  # one may be added for what is generated
+        raise InvalidRequestError(
+            f"{name} must have at most {MAX_CACHE_RANGES - 1} values, but has {len(values)}"
+        )
+    found: list[int] = values.tolist()
+    return found
+
+
+def _range(start: int, end: int | None, priority: int, duration_ms: int) -> dict[str, Any]:
+    ttl_s = None if duration_ms == _NONE else duration_ms / 1000
+    return {"start": start, "end": end, "priority": priority, "ttl_s": ttl_s}

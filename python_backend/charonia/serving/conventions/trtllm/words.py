@@ -1,0 +1,62 @@
+"""Words beside a prompt: how many there may be, and what they add to the logits.
+
+Owns these bounds: whoever tokenizes words does so at once, while others wait. Must not know what
+words are for.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from charonia.errors import InvalidRequestError
+from charonia.protocol import MAX_CHARACTERS, MAX_ENTRIES
+from charonia.serving.conventions.trtllm.rows import Row
+from charonia.serving.requests.tensors import Array, num_bytes_of
+from charonia.text.tokenizer import Tokenizer
+
+_MAX_BIAS_CHARACTERS = 2**16
+_MAX_WORD_BYTES = 2**18
+"""Of one input, of all its batch."""
+
+
+def check_words(tensors: Mapping[str, Array]) -> None:
+    """Raises InvalidRequestError: the texts beside the prompts would take long to be tokenized."""
+    for name, array in tensors.items():
+        if array.dtype == np.object_ and name != "text_input":
+            num_bytes = num_bytes_of(array)
+            if num_bytes > _MAX_WORD_BYTES:
+                raise InvalidRequestError(
+                    f"{name} must have at most {_MAX_WORD_BYTES} bytes, but has {num_bytes}"
+                )
+
+
+def within(name: str, texts: list[str], limit: str) -> list[str]:
+    """The same texts, if they are few enough to be tokenized at once."""
+    most, num = MAX_ENTRIES[limit], sum(map(len, texts))
+    most_characters = MAX_CHARACTERS.get(limit, _MAX_BIAS_CHARACTERS)
+    if len(texts) > most or num > most_characters:
+        raise InvalidRequestError(
+            f"{name} must have at most {most} entries and {most_characters} characters, but has "
+            f"{len(texts)} and {num}"
+        )
+    return texts
+
+
+def bias_of(row: Row, words_name: str, weights_name: str, tokenizer: Tokenizer) -> dict[int, float]:
+    """What words and weights, one for each, add to the logits, by token id; an empty word nothing.
+
+    Raises:
+        InvalidRequestError: there are not as many of the one as of the other.
+    """
+    words = within(words_name, row.all_texts(words_name), "logit_bias")
+    weights = row.tensors.get(weights_name, np.array([])).ravel().tolist()
+    if len(words) != len(weights):
+        raise InvalidRequestError(
+            f"{weights_name} must be as many as {words_name}, but are {len(weights)} for "
+            f"{len(words)}"
+        )
+    bias: dict[int, float] = {}
+    for word, weight in zip(words, weights, strict=True):
+        for id_ in tokenizer.encode(word, add_special_tokens=False):
+            bias[id_] = bias.get(id_, 0.0) + weight
+    return bias

@@ -1,0 +1,224 @@
+"""The engine model's side: takes plans from the scheduler alone and has a Runner execute them.
+
+Owns who is answered and what becomes of an exception. Must not know what is in a plan, nor
+torch: the runner is made by a function that is passed in.
+
+Everything goes through the socket, which only processes of the same user can open. `engine` is a
+model of a public server, too; but its input is larger than anybody can send, so Triton refuses
+each request before it gets into this process (config.pbtxt).
+"""
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from charonia.config import EngineArgs
+from charonia.engine.inline import PlanRunner
+from charonia.errors import CharoniaError, ConfigError, PlanRefusedError, UnavailableError
+from charonia.events import event
+from charonia.protocol import (
+    EngineReply,
+    EngineRequest,
+    Farewell,
+    Hello,
+    StepFailure,
+    StepPlan,
+    decode_request,
+    encode,
+)
+from charonia.serving.hosts.cores import has_core_to_itself, take_engine_cores
+from charonia.serving.lifecycle.engine_model import is_reload
+from charonia.serving.messages.answering import Answer, answer_each, answer_overlapping
+from charonia.serving.messages.executor import STEPS_SOCKET
+from charonia.serving.messages.reload import restore
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import is_same_user, listen
+from charonia.sockets.server import Server
+
+MODEL_FILE = "model.json"
+_SPIN_S = 1e-3
+"""How long the engine looks for the next step where that takes nobody's core: about twice what lies
+between two steps of a busy engine."""
+_ENDING_TIMEOUT_S = 20.0
+"""How long a plan that resets waits for earlier steps: less than the scheduler waits for it."""
+NOT_ENDED = "steps that began earlier have not ended"
+
+
+class _OpenSteps:
+    """How many steps have begun and not ended, under whatever connection."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._changed = threading.Condition()
+
+    def change(self, num: int) -> None:
+        """So many more have begun, or, below 0, ended."""
+        with self._changed:
+            self._num += num
+            self._changed.notify_all()
+
+    def wait_for_none(self, timeout: float) -> bool:
+        """Wait until all have ended; False when they do not within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num == 0, timeout)
+
+
+class EngineHost:
+    """One engine behind Triton.
+
+    A change of model.json that a server did not live to finish is undone first, see `reload`.
+
+    Args:
+        make_runner: loads the engine.
+        version_dir: the model's version directory, with model.json; the socket lies beside it.
+        instance_kind: Triton's, e.g. "MODEL". log: takes one line.
+
+    Raises:
+        ConfigError, CheckpointError: the engine cannot be loaded as configured.
+        UnavailableError: an engine that is loaded again cannot be, for any other reason; clients
+            are told that it is one of its kind, the log has the rest.
+    """
+
+    def __init__(
+        self,
+        make_runner: Callable[[EngineArgs], PlanRunner],
+        version_dir: Path,
+        instance_kind: str,
+        *,
+        log: Callable[[str], None],
+    ) -> None:
+        self._log = log
+        self._version_dir = version_dir
+        self._server: Server | None = None
+        self._one_step_at_a_time = threading.Lock()
+        self._open_steps = _OpenSteps()
+        self._is_pipelined = False  # whether a step may begin before the one ahead of it has ended
+        if not is_reload(version_dir) and restore(version_dir / MODEL_FILE):
+            log(event("engine_reload_undone"))
+        try:
+            check_instance_kind(version_dir / MODEL_FILE, instance_kind)
+            take_engine_cores()
+            self._runner = make_runner(EngineArgs.from_file(version_dir / MODEL_FILE, log))
+        except Exception as error:
+            if not is_reload(version_dir):
+                raise
+            log(event("load_failed", reason=f"{type(error).__name__}: {error}"))
+            if isinstance(error, CharoniaError):
+                raise
+            log(traceback.format_exc())
+            raise UnavailableError(type(error).__name__) from None
+
+    def serve_steps(self) -> None:
+        """Answer the scheduler's messages through the socket, from now until `finalize`.
+
+        Raises:
+            ConfigError: the model's directory takes no socket.
+        """
+        self._is_pipelined = self._runner.info().num_stages > 1
+        path = self._version_dir / STEPS_SOCKET
+        try:
+            listener = listen(path)
+        except OSError as error:
+            raise ConfigError(
+                f"the engine's directory must take a socket, {path.name}: {error.strerror}"
+            ) from None
+        self._server = Server(listener, is_same_user, self._serve, log=self._log)
+        self._server.start()
+
+    def finalize(self) -> None:
+        """Stop taking messages through the socket, and end the other ranks."""
+        if self._server is not None:
+            self._server.close(farewell=encode(Farewell()))
+        self._runner.close()
+
+    def _serve(self, connection: Connection) -> None:
+        answer = answer_overlapping if self._is_pipelined else answer_each
+        answer(connection, self._begin_answer, spin=_SPIN_S if has_core_to_itself() else 0.0)
+
+    def _begin_answer(self, data: bytes) -> Answer | None:
+        """Begin to answer a message of the socket; None for what is none."""
+        try:
+            message = decode_request(data)
+        except msgspec.DecodeError as error:
+            self._log(f"a message could not be read: {type(error).__name__}")
+            return None
+        return self._begin(message)
+
+    def _begin(self, message: EngineRequest) -> Answer:
+        if isinstance(message, Hello):
+            info = encode(self._runner.info())
+            return lambda: info
+        assert isinstance(message, StepPlan)
+        with self._one_step_at_a_time:
+            # A step of a connection that has ended still does, and would write into new rows.
+            if message.reset and not self._open_steps.wait_for_none(_ENDING_TIMEOUT_S):
+                self._log(event("step_failed", reason=NOT_ENDED))
+                failure = encode(StepFailure(NOT_ENDED))
+                return lambda: failure
+            end = self._begin_step(message)
+            if self._is_pipelined:
+                return lambda: encode(end())
+            reply = encode(end())
+        return lambda: reply
+
+    def _begin_step(self, plan: StepPlan) -> Callable[[], EngineReply]:
+        """Begin a step; whatever it raises, now or at its end, becomes its result."""
+        try:
+            end = self._runner.begin(plan)
+        except Exception as error:
+            failure = self._failure(error)
+            return lambda: failure
+        self._open_steps.change(1)
+
+        def end_or_fail() -> EngineReply:
+            try:
+                return end()
+            except Exception as error:
+                return self._failure(error)
+            finally:
+                self._open_steps.change(-1)
+
+        return end_or_fail
+
+    def _failure(self, error: Exception) -> StepFailure:
+        """Log why a step failed, and say it."""
+        if isinstance(error, PlanRefusedError):
+            # An answer and no end of the connection, which would look like a dead engine.
+            self._log(f"refused: {error}")
+            return StepFailure(f"the plan was refused: {error}")
+        self._log(event("step_failed", reason=f"{type(error).__name__}: {error}"))
+        self._log("".join(traceback.format_exception(error)))
+        return StepFailure(f"{type(error).__name__} in a step of the engine")
+
+
+def end_process(reason: str) -> None:
+    """End the engine that has lost a rank, at once: the scheduler notices, and has it loaded anew.
+
+    The ranks that it started end with it.
+    """
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check_instance_kind(model_file: Path, instance_kind: str) -> None:
+    """Refuse one Triton instance per GPU for an engine that brings its own ranks.
+
+    Raises:
+        ConfigError: several ranks with KIND_GPU, whatever else is wrong.
+    """
+    try:
+        values: Mapping[str, Any] = msgspec.json.decode(model_file.read_bytes(), type=dict)
+    except (OSError, ValueError, RecursionError):  # msgspec lets UnicodeDecodeError through
+        return  # EngineArgs says it better
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = values.get(name, 1)
+        if instance_kind == "GPU" and isinstance(size, int) and size > 1:
+            raise ConfigError(
+                f"{name} is {size}, but the engine's instance group is KIND_GPU: "
+                "please specify KIND_MODEL in the engine's config.pbtxt"
+            )

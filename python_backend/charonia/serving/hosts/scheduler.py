@@ -1,0 +1,303 @@
+"""The scheduler model's side: requests in, the engine service behind, responses out.
+
+Owns wiring them together in the scheduler's process. Must not know torch, nor how anything is
+scheduled.
+"""
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from charonia.config import PATH_PARAMETERS, EngineArgs, SchedulerArgs
+from charonia.embedding import PromptIndex, load_encoder
+from charonia.engine.kv_events import KVEventPublisher, KVEvents
+from charonia.engine.service import EngineService
+from charonia.errors import ConfigError
+from charonia.serving.hosts.engine import MODEL_FILE
+from charonia.serving.lifecycle.grpc_control import GrpcControl
+from charonia.serving.lifecycle.server_options import ServerOptions
+from charonia.serving.lifecycle.succession import SUCCESSION_SOCKET, Succession
+from charonia.serving.messages.executor import BlsExecutor
+from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.messages.reload import (
+    RELOAD_SOCKET,
+    ReloadServer,
+    check_same_kv_events,
+    check_same_tokenizer,
+    fingerprint_tokenizer,
+)
+from charonia.serving.metrics.page_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
+from charonia.serving.metrics.triton_page import MetricsExporter
+from charonia.serving.requests.intake import Intake
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.outlets import Outlet, TritonOutlet
+from charonia.serving.requests.request_key import Sealer
+from charonia.serving.requests.sessions import Sessions
+from charonia.serving.requests.tensors import RawRequest, read_request
+from charonia.serving.requests.tokenizing import Tokenizing
+from charonia.text.draft import check_draft_tokenizer
+from charonia.text.tokenizer import Tokenizer
+
+START_DELAY_S = 3.0
+FIRST_CONNECT_S = 2.0
+TAKE_OVER_S = 5.0
+
+
+def own_parameters(model_config: str) -> dict[str, str]:
+    """The `parameters` of a model's config.pbtxt."""
+    parameters: Mapping[str, Any] = json.loads(model_config).get("parameters", {})
+    return {name: value["string_value"] for name, value in parameters.items()}
+
+
+class SchedulerHost:
+    """The scheduler behind Triton.
+
+    A BLS call from a thread at the moment when `initialize` returns can crash the whole server. So
+    the service, whose thread makes such calls, starts with the first request, which shows that
+    the model is loaded, or some seconds later. An older scheduler, over which this one was loaded,
+    ends its work then, see `succession`.
+
+    Args:
+        args: what Triton gives to `initialize`. log: takes one line, from any thread.
+
+    Raises:
+        ConfigError, CheckpointError: a parameter, model.json or the tokenizer is wrong, or the
+            tenants' file, or the model's directory takes no socket, or the KV events' endpoint is
+            not to be had.
+    """
+
+    def __init__(
+        self, pb_utils: Any, args: Mapping[str, str], *, log: Callable[[str], None]
+    ) -> None:
+        self._pb_utils = pb_utils
+        self._log = log
+        scheduler_args = SchedulerArgs.from_parameters(own_parameters(args["model_config"]))
+        for name in PATH_PARAMETERS:
+            if (path := getattr(scheduler_args, name)) is not None:
+                path = str(Path(args["model_repository"]) / path)
+                scheduler_args = msgspec.structs.replace(scheduler_args, **{name: path})
+        repository = Path(args["model_repository"]).parent
+        engine_dir = repository / scheduler_args.engine_model / "1"
+        model_file = engine_dir / MODEL_FILE
+        engine_args = EngineArgs.from_file(model_file)
+        scheduler_args.check_engine(engine_args)
+        self._tokenizer = Tokenizer.from_dir(engine_args.tokenizer_dir)
+        server_options = ServerOptions.of_process(os.getppid())
+        if scheduler_args.tenant_header is not None:
+            server_options.check_forwarded(scheduler_args.tenant_header)
+        if engine_args.speculative_config and engine_args.speculative_config.model:
+            check_draft_tokenizer(self._tokenizer, Path(engine_args.speculative_config.model))
+        most_requests = scheduler_args.max_queue_size + engine_args.most_rows
+        self._sessions = Sessions(
+            self._tokenizer,
+            scheduler_args.num_sender_threads,
+            Ledger(2 * most_requests, scheduler_args.max_queue_bytes),
+            cancel=self._cancel,
+            cancel_samples=self._cancel_samples,
+            log=log,
+            stream_interval=scheduler_args.stream_interval,
+        )
+        self._executor = BlsExecutor(
+            pb_utils,
+            scheduler_args.engine_model,
+            engine_dir,
+            GrpcControl(server_options),
+            has_requests=lambda: self._sessions.has_polled,
+            log=log,
+        )
+        self._publisher: KVEventPublisher | None = None
+        if (config := engine_args.kv_events) is not None:
+            self._publisher = KVEventPublisher(config, args["model_name"], log=log)
+        self._service = EngineService(
+            self._executor,
+            engine_args,
+            scheduler_args,
+            self._tokenizer,
+            log=log,
+            read_args=partial(
+                _read_args,
+                model_file,
+                scheduler_args,
+                engine_args,
+                fingerprint_tokenizer(engine_args),
+            ),
+            kv_events=None if self._publisher is None else KVEvents(self._publisher.publish),
+            prompt_index=_prompt_index(scheduler_args),
+        )
+        self._tokenizing = Tokenizing(
+            scheduler_args.num_tokenizer_threads,
+            Ledger(scheduler_args.max_queue_size, scheduler_args.max_queue_bytes),
+            log=log,
+        )
+        self._intake = Intake(
+            self._service,
+            self._sessions,
+            self._tokenizer,
+            self._tokenizing,
+            Sealer.from_dir(engine_dir),
+            is_forwarded=server_options.forwards,
+            tenant_header=scheduler_args.tenant_header,
+            log=log,
+        )
+        own_dir = Path(args["model_repository"]) / "1"
+        self._relay = self._listen(own_dir / REQUESTS_SOCKET)
+        with _needing_a_socket(RELOAD_SOCKET):
+            self._reload_server = ReloadServer(
+                own_dir / RELOAD_SOCKET,
+                model_file,
+                self._service.reload,
+                drain=self._drain,
+                refusal=self._executor.refusal,
+                log=log,
+            )
+        self._exporter = MetricsExporter(
+            pb_utils,
+            self._service.metrics,
+            labels={"model": args["model_name"], "version": args["model_version"]},
+            block_size=lambda: self._service.engine_args.block_size,
+            with_vllm_names=scheduler_args.report_custom_metrics,
+            log=log,
+        )
+        with _needing_a_socket(METRICS_SOCKET):
+            self._metrics_server = MetricsServer(
+                own_dir / METRICS_SOCKET, self._read_metrics, log=log
+            )
+        self._start_lock = threading.Lock()
+        self._is_started = False
+        self._is_stopped = False
+        self._timer = threading.Timer(START_DELAY_S, self._start)
+        self._timer.daemon = True
+        with _needing_a_socket(SUCCESSION_SOCKET):
+            self._succession = Succession(own_dir / SUCCESSION_SOCKET, self._stop, log=log)
+        if self._publisher is not None and not self._succession.has_older:
+            self._publisher.bind()  # an older one would have the endpoint until it ends
+        self._timer.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests in; everything else happens in other threads."""
+        self._start()
+        for request in requests:
+            outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
+            self._intake.take(partial(read_request, request), outlet)
+
+    def finalize(self) -> None:
+        """Answer what is still live, and stop."""
+        self._stop()
+        self._succession.close()
+
+    def _stop(self) -> None:
+        """Answer what is still live; nothing is served from now on. The second call waits."""
+        self._timer.cancel()
+        with self._start_lock:
+            if self._is_stopped:
+                return
+            self._take_over()  # a younger one knows nothing of an older one than this
+            self._is_started = self._is_stopped = True
+            self._reload_server.close()
+            self._tokenizing.close()
+            self._service.close()
+            if self._publisher is not None:
+                self._publisher.close()
+            self._sessions.close()
+            self._relay.close()
+            self._metrics_server.close()
+            self._exporter.close()
+
+    def _drain(self) -> int:
+        """Take no more requests; how many are left, until their last responses are sent."""
+        return max(self._service.drain(), self._sessions.num_live)
+
+    def _take_over(self) -> None:
+        if not self._succession.take_over(TAKE_OVER_S):
+            self._log(f"warning: an older scheduler does not end within {TAKE_OVER_S:g} s")
+
+    def _start(self) -> None:
+        with self._start_lock:
+            if not self._is_started:
+                self._is_started = True
+                self._take_over()
+                try:
+                    self._start_publisher()
+                    # The engine is loaded by now: the first request need not be refused.
+                    self._service.start(wait_s=FIRST_CONNECT_S)
+                    self._exporter.start()
+                finally:
+                    self._relay.start()
+
+    def _start_publisher(self) -> None:
+        if self._publisher is not None:
+            try:
+                self._publisher.start()
+            except ConfigError as error:  # an older scheduler does not let go of the endpoint
+                self._log(f"warning: {error}; nobody is told what the prefix cache holds")
+
+    def _listen(self, path: Path) -> RelayServer:
+        with _needing_a_socket(path.name):
+            return RelayServer(
+                path,
+                self._take_relayed,
+                cancel=self._sessions.abandon,
+                acknowledge=self._sessions.acknowledge,
+                delivered=self._sessions.report,
+                end_deliveries=self._sessions.stop_reports,
+                server_stopping=self._executor.note_server_stopping,
+                log=self._log,
+            )
+
+    def _read_metrics(self) -> SchedulerMetrics:
+        self._exporter.update()
+        return SchedulerMetrics(self._exporter.step_histograms())
+
+    def _take_relayed(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
+        self._intake.take(lambda: raw, outlet, key)
+
+    def _cancel(self, key: str) -> None:
+        self._intake.cancel(key)
+
+    def _cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        self._service.cancel_samples(key, indexes)
+
+
+def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:
+    """Finds similar prompts; None where only equal ones get an answer that was given before.
+
+    Raises:
+        ConfigError, CheckpointError: the embedding model, or a package, is missing or wrong.
+    """
+    if args.semantic_cache_threshold is None:
+        return None
+    return PromptIndex(load_encoder(args.semantic_cache_model))
+
+
+@contextlib.contextmanager
+def _needing_a_socket(name: str) -> Iterator[None]:
+    """Raises ConfigError where the socket of this name cannot be made."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the scheduler's directory must take a socket, {name}: {error.strerror}"
+        ) from None
+
+
+def _read_args(
+    model_file: Path, scheduler_args: SchedulerArgs, before: EngineArgs, tokenizer: str
+) -> EngineArgs:
+    """What model.json says now: whoever loads an engine may have changed it.
+
+    Raises:
+        ConfigError: it is wrong, or does not go with the scheduler's parameters, or names another
+            tokenizer than that of the server's start, or other readers of KV events.
+    """
+    args = EngineArgs.from_file(model_file)
+    scheduler_args.check_engine(args)
+    check_same_tokenizer(tokenizer, args)
+    check_same_kv_events(before, args)
+    return args

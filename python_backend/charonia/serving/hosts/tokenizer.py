@@ -1,0 +1,132 @@
+"""The `tokenizer` model's side: the prompt of `llm` to token ids. Stateless.
+
+Owns checking the prompt, naming the request by a key, and its time while the prompt waits. Must not
+know sequences.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from charonia.checkpoint_files import read_json_object
+from charonia.config import EngineArgs
+from charonia.errors import CharoniaError, PromptTooLongError
+from charonia.serving.conventions.interface import INPUT_IDS, PROMPT_TEXT, REQUEST_KEY
+from charonia.serving.conventions.schema import (
+    PromptLimits,
+    read_flag,
+    read_prompt,
+    read_time_limit,
+)
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.outlets import TritonOutlet, failing_with_errors
+from charonia.serving.requests.request_key import Sealer
+from charonia.serving.requests.tensors import Array, Outputs, RawRequest, read_request
+from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
+from charonia.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class TokenizerHost:
+    """One tokenizer behind Triton.
+
+    Args:
+        model_file: the engine's model.json, which names the tokenizer.
+        ledger: how much may wait to be tokenized. log: takes one line, from any thread.
+
+    Raises:
+        ConfigError, CheckpointError: there is no usable tokenizer.
+    """
+
+    def __init__(
+        self, pb_utils: Any, model_file: Path, ledger: Ledger, *, log: Callable[[str], None]
+    ) -> None:
+        self._pb_utils = pb_utils
+        self._model_file = model_file
+        self._log = log
+        self._tokenizer = Tokenizer.from_dir(EngineArgs.from_file(model_file).tokenizer_dir)
+        self._limits = self._read_limits()
+        self._sealer = Sealer.from_dir(model_file.parent)
+        self._tokenizing = Tokenizing(1, ledger, log=log)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Answer each request with ids, the text that they came from, and a new key.
+
+        Long prompts are answered later, so that the others do not wait for them.
+        """
+        for request in requests:
+            outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
+            with failing_with_errors(outlet, self._log):
+                self._take(read_request(request), outlet)
+
+    def finalize(self) -> None:
+        """Answer what waits, and stop."""
+        self._tokenizing.close()
+
+    def _take(self, raw: RawRequest, outlet: TritonOutlet) -> None:
+        if read_flag(raw.tensors, "cancel"):
+            outlet.send({INPUT_IDS: [], PROMPT_TEXT: [], REQUEST_KEY: []}, is_final=True)
+            return
+        arrived_at = time.monotonic()
+        text, ids = self._within_limits(partial(read_prompt, raw.tensors))
+        if text is None:
+            assert ids is not None
+            outlet.send(self._outputs(ids, "", arrived_at), is_final=True)
+        elif len(text) <= INLINE_CHARACTERS:
+            outlet.send(self._outputs(self._encode(text), text, arrived_at), is_final=True)
+        else:
+            limit = read_time_limit(raw)
+            self._tokenizing.submit(
+                Prompt(
+                    key=str(id(outlet)),
+                    encode=partial(self._encode, text),
+                    num_bytes=raw.num_bytes,
+                    expires_at=None if limit is None else arrived_at + limit.seconds,
+                    is_until_start=limit is None or limit.is_until_start,
+                    done=partial(self._answer, text, outlet, arrived_at),
+                )
+            )
+
+    def _answer(
+        self, text: str, outlet: TritonOutlet, arrived_at: float, ids: list[int] | CharoniaError
+    ) -> None:
+        with failing_with_errors(outlet, self._log):
+            if isinstance(ids, CharoniaError):
+                raise ids
+            outlet.send(self._outputs(ids, text, arrived_at), is_final=True)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, check_length=self._check_length)
+
+    def _check_length(self, num_ids: int) -> None:
+        self._within_limits(lambda limits: limits.check_ids(num_ids))
+
+    def _within_limits(self, check: Callable[[PromptLimits], T]) -> T:
+        """What a check returns; where a prompt is too long, by the limits as they are now."""
+        try:
+            return check(self._limits)
+        except PromptTooLongError:
+            self._limits = self._read_limits()  # of another engine, perhaps
+            return check(self._limits)
+
+    def _read_limits(self) -> PromptLimits:
+        """What is certain of prompts before the scheduler looks at them."""
+        args = EngineArgs.from_file(self._model_file)
+        config = read_json_object(Path(args.model) / "config.json", is_optional=True)
+        max_model_len = args.max_model_len or config.get("max_position_embeddings")
+        if not isinstance(max_model_len, int):
+            return PromptLimits()
+        return PromptLimits.of(max_model_len - 1, self._tokenizer.max_bytes_per_token)
+
+    def _outputs(self, ids: list[int] | Array, text: str, arrived_at: float) -> Outputs:
+        array = np.asarray(ids, dtype=np.int32)
+        return {
+            INPUT_IDS: array,
+            PROMPT_TEXT: [text] if text else [],
+            REQUEST_KEY: [self._sealer.new_key(array, text, arrived_at)],
+        }

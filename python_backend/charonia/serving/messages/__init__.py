@@ -1,0 +1,1 @@
+"""What the models' processes say to each other through sockets."""

@@ -1,0 +1,289 @@
+"""The engine in another Triton model, as an Executor: plans and results by socket.
+
+Owns the connection to the engine and its time limits. Must not know what is in a plan, nor how an
+engine is loaded: that is `engine_model`'s.
+
+    submit() ──► socket ──► engine ──► socket ──► result()      every step
+    a second connection: does the engine live                   every second, see `liveness`
+    a question to Triton: does the server shut down             with requests: `server_watch`
+    open(): a thread finds the engine, or has it loaded         see `engine_model`
+
+A message over BLS crosses tritonserver, which costs five or six wake-ups of sleeping threads each
+way and some 0.4 ms of its processor time. All these processes are on one machine, so what is said
+often goes directly from one to the other.
+
+The thread that submits serves all requests, so it waits for no engine that takes nothing: what the
+socket does not take of a plan at once is sent while a result is waited for. How long that may be is
+for the caller to say.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from charonia.engine.opening import EngineOpening
+from charonia.errors import EngineDiedError, EngineUnloadedError, StepFailedError
+from charonia.events import event
+from charonia.protocol import (
+    EngineInfo,
+    EngineReply,
+    Farewell,
+    Hello,
+    Pending,
+    StepFailure,
+    StepPlan,
+    StepResult,
+    decode_reply,
+    encode,
+)
+from charonia.serving.lifecycle.engine_model import EngineModel, ModelControl
+from charonia.serving.lifecycle.liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
+from charonia.serving.lifecycle.readiness import Readiness
+from charonia.serving.lifecycle.server_watch import ServerWatch
+from charonia.sockets.channel import Channel
+from charonia.sockets.local import SOCKET_SUFFIX, connect, peer_pid
+
+STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
+_HELLO_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 0.5
+_VERDICT_S = 3.0
+"""How long what Triton said of the engine holds while nobody waits for it."""
+
+
+class _Step:
+    """A step that was sent to the engine through the socket."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        watch: EngineWatch,
+        server: ServerWatch,
+        failure: StepFailedError | None,
+    ) -> None:
+        self._watch = watch
+        self._server = server
+        self._channel = channel
+        self._failure = failure
+
+    def result(self, timeout: float | None) -> StepResult:
+        """As `Pending.result`. An engine that does not live is noticed within seconds."""
+        self._server.check()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            data = self._channel.receive(timeout)
+        except TimeoutError:
+            self._watch.check()
+            raise
+        if data is None:
+            raise EngineDiedError(HUNG_UP)
+        reply = _decode(data)
+        if isinstance(reply, StepFailure):
+            raise StepFailedError(reply.message)
+        if isinstance(reply, Farewell):
+            raise EngineUnloadedError(UNLOADED)
+        if not isinstance(reply, StepResult):
+            raise StepFailedError(f"the engine answered a plan with {type(reply).__name__}")
+        return reply
+
+
+class BlsExecutor:
+    """The engine model of the same Triton.
+
+    Args:
+        engine_model: its name. engine_dir: its version directory.
+        control: loads and unloads the engine.
+        has_requests: whether Triton waits for requests of this model before it unloads it.
+        log: takes one line, from any thread.
+
+    Attributes:
+        refusal: why no engine can be loaded in the place of another; None where one can.
+    """
+
+    def __init__(
+        self,
+        pb_utils: Any,
+        engine_model: str,
+        engine_dir: Path,
+        control: ModelControl,
+        *,
+        has_requests: Callable[[], bool],
+        log: Callable[[str], None],
+    ) -> None:
+        self._has_requests = has_requests
+        self._log = log
+        self._last_complaint = ""
+        self._socket = engine_dir / STEPS_SOCKET
+        self._channel: Channel | None = None
+        self._watch: EngineWatch | None = None
+        self._processes: dict[int, int] = {}
+        self._opening: EngineOpening | None = None
+        self._readiness = Readiness(pb_utils, engine_model)
+        self._verdict: tuple[float, EngineDiedError] | None = None  # see `_check_loaded`
+        self._model = EngineModel(engine_model, self._readiness, engine_dir, control)
+        self._server = ServerWatch(self._readiness.check_server, has_requests=has_requests, log=log)
+        self._control = control
+        self.refusal = control.refusal
+        if self.refusal is not None:
+            log(event("recovery_off", reason=self.refusal))
+
+    def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
+        """As `Executor.open`, in a thread of its own.
+
+        The engine's errors are EngineUnloadedError where its model is not loaded,
+        ServerStoppingError where Triton takes no more calls, and else EngineDiedError.
+        """
+        self._opening = EngineOpening(self._replace if replace else self._reach)
+        self._opening.start(on_done)
+        return self._opening
+
+    def submit(self, plan: StepPlan) -> Pending:
+        """Send a plan; the engine computes while the caller goes on."""
+        channel, watch = self._channel, self._watch
+        assert channel is not None, "submit() before open()"
+        assert watch is not None
+        self._readiness.has_server_started = True  # or there were no requests to plan for
+        failure: StepFailedError | None = None
+        try:
+            channel.post(encode(plan))
+        except OSError as error:  # it is too long; an engine that has gone is seen by the result
+            failure = StepFailedError(f"the plan cannot be sent: {error.strerror}")
+        return _Step(channel, watch, self._server, failure)
+
+    def check(self) -> None:
+        """As `Executor.check`: it costs no message."""
+        self._server.check()
+        channel = self._channel
+        if channel is None or self._watch is None or not channel.is_quiet():
+            farewell = channel and _last_words(channel)
+            raise self._noted(farewell) if farewell else EngineDiedError(HUNG_UP)
+        try:
+            self._watch.check()
+        except EngineUnloadedError as error:
+            raise self._noted(error) from None
+
+    def note_server_stopping(self) -> None:
+        """Another model has been told that the server is shutting down."""
+        self._server.note_stopping()
+
+    def close(self) -> None:
+        """Hang up; the engine stays. One that is being opened is waited for a little."""
+        self._server.close()
+        self._control.close()
+        if self._opening is not None:
+            self._opening.join(_CLOSE_TIMEOUT_S)
+        self._disconnect()
+
+    # ------------------------------------------------------------------ in the opening's thread
+
+    def _reach(self) -> EngineInfo:
+        """Connect to the engine that is there, and remember its processes. Raises as `open`."""
+        self._disconnect()
+        channel = self._connect()
+        pid = peer_pid(channel)
+        self._processes = {pid: start_time(pid) or 0}  # to be killed, should it not answer
+        try:
+            reply = self._say_hello(channel)
+            watch = EngineWatch(self._connect(), pid)
+        except EngineDiedError:
+            channel.close()
+            raise
+        self._channel, self._watch = channel, watch
+        self._processes = {pid: start_time(pid) or 0 for pid in reply.pids}
+        self._server.start()
+        return reply
+
+    def _replace(self) -> EngineInfo:
+        """Have another engine in the place of the one that is there. Raises as `open`."""
+        self._server.check()  # a server that is known to shut down is asked for nothing
+        self._disconnect()
+        return self._model.replace(self._processes, self._reach)
+
+    def _connect(self) -> Channel:
+        """Connect to the engine; where nobody is at its socket, Triton says why: as `open`."""
+        try:
+            return connect(self._socket)
+        except OSError:
+            self._check_loaded()
+        try:
+            return connect(self._socket)  # it has come meanwhile
+        except OSError as error:
+            name = self._socket.name
+            raise self._unreachable(f"{name} in its directory: {error.strerror}") from None
+
+    def _say_hello(self, channel: Channel) -> EngineInfo:
+        """Raises as `open`."""
+        try:
+            channel.send(encode(Hello()), _HELLO_TIMEOUT_S)
+            data = channel.receive(_HELLO_TIMEOUT_S)
+            reply = None if data is None else _decode(data)
+        except (OSError, StepFailedError) as error:
+            raise self._unreachable(f"no answer through its socket: {error}") from None
+        if isinstance(reply, Farewell):
+            raise self._noted(EngineUnloadedError(UNLOADED))
+        if not isinstance(reply, EngineInfo):
+            raise self._unreachable(f"it answered a hello with {type(reply).__name__}")
+        return reply
+
+    def _unreachable(self, why: str) -> EngineDiedError:
+        """Of an engine that is loaded but cannot be spoken to: why is logged once.
+
+        Raises:
+            EngineUnloadedError: Triton says that it is not loaded.
+        """
+        self._check_loaded()
+        text = f"the engine cannot be reached: {why}"
+        if text != self._last_complaint:
+            self._last_complaint = text
+            self._log(event("engine_unreachable", reason=why))
+        return EngineDiedError(text)
+
+    def _check_loaded(self) -> None:
+        """Have Triton say whether the engine is loaded. Raises as `open`.
+
+        While nobody waits for the engine, Triton may be finalizing this model at any moment, and
+        then it must not be asked. So what was last said holds for some seconds, a farewell of the
+        engine too: at the server's end this model is finalized within seconds of it.
+        """
+        self._server.check()
+        now = time.monotonic()
+        if self._verdict and now - self._verdict[0] < _VERDICT_S and not self._has_requests():
+            raise self._verdict[1]
+        try:
+            self._readiness.check_loaded()
+        except EngineDiedError as error:
+            raise self._noted(error) from None
+        self._verdict = None
+
+    def _noted(self, error: EngineDiedError) -> EngineDiedError:
+        self._verdict = time.monotonic(), error
+        return error
+
+    def _disconnect(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def _last_words(channel: Channel) -> EngineUnloadedError | None:
+    """That an engine which takes nothing any more was unloaded, if it has said so."""
+    with suppress(TimeoutError, StepFailedError):
+        # Its farewell may lie behind answers that nobody waits for.
+        while (data := channel.receive(0.0)) is not None:
+            if isinstance(_decode(data), Farewell):
+                return EngineUnloadedError(UNLOADED)
+    return None
+
+
+def _decode(data: bytes) -> EngineReply:
+    try:
+        return decode_reply(data)
+    except msgspec.DecodeError:
+        raise StepFailedError("the engine's reply cannot be read") from None

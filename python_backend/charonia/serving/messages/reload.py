@@ -1,0 +1,284 @@
+"""What the operator says to the scheduler through a socket: go on with another engine.
+
+Owns the messages, both ends, and the engine's model.json while an order is carried out. Must not
+know how an engine is replaced.
+
+    charonia reload ── ReloadOrder ──► scheduler      checks it, and begins
+                    ── ReloadQuestion ───────►        as often as it likes, by the order's number
+                    ◄─ ReloadState ──────────
+
+While it is being loaded, the old model.json lies beside the new one. Whoever loads an engine when
+the scheduler that ordered this has gone takes the old one: the new one may be what ended it.
+
+The socket lies in the scheduler's directory, which belongs to the run and its owner: whoever can
+open it could as well write the files that Triton loads.
+"""
+
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from charonia.config import EngineArgs
+from charonia.engine.reload import Phase, Reload
+from charonia.errors import CharoniaError, ConfigError
+from charonia.serving.messages.answering import answer_each
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import SOCKET_SUFFIX, is_same_user, listen
+from charonia.sockets.server import Server
+
+RELOAD_SOCKET = f"reload{SOCKET_SUFFIX}"
+"""Beside the scheduler's model.py."""
+MAX_ORDER_BYTES = 2**20
+"""An order is a model.json."""
+TOKENIZER_FILE = "tokenizer.json"
+_BEFORE_SUFFIX, _DRAFT_SUFFIX = ".before", ".draft"
+LEFT_OF_RELOADS = (f"*{_BEFORE_SUFFIX}", f"*{_DRAFT_SUFFIX}")
+"""Files beside model.json while another one is tried, as patterns."""
+
+
+class ReloadOrder(msgspec.Struct, frozen=True, tag=True):
+    """Go on with an engine of these arguments (model.json), after live requests if `drain`."""
+
+    values: dict[str, Any]
+    drain: bool = False
+
+
+class ReloadQuestion(msgspec.Struct, frozen=True, tag=True):
+    """Asks how far an order is; with `cancel` it is given up unless it is being loaded."""
+
+    number: int
+    cancel: bool = False
+
+
+class DrainOrder(msgspec.Struct, frozen=True, tag=True):
+    """Take no more requests. It may be given again, to be told how many are left."""
+
+
+class DrainState(msgspec.Struct, frozen=True):
+    """How many requests are left."""
+
+    num_live: int
+
+
+class ReloadState(msgspec.Struct, frozen=True):
+    """How far an order is; see `charonia.engine.reload.Reload`.
+
+    Attributes:
+        number: by which it can be asked after; -1 of one that was refused.
+    """
+
+    phase: Phase
+    number: int = -1
+    num_live: int = 0
+    num_held: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+    ReloadOrder | ReloadQuestion | DrainOrder
+)
+
+
+def decode_order(data: bytes) -> ReloadOrder | ReloadQuestion | DrainOrder:
+    """Raises ValueError, RecursionError: it is none of them."""
+    message: ReloadOrder | ReloadQuestion | DrainOrder = _decoder.decode(data)
+    return message
+
+
+class ReloadServer:
+    """The scheduler's end.
+
+    Args:
+        path: where the socket is made; an old one is replaced.
+        model_file: the engine's model.json.
+        drain: takes no more requests, and says how many are left.
+        reload: begins to carry an order out. refusal: why none can be; None where they can.
+        log: takes one line, from any thread.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model_file: Path,
+        reload: Callable[[Reload], None],
+        *,
+        drain: Callable[[], int],
+        refusal: str | None,
+        log: Callable[[str], None],
+    ) -> None:
+        self._model_file = model_file
+        self._begin = reload
+        self._drain = drain
+        self._refusal = refusal
+        self._lock = threading.Lock()
+        self._orders: list[Reload] = []  # all there ever were, by their number
+        self._server = Server(
+            listen(path), is_same_user, self._serve, log=log, max_bytes=MAX_ORDER_BYTES
+        )
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+    def _serve(self, connection: Connection) -> None:
+        answer_each(connection, lambda message: partial(self._answer, message))
+
+    def _answer(self, data: bytes) -> bytes:
+        try:
+            message = decode_order(data)
+            if isinstance(message, DrainOrder):
+                return msgspec.msgpack.encode(DrainState(self._drain()))
+            if isinstance(message, ReloadOrder):
+                number = self._take(message)
+            else:
+                number = message.number
+                if message.cancel:
+                    self._order(number).is_cancelled = True
+            return msgspec.msgpack.encode(_state(number, self._order(number)))
+        except (CharoniaError, OSError, ValueError, RecursionError) as error:
+            return msgspec.msgpack.encode(ReloadState("failed", reason=str(error)))
+
+    def _take(self, order: ReloadOrder) -> int:
+        """Begin to carry an order out; returns its number.
+
+        Raises:
+            CharoniaError: it cannot be carried out.
+        """
+        with self._lock:
+            if self._refusal is not None:
+                raise ConfigError(self._refusal)
+            if self._orders and not self._orders[-1].is_over:
+                raise ConfigError("another reload is under way")
+            before = EngineArgs.from_file(self._model_file)
+            after = EngineArgs.from_dict(order.values)
+            check_same_tokenizer(fingerprint_tokenizer(before), after)
+            check_same_kv_events(before, after)
+            text = msgspec.json.format(msgspec.json.encode(order.values)) + b"\n"
+            file = self._model_file
+            reload = Reload(
+                install=partial(install, file, text),
+                restore=partial(restore, file),
+                settle=partial(settle, file),
+                drain=order.drain,
+            )
+            self._orders.append(reload)
+            self._begin(reload)
+            return len(self._orders) - 1
+
+    def _order(self, number: int) -> Reload:
+        """Raises ConfigError: there is none of this number."""
+        if not 0 <= number < len(self._orders):
+            raise ConfigError(f"there is no reload of number {number}")
+        return self._orders[number]
+
+
+def _state(number: int, one: Reload) -> ReloadState:
+    return ReloadState(one.phase, number, one.num_live, one.num_held, one.seconds, one.reason)
+
+
+def fingerprint_tokenizer(args: EngineArgs) -> str:
+    """What tells tokenizers apart, whatever their files' layout; asking again costs no reading.
+
+    Raises:
+        ConfigError: there is none that can be read.
+    """
+    path = args.tokenizer_dir / TOKENIZER_FILE
+    try:
+        stat = path.stat()
+        return _fingerprint(path, (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size))
+    except OSError as error:
+        raise ConfigError(f"{TOKENIZER_FILE} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{TOKENIZER_FILE} cannot be read: {error}") from None
+
+
+@functools.lru_cache(maxsize=4)
+def _fingerprint(path: Path, version: tuple[int, ...]) -> str:
+    """Of a file of some megabytes; the scheduling thread asks at every new engine.
+
+    Args:
+        version: another one whenever the file has changed.
+    """
+    content = msgspec.json.decode(path.read_bytes())
+    return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
+
+
+def check_same_tokenizer(fingerprint: str, args: EngineArgs) -> None:
+    """Make sure that live requests' tokens keep their meaning.
+
+    Raises:
+        ConfigError: the tokenizer is another one than that of the fingerprint.
+    """
+    if fingerprint_tokenizer(args) != fingerprint:
+        raise ConfigError(
+            f"the new engine has another tokenizer ({TOKENIZER_FILE} differs), with which live"
+            " requests could not go on; start a server of its own for it"
+        )
+
+
+def check_same_kv_events(before: EngineArgs, after: EngineArgs) -> None:
+    """Make sure that a scheduler goes on telling those whom it tells what the prefix cache holds.
+
+    Raises:
+        ConfigError: they are others.
+    """
+    if before.kv_events != after.kv_events:
+        raise ConfigError(
+            "kv_events_config differs: its endpoints are the scheduler's, which goes on with the"
+            " new engine; start the server anew for it"
+        )
+
+
+def install(model_file: Path, content: bytes) -> None:
+    """Put a new model.json in the place of the old one, which is kept beside it.
+
+    Raises:
+        OSError: it cannot be written; nothing has changed.
+    """
+    _replace(_before(model_file), model_file.read_bytes())
+    try:
+        _replace(model_file, content)
+    except OSError:
+        settle(model_file)
+        raise
+
+
+def restore(model_file: Path) -> bool:
+    """Put the model.json that was kept in its place again; whether there was one."""
+    try:
+        os.replace(_before(model_file), model_file)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def settle(model_file: Path) -> None:
+    """Keep the old model.json no longer."""
+    _before(model_file).unlink(missing_ok=True)
+
+
+def _before(model_file: Path) -> Path:
+    return model_file.with_name(model_file.name + _BEFORE_SUFFIX)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file in one piece: an engine may be loading at any moment."""
+    draft = path.with_name(path.name + _DRAFT_SUFFIX)
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,1 @@
+"""The metrics on their way to Triton's own page."""

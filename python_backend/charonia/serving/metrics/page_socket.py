@@ -1,0 +1,128 @@
+"""What the page of metrics asks of the scheduler, by a socket: to bring Triton's page up to date,
+and what it keeps itself.
+
+Owns the messages, and both ends. Must not know what the numbers mean.
+
+    page of `charonia serve` ── a question ──────► scheduler    has Triton's page brought up to date
+                             ◄─ SchedulerMetrics ─              the histograms that are not on it
+                             ── GET /metrics ────► tritonserver
+
+As the page is read after the answer, it has all that was counted before the question came.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from charonia.serving.messages.answering import answer_each
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen
+from charonia.sockets.server import Server
+
+METRICS_SOCKET = f"metrics{SOCKET_SUFFIX}"
+"""Beside the scheduler's model.py."""
+MAX_ANSWER_BYTES = 2**20
+_QUESTION = b"charonia: metrics"
+
+
+class HistogramState(msgspec.Struct, frozen=True):
+    """A histogram at one moment.
+
+    Attributes:
+        bounds: upper bounds of the buckets, ascending, without +Inf.
+        counts: per bound, and for +Inf: observations at most that large.
+        sum: of all observations.
+
+    Raises:
+        ValueError: the counts do not belong to the bounds.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    sum: float
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.bounds) + 1:
+            raise ValueError(f"{len(self.counts)} counts for {len(self.bounds)} bounds")
+
+
+class SchedulerMetrics(msgspec.Struct, frozen=True):
+    """A scheduler's answer: what it keeps itself, by the family's name."""
+
+    histograms: dict[str, HistogramState]
+
+
+_decoder = msgspec.msgpack.Decoder(SchedulerMetrics)
+
+
+def decode_metrics(data: bytes) -> SchedulerMetrics:
+    """Raises ValueError, RecursionError: it is no answer of a scheduler."""
+    return _decoder.decode(data)
+
+
+class MetricsServer:
+    """The scheduler's end.
+
+    Args:
+        path: where the socket is made; an old one is replaced.
+        read: brings Triton's page up to date, and gives the answer. Called in several threads.
+        log: takes one line, from any thread.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(
+        self, path: Path, read: Callable[[], SchedulerMetrics], *, log: Callable[[str], None]
+    ) -> None:
+        self._read = read
+        self._server = Server(
+            listen(path), is_same_user, self._serve, log=log, max_bytes=MAX_ANSWER_BYTES
+        )
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.close()
+
+    def _serve(self, connection: Connection) -> None:
+        answer_each(connection, lambda message: self._answer if message == _QUESTION else None)
+
+    def _answer(self) -> bytes:
+        return msgspec.msgpack.encode(self._read())
+
+
+def ask_schedulers(paths: Sequence[Path], timeout: float) -> list[SchedulerMetrics | None]:
+    """What the schedulers say that listen at these sockets; None of one that does not answer.
+
+    Args:
+        timeout: seconds that all of them have, together.
+    """
+    deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
+        channels = [_ask(path, stack) for path in paths]
+        return [_answer_of(channel, deadline) if channel else None for channel in channels]
+
+
+def _ask(path: Path, stack: contextlib.ExitStack) -> Channel | None:
+    """Put the question, without waiting; None where nobody takes it."""
+    try:
+        channel = stack.enter_context(
+            contextlib.closing(connect(path, max_bytes=MAX_ANSWER_BYTES, waits=False))
+        )
+        channel.send(_QUESTION, timeout=0.0)
+    except OSError:
+        return None
+    return channel
+
+
+def _answer_of(channel: Channel, deadline: float) -> SchedulerMetrics | None:
+    try:
+        answer = channel.receive(max(deadline - time.monotonic(), 0.0))
+        return None if answer is None else decode_metrics(answer)
+    except (OSError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,306 @@
+"""From a request as it came to a live one: read, checked, tokenized, and handed to the engine.
+
+Owns the order of these, who may be cancelled meanwhile, and the count of what is refused. Must not
+know Triton, nor how anything is scheduled.
+
+    read ─► tenant ─► ids or short texts ──────────► session ─► engine service
+                   └► long texts ─► session ─► tokenizing ─────►
+
+The texts of a request are its prompt and its bad words. A tenant that has as much here as it may is
+refused before they are tokenized.
+
+What is too long is refused by its size: the text is not decoded, and the ids are not listed.
+"""
+
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from charonia.config import EngineArgs
+from charonia.engine.admission import GenerationRequest
+from charonia.engine.outputs import Chunk
+from charonia.engine.service import EngineService, Sink
+from charonia.errors import (
+    CharoniaError,
+    CheckpointError,
+    NotSupportedError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from charonia.protocol import SamplingParams
+from charonia.sampling_defaults import SamplingDefaults
+from charonia.serving.conventions.interface import DRAFT_IDS
+from charonia.serving.conventions.schema import (
+    CancelCall,
+    GenerateCall,
+    ProbeCall,
+    PromptLimits,
+    parse,
+)
+from charonia.serving.lifecycle.probing import Prober
+from charonia.serving.requests.cancellations import Cancellations
+from charonia.serving.requests.outlets import Outlet, failing_with_errors
+from charonia.serving.requests.request_key import Sealer
+from charonia.serving.requests.sessions import Sessions
+from charonia.serving.requests.tensors import INTERNAL_ERROR, Outputs, RawRequest
+from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
+from charonia.text.tokenizer import Tokenizer
+
+NOTHING: Outputs = {"text_output": [""]}
+"""Answers a client's request that generates no text."""
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The texts of a request as ids."""
+
+    prompt_ids: list[int]
+    bad_words_ids: list[list[int]]
+
+
+class Intake:
+    """Takes requests in, from any thread.
+
+    Args:
+        is_forwarded: whether Triton makes a parameter of a header with such a name.
+        tenant_header: see `schema.parse`.
+        log: takes one line, from any thread.
+
+    Raises:
+        CheckpointError: the model's defaults of sampling parameters cannot be read.
+    """
+
+    def __init__(
+        self,
+        service: EngineService,
+        sessions: Sessions,
+        tokenizer: Tokenizer,
+        tokenizing: Tokenizing,
+        sealer: Sealer,
+        *,
+        is_forwarded: Callable[[str], bool],
+        tenant_header: str | None = None,
+        log: Callable[[str], None],
+    ) -> None:
+        self._service = service
+        self._sessions = sessions
+        self._tokenizer = tokenizer
+        self._tokenizing = tokenizing
+        self._sealer = sealer
+        self._is_forwarded = is_forwarded
+        self._tenant_header = tenant_header
+        self._prober = Prober(service, tokenizer)
+        self._cancellations = Cancellations()
+        self._log = log
+        args = service.engine_args
+        self._defaults = args, self._read_defaults(args)
+
+    def take(
+        self, read: Callable[[], RawRequest], outlet: Outlet, relayed_key: str | None = None
+    ) -> None:
+        """Take a request in; whatever is wrong with it becomes its answer.
+
+        Args:
+            read: gives the request. relayed_key: see `schema.parse`.
+        """
+        with failing_with_errors(outlet, self._log):
+            with self._counting():
+                call = parse(
+                    read(),
+                    relayed_key,
+                    limits=self._limits(),
+                    sealer=self._sealer,
+                    defaults=self._sampling_defaults(),
+                    is_forwarded=self._is_forwarded,
+                    tenant_header=self._tenant_header,
+                )
+            match call:
+                case GenerateCall():
+                    self._generate(call, outlet)
+                case CancelCall():
+                    self._cancel_named(call)
+                    # The same where there was none, or whoever guesses would find out.
+                    outlet.send(NOTHING, is_final=True)
+                case ProbeCall(wants_text):
+                    answer = {"text_output": [self._prober.answer()]} if wants_text else {}
+                    outlet.send(answer, is_final=True)
+
+    def cancel(self, key: str) -> None:
+        """End a request, wherever it is."""
+        if not self._tokenizing.cancel(key):
+            self._service.cancel(key)
+
+    def _cancel_named(self, call: CancelCall) -> None:
+        """Cancel all requests of a name, or samples of them, here and on their way."""
+        self._cancellations.note(call.request_id, call.tenant, call.samples)
+        for key in self._sessions.find(call.request_id, call.tenant):
+            if call.samples is None:
+                self._sessions.cancel(key)
+            else:
+                self._sessions.cancel_samples(key, call.samples)
+
+    def _limits(self) -> PromptLimits:
+        """Of prompts; the widest while no engine says how long they may be."""
+        try:
+            limits = self._service.limits
+        except UnavailableError:
+            return PromptLimits()
+        return PromptLimits.of(limits.max_model_len - 1, self._tokenizer.max_bytes_per_token)
+
+    def _sampling_defaults(self) -> SamplingDefaults:
+        """Of the model that is served at this moment."""
+        args, (before, defaults) = self._service.engine_args, self._defaults
+        if args != before:  # another engine was loaded
+            try:
+                defaults = self._read_defaults(args)
+            except CheckpointError as error:  # by Triton itself; `charonia reload` checks before
+                self._log(f"defaults of sampling parameters stay as they were: {error}")
+            self._defaults = args, defaults
+        return defaults
+
+    def _read_defaults(self, args: EngineArgs) -> SamplingDefaults:
+        """Raises CheckpointError."""
+        defaults = SamplingDefaults.of_engine(args)
+        for line in defaults.describe():
+            self._log(line)
+        return defaults
+
+    @contextlib.contextmanager
+    def _counting(self, params: SamplingParams | None = None) -> Iterator[None]:
+        """Count what is refused before it reaches the service, which counts for itself.
+
+        Args:
+            params: of the request, where they are known.
+        """
+        try:
+            yield
+        except CharoniaError as error:
+            self._service.count_rejection(error, params)
+            raise
+
+    def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
+        arrived_at = time.monotonic() if call.arrived_at is None else call.arrived_at
+        tenant = call.params.tenant
+        with self._counting(call.params):
+            self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
+            self._check_drafts(call)
+            self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
+            tokens = self._tokenize(call) if _is_short(call) else None
+            sink = self._sessions.open(
+                call.key,
+                call.options,
+                partial(self._echo, call),
+                outlet,
+                request_id=call.request_id,
+                tenant=tenant,
+                num_bytes=call.num_bytes,
+                num_samples=call.params.n,
+            )
+        self._cancel_as_noted(call, arrived_at)
+        try:
+            if tokens is not None:
+                self._submit(call, tokens, arrived_at, sink)
+            else:
+                with self._counting(call.params):
+                    self._tokenize_later(call, arrived_at, sink)
+        except BaseException:
+            self._sessions.drop(call.key)
+            raise
+
+    def _cancel_as_noted(self, call: GenerateCall, arrived_at: float) -> None:
+        """Cancel what its client cancelled while it was on its way here."""
+        name = call.request_id, call.params.tenant
+        if self._cancellations.cover(*name, arrived_at):
+            self._sessions.cancel(call.key)
+        elif samples := self._cancellations.samples(*name, arrived_at, call.params.n):
+            self._sessions.cancel_samples(call.key, samples)
+
+    def _tokenize(self, call: GenerateCall) -> _Tokens:
+        if call.prompt_ids is not None:
+            ids: list[int] = call.prompt_ids.tolist()
+        else:
+            assert call.text is not None
+            ids = self._tokenizer.encode(call.text, check_length=self._check_length)
+        return _Tokens(ids, self._tokenizer.encode_bad_words(call.params.bad_words))
+
+    def _check_drafts(self, call: GenerateCall) -> None:
+        args = self._service.engine_args
+        if call.draft_ids is not None and args.speculative_config is None:
+            raise NotSupportedError(
+                f"{DRAFT_IDS} is verified by speculative decoding, which this engine does without:"
+                " leave it out, or give the engine a speculative_config"
+            )
+
+    def _check_length(self, num_ids: int) -> None:
+        self._service.limits.check_prompt(num_ids)
+
+    def _echo(self, call: GenerateCall) -> str:
+        """What is prepended to the answer; made when it is sent, of a request that was checked."""
+        text = call.text if call.prompt_text is None else call.prompt_text
+        if text is not None:
+            return text
+        assert call.prompt_ids is not None
+        skips_special = call.params.skip_special_tokens
+        return self._tokenizer.decode(call.prompt_ids.tolist(), skip_special_tokens=skips_special)
+
+    def _tokenize_later(self, call: GenerateCall, arrived_at: float, sink: Sink) -> None:
+        """Have the texts tokenized, and go on with their ids."""
+        limit = call.time_limit
+
+        def go_on(outcome: _Tokens | CharoniaError) -> None:
+            try:
+                if isinstance(outcome, CharoniaError):
+                    self._count_end(outcome, call.params)
+                    raise outcome
+                self._submit(call, outcome, arrived_at, sink)
+            except CharoniaError as error:
+                sink(Chunk(call.key, error=error))
+            except Exception:
+                self._log(f"a request failed: {traceback.format_exc()}")
+                sink(Chunk(call.key, error=CharoniaError(INTERNAL_ERROR)))
+
+        self._tokenizing.submit(
+            Prompt(
+                key=call.key,
+                tenant=call.params.tenant,
+                encode=partial(self._tokenize, call),
+                num_bytes=call.num_bytes,
+                expires_at=None if limit is None else arrived_at + limit.seconds,
+                is_until_start=limit is None or limit.is_until_start,
+                done=go_on,
+            )
+        )
+
+    def _count_end(self, error: CharoniaError, params: SamplingParams) -> None:
+        """Count a request that got no further than being tokenized."""
+        if isinstance(error, RequestCancelledError):
+            self._service.count_cancellation()
+        else:
+            self._service.count_rejection(error, params)
+
+    def _submit(self, call: GenerateCall, tokens: _Tokens, arrived_at: float, sink: Sink) -> None:
+        request = GenerationRequest(
+            key=call.key,
+            request_id=call.request_id,
+            prompt_ids=tokens.prompt_ids,
+            params=call.params,
+            bad_words_ids=tokens.bad_words_ids,
+            draft_ids=[] if call.draft_ids is None else call.draft_ids.tolist(),
+            return_cumulative_logprob=call.wants_cumulative_logprob,
+            timeout_s=call.timeout_s,
+        )
+        self._service.submit(request, sink, arrived_at)
+        # While the service did not know it yet:
+        if self._sessions.is_cancelled(call.key):
+            self._service.cancel(call.key)
+        elif samples := self._sessions.cancelled_samples(call.key):
+            self._service.cancel_samples(call.key, samples)
+
+
+def _is_short(call: GenerateCall) -> bool:
+    """Whether its texts are tokenized in no time worth mentioning."""
+    texts = (call.text or "", *call.params.bad_words)
+    return sum(map(len, texts)) <= INLINE_CHARACTERS

@@ -1,0 +1,548 @@
+"""Live requests: from the engine's chunks to responses, each request's in order.
+
+Owns the sender threads and what waits for them. Must not know how chunks come about.
+
+    engine's thread ──sink──► session.chunks ──► ready queue ──► sender threads ──► outlet
+                              (piles up while                    (one at a time
+                               a send is under way)               per session)
+
+A send is a blocking round trip, so whatever piled up for a request while one was under way goes
+out as one response. A stream's responses may be held until `stream_interval` tokens of a sample
+have gathered; the first token and the end of a sample are never held, nor is an error. A session
+that does not stream waits for its last chunk.
+
+Where another model hands responses on, a send says nothing of that: Triton takes any number and
+keeps them for that model. If that reports what it has handed on, a session has a few responses at
+most on that way, but for the last one, and the rest piles up here. Otherwise a model that is slower
+than the engine would delay every request by all that it has not done yet, and one that stands still
+would hold up much: Triton 2.51.0 takes `LOST_RESPONSE_S` for each response that a lost process was
+to have, one after the other. The few are `MAX_UNDER_WAY`, or a session's share of
+`SHARED_UNDER_WAY` where there are many, but one at least. Each response has its number, and a
+report names one: so whatever words were lost, the next one makes up for all of them.
+
+What piles up is bounded by `max_tokens`, one small chunk per token; how many requests there may be,
+and of how many bytes as they came, is the ledger's.
+"""
+
+import contextlib
+import heapq
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum
+from functools import partial
+from queue import Empty, SimpleQueue
+
+from charonia.engine.outputs import Chunk
+from charonia.errors import (
+    CharoniaError,
+    InvalidRequestError,
+    RequestCancelledError,
+    ShuttingDownError,
+)
+from charonia.serving.conventions.schema import OutputOptions
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.outlets import CancellationPoller, Outlet, fail
+from charonia.serving.requests.responses import Answer, chunk_outputs
+from charonia.serving.requests.tensors import INTERNAL_ERROR
+from charonia.text.tokenizer import Tokenizer
+
+MAX_UNDER_WAY = 4
+SHARED_UNDER_WAY = 8
+CLOSE_WAIT_S = 1.0
+MAX_ERROR_WAIT_S = 2.0
+"""For so long an error waits for reports, which nobody may send."""
+FIRST_REPORT_S = 5.0
+"""For so long a session waits for its first report, which nobody may send; a process that was
+stopped is lost by then."""
+LOST_RESPONSE_S = 1.0
+"""What Triton takes to find that there is no process for a response."""
+_LOOK_S = 0.25
+
+
+class Reports(Enum):
+    """What is known of who hands a session's responses on."""
+
+    NONE = "nobody says anything of them"
+    EXPECTED = "the first report is counted on, for a time"
+    COMING = "there are reports"
+    LOST = "what was under way never arrives"
+
+
+class Session:
+    """One live request.
+
+    Attributes:
+        name: request id and tenant. num_bytes: of the request as it came.
+        samples: how each stands, as its client knows it.
+        chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
+        is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
+        cancelled_samples: which of them nobody wants.
+        reports: of its responses. report_due_at: when the first one is counted on no longer, by the
+            monotonic clock; None while nothing waits for it.
+        send_end_at: when its end waits no longer, likewise.
+        num_sent: responses so far; num_delivered: those of them that were handed on.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        options: OutputOptions,
+        echo: Callable[[], str],
+        outlet: Outlet,
+        name: tuple[str, str],
+        num_bytes: int,
+        num_samples: int,
+        stream_interval: int,
+    ) -> None:
+        self.key = key
+        self.options = options
+        self.echo = echo
+        self.outlet = outlet
+        self.name = name
+        self.num_bytes = num_bytes
+        self.samples = [Chunk(key, index=index) for index in range(num_samples)]
+        self.chunks: list[Chunk] = []
+        self._stream_interval = stream_interval
+        self._num_awaited = [1] * num_samples  # tokens of each sample before a response is due
+        self._is_due = False
+        self.is_queued = False
+        self.is_cancelled = False
+        self.is_abandoned = False
+        self.cancelled_samples: frozenset[int] = frozenset()
+        self.reports = Reports.NONE
+        self.report_due_at: float | None = None
+        self.send_end_at: float | None = None
+        self.num_sent = 0
+        self.num_delivered = 0
+        self.lock = threading.Lock()
+
+    @property
+    def num_under_way(self) -> int:
+        """Responses that were sent and not reported."""
+        return self.num_sent - self.num_delivered
+
+    def note_delivered(self, number: int) -> None:
+        """Responses up to this one, counted from 1, were handed on. The caller holds the lock."""
+        self.num_delivered = max(min(number, self.num_sent), self.num_delivered)
+
+    def take(self, chunk: Chunk) -> None:
+        """Keep a chunk to be sent; nothing follows the last one. The caller holds the lock."""
+        if self.chunks and self.chunks[-1].is_final:
+            return
+        self.chunks.append(chunk)
+        self._num_awaited[chunk.index] -= len(chunk.token_ids)
+        if chunk.ends_sample or self._num_awaited[chunk.index] <= 0:
+            self._is_due = True
+
+    def give_out(self) -> list[Chunk]:
+        """What waits, for the next response. The caller holds the lock."""
+        chunks, self.chunks = self.chunks, []
+        for chunk in chunks:
+            if chunk.token_ids:
+                self._num_awaited[chunk.index] = self._stream_interval
+        self._is_due = False
+        self.num_sent += 1
+        return chunks
+
+    def may_send(self, max_under_way: int) -> bool:
+        """Whether what waits may go out now. The caller holds the lock."""
+        if not self.chunks:
+            return False
+        if self.chunks[-1].is_final:
+            return not self.waits_with_end()
+        if self.chunks[-1].error is not None:  # which all samples have, each in a chunk of its own
+            return False
+        return self.options.is_streaming and self._is_due and not self.is_full(max_under_way)
+
+    def is_full(self, max_under_way: int) -> bool:
+        """Whether a report must come before the next response."""
+        if self.reports is Reports.NONE:
+            return False
+        return self.reports is Reports.LOST or self.num_under_way >= max_under_way
+
+    def merged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """One chunk for each sample, of these and what was sent before."""
+        merged = []
+        for index, sample in enumerate(self.samples):
+            own = [chunk for chunk in chunks if chunk.index == index]
+            merged.append(Chunk.merge([sample, *own]) if own else sample)
+        self.samples = [chunk.emptied() for chunk in merged]
+        return merged
+
+    def keeps_output(self, error: CharoniaError) -> bool:
+        """Whether its client gets what there is instead of this error."""
+        is_cancelled = isinstance(error, RequestCancelledError)
+        return self.options.keeps_cancelled and is_cancelled and not self.is_abandoned
+
+    def waits_with_end(self) -> bool:
+        """Whether the last chunk must wait until Triton has done with the responses before it.
+
+        An ensemble that gets an error while it still hands on may count the request as live for
+        ever. And where these are lost, Triton waits for each in turn and then ends the request by
+        itself: until then anything more would but lengthen the row.
+        """
+        if not self.chunks or not self.chunks[-1].is_final:
+            return False
+        has_error = self.chunks[-1].error is not None and self.reports is not Reports.NONE
+        is_late = self.send_end_at is not None and self.send_end_at <= time.monotonic()
+        is_early = has_error or self.reports is Reports.LOST
+        return is_early and self.num_under_way > 0 and not is_late
+
+
+class _Timer:
+    """Keys of sessions, each for the time when that one is to be looked at again."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[float, str]] = []  # a heap
+        self._lock = threading.Lock()
+
+    def add(self, at: float, key: str) -> None:
+        with self._lock:
+            heapq.heappush(self._waiting, (at, key))
+
+    def take(self) -> str | None:
+        """One whose time has come; it is taken once."""
+        with self._lock:
+            if self._waiting and self._waiting[0][0] <= time.monotonic():
+                return heapq.heappop(self._waiting)[1]
+        return None
+
+
+class Sessions:
+    """All live requests of the scheduler's process.
+
+    Args:
+        ledger: what all of them may hold. cancel: called with the key of a request to be ended,
+            once per request. cancel_samples: called with the key and indexes of samples, likewise.
+        log: takes one line, from any thread.
+        stream_interval: tokens of a sample that are gathered for a response, after its first.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        num_threads: int,
+        ledger: Ledger,
+        *,
+        cancel: Callable[[str], None],
+        cancel_samples: Callable[[str, Collection[int]], None],
+        log: Callable[[str], None],
+        stream_interval: int = 1,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._ledger = ledger
+        self._stream_interval = stream_interval
+        self._cancel = cancel
+        self._cancel_samples = cancel_samples
+        self._log = log
+        self._sessions: dict[str, Session] = {}
+        self._named: dict[str, Session] = {}  # those of them that stream named responses
+        self._has_reporter = False
+        self._lost_until = 0.0  # Triton is busy with what was lost, by the monotonic clock
+        self._is_closing = False
+        self._ready: SimpleQueue[Session | None] = SimpleQueue()
+        self._timer = _Timer()
+        self._poller = CancellationPoller(self.abandon, log=log)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"charonia-sender-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def open(
+        self,
+        key: str,
+        options: OutputOptions,
+        echo: Callable[[], str],
+        outlet: Outlet,
+        *,
+        request_id: str = "",
+        tenant: str = "",
+        num_bytes: int = 0,
+        num_samples: int = 1,
+    ) -> Callable[[Chunk], None]:
+        """Take a request in; returns the sink for its chunks, which never blocks.
+
+        Args:
+            num_samples: of which its client gets the chunks.
+            echo: gives the prompt's text, where that is prepended.
+
+        Raises:
+            InvalidRequestError: there is a live request with this key.
+            QueueFullError: there are too many, or they hold too much.
+        """
+        self._ledger.take(num_bytes)
+        name = request_id, tenant
+        session = Session(
+            key, options, echo, outlet, name, num_bytes, num_samples, self._stream_interval
+        )
+        if self._sessions.setdefault(key, session) is not session:
+            self._ledger.give_back(num_bytes)
+            raise InvalidRequestError("request_key belongs to a live request")
+        if outlet.is_acknowledged:
+            session.reports = Reports.COMING
+        elif options.has_key and options.is_streaming:
+            self._named[key] = session
+            if self._has_reporter:
+                session.reports = Reports.EXPECTED
+        if outlet.is_polled:
+            self._poller.add(key, outlet)
+        return lambda chunk: self._take(session, chunk)
+
+    @property
+    def num_live(self) -> int:
+        """Requests whose client has not got its last response, or has it on its way."""
+        return len(self._sessions)
+
+    @property
+    def has_polled(self) -> bool:
+        """Whether clients are live that came by Triton itself and not through a front."""
+        return self._poller.has_outlets
+
+    def drop(self, key: str) -> None:
+        """Forget a request that got no further than `open`; nothing is sent."""
+        self._end(key)
+
+    def find(self, request_id: str, tenant: str) -> list[str]:
+        """Keys of the live requests that a client of this tenant gave this id."""
+        name = (request_id, tenant)
+        return [key for key, one in list(self._sessions.items()) if one.name == name]
+
+    def cancel(self, key: str) -> None:
+        """End a request at its client's wish; nothing happens when it is not live."""
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        with session.lock:
+            is_news, session.is_cancelled = not session.is_cancelled, True
+        if is_news:
+            self._cancel(key)
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """End samples of a request at its client's wish; those it has not are passed over."""
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        with session.lock:
+            own = frozenset(indexes).intersection(range(len(session.samples)))
+            news = own - session.cancelled_samples
+            session.cancelled_samples |= own
+        if news:
+            self._cancel_samples(key, news)
+
+    def cancelled_samples(self, key: str) -> frozenset[int]:
+        """Which samples of a live request were to be ended."""
+        session = self._sessions.get(key)
+        return frozenset() if session is None else session.cancelled_samples
+
+    def is_cancelled(self, key: str) -> bool:
+        """Whether a live request was to be ended."""
+        session = self._sessions.get(key)
+        return session is not None and session.is_cancelled
+
+    def abandon(self, key: str) -> None:
+        """End a request whose client has gone; nothing happens when it is not live."""
+        session = self._sessions.get(key)
+        if session is not None:
+            session.is_abandoned = True
+            self.cancel(key)
+
+    def acknowledge(self, key: str, number: int) -> None:
+        """So many responses of this request have been taken by whoever passes them on."""
+        session = self._sessions.get(key)
+        if session is not None:
+            with session.lock:
+                session.note_delivered(number)
+                self._queue(session)
+
+    def report(self, key: str, number: int) -> None:
+        """All responses of this request up to one, counted from 1, have been handed on."""
+        self._has_reporter = not self._is_closing
+        session = self._sessions.get(key)
+        if session is not None:
+            with session.lock:
+                session.note_delivered(number)
+                if not self._is_closing:
+                    if session.reports is not Reports.COMING:  # nothing of it is lost, then
+                        session.send_end_at = None
+                    session.reports, session.report_due_at = Reports.COMING, None
+                self._queue(session)
+
+    def stop_reports(self, is_lost: bool = False) -> None:
+        """Nobody reports any more, or not until the next report.
+
+        Args:
+            is_lost: what was under way never arrives. Triton ends such requests with an error, as
+                soon as it has come to that; so no more is laid behind it. The others wait for their
+                first report again, from a successor.
+        """
+        self._has_reporter = is_lost
+        live = [one for one in list(self._named.values()) if one.reports is not Reports.NONE]
+        if is_lost:
+            num_lost = sum(one.num_under_way for one in live if one.reports is not Reports.LOST)
+            # Last responses that were under way, too, are not known here any more.
+            self._lost_until = max(self._lost_until, time.monotonic()) + num_lost * LOST_RESPONSE_S
+        for session in live:
+            with session.lock:
+                if session.reports not in (Reports.LOST, Reports.NONE):  # `close` may let go of it
+                    self._stop_reports_of(session, is_lost)
+                self._queue(session)
+
+    def _stop_reports_of(self, session: Session, is_lost: bool) -> None:
+        """The caller holds its lock."""
+        session.report_due_at = None
+        if not is_lost:
+            session.reports = Reports.NONE
+        elif session.num_under_way == 0:
+            session.reports = Reports.EXPECTED
+        else:
+            session.reports, session.send_end_at = Reports.LOST, self._lost_until
+            self._timer.add(session.send_end_at, session.key)
+
+    def close(self) -> None:
+        """End what is still live with an error, and stop the threads."""
+        for key, session in list(self._sessions.items()):
+            self._take(session, Chunk(key, error=ShuttingDownError()))
+        self._wait_over(CLOSE_WAIT_S)
+        self._is_closing = True
+        for session in list(self._sessions.values()):  # who waits for a report no longer does
+            with session.lock:
+                session.reports = Reports.NONE
+                self._queue(session)
+        for _ in self._threads:
+            self._ready.put(None)
+        for thread in self._threads:
+            thread.join()
+        # What a thread put back behind the marks that ended them.
+        self._ready.put(None)
+        self._run()
+        self._poller.close()
+
+    def _wait_over(self, timeout: float) -> None:
+        """Wait until all have ended, at most for so many seconds."""
+        deadline = time.monotonic() + timeout
+        while (self._sessions or self._poller.has_farewells) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _take(self, session: Session, chunk: Chunk) -> None:
+        with session.lock:
+            session.take(chunk)
+            self._queue(session)
+
+    def _queue(self, session: Session) -> None:
+        """Have a sender thread take the session, if it may send. The caller holds its lock."""
+        if session.is_queued or self._sessions.get(session.key) is not session:
+            return
+        max_under_way = self._max_under_way(session)
+        if session.may_send(max_under_way):
+            session.is_queued = True
+            self._ready.put(session)
+        elif session.waits_with_end():
+            if session.send_end_at is None:
+                session.send_end_at = time.monotonic() + MAX_ERROR_WAIT_S
+                self._timer.add(session.send_end_at, session.key)
+        elif session.is_full(max_under_way) and session.reports is Reports.EXPECTED:
+            self._await_report(session)
+
+    def _await_report(self, session: Session) -> None:
+        if session.report_due_at is None:
+            # A successor may have to wait until Triton has done with what was lost.
+            session.report_due_at = max(time.monotonic(), self._lost_until) + FIRST_REPORT_S
+            self._timer.add(session.report_due_at, session.key)
+
+    def _max_under_way(self, session: Session) -> int:
+        """Responses of one session, of which not more may wait for a report."""
+        if session.outlet.is_acknowledged:  # they wait in a socket, and not in Triton
+            return MAX_UNDER_WAY
+        share = SHARED_UNDER_WAY // max(len(self._named), 1)
+        return max(1, min(share, MAX_UNDER_WAY))
+
+    def _run(self) -> None:
+        while (session := self._next()) is not None:
+            with session.lock:
+                if not session.may_send(self._max_under_way(session)):  # no longer
+                    session.is_queued = False
+                    self._queue(session)
+                    continue
+                chunks = session.give_out()
+            try:
+                self._send(session, chunks)
+            except Exception:
+                self._log(f"a response could not be sent: {traceback.format_exc()}")
+                self._give_up(session)
+            with session.lock:
+                session.is_queued = False
+                self._queue(session)
+
+    def _next(self) -> Session | None:
+        """Wait for a session that may send, and see to it that none waits for ever."""
+        while True:
+            while (key := self._timer.take()) is not None:
+                self._look_again(key)
+            with contextlib.suppress(Empty):
+                return self._ready.get(timeout=_LOOK_S)
+
+    def _look_again(self, key: str) -> None:
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        with session.lock:
+            now = time.monotonic()
+            if session.reports is Reports.LOST and (session.send_end_at or 0.0) <= now:
+                session.reports = Reports.EXPECTED
+            elif session.report_due_at is not None and session.report_due_at <= now:
+                session.reports, session.report_due_at = Reports.NONE, None
+            self._queue(session)
+
+    def _send(self, session: Session, chunks: list[Chunk]) -> None:
+        last = chunks[-1]
+        if last.error is None:
+            self._send_outputs(session, chunks, is_final=last.is_final)
+        elif session.keeps_output(last.error):
+            self._send_outputs(session, chunks, is_final=True)
+        else:
+            is_mid_stream = session.num_sent > 1
+            chunks = [chunk for chunk in chunks if chunk.error is None]
+            if session.options.is_streaming and chunks:
+                self._send_outputs(session, chunks, is_final=False)
+                is_mid_stream = True
+                if self._put_back(session, last):
+                    return
+            self._end(session.key)
+            is_postponed = session.is_abandoned or is_mid_stream
+            if is_postponed and not session.outlet.is_acknowledged:  # a front does that itself
+                self._poller.end_later(partial(fail, session.outlet, last.error, self._log))
+            else:
+                session.outlet.fail(last.error)
+
+    def _put_back(self, session: Session, error: Chunk) -> bool:
+        """Keep an error if it has to wait; returns whether it does."""
+        with session.lock:
+            session.chunks = [error]
+            if not session.waits_with_end():
+                session.chunks = []
+            return bool(session.chunks)
+
+    def _send_outputs(self, session: Session, chunks: list[Chunk], *, is_final: bool) -> None:
+        echo = session.echo() if session.options.has_echo else ""
+        answer = Answer(session.merged(chunks), echo, self._tokenizer)
+        outputs = chunk_outputs(answer, session.options, f"{session.key}.{session.num_sent}")
+        if is_final:
+            self._end(session.key)
+        session.outlet.send(outputs, is_final=is_final)
+
+    def _end(self, key: str) -> None:
+        self._poller.remove(key)
+        self._named.pop(key, None)
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self._ledger.give_back(session.num_bytes)
+
+    def _give_up(self, session: Session) -> None:
+        """Cancel a request whose response could not be made or sent, and tell the client."""
+        self._cancel(session.key)
+        self._end(session.key)
+        fail(session.outlet, CharoniaError(INTERNAL_ERROR), self._log)

@@ -1,0 +1,146 @@
+"""Triton's tensors and errors to plain Python values, and back.
+
+Owns copying inputs out of shared memory, and building responses. Must not know what the values
+mean: that is `schema`'s.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError, shown
+from charonia.serving.conventions.interface import MODELS, OUTPUTS, Datatype
+
+Array = npt.NDArray[Any]
+Outputs = Mapping[str, Any]
+"""Values of a response by output name: a list of one dimension, or an array as it is to be sent."""
+
+NUMPY_TYPES: dict[Datatype, type] = {
+    "BOOL": np.bool_,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "INT32": np.int32,
+    "STRING": np.object_,
+    "UINT8": np.uint8,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+}
+_TYPES = {one.name: NUMPY_TYPES[one.datatype] for model in MODELS.values() for one in model.outputs}
+MAX_REQUEST_BYTES = 2**26
+MAX_PARAMETER_BYTES = 2**20
+MAX_ID_BYTES = 1024
+"""Of a request; each more than anybody needs."""
+INTERNAL_ERROR = "internal error; the server's log has the details"
+
+
+@dataclass(frozen=True)
+class RawRequest:
+    """A request as Triton gave it, safe to keep after `execute` returns.
+
+    Attributes:
+        tensors: the inputs that came, by name. parameters: its own parameters.
+        timeout_us: of gRPC, 0 where there is none. num_bytes: of all of it.
+        output_names: what the client wants to get; all outputs when it named none.
+    """
+
+    tensors: Mapping[str, Array]
+    parameters: Mapping[str, Any]
+    request_id: str = ""
+    timeout_us: int = 0
+    output_names: frozenset[str] = frozenset(one.name for one in OUTPUTS)
+    num_bytes: int = 0
+
+
+def read_request(request: Any) -> RawRequest:
+    """Copy everything out of a `pb_utils.InferenceRequest`, if it is not far too large.
+
+    Raises:
+        InvalidRequestError: it is; or its parameters are not a JSON object, or a name or value of
+            its own is not UTF-8.
+    """
+    try:
+        return _read_request(request)
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            f"the request's id and parameters must be UTF-8: {error.reason} at byte {error.start}"
+        ) from None
+
+
+def _read_request(request: Any) -> RawRequest:
+    request_id, text = request.request_id(), request.parameters() or "{}"
+    _check_size("id", len(request_id.encode()), MAX_ID_BYTES)
+    _check_size("parameters", len(text), MAX_PARAMETER_BYTES)
+    arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    num_bytes = sum(map(num_bytes_of, arrays.values()))
+    _check_size("tensors", num_bytes, MAX_REQUEST_BYTES)
+    try:
+        parameters = json.loads(text, object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError("the request's parameters are not valid JSON") from None
+    if not isinstance(parameters, dict):
+        raise InvalidRequestError("the request's parameters are not a JSON object")
+    return RawRequest(
+        tensors={name: np.array(array) for name, array in arrays.items()},
+        parameters=parameters,
+        request_id=request_id,
+        timeout_us=request.timeout(),
+        output_names=frozenset(request.requested_output_names()),
+        num_bytes=num_bytes + len(text) + len(request_id),
+    )
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises InvalidRequestError: a name is there twice, and it is not known which value counts."""
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        given = [name for name, _ in pairs]
+        name = next(name for name in names if given.count(name) > 1)
+        raise InvalidRequestError(
+            f"the request's parameter {shown(name)} is given more than once; a header may have its"
+            " name"
+        )
+    return names
+
+
+def num_bytes_of(array: Array) -> int:
+    """Bytes of what is in a tensor."""
+    return sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
+
+
+def _check_size(what: str, num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise InvalidRequestError(
+            f"of the request's {what} at most {max_bytes} bytes are accepted, but {num_bytes} came"
+        )
+
+
+def tensor(pb_utils: Any, name: str, values: Iterable[Any]) -> Any:
+    """A `pb_utils.Tensor`: an array as it is, or a list of one dimension, its strings as UTF-8."""
+    if not isinstance(values, np.ndarray):
+        encoded = [value.encode() if isinstance(value, str) else value for value in values]
+        values = np.array(encoded, dtype=_TYPES[name])
+    return pb_utils.Tensor(name, values)
+
+
+def response(pb_utils: Any, outputs: Outputs) -> Any:
+    """A `pb_utils.InferenceResponse` with these outputs."""
+    return pb_utils.InferenceResponse(
+        [tensor(pb_utils, name, values) for name, values in outputs.items()]
+    )
+
+
+def error_response(pb_utils: Any, error: CharoniaError) -> Any:
+    """A `pb_utils.InferenceResponse` with the error's text, kind and code."""
+    return pb_utils.InferenceResponse(
+        error=pb_utils.TritonError(error.answer, getattr(pb_utils.TritonError, error.code))
+    )
+
+
+def refuse_all(pb_utils: Any, requests: list[Any]) -> list[Any]:
+    """Answers of a model that only other models speak to, and not through Triton."""
+    refusal = NotSupportedError("this model takes no requests; send them to the scheduler")
+    return [error_response(pb_utils, refusal) for _ in requests]

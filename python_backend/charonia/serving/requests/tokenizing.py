@@ -1,0 +1,164 @@
+"""Long prompts to token ids, in threads of their own.
+
+Owns the queue of prompts that wait for that, and their ends while they do: by cancellation, or when
+their time is over. Must not know what the ids are, nor what becomes of them.
+
+    any thread ─submit─► queue ─► tokenizing thread ─► done(ids)
+                           └──── cancelled, expired or closed ─► done(error)
+
+The library takes 0.3 to 0.5 s per MB and releases the interpreter's lock meanwhile. A prompt that
+is being tokenized cannot be stopped: its request is answered at once, and its ids are dropped.
+"""
+
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from charonia.errors import (
+    CharoniaError,
+    RequestCancelledError,
+    RequestTimeoutError,
+    ShuttingDownError,
+)
+from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.tensors import INTERNAL_ERROR
+
+INLINE_CHARACTERS = 4096
+"""Text of no more takes less time than handing it to another thread is worth."""
+CLOSE_WAIT_S = 0.1
+"""For so long a thread is waited for, which may be inside the library for many seconds."""
+_LOOK_S = 0.05
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt(Generic[T]):
+    """A prompt that waits.
+
+    Attributes:
+        key: of its request. encode: makes the ids. num_bytes: of the text.
+        expires_at: when its request's time is over, on the monotonic clock.
+        is_until_start: whether its `timeout` is over then; else its `deadline_ms`.
+        done: called once, with the ids or why there are none; must return quickly and not raise.
+        tenant: whose it is, where that is known.
+    """
+
+    key: str
+    encode: Callable[[], T]
+    num_bytes: int
+    expires_at: float | None
+    done: Callable[[T | CharoniaError], None]
+    tenant: str = ""
+    is_until_start: bool = True
+
+
+class Tokenizing:
+    """Threads that tokenize.
+
+    Args:
+        ledger: how much may wait. log: takes one line, from any thread.
+    """
+
+    def __init__(self, num_threads: int, ledger: Ledger, *, log: Callable[[str], None]) -> None:
+        self._ledger = ledger
+        self._log = log
+        self._queue: deque[Prompt[Any]] = deque()
+        self._live: dict[str, Prompt[Any]] = {}  # whose `done` was not called
+        self._num_of: Counter[str] = Counter()  # of these, by tenant
+        self._is_closing = False
+        # Held while `done` is called: so that whoever finds a request no longer here finds it
+        # where `done` brings it.
+        self._wake = threading.Condition(threading.RLock())
+        self._threads = [
+            threading.Thread(target=self._run, name=f"charonia-tokenizing-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
+        self._threads.append(
+            threading.Thread(target=self._expire, name="charonia-tokenizing-times", daemon=True)
+        )
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, prompt: Prompt[Any]) -> None:
+        """Have a prompt tokenized.
+
+        Raises:
+            QueueFullError: too many wait. ShuttingDownError: there will be no ids any more.
+        """
+        with self._wake:
+            if self._is_closing:
+                raise ShuttingDownError
+            self._ledger.take(prompt.num_bytes)
+            self._live[prompt.key] = prompt
+            self._num_of[prompt.tenant] += 1
+            self._queue.append(prompt)
+            self._wake.notify_all()
+
+    def num_of(self, tenant: str) -> int:
+        """How many prompts of a tenant are here."""
+        return self._num_of[tenant]
+
+    def cancel(self, key: str) -> bool:
+        """End a request at its client's wish; whether it was here."""
+        return self._end(key, RequestCancelledError("the request was cancelled"))
+
+    def close(self) -> None:
+        """End all that wait, and stop the threads; one that tokenizes ends when it can."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify_all()
+            for key in list(self._live):
+                self._end(key, ShuttingDownError())
+        for thread in self._threads:
+            thread.join(CLOSE_WAIT_S)
+
+    def _end(self, key: str, outcome: Any) -> bool:
+        with self._wake:
+            prompt = self._live.pop(key, None)
+            if prompt is None:
+                return False
+            self._num_of[prompt.tenant] -= 1
+            if not self._num_of[prompt.tenant]:
+                del self._num_of[prompt.tenant]
+            is_waiting = prompt in self._queue
+            if is_waiting:
+                self._queue.remove(prompt)
+            prompt.done(outcome)
+            if is_waiting:  # else the thread that has it gives it back
+                self._ledger.give_back(prompt.num_bytes)
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._queue or self._is_closing):
+                    self._wake.wait()
+                if self._is_closing:
+                    return
+                prompt = self._queue.popleft()
+            outcome = self._outcome_of(prompt)
+            self._end(prompt.key, outcome)
+            self._ledger.give_back(prompt.num_bytes)  # it counts until it is answered
+            del prompt, outcome  # not to be kept while nothing comes
+
+    def _outcome_of(self, prompt: Prompt[T]) -> T | CharoniaError:
+        try:
+            return prompt.encode()
+        except CharoniaError as error:
+            return error
+        except Exception:
+            self._log(f"a prompt could not be tokenized: {traceback.format_exc()}")
+            return CharoniaError(INTERNAL_ERROR)
+
+    def _expire(self) -> None:
+        with self._wake:
+            while not self._is_closing:
+                self._wake.wait(_LOOK_S if self._live else None)
+                now = time.monotonic()
+                for key, prompt in list(self._live.items()):
+                    if prompt.expires_at is not None and prompt.expires_at <= now:
+                        self._end(key, RequestTimeoutError.of(is_until_start=prompt.is_until_start))
