@@ -39,7 +39,7 @@ import psutil
 import tritonclient.grpc.aio as grpc_aio
 from tritonclient.utils import InferenceServerException
 
-from charonia.engine.recorder import REQUESTS, STEPS
+from charonia.core.recording.recorder import REQUESTS, STEPS
 from charonia.launch.server.run import running_server
 from charonia.traces import StepRecord, TraceRequest, read_requests, read_steps
 from checkpoint import SHAPES, make_checkpoint

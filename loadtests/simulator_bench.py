@@ -28,7 +28,7 @@ import tritonclient.grpc.aio as grpc_aio
 from tqdm import tqdm
 
 from charonia.config import DEMO_CHECKPOINT, EngineArgs, SchedulerArgs
-from charonia.engine.recorder import REQUESTS, STEPS
+from charonia.core.recording.recorder import REQUESTS, STEPS
 from charonia.launch.server.run import running_server
 from charonia.simulate.simulator import Setting, Simulation
 from charonia.simulate.step_times import StepTimes

@@ -19,7 +19,7 @@ pytest_plugins = ["support.failures", "support.timeouts"]
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-COVERING = ("control", "engine", "text")
+COVERING = ("control", "core", "text")
 """Folders of tests that cover what the coverage gate asks for. Others are not traced, which takes
 processor time: a third more in `text`, where it was measured."""
 

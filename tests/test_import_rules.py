@@ -65,7 +65,7 @@ RULES = {
         "data protocol config sockets errors events version", "torch numpy msgspec psutil"
     ),
     "traces": rule("errors", "msgspec"),
-    "engine": rule(
+    "core": rule(
         "protocol control text config errors events traces", "msgspec zmq", inside_functions="torch"
     ),
     # No torch: it runs beside the scheduling thread.
@@ -76,13 +76,13 @@ RULES = {
     ),
     # It drives what the engine's side does, and asks for no engine.
     "simulate": rule(
-        "engine control protocol config errors traces",
+        "core control protocol config errors traces",
         "msgspec numpy",
         inside_functions="matplotlib",
     ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
-        "engine text embedding protocol config sampling_defaults sockets errors events"
+        "core text embedding protocol config sampling_defaults sockets errors events"
         " checkpoint_files",
         "numpy msgspec grpc tritonclient",
     ),
@@ -180,20 +180,20 @@ def test_every_rule_is_about_a_part_that_exists() -> None:
         ("control", "import charonia.data.runner"),
         ("control", "import charonia"),
         ("control", "from ..data import runner"),
-        ("control", "if TYPE_CHECKING:\n    from charonia.engine.core import Core"),
+        ("control", "if TYPE_CHECKING:\n    from charonia.core.engine_core import Core"),
         ("text", "from charonia.control.scheduling.request import Request"),
         ("text", "import torch.nn"),
         ("data", "from tokenizers import Tokenizer"),
         ("data", "async def run():\n    from charonia.text.stops import StopMatcher"),
-        ("engine", "import torch"),
-        ("engine", "class A:\n    import torch"),
-        ("engine", "from charonia.serving.messages import executor"),
+        ("core", "import torch"),
+        ("core", "class A:\n    import torch"),
+        ("core", "from charonia.serving.messages import executor"),
         ("serving", "def load():\n    import torch"),
         ("serving", "from charonia.control.blocks import BlockPool"),
         ("serving", "from charonia.launch import serve"),
         ("config", "from charonia.protocol import SamplingParams"),
         ("errors", "import msgspec"),
-        ("gateway", "from charonia.engine.service import EngineService"),
+        ("gateway", "from charonia.core.service import EngineService"),
         ("gateway", "def run():\n    import torch"),
     ],
 )
@@ -206,7 +206,7 @@ def test_an_import_against_the_rules_is_noticed(part: str, source: str) -> None:
     [
         ("control", "import heapq\nfrom charonia.protocol import StepPlan"),
         ("control", "from charonia.control import blocks"),
-        ("engine", "def run():\n    import torch.cuda"),
+        ("core", "def run():\n    import torch.cuda"),
         ("serving", "import time, threading, numpy\nfrom charonia import config, errors"),
         ("", "def __getattr__(name):\n    from charonia.llm import LLM"),
     ],
@@ -230,7 +230,7 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
     [
         ("charonia.control", ["torch", "numpy", "tokenizers"]),
         ("charonia.text", ["torch"]),
-        ("charonia.engine", ["torch", "numpy"]),
+        ("charonia.core", ["torch", "numpy"]),
         ("charonia.embedding", ["torch", "usearch"]),
         ("charonia.serving", ["torch", "usearch"]),
         ("charonia.gateway", ["torch"]),

@@ -9,7 +9,7 @@ import pytest
 
 from charonia import LLM, SamplingParams
 from charonia.config import DEMO_DRAFT_CHECKPOINT
-from charonia.engine import recovery
+from charonia.core.replica import recovery
 from charonia.errors import ConfigError, EngineDiedError, InvalidRequestError, UnavailableError
 from support.parity import ONE_THREAD
 

@@ -10,10 +10,10 @@ from worker import Request, Wave, serve_engine
 
 from charonia import SamplingParams
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.engine.admission import GenerationRequest
-from charonia.engine.core import EngineCore
-from charonia.engine.inline import InlineExecutor
-from charonia.engine.outputs import Chunk, OutputStream
+from charonia.core.admission import GenerationRequest
+from charonia.core.engine_core import EngineCore
+from charonia.core.inline import InlineExecutor
+from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.parallel.engine import load_engine
 from charonia.text.tokenizer import Tokenizer
 

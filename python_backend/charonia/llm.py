@@ -16,11 +16,11 @@ from typing import Any
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute
-from charonia.engine.admission import GenerationRequest
-from charonia.engine.core import EngineCore
-from charonia.engine.inline import InlineExecutor
-from charonia.engine.metrics import Metrics
-from charonia.engine.outputs import (
+from charonia.core.admission import GenerationRequest
+from charonia.core.engine_core import EngineCore
+from charonia.core.inline import InlineExecutor
+from charonia.core.metrics.metrics import Metrics
+from charonia.core.output.outputs import (
     Chunk,
     Logprob,
     OutputStream,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from charonia.config import EngineArgs
+from charonia.core.inline import InlineExecutor
 from charonia.data.runner import Runner
-from charonia.engine.inline import InlineExecutor
 from charonia.errors import StepFailedError
 from charonia.protocol import NewRow, RowSampling, RowStep, StepPlan
 from support.kernels import ISAS, kernels_for

@@ -9,7 +9,7 @@ import httpx
 import tritonclient.grpc as grpc
 from tritonclient.utils import InferenceServerException
 
-from charonia.engine.recovery import NOT_READY
+from charonia.core.replica.recovery import NOT_READY
 from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
     ANSWER_TIMEOUT_S,

@@ -5,7 +5,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from charonia.engine.recorder import REQUESTS, STEPS
+from charonia.core.recording.recorder import REQUESTS, STEPS
 from charonia.launch.commands.cli import main
 from charonia.launch.server.run import running_server
 from charonia.traces import read_requests, read_steps

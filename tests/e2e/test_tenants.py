@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.engine.recorder import REQUESTS
+from charonia.core.recording.recorder import REQUESTS
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.traces import read_requests

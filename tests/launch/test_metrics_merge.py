@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from charonia.engine.metric_table import BY_NAME
+from charonia.core.metrics.metric_table import BY_NAME
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import metrics_merge
 from charonia.launch.server.metrics_merge import MergedPage

@@ -5,10 +5,10 @@ import json
 import msgspec
 import pytest
 
-from charonia.engine.journal import FRAME, HEADER, Planned
+from charonia.core.recording.journal import FRAME, HEADER, Planned
 from charonia.launch.commands.cli import main
 from charonia.simulate.replay import read_journal
-from engine.bench import Bench
+from core.bench import Bench
 from support.journals import open_journal
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from charonia.engine.outputs import Chunk
+from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.conventions.schema import GenerateCall, OutputOptions
 from charonia.serving.requests.ledger import Ledger

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from charonia.engine.opening import EngineOpening
+from charonia.core.replica.opening import EngineOpening
 from charonia.errors import (
     EngineDiedError,
     EngineUnloadedError,

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.engine.admission import GenerationRequest
-from charonia.engine.service import EngineService
+from charonia.core.admission import GenerationRequest
+from charonia.core.service import EngineService
 from charonia.errors import (
     EngineDiedError,
     EngineDownError,

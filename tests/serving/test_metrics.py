@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from charonia.engine.metric_table import BY_NAME
-from charonia.engine.metrics import Metrics
+from charonia.core.metrics.metric_table import BY_NAME
+from charonia.core.metrics.metrics import Metrics
 from charonia.serving.metrics.triton_page import MetricsExporter
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.engine.admission import GenerationRequest
-from charonia.engine.service import EngineService
+from charonia.core.admission import GenerationRequest
+from charonia.core.service import EngineService
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult
 from charonia.serving.lifecycle.probing import TOKEN_INTERVAL_S, Prober
-from engine.bench import byte_tokenizer
+from core.bench import byte_tokenizer
 from support.echo import EchoExecutor
 from support.waiting import WAIT_S, eventually
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec import structs
 
 from charonia.config import EngineArgs, KVEventsConfig
-from charonia.engine.reload import Reload
+from charonia.core.replica.reload import Reload
 from charonia.errors import ConfigError
 from charonia.serving.hosts.engine import EngineHost
 from charonia.serving.lifecycle.engine_model import RELOAD_MARK

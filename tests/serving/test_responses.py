@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from charonia.engine.outputs import Chunk
+from charonia.core.output.outputs import Chunk
 from charonia.errors import RequestCancelledError
 from charonia.protocol import TokenLogprobs
 from charonia.serving.conventions.interface import OUTPUTS

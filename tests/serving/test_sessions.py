@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from charonia.engine.outputs import Chunk
+from charonia.core.output.outputs import Chunk
 from charonia.errors import (
     CharoniaError,
     InvalidRequestError,

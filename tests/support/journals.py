@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from charonia.engine.journal import Journal
+from charonia.core.recording.journal import Journal
 from charonia.simulate.replay import Replay, Replayed, read_journal
 
 

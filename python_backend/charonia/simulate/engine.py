@@ -10,8 +10,8 @@ Owns the clock, and when each step ends. Must not know policies, or why a plan i
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from charonia.engine.opening import EngineOpening
-from charonia.engine.step_work import WorkMeter
+from charonia.core.replica.opening import EngineOpening
+from charonia.core.replica.step_work import WorkMeter
 from charonia.protocol import EngineInfo, NewRow, RowResult, StepPlan, StepResult
 from charonia.simulate.step_times import StepClock
 

@@ -15,7 +15,7 @@ import msgspec
 
 from charonia.control import Group, Request, Scheduler, SchedulerStats, Tiers
 from charonia.control.policies import Late
-from charonia.engine.journal import (
+from charonia.core.recording.journal import (
     FRAME,
     HEADER,
     Added,
@@ -31,7 +31,7 @@ from charonia.engine.journal import (
     Weighed,
     planned,
 )
-from charonia.engine.scheduling import make_scheduler
+from charonia.core.scheduling import make_scheduler
 from charonia.errors import ConfigError
 from charonia.protocol import KeptBlocks, RowSampling
 

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Request, Update
-from charonia.engine.admission import GenerationRequest
-from charonia.engine.core import RESULT_WAIT_S, EngineCore
-from charonia.engine.gate import Gate
-from charonia.engine.ladder import Ladder
-from charonia.engine.outputs import Chunk, SampleStream
-from charonia.engine.service import LOOK_EVERY_S
-from charonia.engine.tenants import Tenants
+from charonia.core.admission import GenerationRequest
+from charonia.core.engine_core import RESULT_WAIT_S, EngineCore
+from charonia.core.gate.gate import Gate
+from charonia.core.gate.ladder import Ladder
+from charonia.core.gate.tenants import Tenants
+from charonia.core.output.outputs import Chunk, SampleStream
+from charonia.core.service import LOOK_EVERY_S
 from charonia.errors import CharoniaError, ConfigError
 from charonia.protocol import EngineInfo, KVLayout, SamplingParams
 from charonia.simulate.distribution import Distribution

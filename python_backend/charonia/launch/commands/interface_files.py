@@ -1,6 +1,6 @@
 """Writes what files repeat of the interface: `make interface`.
 
-Tensors come from `serving/conventions/interface.py`, metrics from `engine/metric_table.py`,
+Tensors come from `serving/conventions/interface.py`, metrics from `core/metrics/metric_table.py`,
 arguments with their meanings from the docstrings of `config/`.
 
 Owns the places between two marks, in a config.pbtxt, and as comments of Markdown in a README.md::
@@ -24,8 +24,8 @@ import msgspec
 
 from charonia import vllm_args
 from charonia.config import EngineArgs, KVEventsConfig, SchedulerArgs, SpeculativeConfig
-from charonia.engine.metric_table import METRICS, VLLM_METRICS, Metric
-from charonia.engine.tenants import TenantArgs
+from charonia.core.gate.tenants import TenantArgs
+from charonia.core.metrics.metric_table import METRICS, VLLM_METRICS, Metric
 from charonia.launch.errors import LaunchError
 from charonia.launch.server.discovery import default_repository
 from charonia.serving.conventions.interface import (

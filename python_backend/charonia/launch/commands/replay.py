@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from charonia.engine.journal import Planned
+from charonia.core.recording.journal import Planned
 from charonia.launch.errors import LaunchError
 from charonia.simulate.replay import Replay, read_journal
 

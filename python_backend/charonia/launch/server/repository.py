@@ -28,8 +28,8 @@ from charonia.config import (
     make_paths_absolute,
     with_demo_model,
 )
+from charonia.core.gate.tenants import Tenants
 from charonia.data.model.spec import ModelSpec
-from charonia.engine.tenants import Tenants
 from charonia.errors import CheckpointError, ConfigError
 from charonia.launch.errors import LaunchError
 from charonia.launch.server.discovery import default_repository

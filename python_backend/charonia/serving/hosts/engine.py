@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from charonia.config import EngineArgs
-from charonia.engine.inline import PlanRunner
+from charonia.core.inline import PlanRunner
 from charonia.errors import CharoniaError, ConfigError, PlanRefusedError, UnavailableError
 from charonia.events import event
 from charonia.protocol import (

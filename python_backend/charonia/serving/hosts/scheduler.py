@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from charonia.config import PATH_PARAMETERS, EngineArgs, SchedulerArgs
+from charonia.core.recording.kv_events import KVEventPublisher, KVEvents
+from charonia.core.service import EngineService
 from charonia.embedding import PromptIndex, load_encoder
-from charonia.engine.kv_events import KVEventPublisher, KVEvents
-from charonia.engine.service import EngineService
 from charonia.errors import ConfigError
 from charonia.serving.hosts.engine import MODEL_FILE
 from charonia.serving.lifecycle.grpc_control import GrpcControl

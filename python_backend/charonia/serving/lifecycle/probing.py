@@ -29,8 +29,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-from charonia.engine.admission import GenerationRequest
-from charonia.engine.service import EngineService
+from charonia.core.admission import GenerationRequest
+from charonia.core.service import EngineService
 from charonia.errors import CharoniaError, UnavailableError
 from charonia.protocol import SamplingParams
 from charonia.text.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from charonia.engine.opening import EngineOpening
+from charonia.core.replica.opening import EngineOpening
 from charonia.errors import EngineDiedError, EngineUnloadedError, StepFailedError
 from charonia.events import event
 from charonia.protocol import (

@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from charonia.config import EngineArgs
-from charonia.engine.reload import Phase, Reload
+from charonia.core.replica.reload import Phase, Reload
 from charonia.errors import CharoniaError, ConfigError
 from charonia.serving.messages.answering import answer_each
 from charonia.sockets.connection import Connection
@@ -68,7 +68,7 @@ class DrainState(msgspec.Struct, frozen=True):
 
 
 class ReloadState(msgspec.Struct, frozen=True):
-    """How far an order is; see `charonia.engine.reload.Reload`.
+    """How far an order is; see `charonia.core.replica.reload.Reload`.
 
     Attributes:
         number: by which it can be asked after; -1 of one that was refused.

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from charonia.engine.metric_table import (
+from charonia.core.metrics.metric_table import (
     BY_NAME,
     KV_BLOCKS,
     METRICS,
@@ -30,7 +30,7 @@ from charonia.engine.metric_table import (
     VLLM_METRICS,
     Metric,
 )
-from charonia.engine.metrics import Metrics, Series
+from charonia.core.metrics.metrics import Metrics, Series
 from charonia.serving.metrics.page_socket import HistogramState
 
 INTERVAL_S = 0.5

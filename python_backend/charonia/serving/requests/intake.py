@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from charonia.config import EngineArgs
-from charonia.engine.admission import GenerationRequest
-from charonia.engine.outputs import Chunk
-from charonia.engine.service import EngineService, Sink
+from charonia.core.admission import GenerationRequest
+from charonia.core.output.outputs import Chunk
+from charonia.core.service import EngineService, Sink
 from charonia.errors import (
     CharoniaError,
     CheckpointError,

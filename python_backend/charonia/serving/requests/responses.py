@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from charonia.engine.outputs import Chunk, name_logprobs
+from charonia.core.output.outputs import Chunk, name_logprobs
 from charonia.protocol import TokenLogprobs
 from charonia.serving.conventions.interface import OUTPUTS, REQUEST_KEY
 from charonia.serving.conventions.schema import OutputOptions

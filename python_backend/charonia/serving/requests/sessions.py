@@ -34,7 +34,7 @@ from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from charonia.engine.outputs import Chunk
+from charonia.core.output.outputs import Chunk
 from charonia.errors import (
     CharoniaError,
     InvalidRequestError,

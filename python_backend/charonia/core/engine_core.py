@@ -1,0 +1,433 @@
+"""The requests of all clients, above the replica that runs them.
+
+Owns every request from its coming to its end: those that wait until they can be placed on the
+replica, the streams of those that were, their time limits, and an operator's order of another
+engine. Has no thread and no queue; its caller adds requests, calls `step` and gets chunks through
+`deliver`. Must not know Triton, nor how a step or an engine fails: that is `replica`'s.
+
+    add() ──► held ──place──► Replica ──updates──► streams ──► deliver()
+                │                │ cannot go on       │
+                └────────────────┴── time, cancel ────┴──► deliver(): an error, once
+
+`step` never waits for an engine, so that time runs and requests are cancelled in every state of it:
+
+    step N    expire ─► follow the engine ─► place ─► plan ─► submit
+                  ─► text of step N-1 (while N computes) ─► wait a little ─► apply, if N has ended
+
+Mostly the next step is in flight, too, of the same rows or, in a pipeline, of others:
+
+    apply N-1 ─► text of step N-1 ─► wait a little ─► plan N+1 ─► submit ─► wait for N ─► apply N
+                  (while N computes)   (see `plan_time`)
+"""
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.control import Limits, Relief, Update
+from charonia.core.admission import GenerationRequest, admit, check, seeds_of
+from charonia.core.gate.attainment import Attainment
+from charonia.core.gate.deadlines import Deadlines
+from charonia.core.gate.tenants import Tenants
+from charonia.core.metrics.metrics import Metrics
+from charonia.core.output.outputs import Chunk, MakeStream
+from charonia.core.output.streams import OutputStreams
+from charonia.core.recording.journal import Journal
+from charonia.core.recording.kv_events import KVEvents
+from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN
+from charonia.core.replica.reload import Reload
+from charonia.core.replica.replica import Replica
+from charonia.core.scheduling import rejects_late
+from charonia.errors import (
+    CharoniaError,
+    LateRequestError,
+    RequestCancelledError,
+    RequestQuarantinedError,
+    RequestTimeoutError,
+    ShuttingDownError,
+)
+from charonia.events import event
+from charonia.protocol import EngineInfo, Executor
+
+RESULT_WAIT_S = 0.1
+"""How long a step is waited for before others' cancellations and time limits are looked at."""
+
+
+class _Held(NamedTuple):
+    """A request that waits to be placed, when it came, and which samples its client cancelled."""
+
+    request: GenerationRequest
+    arrived_at: float
+    cancelled: set[int]
+
+
+class EngineCore:
+    """Serves requests on any executor and survives its failures.
+
+    Args:
+        make_stream: makes the output of a sample, of text mostly.
+        deliver: called with every chunk, in this caller's thread; must return quickly.
+        clock: seconds, monotonic. log: takes one line.
+        read_args: what the engine of this moment was loaded with; None is always `engine_args`.
+        wake: called from any thread when `step` has something to do that nobody else tells of.
+        on_started: called with a request's key when its first step begins, on_first_token: when a
+            shared one has its first token, be it held back.
+        tenants: what holds for each; None has all alike.
+        kv_events: told what the prefix cache holds; None where nobody listens.
+        journal, hash_secret: see `Replica`.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        engine_args: EngineArgs,
+        scheduler_args: SchedulerArgs,
+        make_stream: MakeStream,
+        *,
+        deliver: Callable[[Chunk], None],
+        clock: Callable[[], float],
+        log: Callable[[str], None],
+        read_args: Callable[[], EngineArgs] | None = None,
+        wake: Callable[[], None] = lambda: None,
+        on_started: Callable[[str], None] = lambda _: None,
+        on_first_token: Callable[[str], None] = lambda _: None,
+        tenants: Tenants | None = None,
+        kv_events: KVEvents | None = None,
+        journal: Journal | None = None,
+        hash_secret: bytes | None = None,
+    ) -> None:
+        tenants = tenants or Tenants(log=log)
+        self.metrics = Metrics()
+        self._scheduler_args = scheduler_args
+        self._clock = clock
+        self._log = log
+        self._streams = OutputStreams(
+            make_stream,
+            self.metrics,
+            Attainment(tenants, self.metrics),
+            deliver=deliver,
+            clock=clock,
+            on_first_token=on_first_token,
+        )
+        self._updates: list[Update] = []
+        self._held: dict[str, _Held] = {}
+        self._seed, self._next_seed = engine_args.seed, seeds_of(engine_args.seed)
+        self._deadlines = Deadlines()
+        self._reload: Reload | None = None  # that was ordered and is not over
+        self._replica = Replica(
+            executor,
+            engine_args,
+            scheduler_args,
+            metrics=self.metrics,
+            fail=self._fail,
+            on_started=on_started,
+            weight_of=tenants.weight_of,
+            clock=clock,
+            log=log,
+            read_args=read_args,
+            wake=wake,
+            kv_events=kv_events,
+            journal=journal,
+            hash_secret=hash_secret,
+        )
+        self._set_gauges()
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is an engine to run steps on."""
+        return self._replica.is_serving
+
+    @property
+    def down_reason(self) -> str | None:
+        """Why requests do not wait for an engine; None while they do, or there is one."""
+        return self._replica.down_reason
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether anything is live or computed, or chunks are still to be delivered."""
+        return any((self._streams, self._updates, self._held, self._replica.is_busy))
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the engine as last seen.
+
+        Raises:
+            UnavailableError: none was ever there.
+        """
+        return self._replica.info
+
+    @property
+    def limits(self) -> Limits:
+        """What requests must stay within.
+
+        Raises:
+            UnavailableError: there is no engine that they could wait for.
+        """
+        return self._replica.limits
+
+    @property
+    def last_step_at(self) -> float | None:
+        """When a step was last applied, None before the first."""
+        return self._replica.last_step_at
+
+    @property
+    def engine_args(self) -> EngineArgs:
+        """Of the engine as last seen."""
+        return self._replica.engine_args
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what cannot be served. Reads only; may be called from any thread.
+
+        Raises:
+            InvalidRequestError, NotSupportedError, UnavailableError.
+        """
+        check(request, self._replica.engine_args, self._replica.info, self.limits)
+
+    def overdue(self, *, is_until_start: bool, has_started: bool) -> RequestTimeoutError:
+        """What a request is told whose time is over.
+
+        Args:
+            is_until_start: its `timeout`; else its `deadline_ms`. has_started: it has had a step.
+        """
+        error = RequestTimeoutError.of(is_until_start=is_until_start)
+        if is_until_start or has_started:
+            return error
+        # The scheduler would have told it so before, if it knew what steps take.
+        is_late = rejects_late(self.engine_args, self._scheduler_args)
+        return LateRequestError(str(error)) if is_late else error
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add(self, request: GenerationRequest, arrived_at: float | None = None) -> None:
+        """Take a request in that was checked; what becomes of it comes through `deliver`.
+
+        Args:
+            arrived_at: when it came, by the clock; None is now. Its time runs from then on.
+        """
+        arrived_at = self._clock() if arrived_at is None else arrived_at
+        self._streams.take_in(request)
+        self._held[request.key] = _Held(request, arrived_at, set())
+        if request.timeout_s is not None:
+            expires_at = arrived_at + request.timeout_s
+            self._deadlines.add(request.key, expires_at, is_until_start=True)
+        if request.params.deadline_ms is not None:
+            self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
+
+    def cancel(self, key: str) -> None:
+        """End a request at its client's wish; one that is not live is none of our business."""
+        if self._streams.knows(key):
+            self._note_cancelled(key)
+            self._end(key, RequestCancelledError("the request was cancelled"))
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """End some samples of a request at its client's wish, without an error.
+
+        Those that are not there, or have ended, are none of our business. With `best_of` none is
+        there before the end, as it is not known which it will be.
+        """
+        if (held := self._held.get(key)) is not None:
+            self._cancel_held(held, indexes)
+        elif key in self._streams:
+            if self._streams.leaves_nothing(key, indexes):
+                self._note_cancelled(key)
+            for sample in self._streams.cancellable(key, indexes):
+                self._replica.finish(sample)
+            self._streams.cancel(key, indexes)
+            if key not in self._streams:
+                self._deadlines.remove(key)
+
+    def end(self, key: str, error: CharoniaError) -> None:
+        """End a request that nobody waits for any more; nothing happens when it is not live."""
+        if self._streams.knows(key):
+            self._end(key, error)
+
+    def relieve(self, relief: Relief) -> None:
+        """Have steps do without something from now on."""
+        self._replica.relieve(relief)
+
+    def reload(self, reload: Reload) -> None:
+        """Go on with the engine that `reload` configures: soon, or when all live is over."""
+        if self._reload is not None:
+            reload.fail("another reload is under way")
+        elif not self._replica.had_engine:
+            reload.fail(NOT_READY)
+        else:
+            self._reload = reload
+
+    def abandon(self, error: CharoniaError) -> None:
+        """Fail every request and forget the state they left; the engine is asked anew.
+
+        The state is not touched: whatever error made it useless must not keep anybody waiting.
+        """
+        self._replica.abandon(error)
+        self._updates = []
+        self._drop_reload(str(error))
+        self._fail_all(error)
+        self._set_gauges()
+
+    def close(self) -> None:
+        """Fail what is live and let go of the engine."""
+        self._fail_all(ShuttingDownError())
+        self._replica.close()
+        self._drop_reload(SHUTTING_DOWN)
+
+    # ------------------------------------------------------------------ one step
+
+    def deliver(self) -> None:
+        """Deliver what the last step gave, if the engine has another one to compute meanwhile.
+
+        So a text that has met its stop string is in no further step. `step` begins with it; who
+        calls it before can bring requests that have come meanwhile into the next plan.
+        """
+        if self._replica.is_fed:
+            self._deliver_updates()
+
+    def step(self) -> bool:
+        """Do all that is due, fill the engine, and apply the oldest step in flight if it has ended.
+
+        Returns:
+            Whether there is more to do at once; if not, there is nothing before `wake`, a call of
+            another method, or some tenth of a second.
+        """
+        replica = self._replica
+        self.deliver()
+        self._expire(self._clock())
+        if not replica.is_serving:
+            replica.follow()
+        if self._reload is not None:
+            self._go_on_with_reload(self._reload)
+        if self._held:
+            self._place_held()
+        if replica.is_serving:
+            replica.fill()
+        self._deliver_updates()
+        was_serving, is_busy = replica.is_serving, replica.is_busy
+        if is_busy:
+            self._updates = replica.collect(RESULT_WAIT_S)
+        elif was_serving:
+            replica.watch()
+        self._set_gauges()
+        return is_busy or was_serving != replica.is_serving
+
+    def _expire(self, now: float) -> None:
+        """End the requests whose time is over."""
+        for key, is_until_start in self._deadlines.take_due(now):
+            has_started = self._streams.has_started(key)
+            if is_until_start and has_started:
+                continue
+            self._end(key, self.overdue(is_until_start=is_until_start, has_started=has_started))
+
+    def _go_on_with_reload(self, reload: Reload) -> None:
+        """Begin with it as soon as that may be; once it is over, those it holds are placed."""
+        if not reload.is_over and reload.phase != "loading":
+            self._begin_reload(reload)
+        if reload.is_over:
+            self._reload = None
+
+    def _begin_reload(self, reload: Reload) -> None:
+        reload.num_live, reload.num_held = len(self._streams), len(self._held)
+        if reload.is_cancelled:
+            reload.fail("it was cancelled while requests were finishing")
+        elif reload.drain and self.is_up and self._streams:
+            reload.phase = "draining"
+        else:
+            self._deliver_updates()  # what is finished need not wait for another engine
+            self._replica.reload(reload)
+
+    def _place_held(self) -> None:
+        """Have the replica run what waits for it, or tell it why that cannot be."""
+        if self._reload is not None:
+            return  # it waits for the next engine
+        if self.down_reason is not None:
+            for key in list(self._held):
+                self._end(key, self._replica.unavailable)
+        elif self.is_up:
+            for key, held in list(self._held.items()):
+                self._place(held)
+                del self._held[key]
+                if held.cancelled:
+                    self.cancel_samples(key, held.cancelled)
+
+    def _place(self, held: _Held) -> None:
+        replica, request, arrived_at = self._replica, held.request, held.arrived_at
+        if replica.engine_args.seed != self._seed:  # another engine was loaded
+            self._seed = replica.engine_args.seed
+            self._next_seed = seeds_of(self._seed)
+        try:
+            samples = admit(request, replica.info, replica.limits, arrived_at, self._next_seed)
+            for sample in samples:
+                replica.add(sample)
+        except CharoniaError as error:
+            self._deadlines.remove(request.key)
+            self._streams.refuse(request, arrived_at, error)
+        else:
+            self._streams.open(request, samples)
+
+    def _deliver_updates(self) -> None:
+        updates, self._updates = self._updates, []
+        if not updates:
+            return
+        now = self._clock()
+        for update in updates:
+            key = update.request.group.key
+            if self._streams.take(update, now):
+                self._replica.finish(update.request.key, is_complete=True)
+            if key not in self._streams:
+                self._deadlines.remove(key)
+        self.metrics.count_phase("deliver", self._clock() - now)
+
+    # ------------------------------------------------------------------ ends
+
+    def _note_cancelled(self, key: str) -> None:
+        """Count a request that its client cancels; what is shared has none of its own."""
+        if self._streams.is_shared(key):
+            return
+        self.metrics.count("charonia_cancellations_total")
+        request_id, num_tokens = self._streams.request_id(key), self._streams.num_tokens(key)
+        self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
+
+    def _cancel_held(self, held: _Held, indexes: Collection[int]) -> None:
+        """Have samples end as soon as they are placed, or at once where no other is wanted."""
+        request = held.request
+        held.cancelled.update(indexes)
+        num_samples = request.params.num_samples
+        if num_samples == request.params.n and held.cancelled.issuperset(range(num_samples)):
+            self._note_cancelled(request.key)
+            self._deadlines.remove(request.key)
+            del self._held[request.key]
+            self._streams.cancel_unopened(request, held.arrived_at)
+
+    def _fail(self, key: str, error: CharoniaError) -> None:
+        """A request cannot go on where it is."""
+        if isinstance(error, RequestQuarantinedError):
+            request_id = self._streams.request_id(key)
+            self.metrics.count("charonia_requests_quarantined_total")
+            self._log(event("request_quarantined", key=key, request_id=request_id))
+        self._end(key, error)
+
+    def _fail_all(self, error: CharoniaError) -> None:
+        for key in [*self._streams, *self._held]:
+            self._end(key, error)
+
+    def _end(self, key: str, error: CharoniaError) -> None:
+        """End a live request, or one that is held, with an error."""
+        self._deadlines.remove(key)
+        if (held := self._held.pop(key, None)) is not None:
+            self._streams.refuse(held.request, held.arrived_at, error)
+        elif key in self._streams:
+            for sample in self._streams.open_samples(key):
+                self._replica.finish(sample)
+            self._streams.fail(key, error)
+
+    def _drop_reload(self, reason: str) -> None:
+        if self._reload is not None and not self._reload.is_over:
+            self._reload.fail(reason)
+        self._reload = None
+
+    def _set_gauges(self) -> None:
+        gauges, replica = self.metrics.gauges, self._replica
+        gauges["charonia_requests_waiting", ""] = replica.num_waiting + len(self._held)
+        gauges["charonia_requests_running", ""] = replica.num_running
+        replica.show_metrics()

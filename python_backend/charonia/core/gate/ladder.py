@@ -1,0 +1,120 @@
+"""What is given up under pressure: one rung after the other, and back again.
+
+Owns the rungs, and when they are climbed. Must not know how long anybody waits, nor why.
+
+Up goes it fast, so that the queue does not grow meanwhile; down slowly, and only when the wait is
+much shorter, so that what a rung has gained does not make it go at once.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+
+from charonia.config import SchedulerArgs
+from charonia.control import Relief
+from charonia.core.admission import GenerationRequest
+from charonia.core.gate.tenants import Tenants
+from charonia.core.metrics.metrics import Metrics
+from charonia.errors import OverloadedError
+from charonia.events import event
+from charonia.protocol import SamplingParams
+
+CLIMB_EVERY_S = 1.0
+DESCEND_EVERY_S = 5.0
+DESCEND_SHARE = 0.5
+"""Of the wait from which on a rung is climbed: below that one is left again."""
+PROMPT_SHARE = 0.25
+
+
+class Ladder:
+    """How far service is degraded at this moment. `observe` is one thread's, the rest is for all.
+
+    Args:
+        log: takes one line.
+    """
+
+    def __init__(
+        self, args: SchedulerArgs, tenants: Tenants, metrics: Metrics, *, log: Callable[[str], None]
+    ) -> None:
+        self._wait_s = args.degradation_wait_s
+        self._rungs = args.degradation_rungs
+        self._max_tokens = args.degradation_max_tokens
+        self._tenants = tenants
+        self._metrics = metrics
+        self._log = log
+        self._level = 0
+        self._moved_at = 0.0
+        self._seen_wait_s = 0.0
+        metrics.gauges["charonia_degradation_level", ""] = 0.0
+
+    @property
+    def level(self) -> int:
+        """How many rungs are climbed."""
+        return self._level
+
+    @property
+    def relief(self) -> Relief:
+        """What steps do without."""
+        active = self._rungs[: self._level]
+        return Relief(
+            speculates="speculation" not in active,
+            prompt_share=PROMPT_SHARE if "chunks" in active else 1.0,
+        )
+
+    def observe(self, wait_s: float | None, now: float) -> bool:
+        """Climb a rung, or leave one, if it is time.
+
+        Args:
+            wait_s: of a request that comes now, until its first step; None where nobody knows.
+            now: seconds, monotonic.
+
+        Returns:
+            Whether the level has changed.
+        """
+        if self._wait_s is None or wait_s is None:
+            return False
+        self._seen_wait_s = wait_s
+        level, passed = self._level, now - self._moved_at
+        if wait_s > self._wait_s and passed >= CLIMB_EVERY_S:
+            level = min(level + 1, len(self._rungs))
+        elif wait_s < DESCEND_SHARE * self._wait_s and passed >= DESCEND_EVERY_S:
+            level = max(level - 1, 0)
+        if level == self._level:
+            return False
+        self._level, self._moved_at = level, now
+        self._metrics.gauges["charonia_degradation_level", ""] = float(level)
+        rungs = ",".join(self._rungs[:level])
+        self._log(event("degradation", level=level, rungs=rungs, wait_s=round(wait_s, 3)))
+        return True
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse a client's request of low priority where that is the rung.
+
+        Raises:
+            OverloadedError.
+        """
+        if "rejection" not in self._rungs[: self._level] or not self._is_low(params):
+            return
+        assert self._wait_s is not None
+        raise OverloadedError(
+            "the server has more to do than it can, and takes no requests of low priority",
+            retry_after_s=max(DESCEND_EVERY_S, self._seen_wait_s - self._wait_s),
+        )
+
+    def capped(self, request: GenerationRequest) -> GenerationRequest:
+        """A request with fewer tokens to generate where that is the rung, and its priority low."""
+        params = request.params
+        max_tokens = max(self._max_tokens, params.min_tokens)
+        if (
+            "max_tokens" not in self._rungs[: self._level]
+            or params.max_tokens <= max_tokens
+            or request.is_probe
+            or not self._is_low(params)
+        ):
+            return request
+        self._metrics.count("charonia_capped_requests_total")
+        return replace(request, params=msgspec.structs.replace(params, max_tokens=max_tokens))
+
+    def _is_low(self, params: SamplingParams) -> bool:
+        return params.priority > 0 or self._tenants.of(params.tenant).low_priority

@@ -1,0 +1,199 @@
+"""Who shares the server: what each tenant may take, from a file that is read again as it changes.
+
+Owns the file's format, and what holds at this moment. Must not know requests.
+
+    {
+      "unknown": "accept",
+      "default": {"max_queue_size": 100},
+      "tenants": {
+        "search": {"weight": 4},
+        "batch": {"weight": 1, "requests_per_s": 20, "max_concurrency": 64}
+      }
+    }
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from charonia.config import PositiveInt, convert
+from charonia.core.metrics.metric_table import OTHERS
+from charonia.errors import ConfigError, shown
+from charonia.events import event
+
+LOOK_EVERY_S = 1.0
+"""How often the file is looked at."""
+MAX_LABELS = 64
+"""Tenants that have a name in metrics, those that were in the file before included: to the
+metrics' readers each is a series for ever."""
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Rate = Annotated[float, msgspec.Meta(ge=1e-3, le=1e6)]
+"""What is divided by it stays a number that means something."""
+
+
+class TenantArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one tenant may take; None is as much as the server has.
+
+    Attributes:
+        weight: its share of the engine and of what is cached, in proportion to the others'
+            weights, where `fair_share` is on.
+        max_concurrency: requests that live at once, waiting or running.
+        max_queue_size: requests that wait for their first step.
+        max_queue_tokens: prompt tokens of these; a request that waits alone may have more.
+        requests_per_s: how many may come per second in the long run.
+        burst: how many may come at once beyond that; None is those of one second, at least one.
+        ttft_target_ms: until a request's first token; metrics say how many had it in time.
+        inter_token_target_ms: from one token to the next in the mean of a request; as above.
+        low_priority: its requests are the first to get less under pressure, as are those of all
+            tenants that have a `priority` above 0; see the scheduler's `degradation_ladder`.
+    """
+
+    weight: Rate = 1.0
+    max_concurrency: PositiveInt | None = None
+    max_queue_size: PositiveInt | None = None
+    max_queue_tokens: PositiveInt | None = None
+    requests_per_s: Rate | None = None
+    burst: PositiveInt | None = None
+    ttft_target_ms: Positive | None = None
+    inter_token_target_ms: Positive | None = None
+    low_priority: bool = False
+
+    def __post_init__(self) -> None:
+        if self.burst is not None and self.requests_per_s is None:
+            raise ValueError("burst is given without requests_per_s")
+
+    @property
+    def bucket_size(self) -> float:
+        """Requests that may come at once."""
+        return float(self.burst or max(1.0, self.requests_per_s or 1.0))
+
+
+class TenantTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of the file.
+
+    Attributes:
+        unknown: whether requests of tenants that are not in it are served, each like `default`.
+        default: of these, and of requests without a tenant, whose name is "".
+        tenants: by name.
+    """
+
+    unknown: Literal["accept", "refuse"] = "accept"
+    default: TenantArgs = TenantArgs()
+    tenants: dict[str, TenantArgs] = {}
+
+    @classmethod
+    def from_file(cls, path: Path) -> "TenantTable":
+        """Read a file.
+
+        Raises:
+            ConfigError: it cannot be read, or something in it is unknown, ill-typed or out of
+                range; the text says what, and where.
+        """
+        try:
+            values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except OSError as error:
+            raise ConfigError(f"{path.name} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:  # UnicodeDecodeError, too
+            raise ConfigError(f"{path.name} is not a JSON object: {error}") from None
+        try:
+            return convert(values, cls, "key")
+        except ConfigError as error:
+            raise ConfigError(f"{path.name}: {error}") from None
+
+
+class Tenants:
+    """What holds for each tenant now. For all threads; `refresh` is one thread's.
+
+    Args:
+        path: of the file; None where all tenants are alike and unlimited.
+        has_shares: whether weights have a meaning.
+        log: takes one line.
+
+    Raises:
+        ConfigError: as `TenantTable.from_file`, or it gives weights or names that have no meaning.
+    """
+
+    def __init__(
+        self, path: Path | None = None, *, has_shares: bool = False, log: Callable[[str], None]
+    ) -> None:
+        self._path = path
+        self._has_shares = has_shares
+        self._log = log
+        self._seen: object = _state_of(path) if path is not None else None
+        self._looked_at = 0.0
+        self._labels: dict[str, None] = {}
+        self._table = self._read(path) if path is not None else TenantTable()
+
+    def of(self, tenant: str) -> TenantArgs:
+        """What holds for a tenant."""
+        table = self._table
+        return table.tenants.get(tenant, table.default)
+
+    def accepts(self, tenant: str) -> bool:
+        """Whether requests of this tenant are served."""
+        table = self._table
+        return table.unknown == "accept" or tenant in table.tenants
+
+    def weight_of(self, tenant: str) -> float:
+        """Its share, in proportion to the others' weights."""
+        return self.of(tenant).weight
+
+    def label_of(self, tenant: str) -> str:
+        """What metrics call it: by its name where it is in the file, else `OTHERS`."""
+        return tenant if tenant in self._labels else OTHERS
+
+    @property
+    def labels(self) -> list[str]:
+        """All names that metrics have for tenants."""
+        return [*self._labels, OTHERS]
+
+    def refresh(self, now: float) -> None:
+        """Read the file again if it has changed. One that is wrong changes nothing, and is told of.
+
+        Args:
+            now: seconds, monotonic.
+        """
+        if self._path is None or now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        state = _state_of(self._path)
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._table = self._read(self._path)
+        except ConfigError as error:
+            self._log(event("tenants_not_reloaded", reason=str(error)))
+        else:
+            self._log(event("tenants_reloaded", tenants=len(self._table.tenants)))
+
+    def _read(self, path: Path) -> TenantTable:
+        table = TenantTable.from_file(path)
+        weighty = {"default": table.default, **table.tenants}
+        for name, args in weighty.items():
+            if args.weight != 1.0 and not self._has_shares:
+                raise ConfigError(
+                    f"{path.name}: the weight of {shown(name)} has no effect without the"
+                    " scheduler's parameter fair_share"
+                )
+        if OTHERS in table.tenants:
+            raise ConfigError(
+                f"{path.name}: no tenant may be called {shown(OTHERS)}: so metrics call those that"
+                " are not in the file"
+            )
+        for name in table.tenants:
+            if name and len(self._labels) < MAX_LABELS:
+                self._labels[name] = None
+        return table
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written or replaced; None where it cannot be seen."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,130 @@
+"""An engine in this very process, for the Python API and the tests.
+
+Owns nothing but the adaptation of a runner to `Executor`.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from charonia.core.replica.opening import EngineOpening
+from charonia.errors import EngineDiedError, StepFailedError
+from charonia.protocol import EngineInfo, StepPlan, StepResult
+
+
+class PlanRunner(Protocol):
+    """What executes plans: `charonia.data.runner.Runner`."""
+
+    def info(self) -> EngineInfo:
+        """What this engine is."""
+        ...
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step; what is returned ends it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all other processes."""
+        ...
+
+
+class InlineExecutor:
+    """Runs each step when its result is asked for, or begins it at once where several may be begun.
+
+    Args:
+        load: loads the runner, now and whenever its other processes are lost.
+    """
+
+    def __init__(self, load: Callable[[], PlanRunner]) -> None:
+        self._load = load
+        self._runner: PlanRunner | None = load()
+        self._loss: EngineDiedError | None = None
+
+    def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
+        """As `Executor.open`; it is done when this returns.
+
+        A runner whose processes live is not loaded again: the next epoch clears its state.
+        """
+        opening = EngineOpening(self._load_if_lost if replace else self._info)
+        opening.run()
+        return opening
+
+    def submit(self, plan: StepPlan) -> "_Inline":
+        """Keep the plan until its result is asked for, or begin it."""
+        step = _Inline(self, plan)
+        if self._living().info().num_stages > 1:
+            step.begin()
+        return step
+
+    def check(self) -> None:
+        """Nothing to do: the next step shows whether the runner's processes live."""
+
+    def close(self) -> None:
+        """Let go of all other processes; the runner goes with its last reference."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def begin(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Begin a step of the runner."""
+        return self._living().begin(plan)
+
+    def lose(self, error: EngineDiedError) -> None:
+        """The runner's processes are lost, as this error says."""
+        self._loss = error
+
+    def _info(self) -> EngineInfo:
+        return self._living().info()
+
+    def _load_if_lost(self) -> EngineInfo:
+        if self._loss is not None:
+            self._let_go(self._loss)
+            self._loss = None
+        if self._runner is None:
+            self._runner = self._load()
+        return self._info()
+
+    def _living(self) -> PlanRunner:
+        if self._runner is None:
+            raise EngineDiedError("the engine could not be loaded again")
+        return self._runner
+
+    def _let_go(self, loss: EngineDiedError) -> None:
+        """Keep nothing of a lost runner, whose memory the next one needs."""
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
+        error: BaseException | None = loss
+        while error is not None:  # whoever handles it keeps the frames that it went through, which
+            error.__traceback__ = None  # hold on to their functions even when they are cleared
+            error = error.__cause__ or error.__context__
+
+
+class _Inline:
+    def __init__(self, executor: InlineExecutor, plan: StepPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._end: Callable[[], StepResult] | None = None
+
+    def begin(self) -> None:
+        """Begin the step; what it raises is kept for its result."""
+        try:
+            self._end = self._executor.begin(self._plan)
+        except Exception as error:
+            reason = error
+
+            def fail() -> StepResult:
+                raise reason
+
+            self._end = fail
+
+    def result(self, timeout: float | None) -> StepResult:
+        """End the step; a timeout cannot be kept here."""
+        if self._end is None:
+            self.begin()
+        assert self._end is not None
+        try:
+            return self._end()
+        except EngineDiedError as error:
+            self._executor.lose(error)
+            raise
+        except Exception as error:
+            raise StepFailedError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""What is counted, and the table that names it."""

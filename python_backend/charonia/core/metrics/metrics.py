@@ -1,0 +1,200 @@
+"""Counts and distributions of what the engine did, as plain numbers in this process.
+
+Owns the values; what the metrics are called and mean is in `metric_table`. Must not know how they
+are exported: `serving` reads the numbers and drains the observations. Written by the engine's
+thread alone, except for rejections, which the service counts under its lock.
+
+What belongs to a request is counted before its last chunk is delivered.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+
+from charonia.control import DraftCounts, Scheduler
+from charonia.core.metrics.metric_table import KV_BLOCKS, METRICS, TIER_BLOCKS, VLLM_METRICS
+from charonia.protocol import Collectives, MemoryReport
+
+MAX_UNDRAINED = 10_000
+"""Observations of one name that are kept while nobody drains them; later ones are left out."""
+
+Series = tuple[str, str]
+"""A metric's name and the value of its one label, "" where it has none."""
+
+
+class Histogram:
+    """A cumulative histogram for what is observed per token or per step.
+
+    Args:
+        bounds: upper bounds of the buckets, ascending; +Inf is added.
+    """
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        """Observations so far."""
+        return sum(self.counts)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Record `value` as if observed `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[int]:
+        """Per bound, and for +Inf: observations at most that large."""
+        totals, total = [], 0
+        for count in self.counts:
+            total += count
+            totals.append(total)
+        return totals
+
+
+def _zeros() -> dict[Series, float]:
+    """All counters that are there from the start."""
+    zeros: dict[Series, float] = defaultdict(float)
+    for metric in METRICS:
+        if metric.kind == "counter":
+            for value in metric.values if metric.label else ("",):
+                zeros[metric.name, value] = 0.0
+    return zeros
+
+
+@dataclass(slots=True)
+class Metrics:
+    """All metrics of one engine service.
+
+    Attributes:
+        counters, gauges: by series. histograms: per token or step, by name.
+        observations: per request, by name, since the last `drain`.
+    """
+
+    counters: dict[Series, float] = field(default_factory=_zeros)
+    gauges: dict[Series, float] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(
+        default_factory=lambda: {
+            metric.name: Histogram(metric.buckets)
+            for metric in METRICS
+            if metric.kind == "histogram" and metric.place == "page"
+        }
+    )
+    observations: dict[str, deque[float]] = field(
+        default_factory=lambda: {
+            metric.source: deque()
+            for metric in (*METRICS, *VLLM_METRICS)
+            if metric.kind == "histogram" and metric.place == "triton"
+        }
+    )
+
+    def count(self, name: str, amount: float = 1.0, label: str = "") -> None:
+        """Add to a counter."""
+        self.counters[name, label] += amount
+
+    def name_tenant(self, label: str) -> None:
+        """Show what is counted of a tenant from now on, be it nothing yet."""
+        for metric in METRICS:
+            if metric.kind == "counter" and metric.label == "tenant":
+                self.count(metric.name, 0, label)
+
+    def count_phase(self, phase: str, seconds: float) -> None:
+        """Add to what steps spend beside computing, see `metric_table.PHASES`."""
+        self.counters["charonia_step_phase_seconds_total", phase] += max(seconds, 0.0)
+
+    def count_end(
+        self, reason: str, *, queue_s: float, total_s: float, num_prompt: int, num_tokens: int
+    ) -> None:
+        """Count a request that is over, and what it was.
+
+        Args:
+            queue_s: until its first step, or its end. total_s: from its arrival on.
+            num_tokens: that it generated.
+        """
+        self.count("charonia_finished_total", label=reason)
+        self.observe_request("charonia_queue_seconds", queue_s)
+        self.observe_request("charonia_request_seconds", total_s)
+        self.observe_request("request_prompt_tokens", num_prompt)
+        self.observe_request("request_generation_tokens", num_tokens)
+        self.observe_request("request_params_n", 1)
+
+    def show_scheduler(self, scheduler: Scheduler) -> None:
+        """Take over what the control plane counted, and how its blocks are used."""
+        kv, stats, counters = scheduler.kv, scheduler.stats, self.counters
+        for state, value in (
+            ("total", kv.num_blocks - 1),
+            ("used", kv.num_used),
+            ("cached", kv.num_cached),
+            ("free", kv.num_free - kv.num_cached),
+            ("aside", kv.num_blocks - 1 - kv.num_usable),
+        ):
+            self.gauges[KV_BLOCKS.name, state] = value
+        self.gauges["charonia_kv_retained_blocks", ""] = kv.num_retained
+        counters["charonia_prompt_tokens_total", "computed"] = stats.prompt_tokens_computed
+        counters["charonia_prompt_tokens_total", "cached"] = stats.prompt_tokens_cached
+        counters["charonia_preemptions_total", ""] = stats.preemptions
+        counters["charonia_kv_blocks_evicted_total", ""] = stats.blocks_evicted
+        counters["charonia_kv_blocks_saved_total", ""] = stats.blocks_saved
+        counters["charonia_kv_blocks_loaded_total", ""] = stats.blocks_loaded
+        counters["charonia_kv_loads_failed_total", ""] = stats.loads_failed
+        tiers = dict(scheduler.tier_sizes())
+        for tier in TIER_BLOCKS.values:
+            self.gauges[TIER_BLOCKS.name, tier] = tiers.get(tier, 0)
+        counters["charonia_prefix_waits_total", ""] = stats.prefix_waits
+        counters["charonia_prefix_cache_queried_tokens_total", ""] = stats.prefix_queried_tokens
+        counters["charonia_prefix_cache_hit_tokens_total", ""] = stats.prefix_hit_tokens
+        self.gauges["charonia_draft_depth", ""] = stats.draft_depth
+        self.gauges["charonia_max_rows", ""] = stats.max_rows
+        self.gauges["charonia_max_step_tokens", ""] = stats.max_step_tokens
+        self.show_drafts(stats.drafts)
+
+    def show_memory(self, memory: MemoryReport | None) -> None:
+        """Take over what an engine says of its memory; 0 is what it does not know."""
+        for part in ("weights", "step", "kv_cache", "left"):
+            known = getattr(memory, part) if memory is not None else None
+            self.gauges["charonia_engine_memory_bytes", part] = float(known or 0)
+
+    def show_drafts(self, drafts: DraftCounts) -> None:
+        """Take over what the control plane counted of drafts."""
+        counters = self.counters
+        draft_seconds = "charonia_step_phase_seconds_total", "draft"
+        if (drafts.num_rounds, drafts.draft_seconds) == (
+            counters["charonia_draft_rounds_total", ""],
+            counters[draft_seconds],
+        ):
+            return  # most steps have no drafts
+        counters["charonia_draft_rounds_total", ""] = drafts.num_rounds
+        counters["charonia_draft_tokens_total", ""] = drafts.num_drafted
+        counters["charonia_accepted_tokens_total", ""] = drafts.num_accepted
+        for place, (drafted, accepted) in enumerate(
+            zip(drafts.drafted_at, drafts.accepted_at, strict=True)
+        ):
+            counters["charonia_drafted_at_position_total", str(place)] = drafted
+            counters["charonia_accepted_at_position_total", str(place)] = accepted
+        counters[draft_seconds] = drafts.draft_seconds
+        counters["charonia_step_phase_seconds_total", "verify"] = drafts.verify_seconds
+
+    def count_collectives(self, collectives: Collectives) -> None:
+        """Add what the engine's first rank exchanged with others."""
+        for operation, (calls, num_bytes, seconds) in collectives.items():
+            self.count("charonia_collective_calls_total", calls, operation)
+            self.count("charonia_collective_bytes_total", num_bytes, operation)
+            self.count("charonia_collective_seconds_total", seconds, operation)
+
+    def observe_request(self, name: str, value: float) -> None:
+        """Record one value of a per-request distribution."""
+        values = self.observations[name]
+        if len(values) < MAX_UNDRAINED:
+            values.append(value)
+
+    def drain(self) -> dict[str, list[float]]:
+        """The per-request observations since the last call. For another thread than the engine's.
+
+        Each is taken in one piece with its removal, so none is lost that is recorded meanwhile.
+        """
+        return {
+            name: [values.popleft() for _ in range(len(values))]
+            for name, values in self.observations.items()
+            if values
+        }

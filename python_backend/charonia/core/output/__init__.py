@@ -1,0 +1,1 @@
+"""From committed tokens to what clients get: text, log-probabilities, one end."""

@@ -1,0 +1,1 @@
+"""What is written down of a run: traffic, steps, the scheduler's calls, the cache's events."""

@@ -1,0 +1,280 @@
+"""A record of the traffic and of the engine's steps, for `charonia simulate`.
+
+Owns the two files, and what is written of a request. Must not know text: of a prompt it writes
+keyed hashes of its blocks, whose key is forgotten with the process. Whatever happens to the files,
+requests go on.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from io import SEEK_END, FileIO
+from pathlib import Path
+
+import msgspec
+
+from charonia.control.cache import BlockHasher
+from charonia.core.admission import GenerationRequest, cache_scope
+from charonia.core.output.outputs import Chunk
+from charonia.core.replica.step_work import WorkMeter
+from charonia.errors import CharoniaError, ConfigError
+from charonia.events import event
+from charonia.protocol import Executor, FinishReason, Opening, Pending, StepPlan, StepResult
+from charonia.traces import StepRecord, TraceRequest
+
+REQUESTS, STEPS = "requests.jsonl", "steps.jsonl"
+BLOCK_LENGTH = 64
+"""Tokens of a prompt that are hashed to one id."""
+FLUSH_EVERY_S = 1.0
+_ID_BITS = 52  # so that every reader of JSON has them whole
+_PIECE = 2**16
+_MAX_LINES = 4096  # before they are written
+
+Sink = Callable[[Chunk], None]
+
+
+class Recorder:
+    """Appends to the files of a directory, which is made. For all threads.
+
+    Args:
+        max_bytes: that this recorder writes at most; then it ends.
+        log: takes one line.
+
+    Raises:
+        ConfigError: the directory or a file cannot be written.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int, *, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._left = max_bytes
+        self._hasher = BlockHasher(secrets.token_bytes(16), BLOCK_LENGTH)
+        self._encode = msgspec.json.Encoder().encode
+        self._lock = threading.Lock()
+        self._lines: dict[str, list[bytes]] = {REQUESTS: [], STEPS: []}
+        self._flushed_at = time.monotonic()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._files = {name: _open(directory / name) for name in self._lines}
+        except OSError as error:
+            raise ConfigError(
+                f"record_dir: {directory} cannot be written: {error.strerror}"
+            ) from None
+
+    def follow(self, request: GenerationRequest, sink: Sink, arrived_at: float) -> "Followed":
+        """Take note of a request that is about to be let in, and is no probe.
+
+        Args:
+            sink: for its chunks. arrived_at: when it came, by the monotonic clock.
+        """
+        line = self._line_of(request, time.monotonic() - arrived_at)
+        return Followed(line, sink, arrived_at, self._note_end)
+
+    def note_step(self, record: StepRecord) -> None:
+        """Take note of a step."""
+        self._write(STEPS, record)
+
+    def flush(self, *, now: float | None = None) -> None:
+        """Write what was noted.
+
+        Args:
+            now: by the monotonic clock; nothing happens when it is too soon. None is always.
+        """
+        with self._lock:
+            if now is None or now - self._flushed_at >= FLUSH_EVERY_S:
+                self._flush()
+
+    def close(self) -> None:
+        """Write what was noted, and no more."""
+        with self._lock:
+            self._flush()
+            self._stop()
+
+    def _line_of(self, request: GenerationRequest, age_s: float) -> TraceRequest:
+        params, keys = request.params, list[bytes]()
+        self._hasher.extend(keys, request.prompt_ids, cache_scope(params))
+        return TraceRequest(
+            timestamp=round((time.time() - age_s) * 1000, 3),
+            input_length=len(request.prompt_ids),
+            output_length=0,
+            hash_ids=[int.from_bytes(key, "little") & ((1 << _ID_BITS) - 1) for key in keys],
+            hash_block_length=BLOCK_LENGTH,
+            max_tokens=params.max_tokens,
+            tenant=params.tenant,
+            priority=params.priority,
+            deadline_ms=params.deadline_ms or 0,
+        )
+
+    def _note_end(self, line: TraceRequest, last: Chunk) -> None:
+        outcome = last.finish_reason or (last.error.kind if last.error else "")
+        line = msgspec.structs.replace(line, outcome=outcome)
+        if last.timing is not None:
+            line = msgspec.structs.replace(
+                line,
+                queue_ms=_milliseconds(last.timing.get("queue_seconds")),
+                ttft_ms=_milliseconds(last.timing.get("first_token_seconds")),
+                total_ms=_milliseconds(last.timing.get("total_seconds")),
+            )
+        self._write(REQUESTS, line)
+
+    def _write(self, name: str, record: TraceRequest | StepRecord) -> None:
+        line = self._encode(record) + b"\n"
+        with self._lock:
+            if not self._files:
+                return
+            self._left -= len(line)
+            if self._left < 0:
+                self._flush()
+                self._stop("record_max_bytes are written")
+                return
+            self._lines[name].append(line)
+            if len(self._lines[name]) >= _MAX_LINES:
+                self._flush()
+
+    def _flush(self) -> None:
+        self._flushed_at = time.monotonic()
+        try:
+            for name, file in self._files.items():
+                lines, self._lines[name] = self._lines[name], []
+                data = b"".join(lines)
+                while data:  # a disk that gets full may take a part
+                    data = data[file.write(data) :]
+        except OSError as error:
+            self._stop(error.strerror)
+
+    def _stop(self, reason: str | None = None) -> None:
+        if not self._files:
+            return
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        if reason is not None:
+            self._log(event("recording_stopped", reason=reason))
+
+
+class Followed:
+    """A request whose line is written at its end.
+
+    Args:
+        line: what is known of it. sink: for its chunks. arrived_at: by the monotonic clock.
+        note_end: called with its line and its last chunk.
+    """
+
+    def __init__(
+        self,
+        line: TraceRequest,
+        sink: Sink,
+        arrived_at: float,
+        note_end: Callable[[TraceRequest, Chunk], None],
+    ) -> None:
+        self._line = line
+        self._sink = sink
+        self._arrived_at = arrived_at
+        self._note_end = note_end
+        self._intake_s = 0.0
+        self._num_tokens = 0
+        self._reason: FinishReason = "cancelled"  # of the last sample that ended by itself
+
+    def note_taken_in(self) -> None:
+        """The scheduler has it: the next plan is the first that it can be in."""
+        self._intake_s = time.monotonic() - self._arrived_at
+
+    def note_refused(self, error: CharoniaError) -> None:
+        """It was not let in after all."""
+        self._note_end(self._line, Chunk("", error=error))
+
+    def take(self, chunk: Chunk) -> None:
+        """Take a chunk, and hand it on."""
+        self._num_tokens += len(chunk.token_ids)
+        if chunk.finish_reason is not None and chunk.finish_reason != "cancelled":
+            self._reason = chunk.finish_reason
+        if chunk.is_final:
+            line = msgspec.structs.replace(
+                self._line,
+                output_length=self._num_tokens,
+                intake_ms=_milliseconds(self._intake_s),
+            )
+            last = chunk
+            if chunk.finish_reason == "cancelled":
+                last = msgspec.structs.replace(chunk, finish_reason=self._reason)
+            self._note_end(line, last)
+        self._sink(chunk)
+
+
+class RecordingExecutor:
+    """Another executor, whose steps are recorded.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, executor: Executor, recorder: Recorder, clock: Callable[[], float]) -> None:
+        self._executor = executor
+        self._recorder = recorder
+        self._clock = clock
+        self._meter = WorkMeter()
+
+    def open(self, *, replace: bool, on_done: Callable[[], None]) -> Opening:
+        """See `Executor`."""
+        return self._executor.open(replace=replace, on_done=on_done)
+
+    def submit(self, plan: StepPlan) -> Pending:
+        """See `Executor`."""
+        submitted_at = self._clock()
+        pending = self._executor.submit(plan)
+        work = self._meter.measure(plan)
+
+        def note(result: StepResult) -> None:
+            self._meter.note_result(plan, result)
+            self._recorder.note_step(
+                StepRecord(
+                    submitted_at,
+                    self._clock(),
+                    result.seconds,
+                    len(plan.joins),
+                    sum(row.num_drafts for row in plan.rows),
+                    *work,
+                )
+            )
+
+        return _Recorded(pending, note)
+
+    def check(self) -> None:
+        """See `Executor`."""
+        self._executor.check()
+
+    def close(self) -> None:
+        """See `Executor`."""
+        self._executor.close()
+
+
+class _Recorded:
+    def __init__(self, pending: Pending, note: Callable[[StepResult], None]) -> None:
+        self._pending = pending
+        self._note = note
+
+    def result(self, timeout: float | None) -> StepResult:
+        """See `Pending`."""
+        result = self._pending.result(timeout)
+        self._note(result)
+        return result
+
+
+def _open(path: Path) -> FileIO:
+    """To append to, without what follows the last end of a line: whoever wrote it was killed."""
+    file = path.open("a+b", buffering=0)
+    end = file.seek(0, SEEK_END)
+    while end:
+        begin = max(0, end - _PIECE)
+        file.seek(begin)
+        newline = (file.read(end - begin) or b"").rfind(b"\n")
+        if newline >= 0:
+            end = begin + newline + 1
+            break
+        end = begin
+    file.truncate(end)
+    return file
+
+
+def _milliseconds(seconds: object) -> float | None:
+    return round(seconds * 1000, 3) if isinstance(seconds, float) else None

@@ -1,0 +1,310 @@
+"""The life of one engine, as the scheduler's side sees it.
+
+Owns which state an engine is in (`transitions` has the table), when one is looked for or loaded
+again, and what is counted and logged of that. Must not know requests, plans, how an engine is
+loaded, or what becomes of those who wait for it.
+
+In SERVING steps run. In the other states nothing does, and requests wait, are refused (see
+`down_reason`), are cancelled, and run out of time all the same: whoever looks for an engine or
+loads one does so elsewhere, and an event says what came of it.
+"""
+
+from collections.abc import Callable
+
+from charonia.core.metrics.metrics import Metrics
+from charonia.core.replica.transitions import TRANSITIONS, Event, State, next_state
+from charonia.errors import (
+    CharoniaError,
+    EngineDiedError,
+    EngineHungError,
+    EngineUnloadedError,
+    ServerStoppingError,
+    StepFailedError,
+)
+from charonia.events import event
+from charonia.protocol import EngineInfo
+
+CONNECT_RETRY_S = 0.1
+BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+SILENT_START_S = 5.0
+"""How long nobody may answer at the start for an engine that Triton calls loaded."""
+UNLOADED_WAIT_S = 60.0
+"""How long requests wait for an engine that was unloaded; then they fail."""
+NOT_READY = "the engine is not ready yet"
+MISSING = "the engine was unloaded; it can be loaded again by Triton's model control"
+SHUTTING_DOWN = "the server is shutting down"
+_IS_LOADED = frozenset({State.REPLACING, State.DOWN, State.RELOADING, State.RESTORING})
+_IS_LOOKED_FOR = frozenset({State.STARTING, State.CHECKING, State.UNLOADED, State.MISSED})
+
+
+class Recovery:
+    """The state of one engine, its history as far as it matters, and its counts and log lines.
+
+    Args:
+        clock: seconds, monotonic. log: takes one line.
+
+    Attributes:
+        info: of the engine as last seen, None before there was one.
+    """
+
+    def __init__(
+        self, *, metrics: Metrics, clock: Callable[[], float], log: Callable[[str], None]
+    ) -> None:
+        self.info: EngineInfo | None = None
+        self._state = State.STARTING
+        self._metrics = metrics
+        self._clock = clock
+        self._log = log
+        self._num_failed_steps = 0
+        self._num_failed_loads = 0
+        self._has_stumbled = False
+        self._retry_at = 0.0
+        self._gone_at = 0.0
+        self._silent_since: float | None = None  # at the start, see `_note_missing_at_start`
+        self._failure = ""  # why the last load failed
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def state(self) -> State:
+        """What there is of the engine."""
+        return self._state
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether there is an engine that steps can run on at this very moment."""
+        return self._state is State.SERVING
+
+    @property
+    def down_reason(self) -> str | None:
+        """Why requests do not wait for an engine; None while they do, or there is one."""
+        match self._state:
+            case State.STARTING:
+                return NOT_READY
+            case State.DOWN:
+                return f"the engine is down and cannot be loaded: {self._failure}"
+            case State.MISSED:
+                return MISSING
+            case State.STOPPED:
+                return SHUTTING_DOWN
+            case _:
+                return None
+
+    @property
+    def is_to_be_loaded(self) -> bool:
+        """Whether what is there is to be replaced, and not only looked for."""
+        return self._state in _IS_LOADED
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an engine is to be looked for or loaded now."""
+        is_wanted = self._state in _IS_LOADED or self._state in _IS_LOOKED_FOR
+        return is_wanted and self._clock() >= self._retry_at
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether an engine that was unloaded has been waited for long enough."""
+        return self._state is State.UNLOADED and self._clock() - self._gone_at >= UNLOADED_WAIT_S
+
+    def may(self, happened: Event) -> bool:
+        """Whether the table has this event in the present state."""
+        return happened in TRANSITIONS[self._state]
+
+    def knows(self, info: EngineInfo) -> bool:
+        """Whether this is the engine that served last, of the same processes."""
+        is_same = self.info is not None and info.pids == self.info.pids
+        return is_same and self._state is State.CHECKING
+
+    # ------------------------------------------------------------------ what was looked for
+
+    def note_found(self, info: EngineInfo, num_live: int) -> None:
+        """The engine that was looked for or loaded serves, and so many requests go on with it."""
+        before = self._state
+        self._move(Event.FOUND)
+        self.info = info
+        self._retry_at = 0.0  # the next loss is another matter
+        if before is State.CHECKING:
+            return  # a step that fails next is the second in a row
+        self._num_failed_loads = self._num_failed_steps = 0
+        self._has_stumbled = False
+        if before is State.STARTING:
+            return
+        seconds = self._clock() - self._gone_at
+        self._metrics.count("charonia_requests_recomputed_total", num_live)
+        if before in (State.REPLACING, State.DOWN):
+            self._metrics.count("charonia_engine_restarts_total")
+            self._metrics.observe_request("charonia_recovery_seconds", seconds)
+            self._log(event("engine_back", seconds=seconds, recomputed=num_live))
+        elif before is State.RESTORING:
+            self._log(event("engine_restored", seconds=seconds, recomputed=num_live))
+        else:
+            self._metrics.count("charonia_engine_reloads_total")
+            self._log(event("engine_reloaded", seconds=seconds, recomputed=num_live))
+
+    def note_missing(self, error: CharoniaError, num_live: int) -> None:
+        """The engine that was looked for or loaded is not there, or of no use.
+
+        Args:
+            num_live: requests that wait for it.
+        """
+        is_looked_for = self._state in _IS_LOOKED_FOR
+        if isinstance(error, EngineDiedError) and self._state is State.STARTING:
+            self._note_missing_at_start(error, num_live)
+        elif isinstance(error, ServerStoppingError):
+            self.stop(num_live)
+        elif is_looked_for and isinstance(error, EngineUnloadedError):
+            self.unload(num_live)
+        elif is_looked_for and isinstance(error, EngineDiedError):
+            self.lose(error, num_live)
+        elif isinstance(error, EngineDiedError) and self._may_stumble:
+            self.stumble(error)
+        else:
+            self._fail(error, num_live)
+
+    def _note_missing_at_start(self, error: EngineDiedError, num_live: int) -> None:
+        """It may still be loading, or the server starting; else whoever is loaded answers."""
+        if isinstance(error, EngineUnloadedError | ServerStoppingError):
+            self._silent_since = None
+            self.unload(num_live)
+            return
+        now = self._clock()
+        if self._silent_since is None:
+            self._silent_since = now
+        if now - self._silent_since < SILENT_START_S:
+            self.unload(num_live)
+        else:
+            self.lose(error, num_live)
+
+    def give_up(self, error: EngineDiedError, num_live: int) -> None:
+        """Whoever looks for the engine or loads it does not come back: nobody waits any longer."""
+        if self._state is State.CHECKING:
+            self._gone_at = self._clock()
+        self._move(Event.STUCK)
+        self._failure = str(error)
+        self._count("load_failed")
+        self._log(event("engine_load_stuck", failed_requests=num_live, reason=error))
+
+    def stumble(self, error: EngineDiedError) -> None:
+        """The engine died while it was loaded, which says nothing of the next try: that is now."""
+        self._move(Event.STUMBLED)
+        self._has_stumbled = True
+        self._count("load_failed")
+        self._log(event("engine_load_failed", retry_in=0.0, failed_requests=0, reason=error))
+
+    @property
+    def _may_stumble(self) -> bool:
+        return not self._has_stumbled and self.may(Event.STUMBLED)
+
+    def back_off(self) -> float:
+        """Put the next try off, further each time; return for how many seconds."""
+        wait = BACKOFF_S[min(self._num_failed_loads, len(BACKOFF_S) - 1)]
+        self._num_failed_loads += 1
+        self._retry_at = self._clock() + wait
+        return wait
+
+    def _fail(self, error: CharoniaError, num_live: int) -> None:
+        if self._state in (State.STARTING, State.CHECKING):
+            self._gone_at = self._clock()
+        self._failure = str(error)
+        self._count("load_failed")
+        if self._state is State.RELOADING:
+            self._move(Event.FAILED)
+            self._retry_at = 0.0
+            self._log(event("engine_reload_failed", live=num_live, reason=error))
+            return
+        self._move(Event.FAILED)
+        wait = self.back_off()
+        self._log(
+            event("engine_load_failed", retry_in=wait, failed_requests=num_live, reason=error)
+        )
+
+    # ------------------------------------------------------------------ what happens by itself
+
+    def note_step(self) -> None:
+        """A step succeeded."""
+        self._num_failed_steps = 0
+
+    def note_failed_step(self, error: StepFailedError, num_live: int) -> bool:
+        """A step raised.
+
+        Returns:
+            Whether the engine counts as dead: it was the second step in a row.
+        """
+        self._num_failed_steps += 1
+        self._count("step_failed")
+        self._log(event("step_failed", live=num_live, reason=error))
+        return self._num_failed_steps > 1
+
+    def doubt(self) -> None:
+        """What is known of the engine is void: it is asked anew before it serves."""
+        self._move(Event.DOUBTED)
+
+    def lose(self, error: Exception, num_live: int) -> None:
+        """The engine has gone, or hangs: whatever is left of it is to be replaced.
+
+        Args:
+            error: what showed it. num_live: requests that wait for the next one.
+        """
+        self._move(Event.LOST)
+        self._gone()
+        self._failure = str(error)
+        kind = _kind(error)
+        if kind != "step_failed":  # those are counted already
+            self._count(kind)
+        self._log(
+            event(
+                "engine_died",
+                kind=kind,
+                live=num_live,
+                restarts=int(self._metrics.counters["charonia_engine_restarts_total", ""]),
+                reason=error,
+            )
+        )
+
+    def unload(self, num_live: int) -> None:
+        """Triton has unloaded the engine, or has not loaded it again yet; nobody is to blame."""
+        before = self._state
+        self._move(Event.UNLOADED)
+        self._retry_at = self._clock() + CONNECT_RETRY_S
+        if self._state is not before:
+            self._gone()
+            self._log(event("engine_unloaded", live=num_live))
+
+    def wait_no_longer(self, num_live: int) -> None:
+        """Nobody has loaded the engine again for long enough."""
+        self._move(Event.OVERDUE)
+        self._log(event("engine_missed", failed_requests=num_live, reason=MISSING))
+
+    def order(self, num_live: int) -> None:
+        """An operator has ordered another engine: this one is to be replaced."""
+        self._move(Event.ORDERED)
+        self._gone()
+        self._log(event("engine_reloading", live=num_live))
+
+    def stop(self, num_live: int = 0) -> None:
+        """The server is shutting down: whatever becomes of the engine is no loss."""
+        before = self._state
+        self._move(Event.STOPPED)
+        if before is not State.STOPPED:
+            self._log(event("shutting_down", failed_requests=num_live))
+
+    def _gone(self) -> None:
+        self._num_failed_steps = 0
+        self._retry_at = 0.0
+        self._gone_at = self._clock()
+
+    def _move(self, happened: Event) -> None:
+        self._state = next_state(self._state, happened)
+
+    def _count(self, kind: str) -> None:
+        self._metrics.count("charonia_engine_failures_total", label=kind)
+
+
+def _kind(error: Exception) -> str:
+    match error:
+        case StepFailedError():
+            return "step_failed"
+        case EngineHungError():
+            return "hung"
+        case _:
+            return "died"

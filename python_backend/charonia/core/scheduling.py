@@ -1,0 +1,151 @@
+"""The scheduler, and what it decides by, as the configuration asks for it.
+
+Owns the choice. Must not know what any of it does.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.control import (
+    CacheEvents,
+    Limits,
+    PeakMemory,
+    Policy,
+    PrefixSharing,
+    PromptBudget,
+    Scheduler,
+    SchedulerStats,
+    StepSize,
+    Tiers,
+)
+from charonia.control.cache.eviction import EVICTIONS
+from charonia.control.policies import (
+    Deadlines,
+    DeadlineWatch,
+    Displacement,
+    DisplacementByDeadline,
+    DisplacementByPriority,
+    RankOf,
+    by_arrival,
+    by_deadline,
+    by_priority,
+    fair,
+    ranked,
+)
+from charonia.core.recording.journal import Journal
+from charonia.core.recording.journaled_scheduler import JournaledScheduler
+from charonia.core.replica.drafting import make_speculation
+
+
+def make_scheduler(
+    engine_args: EngineArgs,
+    scheduler_args: SchedulerArgs,
+    limits: Limits,
+    *,
+    hash_secret: bytes,
+    epoch: int,
+    stats: SchedulerStats,
+    weight_of: Callable[[str], float],
+    cache_events: CacheEvents | None,
+    tiers: Tiers | None,
+    journal: Journal | None = None,
+) -> Scheduler:
+    """Set up the scheduler of one engine.
+
+    Args:
+        hash_secret, epoch, stats, cache_events, tiers: see `Scheduler`.
+        weight_of: of a tenant, for fair shares of the engine and of the cache.
+        journal: takes its calls; None where nobody writes one.
+    """
+    new: Callable[..., Scheduler] = Scheduler
+    if journal is not None:
+        new = partial(JournaledScheduler, journal, engine_args, scheduler_args)
+        weight_of = journal.weighing(weight_of)
+    return new(
+        limits,
+        hash_secret=hash_secret,
+        epoch=epoch,
+        stats=stats,
+        speculation=make_speculation(engine_args.speculative_config),
+        policy=policy_of(engine_args, scheduler_args, weight_of),
+        prompt_budget=_prompt_budget(engine_args, scheduler_args),
+        peak_memory=_peak_memory(scheduler_args),
+        step_size=_step_size(engine_args, scheduler_args, limits),
+        eviction=EVICTIONS[engine_args.eviction_policy],
+        sharing=_prefix_sharing(engine_args),
+        cache_events=cache_events,
+        tiers=tiers,
+        cache_weight_of=weight_of if scheduler_args.fair_share else None,
+    )
+
+
+def rank_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> RankOf:
+    """The order of requests, of each tenant's where tenants have shares."""
+    if engine_args.scheduling_policy == "priority":
+        return by_priority(scheduler_args.priority_aging_s)
+    return by_deadline if engine_args.scheduling_policy == "deadline" else by_arrival
+
+
+def rejects_late(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> bool:
+    """Whether requests that wait and cannot meet their deadlines any more are to end."""
+    is_by_deadline = engine_args.scheduling_policy == "deadline"
+    return is_by_deadline and scheduler_args.late_requests == "reject"
+
+
+def policy_of(
+    engine_args: EngineArgs, scheduler_args: SchedulerArgs, weight_of: Callable[[str], float]
+) -> Policy:
+    """Set up the policy of one scheduler.
+
+    Args:
+        weight_of: of a tenant, for fair shares.
+    """
+    rank = rank_of(engine_args, scheduler_args)
+    displacement: Displacement | None = None
+    deadlines: Deadlines | None = None
+    if engine_args.scheduling_policy == "priority":
+        displacement = DisplacementByPriority(rank)
+    elif engine_args.scheduling_policy == "deadline":
+        displacement = DisplacementByDeadline()
+        deadlines = DeadlineWatch(demotes=not rejects_late(engine_args, scheduler_args))
+    if scheduler_args.fair_share:
+        return fair(rank, weight_of, displacement, deadlines)
+    return ranked(rank, displacement, deadlines)
+
+
+def _prompt_budget(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> PromptBudget | None:
+    """None where prompts take all that fits."""
+    target_ms = scheduler_args.inter_token_target_ms
+    if target_ms is None or not engine_args.enable_chunked_prefill:
+        return None
+    return PromptBudget(None if target_ms == "auto" else target_ms / 1000)
+
+
+def _peak_memory(scheduler_args: SchedulerArgs) -> PeakMemory | None:
+    if scheduler_args.capacity_scheduler_policy == "max_utilization":
+        return None
+    return PeakMemory(expects=scheduler_args.capacity_scheduler_policy == "expected_peak")
+
+
+def _prefix_sharing(args: EngineArgs) -> PrefixSharing | None:
+    if not (args.enable_prefix_caching and args.enable_prefix_sharing):
+        return None
+    return PrefixSharing()
+
+
+def _step_size(
+    engine_args: EngineArgs, scheduler_args: SchedulerArgs, limits: Limits
+) -> StepSize | None:
+    adapts_rows = engine_args.max_num_seqs == "auto"
+    adapts_tokens = engine_args.max_num_batched_tokens == "auto"
+    if not (adapts_rows or adapts_tokens):
+        return None
+    target_ms = scheduler_args.inter_token_target_ms
+    return StepSize(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        adapts_rows=adapts_rows,
+        adapts_tokens=adapts_tokens,
+        target_s=None if target_ms is None or target_ms == "auto" else target_ms / 1000,
+    )

@@ -1,0 +1,447 @@
+"""The engine service: the core in a thread of its own, with a door that any thread may use.
+
+Owns the one scheduling thread and its inbox. Must not know Triton: chunks go to the sink that
+came with the request, called in the service's thread.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from pathlib import Path
+
+from charonia.config import MIN_ANSWER_BYTES, EngineArgs, SchedulerArgs
+from charonia.control import Limits
+from charonia.core.admission import GenerationRequest
+from charonia.core.answers import AnswerCache, PromptIndex, SimilarPrompts
+from charonia.core.engine_core import EngineCore
+from charonia.core.gate.attainment import Attainment
+from charonia.core.gate.gate import Gate
+from charonia.core.gate.ladder import Ladder
+from charonia.core.gate.tenants import Tenants
+from charonia.core.metrics.metrics import Metrics
+from charonia.core.output.outputs import Chunk, OutputStream
+from charonia.core.recording.journal import Journal
+from charonia.core.recording.kv_events import KVEvents
+from charonia.core.recording.recorder import Recorder, RecordingExecutor
+from charonia.core.replica.reload import Reload
+from charonia.errors import (
+    CharoniaError,
+    ConfigError,
+    InvalidRequestError,
+    ShuttingDownError,
+    UnavailableError,
+)
+from charonia.events import event
+from charonia.protocol import EngineInfo, Executor, SamplingParams
+from charonia.text.tokenizer import Tokenizer
+
+Sink = Callable[[Chunk], None]
+IDLE_WAIT_S = 0.1
+LOOK_EVERY_S = 0.25
+"""How often it is seen how long requests wait, and who has how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """How the service is at this moment.
+
+    Attributes:
+        is_up: whether steps can run. down_reason: why requests are refused; None while they are
+            not.
+        num_live: requests that were accepted and have had no end.
+        last_step_at: when a step with tokens was last applied, on the monotonic clock; None before
+            the first.
+        last_turn_at: when the thread last began to look for what there is to do, ten times a second
+            at least unless it is held up; None before the first.
+    """
+
+    is_up: bool
+    down_reason: str | None
+    num_live: int
+    last_step_at: float | None
+    last_turn_at: float | None
+
+
+class EngineService:
+    """Serves requests of many threads on one engine.
+
+    Args:
+        log: takes one line, from any thread. read_args, kv_events: as `EngineCore`.
+        prompt_index: finds similar prompts, where answers are given to them, too.
+
+    Raises:
+        ConfigError: the tenants' file is wrong, the record cannot be written, or not even one
+            answer with a prompt's vector may be kept.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        engine_args: EngineArgs,
+        scheduler_args: SchedulerArgs,
+        tokenizer: Tokenizer,
+        *,
+        log: Callable[[str], None],
+        read_args: Callable[[], EngineArgs] | None = None,
+        kv_events: KVEvents | None = None,
+        prompt_index: PromptIndex | None = None,
+    ) -> None:
+        if prompt_index is not None:
+            _check_room(scheduler_args, prompt_index)
+        tenants_file = scheduler_args.tenants_file
+        self._tenants = Tenants(
+            None if tenants_file is None else Path(tenants_file),
+            has_shares=scheduler_args.fair_share,
+            log=log,
+        )
+        self._gate = Gate(self._tenants, scheduler_args, clock=time.monotonic)
+        self._recorder: Recorder | None = None
+        self._journal: Journal | None = None
+        if scheduler_args.record_dir is not None:
+            directory, max_bytes = Path(scheduler_args.record_dir), scheduler_args.record_max_bytes
+            self._recorder = Recorder(directory, max_bytes, log=log)
+            executor = RecordingExecutor(executor, self._recorder, time.monotonic)
+            if scheduler_args.record_schedule:
+                has_token_ids = scheduler_args.record_token_ids
+                self._journal = Journal(directory, max_bytes, has_token_ids=has_token_ids, log=log)
+        self._core = EngineCore(
+            executor,
+            engine_args,
+            scheduler_args,
+            partial(OutputStream, tokenizer=tokenizer),
+            deliver=lambda chunk: self._answers.take(chunk),
+            clock=time.monotonic,
+            log=log,
+            read_args=read_args,
+            wake=self._wake_up,
+            on_started=lambda key: self._answers.note_started(key),
+            on_first_token=lambda key: self._answers.note_first_token(key),
+            tenants=self._tenants,
+            kv_events=kv_events,
+            journal=self._journal,
+        )
+        self._similar = None
+        if prompt_index is not None:
+            self._similar = SimilarPrompts(prompt_index, tokenizer.decode, post=self._post, log=log)
+        self._attainment = Attainment(self._tenants, self._core.metrics)
+        self._answers = AnswerCache(
+            self._core,
+            scheduler_args,
+            self._attainment,
+            deliver=self._deliver,
+            on_started=self._gate.note_started,
+            on_joined=self._gate.note_joined,
+            clock=time.monotonic,
+            log=log,
+            similar=self._similar,
+        )
+        self._ladder = Ladder(scheduler_args, self._tenants, self._core.metrics, log=log)
+        self._looked_at = 0.0
+        self._log = log
+        self._sinks: dict[str, Sink] = {}  # of the requests that were accepted and have had no end
+        self._inbox: list[Callable[[], None]] = []
+        self._reload: Reload | None = None  # the last that was ordered; it is always told its end
+        self._is_closing = False
+        self._drained_at = inf
+        self._last_turn_at: float | None = None
+        self._is_woken = False
+        self._wake = threading.Condition()
+        self._is_connected = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="charonia-engine", daemon=True)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Of everything since the start."""
+        return self._core.metrics
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the engine. Raises UnavailableError before there was one."""
+        return self._core.info
+
+    @property
+    def state(self) -> ServiceState:
+        """How it is now. Reads only; may be asked from any thread."""
+        core = self._core
+        return ServiceState(
+            is_up=core.is_up,
+            down_reason=core.down_reason,
+            num_live=len(self._sinks),
+            last_step_at=core.last_step_at,
+            last_turn_at=self._last_turn_at,
+        )
+
+    def start(self, *, wait_s: float = 0.0) -> None:
+        """Start the thread, which connects to the engine as soon as there is one.
+
+        Args:
+            wait_s: return when it is connected, or after so many seconds.
+        """
+        self._thread.start()
+        if self._similar is not None:
+            self._similar.start()
+        self._is_connected.wait(wait_s)
+
+    def submit(
+        self, request: GenerationRequest, sink: Sink, arrived_at: float | None = None
+    ) -> None:
+        """Take a request in. Its chunks go to `sink`, the last one with a reason or an error.
+
+        Args:
+            sink: called in the service's thread; must return quickly and not raise.
+            arrived_at: when it came, by the monotonic clock; None is now.
+
+        Raises:
+            InvalidRequestError, QueueFullError, UnavailableError, LateRequestError: at once; `sink`
+                is not called.
+        """
+        arrived_at = time.monotonic() if arrived_at is None else arrived_at
+        followed = None
+        if self._recorder is not None and request.prompt_ids and not request.is_probe:
+            followed = self._recorder.follow(request, sink, arrived_at)
+            sink = followed.take
+        try:
+            self._core.check(request)
+            digest = self._answers.digest_of(request)
+            with self._wake:
+                self._accept(request, sink, arrived_at, digest)
+                if followed is not None:
+                    self._inbox.append(followed.note_taken_in)
+        except CharoniaError as error:
+            if not request.is_probe:
+                self.count_rejection(error, request.params)
+            if followed is not None:
+                followed.note_refused(error)
+            raise
+
+    def check_tenant(self, params: SamplingParams, num_coming: int) -> None:
+        """Refuse a client's request at once that `submit` would refuse, whatever its prompt is.
+
+        Args:
+            num_coming: requests of its tenant that are on their way to `submit`.
+
+        Raises:
+            InvalidRequestError, QueueFullError, UnavailableError: as `submit`.
+        """
+        self._ladder.check(params)
+        self._gate.check(params.tenant, num_coming)
+
+    def count_rejection(self, error: CharoniaError, params: SamplingParams | None = None) -> None:
+        """Count a request that is refused, here or before it could be submitted.
+
+        Args:
+            params: of the request, where they are known.
+        """
+        with self._wake:
+            self.metrics.count("charonia_rejections_total", label=_rejection(error))
+            if params is None:
+                return
+            tenant, has_deadline = params.tenant, params.deadline_ms is not None
+            label = self._tenants.label_of(tenant)
+            self.metrics.count("charonia_tenant_rejections_total", label=label)
+            if not error.is_clients_doing:
+                # What was promised is counted by the thread that counts ends.
+                self._inbox.append(
+                    partial(self._attainment.note_refusal, tenant, has_deadline=has_deadline)
+                )
+
+    @property
+    def limits(self) -> Limits:
+        """What requests must stay within. May be asked from any thread.
+
+        Raises:
+            UnavailableError: there is no engine that they could wait for.
+        """
+        return self._core.limits
+
+    def count_cancellation(self) -> None:
+        """Count a request whose client cancelled it before it was submitted."""
+        self._post(partial(self.metrics.count, "charonia_cancellations_total"))
+
+    def cancel(self, key: str) -> None:
+        """Cancel a request; nothing happens when it is not live."""
+        self._post(partial(self._answers.cancel, key))
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """Cancel samples of a request; nothing happens when they are not live."""
+        self._post(partial(self._answers.cancel_samples, key, indexes))
+
+    @property
+    def engine_args(self) -> EngineArgs:
+        """Of the engine as last seen."""
+        return self._core.engine_args
+
+    def reload(self, reload: Reload) -> None:
+        """Go on with another engine; `reload` says how far that is."""
+        with self._wake:
+            if self._is_closing:
+                reload.fail("the server is shutting down")
+            elif self._reload is not None and not self._reload.is_over:
+                reload.fail("another reload is under way")
+            else:
+                self._reload = reload
+                self._inbox.append(partial(self._core.reload, reload))
+                self._wake.notify()
+
+    def drain(self) -> int:
+        """Take no requests that come from now on, but for probes; all others go on.
+
+        Returns:
+            How many are left, without probes.
+        """
+        with self._wake:
+            self._drained_at = min(self._drained_at, time.monotonic())
+            return self._gate.num_live
+
+    def close(self) -> None:
+        """End every request with an error and stop the thread."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        if self._thread.ident is None:  # it was never started
+            self._core.close()
+            self._drop_reload("the server is shutting down")
+        elif self._thread.is_alive():
+            self._thread.join()
+        if self._similar is not None:
+            self._similar.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _accept(
+        self, request: GenerationRequest, sink: Sink, arrived_at: float, digest: bytes | None
+    ) -> None:
+        """Put a request into the inbox; the caller holds the lock."""
+        # Who had come before the drain began was only on its way.
+        is_too_late = arrived_at >= self._drained_at and not request.is_probe
+        if self._is_closing or is_too_late:
+            raise ShuttingDownError
+        if request.key in self._sinks:
+            raise InvalidRequestError("there is a live request with this key")
+        if not request.is_probe:
+            self._ladder.check(request.params)
+        self._gate.follow(self._core.engine_args)
+        num_queued = len(self._sinks) - self._core.limits.max_num_seqs
+        leaver = self._gate.enter(request, arrived_at, num_queued=num_queued)
+        request = self._ladder.capped(request)
+        self._sinks[request.key] = sink
+        if leaver is not None:
+            self._inbox.append(partial(self._give_way, *leaver))
+        self._inbox.append(partial(self._answers.add, request, arrived_at, digest))
+        self._wake.notify()
+
+    def _give_way(self, key: str, error: CharoniaError) -> None:
+        """End a request for one that ranks before it, unless it has started since that came."""
+        if self._gate.is_leaving(key):
+            self._answers.end(key, error)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(call)
+            self._wake.notify()
+
+    def _deliver(self, chunk: Chunk) -> None:
+        sink = self._sinks[chunk.key]
+        if chunk.is_final:
+            self._gate.leave(chunk.key)
+            del self._sinks[chunk.key]
+        sink(chunk)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            try:
+                self._turn()
+            except Exception as error:
+                num_lost = len(self._sinks)
+                reason = f"{type(error).__name__}: {error}"
+                self._log(event("scheduler_error", failed_requests=num_lost, reason=reason))
+                self._log(traceback.format_exc())
+                self._abandon(CharoniaError(f"internal error: {type(error).__name__}"))
+        self._take_inbox()
+        self._answers.close()
+        self._core.close()
+        self._drop_reload("the server is shutting down")
+
+    def _turn(self) -> None:
+        self._last_turn_at = time.monotonic()
+        self._tenants.refresh(self._last_turn_at)
+        if self._last_turn_at - self._looked_at >= LOOK_EVERY_S:
+            self._look(self._last_turn_at)
+        if self._recorder is not None:
+            self._recorder.flush(now=self._last_turn_at)
+        if self._journal is not None:
+            self._journal.flush(now=self._last_turn_at)
+        self._answers.refresh()
+        self._core.deliver()
+        self._take_inbox()
+        if self._core.step():
+            return
+        if self._core.is_up:
+            self._is_connected.set()
+        with self._wake:
+            if not (self._inbox or self._is_closing or self._is_woken):
+                self._wake.wait(IDLE_WAIT_S)
+            self._is_woken = False
+
+    def _look(self, now: float) -> None:
+        """See how long requests wait, and who has how many."""
+        self._looked_at = now
+        if self._ladder.observe(self._gate.wait_s(), now):
+            self._core.relieve(self._ladder.relief)
+        gauges = self.metrics.gauges
+        for label, (num_waiting, num_running) in self._gate.num_of_tenants().items():
+            if ("charonia_tenant_requests_waiting", label) not in gauges:
+                self.metrics.name_tenant(label)
+            gauges["charonia_tenant_requests_waiting", label] = num_waiting
+            gauges["charonia_tenant_requests_running", label] = num_running
+
+    def _wake_up(self) -> None:
+        with self._wake:
+            self._is_woken = True
+            self._wake.notify()
+
+    def _abandon(self, error: CharoniaError) -> None:
+        """A bug of ours. Every client must get an answer, and the service must go on."""
+        self._answers.abandon(error)
+        self._core.abandon(error)
+        with self._wake:
+            # Those that the core does not know: on their way to it, or lost on that way.
+            sinks, self._sinks = self._sinks, {}
+            self._inbox = []
+            self._drop_reload(str(error))
+        for key, sink in sinks.items():
+            self._gate.leave(key)
+            sink(Chunk(key, error=error))
+
+    def _drop_reload(self, reason: str) -> None:
+        """Whoever ordered it must not wait for ever."""
+        if self._reload is not None and not self._reload.is_over:
+            self._reload.fail(reason)
+
+    def _take_inbox(self) -> None:
+        with self._wake:
+            inbox, self._inbox = self._inbox, []
+        for call in inbox:
+            call()
+
+
+def _rejection(error: CharoniaError) -> str:
+    return error.kind if isinstance(error, UnavailableError) else "invalid"
+
+
+def _check_room(args: SchedulerArgs, index: PromptIndex) -> None:
+    """Raises ConfigError: no answer with a vector has room in the answer cache."""
+    least = MIN_ANSWER_BYTES + index.bytes_per_prompt
+    if args.answer_cache_bytes is not None and args.answer_cache_bytes < least:
+        raise ConfigError(
+            f"answer_cache_bytes = {args.answer_cache_bytes} holds no answer that a similar prompt"
+            f" could be given, of which each takes {least} bytes at least"
+        )

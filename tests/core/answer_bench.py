@@ -1,0 +1,158 @@
+"""An answer cache above a core on an echo engine, with a clock of its own."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from charonia.core.admission import GenerationRequest
+from charonia.core.answers import AnswerCache
+from charonia.core.engine_core import EngineCore
+from charonia.core.gate.attainment import Attainment
+from charonia.core.gate.tenants import Tenants
+from charonia.core.output.outputs import OutputStream
+from charonia.protocol import SamplingParams
+from core.bench import Bench
+
+LOTS = 2**20
+
+
+class Found(NamedTuple):
+    """See `Match`."""
+
+    vector: Any
+    key: bytes | None
+    similarity: float
+
+
+class FirstTokens:
+    """Finds similar prompts when it is told to: those with the same first token, by their lengths.
+
+    Attributes:
+        known: scope and prompt by key.
+    """
+
+    bytes_per_prompt = 100
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, tuple[bytes, list[int]]] = {}
+        self.waiting: list[Callable[[], None]] = []
+        self.is_full = False
+        self.is_unable = False
+
+    def ask(self, scope: bytes, prompt_ids: Sequence[int], done: Callable[[Any], None]) -> bool:
+        if self.is_full:
+            return False
+        self.waiting.append(lambda: done(self._find(scope, list(prompt_ids))))
+        return True
+
+    def _find(self, scope: bytes, prompt: list[int]) -> Found | None:
+        if self.is_unable:
+            return None
+        similarities = {
+            key: min(len(prompt), len(other)) / max(len(prompt), len(other))
+            for key, (other_scope, other) in self.known.items()
+            if other_scope == scope and other[0] == prompt[0]
+        }
+        best = max(similarities, key=similarities.__getitem__, default=None)
+        return Found(prompt, best, similarities.get(best, 0.0))
+
+    def keep(self, scope: bytes, key: bytes, vector: Any) -> None:
+        self.known.setdefault(key, (scope, vector))
+
+    def forget(self, key: bytes) -> None:
+        self.known.pop(key, None)
+
+    def answer(self) -> None:
+        """Tell all who wait what there is."""
+        waiting, self.waiting = self.waiting, []
+        for tell in waiting:
+            tell()
+
+
+class AnswerBench(Bench):
+    """A bench whose requests go through an answer cache.
+
+    Attributes:
+        similar: what finds similar prompts, with a `semantic_cache_threshold`.
+        started, joined: keys in the order in which the cache told of them.
+    """
+
+    def __init__(self, *args: Any, answer_cache_bytes: int | None = LOTS, **values: Any) -> None:
+        self.started: list[str] = []
+        self.joined: list[str] = []
+        self.similar = FirstTokens()
+        super().__init__(*args, answer_cache_bytes=answer_cache_bytes, **values)
+
+    def restart_scheduler(self) -> None:
+        tenants = self._tenants or Tenants(log=self.lines.append)
+        self.core = EngineCore(
+            self.executor,
+            self._engine_args,
+            self._scheduler_args,
+            partial(OutputStream, tokenizer=self.tokenizer),
+            deliver=lambda chunk: self.answers.take(chunk),
+            clock=lambda: self.now,
+            log=self.lines.append,
+            on_started=lambda key: self.answers.note_started(key),
+            on_first_token=lambda key: self.answers.note_first_token(key),
+            tenants=tenants,
+        )
+        self.answers = AnswerCache(
+            self.core,
+            self._scheduler_args,
+            Attainment(tenants, self.core.metrics),
+            deliver=self._take,
+            on_started=self.started.append,
+            on_joined=self.joined.append,
+            clock=lambda: self.now,
+            log=self.lines.append,
+            similar=self.similar if self._scheduler_args.semantic_cache_threshold else None,
+        )
+
+    def ask(self, key: str, prompt: list[int] | None = None, **values: Any) -> None:
+        """Take a request in; what is no field of it is a sampling parameter."""
+        of_request = {
+            name: values.pop(name)
+            for name in ("timeout_s", "return_cumulative_logprob", "draft_ids", "is_probe")
+            if name in values
+        }
+        params = {"max_tokens": 20, "seed": 5} | values
+        request = GenerationRequest(
+            key=key,
+            request_id=f"id-{key}",
+            prompt_ids=[7] * 10 if prompt is None else prompt,
+            params=SamplingParams(**params),
+            **of_request,
+        )
+        self.core.check(request)
+        self.answers.add(request, self.now, self.answers.digest_of(request))
+
+    def step(self) -> bool:
+        """What the service does in one turn."""
+        self.answers.refresh()
+        self.core.deliver()
+        self.similar.answer()
+        return self.core.step()
+
+    def run(self, num_steps: int = 10**6) -> None:
+        while (self.core.has_requests or self.similar.waiting) and num_steps:
+            self.now += 0.01
+            num_steps -= 1
+            if not self.step() and not self.core.is_up:
+                self.now += 60
+
+    def hits(self, kind: str) -> float:
+        return self.core.metrics.counters["charonia_answer_cache_hits_total", kind]
+
+    @property
+    def misses(self) -> float:
+        return self.core.metrics.counters["charonia_answer_cache_misses_total", ""]
+
+    @property
+    def num_generated(self) -> float:
+        return self.core.metrics.counters["charonia_generation_tokens_total", ""]
+
+    def cached(self, key: str) -> object:
+        timing = self.chunks[key][-1].timing
+        assert timing is not None
+        return timing.get("cached")

@@ -1,0 +1,624 @@
+"""The core while its engine is replaced on purpose: nobody is lost, changed or kept waiting."""
+
+import errno
+
+import pytest
+from msgspec import structs
+
+from charonia.config import EngineArgs
+from charonia.core.admission import GenerationRequest
+from charonia.core.metrics.metric_table import FAILURES
+from charonia.core.metrics.metrics import Metrics
+from charonia.core.output.outputs import merge_samples
+from charonia.core.replica.recovery import UNLOADED_WAIT_S
+from charonia.core.replica.reload import Reload
+from charonia.errors import CharoniaError, ConfigError, UnavailableError
+from core.bench import FIXED, Bench, expected
+from support.echo import EchoExecutor, echo_run
+
+
+class Reloading(Bench):
+    """A core whose next engine is what a test configures, and the state of the last order."""
+
+    def __init__(self, **options) -> None:
+        self.args = EngineArgs(model="echo")
+        super().__init__(**options)
+        self.core._replica._read_args = lambda: self.args
+        self.num_restored = 0
+        self.num_settled = 0
+        self.is_disk_full = False
+        self.is_disk_broken = False  # which shows when a reload ends
+
+    def order(self, *, drain: bool = False, **changes) -> Reload:
+        before = self.args
+
+        def install() -> None:
+            if self.is_disk_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.args = structs.replace(before, **changes)
+
+        def restore() -> None:
+            break_down()
+            self.args = before
+            self.num_restored += 1
+
+        def settle() -> None:
+            break_down()
+            self.num_settled += 1
+
+        def break_down() -> None:
+            if self.is_disk_broken:
+                raise OSError(errno.EIO, "Input/output error")
+
+        order = Reload(install, restore, settle, drain=drain)
+        self.core.reload(order)
+        return order
+
+    def reload(self, *, drain: bool = False, **changes) -> Reload:
+        """Order it and see it through, as far as it has begun."""
+        order = self.order(drain=drain, **changes)
+        self.core.step()
+        while order.phase == "loading":
+            self.core.step()
+        return order
+
+    def run(self, num_steps: int = 10**6) -> None:
+        super().run(num_steps)
+        self.core.step()
+
+
+def test_live_requests_go_on_with_another_engine_and_its_arguments():
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=2))
+    for key in "abcd":
+        bench.add(key)
+    bench.run(5)
+    bench.executor.max_draft_len = 100
+    bench.executor.block_size = 32
+    order = bench.reload(speculative_config=FIXED, enable_prefix_caching=False)
+    assert (order.phase, order.num_live) == ("done", 4)
+    bench.run()
+    for key in "abcd":
+        assert bench.tokens(key) == expected(key)
+    counters = bench.core.metrics.counters
+    assert counters["charonia_draft_tokens_total", ""] > 0
+    assert counters["charonia_prompt_tokens_total", "computed"] == 40, "it counts from 0 again"
+    assert counters["charonia_engine_reloads_total", ""] == 1
+    assert counters["charonia_engine_restarts_total", ""] == 0
+    assert (bench.num_restored, bench.num_settled) == (0, 1)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_samples_go_on_with_another_engine_wherever_they_are(num_steps):
+    """Some wait for the prompt, some for a row, and some have tokens."""
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=2, max_num_batched_tokens=4))
+    bench.add("a", n=4)
+    bench.run(num_steps)
+    bench.executor.block_size = 32
+    assert bench.reload(enable_prefix_caching=False).phase == "done"
+    bench.run()
+    samples = merge_samples(bench.chunks["a"], 4)
+    for index, sample in enumerate(samples):
+        assert list(sample.token_ids) == expected("a", seed=5 + index)
+    assert bench.core.metrics.gauges["charonia_kv_blocks", "used"] == 0
+
+
+def test_more_requests_than_the_queue_takes_survive_a_reload():
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=4), max_queue_size=2)
+    for key in "abcdef":
+        bench.add(key)
+    bench.run(2)
+    bench.executor.max_num_seqs = 1
+    bench.reload(seed=1)
+    bench.run()
+    for key in "abcdef":
+        assert bench.tokens(key) == expected(key)
+
+
+def test_while_requests_finish_new_ones_wait_for_the_next_engine():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    order = bench.reload(drain=True, seed=1)
+    for key in "bcde":
+        bench.add(key, timeout_s=0.05 if key == "c" else None)
+    bench.add("f", deadline_ms=50)
+    bench.run(2)
+    assert (order.phase, order.num_live, order.num_held) == ("draining", 1, 5)
+    assert bench.core.metrics.gauges["charonia_requests_waiting", ""] == 5
+    bench.core.cancel("d")
+    bench.core.cancel("e")
+    bench.now += 0.05
+    bench.run()
+    assert order.phase == "done"
+    assert bench.executor.num_restarts == 1
+    for key in "ab":
+        assert bench.tokens(key) == expected(key)
+    assert str(bench.error("c")) == "Request timeout expired"
+    assert str(bench.error("f")) == "deadline_ms has passed"
+    assert [bench.error(key).code for key in "de"] == ["CANCELLED"] * 2
+    for key in "de":
+        assert f"request_cancelled key={key} request_id=id-{key} tokens=0" in bench.lines
+    assert all(len(bench.chunks[key]) == 1 for key in "cdef")
+
+
+def test_who_was_held_and_does_not_fit_the_next_engine_is_told_so_as_those_that_ran():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.reload(drain=True, seed=1)
+    bench.add("b", prompt=[7] * 100)
+    bench.add("c", prompt=[200] * 10)
+    bench.executor.max_model_len = 64
+    bench.executor.vocab_size = 150
+    bench.run()
+    assert [type(bench.error(key)) for key in "bc"] == [UnavailableError] * 2
+    assert "restarted with max_model_len 64" in str(bench.error("b"))
+    assert "restarted with a vocabulary of 150 tokens" in str(bench.error("c"))
+
+
+@pytest.mark.parametrize("end", ["time", "cancel", "close", "reload"])
+def test_a_held_request_that_ends_is_counted_as_any_other(end):
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.reload(drain=True, max_num_seqs=4)
+    bench.add("b", prompt=[7] * 200, timeout_s=0.05 if end == "time" else None)
+    bench.now += 0.05
+    if end == "cancel":
+        bench.core.cancel("b")
+    elif end == "close":
+        bench.core.close()
+    elif end == "reload":
+        bench.executor.max_model_len = 100
+    bench.run()
+    kind = bench.error("b").kind
+    drained = bench.core.metrics.drain()
+    finished = [
+        bench.core.metrics.counters["charonia_finished_total", reason]
+        for reason in {"length", kind}
+    ]
+    assert sum(finished) == 2
+    for name in ("charonia_queue_seconds", "charonia_request_seconds"):
+        assert len(drained[name]) == 2
+        assert max(drained[name]) >= 0.05
+    assert sorted(drained["request_prompt_tokens"]) == [10, 200]
+    assert sorted(drained["request_generation_tokens"])[0] == 0
+
+
+def test_a_reload_that_fails_goes_back_and_changes_no_token():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.refuse_restarts = 1
+    order = bench.reload(seed=1)
+    assert (order.phase, order.reason) == ("failed", "the echo engine cannot be loaded")
+    assert (bench.num_restored, bench.num_settled) == (1, 0)
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    names = [line.split()[0] for line in bench.lines if not line.startswith("warning")]
+    assert names == ["engine_reloading", "engine_reload_failed", "engine_restored"]
+    check_nothing_replaced(bench.core.metrics)
+    assert bench.core.metrics.counters["charonia_requests_recomputed_total", ""] == 1
+
+
+def test_an_engine_that_dies_while_it_comes_back_after_a_failed_reload_is_loaded_again():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.refuse_restarts = 2  # the new one, and the old one once
+    assert bench.reload(seed=1).phase == "failed"
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    names = [line.split()[0] for line in bench.lines if not line.startswith("warning")]
+    assert names == [
+        "engine_reloading",
+        "engine_reload_failed",
+        "engine_load_failed",
+        "engine_restored",
+    ]
+
+
+def stuck_bench() -> Reloading:
+    """Whose engine, once lost or replaced, takes longer to be loaded than is waited for."""
+    bench = Reloading(load_timeout_s=100.0)
+    bench.add("a")
+    bench.run(5)
+    bench.executor.load_s = 150.0
+    bench.lines.clear()
+    return bench
+
+
+def test_nobody_waits_for_ever_for_an_engine_that_is_being_loaded():
+    bench = stuck_bench()
+    bench.executor.die_next = 1
+    bench.core.step()
+    bench.core.step()
+    bench.now += 99
+    bench.core.step()
+    assert bench.error("a") is None
+    bench.now += 1
+    bench.core.step()
+    assert "cannot be loaded: it was not loaded within 100 s" in str(bench.error("a"))
+    assert isinstance(bench.error("a"), UnavailableError)
+    late = Reload(lambda: None, lambda: None, lambda: None)
+    bench.core.reload(late)
+    bench.core.step()
+    assert (late.phase, late.reason) == ("failed", str(bench.error("a")))
+    bench.now += 49
+    assert not bench.connects(), "another one was begun beside it"
+    bench.now += 1
+    assert bench.connects(), "it is welcome all the same"
+    bench.add("b")
+    bench.run()
+    assert bench.tokens("b") == expected("b")
+    assert bench.executor.num_restarts == 1
+    names = [line.split()[0] for line in bench.lines if not line.startswith("warning")]
+    assert names == ["engine_died", "engine_load_stuck", "engine_back"]
+
+
+def test_a_reload_whose_engine_is_not_loaded_in_time_fails_and_the_old_engine_comes_back():
+    bench = stuck_bench()
+    order = bench.order(seed=1)
+    bench.core.step()
+    bench.core.step()  # another engine begins to be loaded
+    assert order.phase == "loading"
+    bench.now += 100
+    bench.core.step()
+    assert order.phase == "failed"
+    assert order.reason.startswith("it was not loaded within 100 s; the engine is down")
+    assert (bench.num_restored, bench.num_settled) == (1, 0)
+    assert isinstance(bench.error("a"), UnavailableError)
+    bench.executor.load_s = 0.0
+    bench.now += 49
+    assert not bench.connects()
+    bench.now += 1
+    assert not bench.connects(), "that one has the configuration of the reload"
+    assert bench.connects()
+    assert bench.core.engine_args == bench.args == EngineArgs(model="echo")
+    bench.add("b")
+    bench.run()
+    assert bench.tokens("b") == expected("b")
+
+
+def test_an_engine_that_comes_back_too_late_after_a_failed_reload_is_not_waited_for_either():
+    bench = stuck_bench()
+    bench.executor.load_s = 0.0
+    bench.executor.refuse_restarts = 1
+    order = bench.order(seed=1)
+    bench.core.step()  # it begins
+    bench.core.step()  # the new engine fails
+    bench.executor.load_s = 150.0
+    assert order.phase == "loading"
+    bench.core.step()
+    bench.now += 100
+    bench.core.step()
+    assert order.phase == "failed"
+    assert order.reason.startswith("the echo engine cannot be loaded; the engine is down and")
+    assert isinstance(bench.error("a"), UnavailableError)
+    bench.now += 50
+    assert bench.connects()
+    assert bench.num_restored == 1
+
+
+def check_nothing_replaced(metrics: Metrics) -> None:
+    assert metrics.counters["charonia_engine_restarts_total", ""] == 0
+    assert metrics.counters["charonia_engine_reloads_total", ""] == 0
+    assert metrics.counters["charonia_engine_failures_total", "load_failed"] == 1
+    assert "charonia_recovery_seconds" not in metrics.drain()
+
+
+def test_a_reload_that_a_bug_ends_is_none_and_the_old_engine_comes_back():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    restart, bench.executor.restart = bench.executor.restart, lambda: {}["a bug"]
+    with pytest.raises(KeyError):
+        bench.reload(seed=1)
+    bench.executor.restart = restart
+    bench.core.abandon(CharoniaError("internal error: KeyError"))
+    assert bench.connects()
+    assert bench.num_restored == 1
+    assert bench.lines[-1].startswith("engine_restored")
+    check_nothing_replaced(bench.core.metrics)
+    bench.add("b")
+    bench.run()
+    assert bench.tokens("b") == expected("b")
+
+
+def test_a_configuration_that_cannot_be_written_leaves_the_engine_alone():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.is_disk_full = True
+    order = bench.reload(seed=1)
+    reason = "the new configuration cannot be written: No space left on device"
+    assert (order.phase, order.reason) == ("failed", reason)
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    assert bench.executor.num_restarts == 0
+    assert not any("engine_reloading" in line for line in bench.lines)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_file_that_cannot_be_put_away_loses_nobody(fails):
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.is_disk_broken = True
+    bench.executor.refuse_restarts = int(fails)
+    order = bench.reload(seed=1)
+    reason = "the old configuration cannot be restored: Input/output error"
+    if fails:
+        assert order.phase == "failed"
+        assert order.reason == f"the echo engine cannot be loaded; {reason}"
+        assert any("engine_reload_failed" in line and reason in line for line in bench.lines)
+    else:
+        assert (order.phase, order.num_live) == ("done", 1)
+        assert bench.lines[-1] == 'engine_reload_unsettled reason="Input/output error"'
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+
+
+def test_what_is_finished_is_delivered_before_the_next_engine_is_loaded():
+    bench = Reloading()
+    bench.add("a", max_tokens=1)
+    bench.core.step()  # its token is there, and not delivered
+    assert not bench.chunks["a"]
+    finished = []
+    restart = bench.executor.restart
+
+    def look_and_restart() -> None:
+        finished.append([chunk.finish_reason for chunk in bench.chunks["a"]])
+        restart()
+
+    bench.executor.restart = look_and_restart
+    order = bench.reload(seed=1)
+    assert (order.phase, order.num_live) == ("done", 0)
+    assert finished == [["length"]]
+
+
+def test_who_was_accepted_while_requests_finish_is_not_refused_for_a_full_queue():
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=8), max_queue_size=2)
+    bench.add("a")
+    bench.run(3)
+    bench.reload(drain=True, seed=1)
+    for key in "bcdef":
+        bench.add(key)
+    bench.executor.max_num_seqs = 1
+    bench.run()
+    for key in "abcdef":
+        assert bench.tokens(key) == expected(key)
+
+
+def test_who_is_held_for_the_next_engine_is_not_failed_with_the_old_one():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    order = bench.reload(drain=True, seed=1)
+    bench.add("b")
+    bench.executor.die_next = 1
+    bench.executor.refuse_restarts = 2
+    bench.run()
+    assert "the engine is down" in str(bench.error("a"))
+    assert order.phase == "done"
+    assert bench.tokens("b") == expected("b")
+
+
+def test_the_gauges_are_right_as_soon_as_nobody_waits_for_an_engine_any_more():
+    bench = Reloading(executor=EchoExecutor(max_num_seqs=2))
+    for key in "abcd":
+        bench.add(key)
+    bench.run(3)
+    bench.executor.unload()
+    bench.core.step()
+    gauges = bench.core.metrics.gauges
+    assert gauges["charonia_requests_waiting", ""] == 4
+    bench.now += UNLOADED_WAIT_S + 1
+    assert not bench.connects()
+    assert gauges["charonia_requests_waiting", ""] == 0
+
+
+def test_an_engine_that_a_reload_brought_back_is_replaced_at_once_when_it_is_lost_again():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    bench.executor.die_next = 1
+    bench.executor.refuse_restarts = 5
+    bench.run(1)
+    for _ in range(4):
+        bench.now += 60
+        assert not bench.connects()
+    assert bench.reload(seed=1).phase == "done"
+    bench.add("b")
+    bench.run(3)
+    bench.executor.die_next = 1
+    bench.core.step()
+    assert bench.connects()
+    bench.run()
+    assert bench.tokens("b") == expected("b")
+
+
+def test_requests_run_out_of_time_also_while_no_try_is_due():
+    bench = Reloading()
+    bench.add("a", deadline_ms=500)
+    bench.run(3)
+    bench.executor.unload()
+    bench.core.step()
+    bench.core._replica._recovery.back_off()
+    bench.now += 0.5
+    assert not bench.connects()
+    assert str(bench.error("a")) == "deadline_ms has passed"
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_after_a_failed_step_there_may_be_another_engine(fits):
+    bench = Reloading(executor=EchoExecutor(num_blocks=64))
+    bench.add("a", max_tokens=60)
+    bench.run(5)
+    bench.executor.fail_next = 1
+    info = bench.executor.info
+
+    def meet_another_engine():
+        bench.executor.info = info
+        if not fits:
+            bench.core._replica._read_args = refuse_args
+        bench.executor.pids = [1]
+        bench.executor.num_blocks = 8
+        bench.executor.max_num_seqs = 1
+        bench.executor._boot()
+        return info()
+
+    def refuse_args() -> EngineArgs:
+        raise ConfigError("model.json is wrong")
+
+    bench.executor.info = meet_another_engine
+    bench.run(2)
+    if fits:
+        bench.run()
+        assert bench.tokens("a") == expected("a", 60)
+        assert bench.core.info.max_num_seqs == 1
+    else:
+        assert "model.json is wrong" in str(bench.error("a"))
+        bench.core._replica._read_args = lambda: bench.args
+        bench.now += 60
+        assert bench.connects()
+        bench.add("b")
+        bench.run()
+        assert bench.tokens("b") == expected("b")
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_after_a_failed_step_the_same_engine_has_the_same_arguments(is_wrong):
+    def refuse_args() -> EngineArgs:
+        raise ConfigError("model.json is wrong")
+
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.args = structs.replace(bench.args, enable_prefix_caching=False)
+    if is_wrong:
+        bench.core._replica._read_args = refuse_args
+    bench.executor.fail_next = 1
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    assert bench.core.engine_args.enable_prefix_caching
+    assert bench.executor.num_restarts == 0
+
+
+@pytest.mark.parametrize("end", ["cancel", "abandon", "close"])
+def test_a_reload_that_waits_can_end_before_it_began(end):
+    bench = Reloading()
+    bench.add("a")
+    bench.run(3)
+    order = bench.reload(drain=True, seed=1)
+    bench.add("b")
+    assert bench.reload(seed=2).reason == "another reload is under way"
+    if end == "cancel":
+        order.is_cancelled = True
+        bench.run()
+        assert bench.tokens("b") == expected("b")
+    elif end == "abandon":
+        bench.core.abandon(CharoniaError("internal error"))
+        assert str(bench.error("b")) == "internal error"
+    else:
+        bench.core.close()
+        assert "shutting down" in str(bench.error("b"))
+    assert order.phase == "failed"
+    assert bench.executor.num_restarts == 0
+
+
+def test_a_smaller_vocabulary_ends_what_no_longer_fits():
+    bench = Reloading()
+    bench.add("a", prompt=[200] * 10)
+    bench.add("b", prompt=[3] * 10, max_tokens=3, seed=1, logit_bias={4: 1.0})
+    bench.run(1)
+    bench.executor.vocab_size = 150
+    bench.reload(seed=1)
+    assert "a vocabulary of 150 tokens; the request has token id" in str(bench.error("a"))
+
+
+def test_a_guess_is_forgotten_with_its_engine():
+    bench = Reloading(speculative_config=FIXED)
+    drafted: list[list[int]] = []
+    submit = bench.executor.submit
+
+    def watched(plan):
+        drafted.extend(row.draft_ids for row in plan.rows if row.draft_ids)
+        return submit(plan)
+
+    bench.executor.submit = watched  # type: ignore[method-assign]
+    guess = echo_run([3] * 10, seed=5, max_tokens=20, vocab_size=256)
+    bench.add("a", prompt=[3] * 10, draft_ids=[*guess[:12], 255])
+    bench.run(1)
+    before = list(drafted)
+    assert before[0] == guess[:3]
+    bench.executor.vocab_size = 255
+    bench.reload(speculative_config=FIXED, seed=1)
+    bench.run()
+    assert drafted == before
+    assert bench.error("a") is None
+
+
+def test_an_unloaded_engine_is_waited_for_and_nobody_is_blamed():
+    bench = Reloading()
+    bench.add("a")
+    bench.add("b", deadline_ms=500)
+    bench.run(5)
+    bench.executor.unload()
+    bench.core.step()
+    assert not bench.core.is_up
+    bench.add("c")
+    bench.now += 1
+    assert not bench.connects()
+    assert str(bench.error("b")) == "deadline_ms has passed"
+    bench.executor.load()
+    bench.now += 1
+    bench.run()
+    for key in "ac":
+        assert bench.tokens(key) == expected(key)
+    counters = bench.core.metrics.counters
+    assert counters["charonia_engine_reloads_total", ""] == 1
+    assert not any(counters["charonia_engine_failures_total", kind] for kind in FAILURES)
+    assert bench.executor.num_restarts == 0
+
+
+def test_an_unloaded_engine_is_not_waited_for_for_ever_but_taken_whenever_it_comes():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.unload()
+    bench.core.step()
+    bench.now += UNLOADED_WAIT_S + 1
+    assert not bench.connects()
+    assert "the engine was unloaded" in str(bench.error("a"))
+    with pytest.raises(UnavailableError, match="the engine was unloaded"):
+        bench.core.check(GenerationRequest(key="b", prompt_ids=[1]))
+    bench.executor.load()
+    bench.now += 1
+    assert bench.connects()
+    bench.add("c")
+    bench.run()
+    assert bench.tokens("c") == expected("c")
+    assert bench.executor.num_restarts == 0
+
+
+def test_an_engine_that_dies_as_soon_as_it_was_loaded_again_is_replaced():
+    bench = Reloading()
+    bench.add("a")
+    bench.run(5)
+    bench.executor.unload()
+    bench.core.step()
+    bench.now += 1
+    assert not bench.connects()
+    bench.executor.load()
+    bench.executor.is_alive = False
+    bench.now += 1
+    assert not bench.connects()
+    assert bench.core.down_reason is None
+    assert bench.connects()
+    bench.run()
+    assert bench.tokens("a") == expected("a")
+    counters = bench.core.metrics.counters
+    assert counters["charonia_engine_failures_total", "died"] == 1
+    assert counters["charonia_engine_restarts_total", ""] == 1
+    assert counters["charonia_engine_reloads_total", ""] == 0
