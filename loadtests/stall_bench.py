@@ -130,32 +130,24 @@ def settings_of(options: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     return {"no target": (), f"target {options.target}": (target,)}
 
 
-def table(cases: Sequence[Case]) -> str:
-    """The cases as Markdown."""
+def table(cases: Sequence[Case], *, with_bar: bool) -> str:
+    """The cases as Markdown; chunks of fixed sizes have no bar."""
     header = ["setting", "alone p50, ms", "p99", "beside p50", "p99", "longest", "ratio of p99"]
-    return markdown_table(
-        [*header, f"bar {BAR:g}", "TTFT of the prompt, s", "tok/s of the streams beside it"],
-        [
-            [
-                case.setting,
-                *(
-                    f"{value:.1f}"
-                    for value in (
-                        case.alone_p50,
-                        case.alone_p99,
-                        case.beside_p50,
-                        case.beside_p99,
-                        case.beside_most,
-                    )
-                ),
-                f"{case.ratio:.2f}",
-                "met" if case.ratio <= BAR else "missed",
-                f"{case.ttft:.2f}",
-                f"{case.beside_rate:.1f}",
-            ]
-            for case in cases
-        ],
-    )
+    header += [f"bar {BAR:g}"] if with_bar else []
+    rows = []
+    for case in cases:
+        times = (
+            case.alone_p50,
+            case.alone_p99,
+            case.beside_p50,
+            case.beside_p99,
+            case.beside_most,
+        )
+        row = [case.setting, *(f"{value:.1f}" for value in times), f"{case.ratio:.2f}"]
+        row += ["met" if case.ratio <= BAR else "missed"] if with_bar else []
+        rows.append([*row, f"{case.ttft:.2f}", f"{case.beside_rate:.1f}"])
+    header += ["TTFT of the prompt, s", "tok/s of the streams beside it"]
+    return markdown_table(header, rows)
 
 
 def main() -> None:
@@ -188,7 +180,7 @@ def main() -> None:
     stem = output_stem(options.output, "chunks" if options.chunks else "stall")
     about = circumstances("stall_bench.py")
     cases = [run(name, values, options) for name, values in settings_of(options).items()]
-    print(table(cases))
+    print(table(cases, with_bar=not options.chunks))
     found = about | {"cases": [asdict(case) | {"ratio": case.ratio} for case in cases]}
     path = stem.with_name(f"{stem.name}.json")
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
