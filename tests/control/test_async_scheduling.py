@@ -5,10 +5,10 @@ from collections import deque
 import pytest
 
 from charonia.control import (
-    NO_RELIEF,
+    NO_SHEDDING,
     AdaptiveDepth,
     FixedDepth,
-    Relief,
+    LoadShedding,
     Request,
     Speculation,
 )
@@ -233,12 +233,12 @@ def test_without_speculation_for_a_while_steps_overlap_and_nothing_is_drafted():
     drafter = EchoDrafter(VOCAB)
     bench = Bench(speculation=Speculation(max_drafts=3, policy=FixedDepth(), drafter=drafter))
     bench.add(request := make_request("a"))
-    bench.scheduler.relief = Relief(speculates=False)
+    bench.scheduler.shedding = LoadShedding(speculates=False)
     bench.plan()
     assert bench.plan() is not None
     bench.apply()
     assert request.drafts.num_rounds == 0
-    bench.scheduler.relief = NO_RELIEF
+    bench.scheduler.shedding = NO_SHEDDING
     bench.run()
     assert request.drafts.num_rounds > 0
     assert bench.tokens["a"] == expected(request)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from charonia.control import NO_RELIEF, FixedDepth, Relief, Speculation
+from charonia.control import NO_SHEDDING, FixedDepth, LoadShedding, Speculation
 from charonia.control.policies import DisplacementByPriority, by_priority, ranked
 from charonia.control.scheduling.prompt_budget import (
     IDLE_FACTOR,
@@ -185,21 +185,21 @@ def test_a_prompt_is_not_cut_for_rows_that_are_there_no_more():
     assert chunks(bench) == [8]
 
 
-def test_a_relief_cuts_prompts_beside_rows_that_decode_and_no_others():
+def test_a_shedding_cuts_prompts_beside_rows_that_decode_and_no_others():
     bench = Bench(max_num_seqs=4, num_blocks=100, max_num_batched_tokens=16)
-    bench.scheduler.relief = Relief(prompt_share=0.25)
+    bench.scheduler.shedding = LoadShedding(prompt_share=0.25)
     bench.add(make_request("a", max_tokens=30))
     assert chunks(bench) == [8]
     bench.add(make_request("b", max_tokens=2))
     assert [chunks(bench) for _ in range(3)] == [[1, 4], [1, 4], [1, 1]]
-    bench.scheduler.relief = NO_RELIEF
+    bench.scheduler.shedding = NO_SHEDDING
     bench.add(make_request("c", max_tokens=2))
     assert chunks(bench) == [1, 8]
 
 
 def test_prompts_that_may_not_be_cut_are_not():
     bench = Bench(max_num_seqs=4, num_blocks=100, enable_chunked_prefill=False)
-    bench.scheduler.relief = Relief(prompt_share=0.01)
+    bench.scheduler.shedding = LoadShedding(prompt_share=0.01)
     bench.add(make_request("a", max_tokens=30))
     bench.step()
     bench.add(make_request("b", max_tokens=2))

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
-from charonia.control import NO_RELIEF, Group, Relief, SchedulerStats
+from charonia.control import NO_SHEDDING, Group, LoadShedding, SchedulerStats
 from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.scheduling.commit import Commit
 from charonia.control.scheduling.epoch import Epoch
@@ -222,7 +222,7 @@ def test_many_differences_are_counted(tmp_path, entries):
             "Applied: ",
         ),
         (
-            Planned(now=0.0, relief=NO_RELIEF, plan=None, raised="KeyError"),
+            Planned(now=0.0, shedding=NO_SHEDDING, plan=None, raised="KeyError"),
             "Planned: raised KeyErr",
         ),
     ],
@@ -265,10 +265,10 @@ def test_a_plan_that_fails_is_written_and_comes_again(tmp_path, entries, monkeyp
     bench.run(2)
     plan = Epoch.plan
 
-    def failing(self, now, relief):
+    def failing(self, now, shedding):
         if self._next_step_id == 5:
             raise KeyError("a defect")
-        return plan(self, now, relief)
+        return plan(self, now, shedding)
 
     monkeypatch.setattr(Epoch, "plan", failing)
     with pytest.raises(KeyError):
@@ -319,7 +319,7 @@ def test_whatever_decides_decides_alike(tmp_path, engine_values, scheduler_value
             scheduler.add(request)
         if random.random() < 0.1:
             scheduler.finish(random.choice(keys))
-        scheduler.relief = Relief(prompt_share=0.5 if now % 50 > 40 else 1.0)
+        scheduler.shedding = LoadShedding(prompt_share=0.5 if now % 50 > 40 else 1.0)
         while len(in_flight) < scheduler.limits.max_steps_in_flight and (
             plan := scheduler.plan(now)
         ):

@@ -24,7 +24,7 @@ from charonia.parallel.table import Get, Put, Table
 from charonia.protocol import (
     EngineReply,
     EngineRequest,
-    Farewell,
+    ShutdownNotice,
     Hello,
     NewRow,
     RowSampling,
@@ -58,7 +58,7 @@ RAW = RawRequest({"input_ids": np.array([1, 2], dtype=np.int32)}, {"top_p": 0.5}
 Decode = Callable[[bytes], object]
 DECODERS: dict[str, tuple[Decode, list[bytes]]] = {
     "requests of the engine": (decode_request, [encode(Hello()), encode(PLAN)]),
-    "replies of the engine": (decode_reply, [encode(Farewell()), encode(StepFailure("x"))]),
+    "replies of the engine": (decode_reply, [encode(ShutdownNotice()), encode(StepFailure("x"))]),
     "messages to the scheduler": (
         relay.decode_message,
         [
@@ -193,6 +193,6 @@ def test_what_these_decode_is_what_they_are_named_for() -> None:
     for decode, valid in DECODERS.values():
         for data in valid:
             decode(data)
-    reply: EngineReply = decode_reply(encode(Farewell()))
+    reply: EngineReply = decode_reply(encode(ShutdownNotice()))
     request: EngineRequest = decode_request(encode(PLAN))
-    assert (reply, request) == (Farewell(), PLAN)
+    assert (reply, request) == (ShutdownNotice(), PLAN)

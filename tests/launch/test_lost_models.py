@@ -12,7 +12,7 @@ import httpx
 import pytest
 from httpx_sse import EventSource
 
-from charonia.launch.supervision.lookout import Lookout
+from charonia.launch.supervision.watchdog import Watchdog
 from charonia.launch.supervision.stranded import StrandedCalls
 from support.e2e import wait_for
 from support.events import events
@@ -81,7 +81,7 @@ def test_a_model_that_nobody_saw_die_is_brought_back(
     supervise: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As when it dies between its loading and the first look.
-    monkeypatch.setattr("charonia.launch.supervision.lookout.Lookout.look", lambda *_: [])
+    monkeypatch.setattr("charonia.launch.supervision.watchdog.Watchdog.look", lambda *_: [])
     supervised = supervise(PROBED)
     supervised.lose_generate()
     assert supervised.lines[0].startswith("process_lost model=generate kind=died")
@@ -191,7 +191,7 @@ def test_a_model_that_an_operator_unloads_or_loads_again_is_no_loss(
     supervise: Callable[..., Target], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged = returns_of(monkeypatch, StrandedCalls, "note")  # of what a loss was found to be
-    adopted = returns_of(monkeypatch, Lookout, "adopt")
+    adopted = returns_of(monkeypatch, Watchdog, "adopt")
     supervised = supervise(dataclasses.replace(UNPROBED, probe_interval_s=600))
     supervised.control("generate", "unload")
     assert wait_for(lambda: judged, bool, ALLOWED_S)

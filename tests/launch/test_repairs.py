@@ -13,8 +13,8 @@ import pytest
 
 from charonia.launch.server.model_control import ModelControl
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.lookout import Lookout, Loss
-from charonia.launch.supervision.patience import SupervisionLimits
+from charonia.launch.supervision.watchdog import Watchdog, Loss
+from charonia.launch.supervision.timeouts import SupervisionLimits
 from charonia.launch.supervision.repairs import Repairs
 from charonia.launch.supervision.stranded import StrandedCalls
 from support.e2e import wait_for
@@ -94,10 +94,10 @@ class Scene:
         self.lines: list[str] = []
         self.changed: list[str] = []
         server = cast(TritonServer, table)
-        self.lookout = Lookout(server, leave=("engine",), stopped_s=2.0)
+        self.watchdog = Watchdog(server, leave=("engine",), stopped_s=2.0)
         self.repairs = Repairs(
             cast(ModelControl, table),
-            self.lookout,
+            self.watchdog,
             StrandedCalls("http://127.0.0.1:1/metrics", LIMITS.stranded_s, self.lines.append),
             scheduler="scheduler",
             limits=LIMITS,
@@ -136,12 +136,12 @@ def scene(tmp_path: Path, start: Callable[[], StandIn]) -> Iterator[Scene]:
     (tmp_path / "pair" / "1").mkdir(parents=True)
     (tmp_path / "pair" / "1" / "model.py").touch()
     scene = Scene(Table(tmp_path, [start(), start()]))
-    with contextlib.closing(scene.lookout):
+    with contextlib.closing(scene.watchdog):
         yield scene
 
 
 def lost(scene: Scene, now: float = 0.0) -> list[Any]:
-    return [loss.pid for loss in scene.lookout.look(now)]
+    return [loss.pid for loss in scene.watchdog.look(now)]
 
 
 def test_processes_on_their_way_out_are_no_loss_when_they_have_gone(
@@ -152,17 +152,17 @@ def test_processes_on_their_way_out_are_no_loss_when_they_have_gone(
     scene.table.members = [second, third, fourth]
     first.end()
     assert lost(scene) == [first.process.pid]
-    assert scene.lookout.has_successors("pair")
+    assert scene.watchdog.has_successors("pair")
     scene.repairs.adopt("pair", 0.0)
     scene.table.members = [third, fourth]
     second.end()
     assert lost(scene) == [second.process.pid]
-    assert scene.lookout.has_successors("pair"), "two were needed, and two are there"
+    assert scene.watchdog.has_successors("pair"), "two were needed, and two are there"
     scene.repairs.adopt("pair", 0.0)
     assert lost(scene) == []
     assert scene.changed == ["pair", "pair"]
     third.end()
-    assert not scene.lookout.has_successors("pair")
+    assert not scene.watchdog.has_successors("pair")
 
 
 def test_the_lost_process_alone_is_killed_and_what_was_replaced_counts_no_more(
@@ -177,12 +177,12 @@ def test_the_lost_process_alone_is_killed_and_what_was_replaced_counts_no_more(
     scene.table.members = [second, third]
     fourth.end()
     assert lost(scene) == [fourth.process.pid]
-    assert not scene.lookout.has_successors("pair"), "the second is not one of them any more"
-    assert scene.lookout.lingering(LIMITS.drain_s, LIMITS.drain_s) == []
+    assert not scene.watchdog.has_successors("pair"), "the second is not one of them any more"
+    assert scene.watchdog.lingering(LIMITS.drain_s, LIMITS.drain_s) == []
     second.note_calls(1)
-    assert scene.lookout.lingering(LIMITS.drain_s + 1, LIMITS.drain_s) == []
+    assert scene.watchdog.lingering(LIMITS.drain_s + 1, LIMITS.drain_s) == []
     second.note_calls(0)
-    assert scene.lookout.lingering(LIMITS.drain_s + 1, LIMITS.drain_s) == [second.process]
+    assert scene.watchdog.lingering(LIMITS.drain_s + 1, LIMITS.drain_s) == [second.process]
 
 
 def test_calls_that_came_until_a_process_was_killed_are_stranded(

@@ -25,7 +25,7 @@ def serve(tmp_path: Path, begin: Begin, way: Way, log: Callable[[str], None] = p
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_server_that_closes_says_farewell_at_once_and_answers_what_has_come(
+def test_a_server_that_closes_gives_notice_at_once_and_answers_what_has_come(
     tmp_path: Path, way: Way
 ) -> None:
     is_asked, may_answer = threading.Event(), threading.Event()

@@ -10,7 +10,7 @@ import pytest
 from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.conventions.schema import GenerateCall, OutputOptions
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import Outputs, RawRequest, refuse_all
 from support.calls import parse
@@ -49,7 +49,7 @@ def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_respons
     sessions = Sessions(
         None,  # type: ignore[arg-type]
         2,
-        Ledger(9, 9),
+        Quota(9, 9),
         cancel=lambda key: None,
         cancel_samples=lambda key, indexes: None,
         log=lambda line: None,

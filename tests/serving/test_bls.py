@@ -18,7 +18,7 @@ from charonia.errors import (
     StepFailedError,
 )
 from charonia.protocol import (
-    Farewell,
+    ShutdownNotice,
     Hello,
     StepFailure,
     StepPlan,
@@ -79,13 +79,13 @@ def test_a_message_has_no_traceback_and_no_path(message: str, cleaned: str) -> N
 @pytest.mark.parametrize(
     ("messages", "is_unloaded"),
     [
-        ([Farewell()], True),
-        ([StepResult(epoch=1, step_id=0, rows=[], seconds=0.1), Farewell()], True),
+        ([ShutdownNotice()], True),
+        ([StepResult(epoch=1, step_id=0, rows=[], seconds=0.1), ShutdownNotice()], True),
         ([StepFailure("x")], False),
         ([], False),
     ],
 )
-def test_an_engine_that_takes_nothing_any_more_may_have_said_farewell(
+def test_an_engine_that_takes_nothing_any_more_may_have_given_notice(
     messages: list[Any], is_unloaded: bool
 ) -> None:
     near, far = socket.socketpair()
@@ -197,7 +197,7 @@ def test_an_engine_that_goes_amid_a_plan_is_lost_or_unloaded_as_it_says(
 ) -> None:
     pending = executor.submit(LONG_PLAN)
     connection = next(iter(engine.server._served))
-    connection.send(encode(Farewell()))
+    connection.send(encode(ShutdownNotice()))
     connection.hang_up()
     with pytest.raises(EngineUnloadedError):
         pending.result(WAIT_S)
@@ -251,7 +251,7 @@ def test_an_idle_scheduler_does_not_ask_triton_at_once_when_its_engine_goes(
     """Triton may be finalizing both of them, and answers no question of a model that it ends."""
     triton.says = "Model 'engine' is not ready"
     connection = next(iter(engine.server._served))
-    connection.send(encode(Farewell()))
+    connection.send(encode(ShutdownNotice()))
     engine.reads.set()
     engine.server.close()
     with pytest.raises(EngineUnloadedError):

@@ -18,7 +18,7 @@ from charonia.errors import (
 )
 from charonia.serving.hosts.front import LOST, FrontHost
 from charonia.serving.messages.relay import Message, RelayedOutlet, RelayedRequest, post
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tensors import Outputs, RawRequest
 from charonia.sockets.connection import Connection
 from support.fronts import answer_to, new_front, text_request
@@ -38,8 +38,8 @@ def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
 
 @pytest.fixture
 def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[FrontHost]:
-    ledger = Ledger(MAX_WAITING, 2**27)
-    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=False)
+    quota = Quota(MAX_WAITING, 2**27)
+    host = new_front(pb_utils, tmp_path, quota, is_decoupled=False)
     yield host
     host.finalize()
 
@@ -165,20 +165,20 @@ def test_what_is_over_the_bounds_is_refused_and_what_was_answered_makes_room(
 def test_a_request_counts_until_it_is_answered(
     scheduler: SchedulerEnd, pb_utils: PbUtils, tmp_path: Path
 ) -> None:
-    ledger = Ledger(MAX_WAITING, 2**27)
-    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=False)
+    quota = Quota(MAX_WAITING, 2**27)
+    host = new_front(pb_utils, tmp_path, quota, is_decoupled=False)
     counts: SimpleQueue[int] = SimpleQueue()
     requests = [text_request() for _ in range(3)]
     for request in requests:
-        request.sender.send = lambda response, flags=0: counts.put(ledger.held[0])
+        request.sender.send = lambda response, flags=0: counts.put(quota.held[0])
     host.execute(requests)
     outlets = [scheduler.next()[2] for _ in requests]
     outlets[0].send({"text_output": ["y"]}, is_final=True)
     assert counts.get(timeout=WAIT_S) == 3
-    eventually(lambda: ledger.held[0] == 2)
+    eventually(lambda: quota.held[0] == 2)
     scheduler.relay.close()
     assert [counts.get(timeout=WAIT_S) for _ in requests[1:]] == [2, 1]
-    eventually(lambda: ledger.held == (0, 0))
+    eventually(lambda: quota.held == (0, 0))
     host.finalize()
 
 
@@ -256,8 +256,8 @@ def test_a_front_whose_requests_hold_up_the_servers_end_tells_the_scheduler(
 def test_a_decoupled_front_passes_streams_on_and_says_so(
     pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path
 ) -> None:
-    ledger = Ledger(MAX_WAITING, 2**27)
-    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=True)
+    quota = Quota(MAX_WAITING, 2**27)
+    host = new_front(pb_utils, tmp_path, quota, is_decoupled=True)
     request = request_of(text_input=np.array([b"x"], dtype=object), stream=np.array([True]))
     host.execute([request])
     key, _, outlet = scheduler.next()
@@ -268,7 +268,7 @@ def test_a_decoupled_front_passes_streams_on_and_says_so(
         assert response.output_tensors()[0].as_numpy().item().decode() == f"text {number}"
     outlet.fail(QueueFullError("full"))
     assert answer_to(request) == ("full [charonia:queue_full]", "UNAVAILABLE")
-    eventually(lambda: ledger.held == (0, 0))
+    eventually(lambda: quota.held == (0, 0))
     host.finalize()
 
 
@@ -307,15 +307,15 @@ class Half:
 
 
 @pytest.fixture
-def ledger() -> Ledger:
-    return Ledger(MAX_WAITING, 2**27)
+def quota() -> Quota:
+    return Quota(MAX_WAITING, 2**27)
 
 
 @pytest.fixture
 def pair_host(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, ledger: Ledger
+    pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, quota: Quota
 ) -> Iterator[FrontHost]:
-    host = new_front(pb_utils, tmp_path, ledger, is_decoupled=True, convention=Pair())
+    host = new_front(pb_utils, tmp_path, quota, is_decoupled=True, convention=Pair())
     yield host
     host.finalize()
 
@@ -331,7 +331,7 @@ def sent_to(request: Request, num: int) -> list[str]:
 
 
 def test_the_parts_of_a_request_are_answered_to_one_client_which_ends_with_the_last(
-    scheduler: SchedulerEnd, pair_host: FrontHost, ledger: Ledger
+    scheduler: SchedulerEnd, pair_host: FrontHost, quota: Quota
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -343,11 +343,11 @@ def test_the_parts_of_a_request_are_answered_to_one_client_which_ends_with_the_l
     first.send({"text_output": ["b"]}, is_final=True)
     assert sent_to(request, 4) == ["1: a", "0: a", "0: a", "0: b"]
     assert not request.sender.ended.is_set()
-    assert ledger.held[0] == 1
+    assert quota.held[0] == 1
     second.send({"text_output": ["c"]}, is_final=True)
     assert sent_to(request, 1) == ["1: c"]
     assert request.sender.ended.wait(WAIT_S)
-    eventually(lambda: ledger.held == (0, 0))
+    eventually(lambda: quota.held == (0, 0))
 
 
 def test_an_error_of_one_part_leaves_the_others(
@@ -365,7 +365,7 @@ def test_an_error_of_one_part_leaves_the_others(
 
 
 def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
-    scheduler: SchedulerEnd, pair_host: FrontHost, ledger: Ledger
+    scheduler: SchedulerEnd, pair_host: FrontHost, quota: Quota
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -377,11 +377,11 @@ def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
         outlet.fail(RequestCancelledError("the request was cancelled"))
     assert request.sender.ended.wait(WAIT_S)
     assert request.sender.sent.empty()
-    eventually(lambda: ledger.held == (0, 0))
+    eventually(lambda: quota.held == (0, 0))
 
 
 def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
-    scheduler: SchedulerEnd, pair_host: FrontHost, ledger: Ledger
+    scheduler: SchedulerEnd, pair_host: FrontHost, quota: Quota
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -394,13 +394,13 @@ def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
     assert request.sender.ended.wait(WAIT_S)
     (said,) = sent_to(request, 1)
     assert "internal error" in said
-    eventually(lambda: ledger.held == (0, 0))
+    eventually(lambda: quota.held == (0, 0))
 
 
 def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_others_cancelled(
     scheduler: SchedulerEnd,
     pair_host: FrontHost,
-    ledger: Ledger,
+    quota: Quota,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_posted = 0
@@ -423,7 +423,7 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
     assert request.sender.ended.wait(WAIT_S)
     key, _, outlet = scheduler.next()
     assert scheduler.cancelled.get(timeout=WAIT_S) == key
-    assert ledger.held == (0, 0)
+    assert quota.held == (0, 0)
     outlet.send({"text_output": ["late"]}, is_final=True)
     again = text_request()
     pair_host.execute([again])
@@ -433,7 +433,7 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
 
 
 def test_the_end_of_a_front_answers_a_request_of_many_parts_once(
-    scheduler: SchedulerEnd, pair_host: FrontHost, ledger: Ledger
+    scheduler: SchedulerEnd, pair_host: FrontHost, quota: Quota
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -441,4 +441,4 @@ def test_the_end_of_a_front_answers_a_request_of_many_parts_once(
     pair_host.finalize()
     assert sent_to(request, 1) == ["the server is shutting down [charonia:shutting_down]"]
     assert request.sender.ended.wait(WAIT_S)
-    assert ledger.held == (0, 0)
+    assert quota.held == (0, 0)

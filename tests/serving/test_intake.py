@@ -26,7 +26,7 @@ from charonia.errors import (
 from charonia.protocol import EngineInfo
 from charonia.serving.requests.cancellations import MAX_NAMES, Cancellations
 from charonia.serving.requests.intake import Intake
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import RawRequest
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Tokenizing
@@ -81,16 +81,16 @@ class Bench:
             log=lambda line: None,
         )
         self.log: list[str] = []
-        self.ledger = Ledger(8, 10**6)
+        self.quota = Quota(8, 10**6)
         self.sessions = Sessions(
             self.tokenizer,
             2,
-            self.ledger,
+            self.quota,
             cancel=lambda key: self.intake.cancel(key),
             cancel_samples=self.service.cancel_samples,
             log=self.log.append,
         )
-        self.tokenizing = Tokenizing(1, Ledger(2, 10**6), log=self.log.append)
+        self.tokenizing = Tokenizing(1, Quota(2, 10**6), log=self.log.append)
         self.intake = Intake(
             self.service,
             self.sessions,
@@ -138,7 +138,7 @@ def bench(new_outlet: Callable[[], Any]) -> Iterator[Bench]:
     made = Bench(new_outlet)
     yield made
     made.close()
-    assert made.ledger.held == (0, 0)
+    assert made.quota.held == (0, 0)
 
 
 def error_of(outlet: Any) -> Exception:

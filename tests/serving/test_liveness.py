@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
-from charonia.protocol import Farewell, StepFailure, encode
+from charonia.protocol import ShutdownNotice, StepFailure, encode
 from charonia.serving.lifecycle import liveness
 from charonia.serving.lifecycle.liveness import EngineWatch, process_state, start_time
 from charonia.sockets.channel import Channel
@@ -72,7 +72,7 @@ def test_an_engine_that_answers_lives(pair: tuple[EngineWatch, Channel]) -> None
 def kinds() -> list[tuple[Callable[[Channel], None], type[EngineDiedError], str]]:
     return [
         (Channel.close, EngineDiedError, "hung up"),
-        (lambda engine: engine.send(encode(Farewell())), EngineUnloadedError, "unloaded"),
+        (lambda engine: engine.send(encode(ShutdownNotice())), EngineUnloadedError, "unloaded"),
         (lambda engine: engine.send(b"\xc1"), EngineDiedError, "cannot be read"),
     ]
 

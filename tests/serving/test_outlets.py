@@ -58,7 +58,7 @@ def test_nothing_follows_the_last_response(outlet: TritonOutlet, sender: Sender)
     ]
 
 
-def test_an_idle_poller_wakes_up_for_a_client_and_for_a_farewell(
+def test_an_idle_poller_wakes_up_for_a_client_and_for_a_late_end(
     outlet: TritonOutlet, sender: Sender
 ) -> None:
     cancelled: list[str] = []
@@ -137,9 +137,9 @@ def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(
 ) -> None:
     cancelled: list[str] = []
     poller = CancellationPoller(cancelled.append, log=print)
-    poller.FAREWELL_S = 3600.0
+    poller.LATE_END_S = 3600.0
     poller.end_later(partial(outlet.fail, RequestCancelledError("the request was cancelled")))
     assert not sender.sent
-    poller.FAREWELL_S = CancellationPoller.FAREWELL_S
+    poller.LATE_END_S = CancellationPoller.LATE_END_S
     poller.close()
     assert [flags for _, flags in sender.sent] == [1]

@@ -21,7 +21,7 @@ from charonia.errors import (
 )
 from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests import sessions
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.sessions import (
     LOST_RESPONSE_S,
     MAX_UNDER_WAY,
@@ -53,11 +53,11 @@ class Harness:
         self.cancelled: list[str] = []
         self.cancelled_samples: list[tuple[str, Collection[int]]] = []
         self.log: list[str] = []
-        self.ledger = Ledger(100, 1000)
+        self.quota = Quota(100, 1000)
         self.sessions = Sessions(
             Tokenizer(make_tokenizer()),
             num_threads,
-            self.ledger,
+            self.quota,
             cancel=self.cancelled.append,
             cancel_samples=lambda key, indexes: self.cancelled_samples.append((key, indexes)),
             log=self.log.append,
@@ -334,7 +334,7 @@ def test_an_error_does_not_wait_for_ever_for_reports(
     eventually(lambda: outlet.sent)
     sink(Chunk("k", error=RequestCancelledError("the request was cancelled")))
     eventually(lambda: outlet.failures)
-    assert harness.ledger.held == (0, 0)
+    assert harness.quota.held == (0, 0)
 
 
 def test_each_response_of_a_named_request_has_its_number(harness: Harness, new_outlet: Any) -> None:
@@ -356,7 +356,7 @@ def test_what_requests_hold_is_bounded_and_given_back(harness: Harness, new_outl
     harness.sessions.drop("b")
     harness.sessions.drop("b")
     sink(chunk(0, is_last=True))
-    eventually(lambda: harness.ledger.held == (0, 0))
+    eventually(lambda: harness.quota.held == (0, 0))
 
 
 def test_a_flood_of_cancellations_is_one(harness: Harness, new_outlet: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from charonia.serving.hosts.tokenizer import TokenizerHost
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS
 from support.checkpoints import make_tokenizer
 from support.pb_utils import PbUtils, Sender, request_of
@@ -25,9 +25,9 @@ class Bench:
     def __init__(self, pb_utils: PbUtils, directory: Path) -> None:
         self._model_file = directory / "model.json"
         make_tokenizer().save(str(directory / "tokenizer.json"))
-        self.ledger = Ledger(8, 10**6)
+        self.quota = Quota(8, 10**6)
         self.configure(8)
-        self.host = TokenizerHost(pb_utils, self._model_file, self.ledger, log=print)
+        self.host = TokenizerHost(pb_utils, self._model_file, self.quota, log=print)
 
     def configure(self, max_model_len: int) -> None:
         """As an engine is loaded that takes so many tokens."""
@@ -71,7 +71,7 @@ def bench(pb_utils: PbUtils, tmp_path: Path) -> Iterator[Bench]:
     made = Bench(pb_utils, tmp_path)
     yield made
     made.host.finalize()
-    assert made.ledger.held == (0, 0)
+    assert made.quota.held == (0, 0)
 
 
 @pytest.mark.parametrize("num", [10, MANY])

@@ -7,7 +7,7 @@ import numpy as np
 
 from charonia.serving.conventions.convention import Convention, PlainConvention
 from charonia.serving.hosts.front import FrontHost
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from support.pb_utils import Request, request_of
 from support.waiting import WAIT_S
 
@@ -15,7 +15,7 @@ from support.waiting import WAIT_S
 def new_front(
     pb_utils: Any,
     repository: Path,
-    ledger: Ledger,
+    quota: Quota,
     *,
     is_decoupled: bool,
     convention: Convention | None = None,
@@ -24,7 +24,7 @@ def new_front(
         pb_utils,
         "scheduler",
         repository,
-        ledger,
+        quota,
         convention or PlainConvention(is_decoupled=is_decoupled),
         is_decoupled=is_decoupled,
         log=lambda line: None,

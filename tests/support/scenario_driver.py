@@ -224,8 +224,8 @@ class Driver:
         return token_ids[len(arrival.prompt_ids) :]
 
     def _step(self) -> None:
-        reliefs = self.scenario.reliefs
-        self.scheduler.relief = reliefs[self.now % len(reliefs)]
+        sheddings = self.scenario.sheddings
+        self.scheduler.shedding = sheddings[self.now % len(sheddings)]
         self.executor.fail_next = int(self.now in self.scenario.failures)
         self.executor.die_next = int(self.now in self.scenario.deaths)
         self._set_room(self.now)

@@ -9,7 +9,7 @@ from functools import partial
 
 from hypothesis import strategies as st
 
-from charonia.control import NO_RELIEF, Policy, Relief
+from charonia.control import NO_SHEDDING, Policy, LoadShedding
 from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.policies import (
     Deadlines,
@@ -63,7 +63,7 @@ class Scenario:
     Attributes:
         is_early: which steps the engine executes at once, see `EchoExecutor`.
         prompt_tokens: of prompts in a step beside rows that decode; None is all that fit.
-        reliefs: what steps do without, in turns.
+        sheddings: what steps do without, in turns.
         expects: how long answers are taken to be, see `PeakMemory`; None is without it.
         max_rows: how far a choice of rows and tokens goes that changes all the time; None is none.
         patience: for how many steps requests wait for others' prefixes; None is not at all.
@@ -91,7 +91,7 @@ class Scenario:
     is_early: tuple[bool, ...] = (False,)
     policy: str = "fcfs"
     prompt_tokens: int | None = None
-    reliefs: tuple[Relief, ...] = (NO_RELIEF,)
+    sheddings: tuple[LoadShedding, ...] = (NO_SHEDDING,)
     expects: bool | None = None
     max_rows: int | None = None
     eviction: str = "lru"
@@ -222,8 +222,8 @@ scenarios = st.builds(
     is_early=st.lists(st.booleans(), min_size=1, max_size=5).map(tuple),
     policy=st.sampled_from(list(POLICIES)),
     prompt_tokens=st.sampled_from([None, None, 1, 4]),
-    reliefs=st.lists(
-        st.sampled_from([NO_RELIEF, Relief(speculates=False), Relief(prompt_share=0.25)]),
+    sheddings=st.lists(
+        st.sampled_from([NO_SHEDDING, LoadShedding(speculates=False), LoadShedding(prompt_share=0.25)]),
         min_size=1,
         max_size=4,
     ).map(tuple),

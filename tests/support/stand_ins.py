@@ -14,7 +14,7 @@ import httpx
 
 from charonia.launch.background import in_background
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.patience import SupervisionLimits
+from charonia.launch.supervision.timeouts import SupervisionLimits
 from support.e2e import wait_for
 from support.events import events
 from support.supervised import ALLOWED_S, Supervised

@@ -8,7 +8,7 @@ import threading
 
 from charonia.launch.errors import LaunchError
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.patience import SupervisionLimits
+from charonia.launch.supervision.timeouts import SupervisionLimits
 from charonia.launch.supervision.supervisor import Supervisor
 from support.e2e import wait_for
 from support.events import events

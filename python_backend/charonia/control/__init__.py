@@ -16,14 +16,14 @@ from charonia.control.policies import Late, Policy
 from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.prompt_budget import PromptBudget
-from charonia.control.scheduling.relief import NO_RELIEF, Relief
+from charonia.control.scheduling.load_shedding import NO_SHEDDING, LoadShedding
 from charonia.control.scheduling.request import Group, Request, Update
 from charonia.control.scheduling.scheduler import Scheduler
 from charonia.control.scheduling.stats import DraftCounts, SchedulerStats
 from charonia.control.scheduling.step_size import StepSize
 
 __all__ = [
-    "NO_RELIEF",
+    "NO_SHEDDING",
     "AdaptiveDepth",
     "CacheEvents",
     "CostCurve",
@@ -38,7 +38,7 @@ __all__ = [
     "Policy",
     "PrefixSharing",
     "PromptBudget",
-    "Relief",
+    "LoadShedding",
     "Request",
     "Scheduler",
     "SchedulerStats",

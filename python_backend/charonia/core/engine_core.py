@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import Limits, Relief, Update
+from charonia.control import Limits, LoadShedding, Update
 from charonia.core.admission import GenerationRequest, admit, check, seeds_of
 from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.deadlines import Deadlines
@@ -243,9 +243,9 @@ class EngineCore:
         if self._streams.knows(key):
             self._end(key, error)
 
-    def relieve(self, relief: Relief) -> None:
+    def shed(self, shedding: LoadShedding) -> None:
         """Have steps do without something from now on."""
-        self._replica.relieve(relief)
+        self._replica.shed(shedding)
 
     def reload(self, reload: Reload) -> None:
         """Go on with the engine that `reload` configures: soon, or when all live is over."""

@@ -20,7 +20,7 @@ from charonia.core.answers import AnswerCache, PromptIndex, SimilarPrompts
 from charonia.core.engine_core import EngineCore
 from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.gate import Gate
-from charonia.core.gate.ladder import Ladder
+from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.tenants import Tenants
 from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import Chunk, OutputStream
@@ -139,7 +139,7 @@ class EngineService:
             log=log,
             similar=self._similar,
         )
-        self._ladder = Ladder(scheduler_args, self._tenants, self._core.metrics, log=log)
+        self._degradation = Degradation(scheduler_args, self._tenants, self._core.metrics, log=log)
         self._looked_at = 0.0
         self._log = log
         self._sinks: dict[str, Sink] = {}  # of the requests that were accepted and have had no end
@@ -227,7 +227,7 @@ class EngineService:
         Raises:
             InvalidRequestError, QueueFullError, UnavailableError: as `submit`.
         """
-        self._ladder.check(params)
+        self._degradation.check(params)
         self._gate.check(params.tenant, num_coming)
 
     def count_rejection(self, error: CharoniaError, params: SamplingParams | None = None) -> None:
@@ -325,11 +325,11 @@ class EngineService:
         if request.key in self._sinks:
             raise InvalidRequestError("there is a live request with this key")
         if not request.is_probe:
-            self._ladder.check(request.params)
+            self._degradation.check(request.params)
         self._gate.follow(self._core.engine_args)
         num_queued = len(self._sinks) - self._core.limits.max_num_seqs
         leaver = self._gate.enter(request, arrived_at, num_queued=num_queued)
-        request = self._ladder.capped(request)
+        request = self._degradation.capped(request)
         self._sinks[request.key] = sink
         if leaver is not None:
             self._inbox.append(partial(self._give_way, *leaver))
@@ -394,8 +394,8 @@ class EngineService:
     def _look(self, now: float) -> None:
         """See how long requests wait, and who has how many."""
         self._looked_at = now
-        if self._ladder.observe(self._gate.wait_s(), now):
-            self._core.relieve(self._ladder.relief)
+        if self._degradation.observe(self._gate.wait_s(), now):
+            self._core.shed(self._degradation.shedding)
         gauges = self.metrics.gauges
         for label, (num_waiting, num_running) in self._gate.num_of_tenants().items():
             if ("charonia_tenant_requests_waiting", label) not in gauges:

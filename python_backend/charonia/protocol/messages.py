@@ -210,7 +210,7 @@ class StepFailure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class Farewell(msgspec.Struct, frozen=True, tag=True):
+class ShutdownNotice(msgspec.Struct, frozen=True, tag=True):
     """The engine is being unloaded; nothing follows. Said unasked, or instead of an answer."""
 
 
@@ -325,7 +325,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 EngineRequest = Hello | StepPlan
-EngineReply = EngineInfo | StepResult | StepFailure | Farewell
+EngineReply = EngineInfo | StepResult | StepFailure | ShutdownNotice
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(EngineRequest)

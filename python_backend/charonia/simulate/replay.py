@@ -167,7 +167,7 @@ class Replay:
         plan, late = None, list[Late]()
         try:
             if isinstance(entry, Planned):
-                scheduler.relief = entry.relief
+                scheduler.shedding = entry.shedding
                 plan = scheduler.plan(entry.now)
                 late = scheduler.take_late()
             else:
@@ -181,7 +181,7 @@ class Replay:
             ]
         if not isinstance(entry, Planned):
             return [gave] if gave and not raised else []
-        now = planned(plan, late, now=entry.now, relief=entry.relief)
+        now = planned(plan, late, now=entry.now, shedding=entry.shedding)
         now = msgspec.structs.replace(now, raised=raised)
         if msgspec.msgpack.encode(now) == msgspec.msgpack.encode(entry):
             self._note_plan(entry)

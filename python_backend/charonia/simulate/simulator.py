@@ -20,7 +20,7 @@ from charonia.control import Request, Update
 from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import RESULT_WAIT_S, EngineCore
 from charonia.core.gate.gate import Gate
-from charonia.core.gate.ladder import Ladder
+from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.tenants import Tenants
 from charonia.core.output.outputs import Chunk, SampleStream
 from charonia.core.service import LOOK_EVERY_S
@@ -220,8 +220,8 @@ class Simulation:
         if self._core.down_reason is not None:
             raise ConfigError(self._core.down_reason)
         self._metrics = self._core.metrics
-        self._ladder = Ladder(args, tenants, self._metrics, log=log)
-        self._has_ladder = args.degradation_wait_s is not None
+        self._degradation = Degradation(args, tenants, self._metrics, log=log)
+        self._has_degradation = args.degradation_wait_s is not None
         self._num_blocks = info.num_blocks
         self._inter_token: dict[tuple[str, int], Distribution] = {}
         self._service = ServiceDifference(tenants.weight_of)
@@ -238,7 +238,7 @@ class Simulation:
         self._on_end = on_end
         core, clock = self._core, self._clock
         while self._next is not None or self._live:
-            if self._has_ladder and clock.now - self._looked_at >= LOOK_EVERY_S:
+            if self._has_degradation and clock.now - self._looked_at >= LOOK_EVERY_S:
                 self._look()
             num_ended = self._engine.num_ended
             self._by_steps.end(num_ended)
@@ -256,7 +256,7 @@ class Simulation:
 
     def _idle_until(self, when: float) -> None:
         """Nothing is there to do; what was given up under pressure comes back meanwhile."""
-        while self._ladder.level and self._clock.now + LOOK_EVERY_S < when:
+        while self._degradation.level and self._clock.now + LOOK_EVERY_S < when:
             self._clock.now += LOOK_EVERY_S
             self._look()
         self._clock.advance_to(when)
@@ -264,8 +264,8 @@ class Simulation:
     def _look(self) -> None:
         """See how long requests wait, and give something up, or no longer, because of that."""
         self._looked_at = self._clock.now
-        if self._ladder.observe(self._gate.wait_s(), self._looked_at):
-            self._core.relieve(self._ladder.relief)
+        if self._degradation.observe(self._gate.wait_s(), self._looked_at):
+            self._core.shed(self._degradation.shedding)
 
     # ------------------------------------------------------------------ requests come
 
@@ -304,14 +304,14 @@ class Simulation:
     def _let_in(self, wanted: GenerationRequest, at: float) -> None:
         limits, key = self._core.limits, wanted.key
         limits.check_prompt(len(wanted.prompt_ids))
-        self._ladder.check(wanted.params)
+        self._degradation.check(wanted.params)
         num_queued = len(self._live) - limits.max_num_seqs
         leaver = self._gate.enter(wanted, at, num_queued=num_queued)
         if leaver is not None:
             self._core.end(*leaver)
         served = self._live[key] = self._served[int(key)]
         self._note_with_next_step(self._service.note_arrival, served.request.tenant)
-        self._core.add(self._ladder.capped(wanted), at)
+        self._core.add(self._degradation.capped(wanted), at)
 
     # ------------------------------------------------------------------ and go
 

@@ -20,7 +20,7 @@ from charonia.sockets.connection import Connection
 
 MAX_CONNECTIONS = 64
 _TRY_AGAIN_S = 0.1
-_FAREWELL_TIMEOUT_S = 1.0
+_NOTICE_TIMEOUT_S = 1.0
 _LISTENER_TIMEOUT_S = 5.0
 
 
@@ -70,11 +70,11 @@ class Server:
             self._thread.join(_LISTENER_TIMEOUT_S)
         self._listener.close()
 
-    def close(self, farewell: bytes | None = None, timeout: float = 5.0) -> None:
+    def close(self, notice: bytes | None = None, timeout: float = 5.0) -> None:
         """Stop listening, take no more messages, and hang up when those that came are answered.
 
         Args:
-            farewell: sent to everybody at once, whatever is still to be answered: that may take
+            notice: sent to everybody at once, whatever is still to be answered: that may take
                 longer than this process has.
             timeout: seconds that each may take to come to its end.
         """
@@ -84,9 +84,9 @@ class Server:
         for connection in strangers:
             connection.hang_up()
         for connection in served:
-            if farewell is not None:
+            if notice is not None:
                 with contextlib.suppress(OSError):
-                    connection.send(farewell, _FAREWELL_TIMEOUT_S)
+                    connection.send(notice, _NOTICE_TIMEOUT_S)
             connection.channel.stop_receiving()
         for thread in (served | strangers).values():
             thread.join(timeout)

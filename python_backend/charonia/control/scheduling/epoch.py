@@ -46,7 +46,7 @@ from charonia.control.scheduling.fitting import Fitting
 from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.live_requests import LiveRequests
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
-from charonia.control.scheduling.relief import Relief
+from charonia.control.scheduling.load_shedding import LoadShedding
 from charonia.control.scheduling.request import Request, Update
 from charonia.control.scheduling.row_planner import RowPlanner
 from charonia.control.scheduling.rows import Rows
@@ -136,7 +136,7 @@ class Epoch:
         """Tokens of a waiting request that need not be computed, if nothing is evicted before."""
         return self._lookups.num_found(request) * self.limits.block_size
 
-    def may_plan_ahead(self, relief: Relief) -> bool:
+    def may_plan_ahead(self, shedding: LoadShedding) -> bool:
         """Whether a step may be planned for rows of which tokens are in flight.
 
         A suspect runs alone, or its guilt would not be known.
@@ -146,7 +146,7 @@ class Epoch:
         last = self._in_flight[-1]
         if self._is_short or last.drafts or self._suspects.first is not None:
             return False
-        if self._speculation is None or not relief.speculates:
+        if self._speculation is None or not shedding.speculates:
             return True
         return self._speculation.rests_after(last)
 
@@ -157,18 +157,18 @@ class Epoch:
 
     # ------------------------------------------------------------------ plan
 
-    def plan(self, now: float, relief: Relief) -> StepPlan | None:
+    def plan(self, now: float, shedding: LoadShedding) -> StepPlan | None:
         """Choose what the next step computes; None when nothing is to be done before an apply()."""
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "too many steps in flight"
         is_ahead = self.limits.overlaps and bool(self._in_flight)
-        if is_ahead and not self.may_plan_ahead(relief):
+        if is_ahead and not self.may_plan_ahead(shedding):
             return None
-        speculation = self._speculation if relief.speculates else None
+        speculation = self._speculation if shedding.speculates else None
         self._lookups.reserve(len(self._policy.waiting))
         suspect = self._suspects.first
         if suspect is not None:
             self._isolate(suspect)
-        step = self._begin(now, relief)
+        step = self._begin(now, shedding)
         self.transfers.set_aside(step)
         self._plan_rows(step, suspect, None if is_ahead else speculation)
         self._is_short, self._started = step.is_short, step.started
@@ -193,10 +193,10 @@ class Epoch:
             if request is not suspect:
                 self._live.preempt(request)
 
-    def _begin(self, now: float, relief: Relief) -> Step:
+    def _begin(self, now: float, shedding: LoadShedding) -> Step:
         num_running = len(self._policy.running)
         num_tokens = self._budget.num_tokens(num_running)
-        for_prompts = self._budget.num_prompt_tokens(num_tokens, num_running, relief)
+        for_prompts = self._budget.num_prompt_tokens(num_tokens, num_running, shedding)
         return Step(self._next_step_id, now, num_tokens, for_prompts)
 
     def _plan_rows(

@@ -32,7 +32,7 @@ from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.live_requests import LiveRequests
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.prompt_budget import PromptBudget
-from charonia.control.scheduling.relief import NO_RELIEF
+from charonia.control.scheduling.load_shedding import NO_SHEDDING
 from charonia.control.scheduling.request import Request, Update
 from charonia.control.scheduling.stats import SchedulerStats
 from charonia.control.scheduling.step_budget import StepBudget
@@ -66,7 +66,7 @@ class Scheduler:
         new_hasher: makes the hasher of blocks, of the secret and the tokens of a block.
 
     Attributes:
-        relief: what steps do without; may be set at any time.
+        shedding: what steps do without; may be set at any time.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Scheduler:
         new_hasher: Callable[[bytes, int], BlockHasher] = BlockHasher,
     ) -> None:
         self.stats = stats or SchedulerStats()
-        self.relief = NO_RELIEF
+        self.shedding = NO_SHEDDING
         self._policy = policy or ranked(by_arrival)
         self._prompt_time = PromptTime()
         self._budget = StepBudget(prompt_budget, self._prompt_time, step_size, self.stats)
@@ -154,7 +154,7 @@ class Scheduler:
     @property
     def may_plan_ahead(self) -> bool:
         """Whether a step may be planned for rows of which tokens are in flight."""
-        return self._epoch.may_plan_ahead(self.relief)
+        return self._epoch.may_plan_ahead(self.shedding)
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -201,7 +201,7 @@ class Scheduler:
         self.kv.pass_time(now)
         if self._policy.deadlines is not None:
             self._give_up_late(self._policy.deadlines, now)
-        return self._epoch.plan(now, self.relief)
+        return self._epoch.plan(now, self.shedding)
 
     def _give_up_late(self, deadlines: Deadlines, now: float) -> None:
         """End those that cannot meet their deadlines any more, or put them behind all others."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from charonia.control.estimators.prompt_time import PromptTime
 from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.prompt_budget import PromptBudget
-from charonia.control.scheduling.relief import Relief
+from charonia.control.scheduling.load_shedding import LoadShedding
 from charonia.control.scheduling.stats import SchedulerStats
 from charonia.control.scheduling.step import Step
 from charonia.control.scheduling.step_size import StepSize
@@ -63,7 +63,7 @@ class StepBudget:
             return most
         return min(most, num_running + self._sizes.max_tokens)
 
-    def num_prompt_tokens(self, num_tokens: int, num_running: int, relief: Relief) -> int:
+    def num_prompt_tokens(self, num_tokens: int, num_running: int, shedding: LoadShedding) -> int:
         """Of the next step, whose rows that decode should not wait for prompts for long.
 
         Those that decode are the ones that were given a token when last their stage had a step.
@@ -82,7 +82,7 @@ class StepBudget:
                 num_decodes + num_drafts, last.num_before, self._prompt_time.pair_s
             )
             num_tokens = min(num_tokens, num_fitting)
-        return max(1, int(num_tokens * relief.prompt_share))
+        return max(1, int(num_tokens * shedding.prompt_share))
 
     def share(self, num_requests: int) -> int:
         """Rows that a step takes at most, so that each step that may be in flight has as many.

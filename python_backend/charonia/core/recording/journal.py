@@ -29,7 +29,7 @@ import msgspec
 from msgspec.structs import replace
 
 from charonia.config import EngineArgs, SchedulerArgs
-from charonia.control import DraftCounts, Limits, Relief, Scheduler, Tiers
+from charonia.control import DraftCounts, Limits, LoadShedding, Scheduler, Tiers
 from charonia.control.cache import BlockHasher
 from charonia.control.policies import Late
 from charonia.errors import ConfigError
@@ -118,7 +118,7 @@ class Planned(Entry, frozen=True, kw_only=True):
     """
 
     now: float
-    relief: Relief
+    shedding: LoadShedding
     plan: StepPlan | None
     num_known: list[int] = []
     late: list[str] = []
@@ -166,18 +166,18 @@ def planned(
     late: Iterable[Late],
     *,
     now: float,
-    relief: Relief,
+    shedding: LoadShedding,
     names: Callable[[Iterable[int]], list[int]] = list,
 ) -> Planned:
     """The entry of a plan.
 
     Args:
-        late: whom it gave up. now, relief: what it was made by.
+        late: whom it gave up. now, shedding: what it was made by.
         names: of token ids, see `Journal.names_of`.
     """
     return Planned(
         now=now,
-        relief=relief,
+        shedding=shedding,
         plan=None if plan is None else _decided(plan, names),
         num_known=[] if plan is None else [len(join.token_ids) for join in plan.joins],
         late=[one.request.key for one in late],

@@ -77,7 +77,7 @@ class JournaledScheduler(Scheduler):
         def entry(plan: StepPlan | None) -> Planned:
             late = self._late[num_late:]
             names = self._journal.names_of
-            return planned(plan, late, now=now, relief=self.relief, names=names)
+            return planned(plan, late, now=now, shedding=self.shedding, names=names)
 
         return self._call(entry, super().plan, now)
 

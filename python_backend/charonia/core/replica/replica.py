@@ -22,11 +22,11 @@ import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
-    NO_RELIEF,
+    NO_SHEDDING,
     CostCurve,
     Late,
     Limits,
-    Relief,
+    LoadShedding,
     Request,
     Scheduler,
     SchedulerStats,
@@ -127,7 +127,7 @@ class Replica:
         self._hash_secret = hash_secret
         self._journal = journal
         self._stats = SchedulerStats()
-        self._relief = NO_RELIEF
+        self._shedding = NO_SHEDDING
         self._step_seconds = CostCurve()
         self._plan_time = PlanTime()
         self._plan_at = 0.0  # when to plan a step behind the only one in flight; 0 is at once
@@ -232,11 +232,11 @@ class Replica:
             raise UnavailableError(reason)
         self._scheduler.add(request)
 
-    def relieve(self, relief: Relief) -> None:
+    def shed(self, shedding: LoadShedding) -> None:
         """Have steps do without something from now on, on any engine."""
-        self._relief = relief
+        self._shedding = shedding
         if self._scheduler is not None:
-            self._scheduler.relief = relief
+            self._scheduler.shedding = shedding
 
     def finish(self, key: str, *, is_complete: bool = False) -> None:
         """End one sample of a request; nothing happens when it is not here.
@@ -535,7 +535,7 @@ class Replica:
             if self._scheduler is not None:
                 take_over(self._scheduler, new)
             self._scheduler = new
-            self._scheduler.relief = self._relief
+            self._scheduler.shedding = self._shedding
         self._limits = limits
         self.engine_args = args
         self._metrics.show_memory(info.memory)

@@ -31,11 +31,11 @@ from charonia.launch.server.metrics_http import PageServer
 from charonia.launch.server.metrics_merge import MergedPage
 from charonia.launch.server.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
-from charonia.launch.supervision.patience import STOPPED_S
+from charonia.launch.supervision.timeouts import STOPPED_S
 from charonia.serving.hosts.cores import VARIABLE
 from charonia.serving.hosts.model_process import STACKS_SIGNAL
 from charonia.serving.lifecycle.server_options import keyed_name
-from charonia.serving.lifecycle.succession import SUCCESSION_SOCKET, step_down
+from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, step_down
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
@@ -365,7 +365,7 @@ class TritonServer:
 
     def _end(self) -> None:
         assert self._process is not None
-        for path in self.repository.glob(f"*/*/{SUCCESSION_SOCKET}"):
+        for path in self.repository.glob(f"*/*/{HANDOVER_SOCKET}"):
             step_down(path, END_REQUESTS_S)
         for model, state in self.model_states(INDEX_S).items():
             if state == "LOADING":
@@ -373,11 +373,11 @@ class TritonServer:
         self._process.terminate()
         try:
             # Before it has a handler of its own, the signal itself ends it.
-            patience_s = self._exit_timeout_s + STOP_S
-            if self._process.wait(timeout=patience_s) not in (0, -signal.SIGTERM):
+            timeout_s = self._exit_timeout_s + STOP_S
+            if self._process.wait(timeout=timeout_s) not in (0, -signal.SIGTERM):
                 self._on_log(self.explain_end())
         except subprocess.TimeoutExpired:
-            self._on_log(f"tritonserver did not end within {patience_s:g} s and is killed")
+            self._on_log(f"tritonserver did not end within {timeout_s:g} s and is killed")
 
     @property
     def _exit_timeout_s(self) -> int:

@@ -23,7 +23,7 @@ from charonia.errors import split_answer
 from charonia.launch.background import in_background
 from charonia.launch.errors import LaunchError, LostError
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.patience import STOPPED_S
+from charonia.launch.supervision.timeouts import STOPPED_S
 
 PROBE_ID = "charonia-probe"
 FIRST_TIMEOUT_S = 60.0  # the first inference of all may compile or page in weights

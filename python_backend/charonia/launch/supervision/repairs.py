@@ -28,8 +28,8 @@ from charonia.events import event
 from charonia.launch.background import in_background
 from charonia.launch.errors import LaunchError
 from charonia.launch.server.model_control import ModelControl
-from charonia.launch.supervision.lookout import Lookout, Loss
-from charonia.launch.supervision.patience import SupervisionLimits
+from charonia.launch.supervision.watchdog import Watchdog, Loss
+from charonia.launch.supervision.timeouts import SupervisionLimits
 from charonia.launch.supervision.stranded import StrandedCalls
 
 
@@ -55,7 +55,7 @@ class Repairs:
     def __init__(
         self,
         control: ModelControl,
-        lookout: Lookout,
+        watchdog: Watchdog,
         stranded: StrandedCalls,
         *,
         scheduler: str,
@@ -64,7 +64,7 @@ class Repairs:
         log: Callable[[str], None],
     ) -> None:
         self._control = control
-        self._lookout = lookout
+        self._watchdog = watchdog
         self._stranded = stranded
         self._scheduler = scheduler
         self._limits = limits
@@ -87,14 +87,14 @@ class Repairs:
 
     def adopt(self, model: str, now: float) -> None:
         """Somebody else has brought a model back."""
-        _kill(member.process for member in self._lookout.members(model) if member.is_lost)
+        _kill(member.process for member in self._watchdog.members(model) if member.is_lost)
         self._note_open_calls(model, now)
-        self._lookout.adopt(model, now)
+        self._watchdog.adopt(model, now)
         self._on_change(model)
 
     def look(self, now: float) -> str | None:
         """Go on with what is under way. Returns why the server must be restarted, or None."""
-        _kill(self._lookout.lingering(now, self._limits.drain_s))
+        _kill(self._watchdog.lingering(now, self._limits.drain_s))
         for case in list(self._cases.values()):
             reason = self._go_on(case, now) if case.reloaded is None else self._end(case, now)
             if reason is not None:
@@ -125,7 +125,7 @@ class Repairs:
         if len(recent) >= limits.max_reloads:
             return f"the {model} process was lost {len(recent) + 1} times in a short time"
         self._reloads[model] = [*recent, now]
-        members = self._lookout.members(model)
+        members = self._watchdog.members(model)
         lost = [member for member in members if member.is_lost]
         doomed = members if case.loss.kind == "hung" or not lost else lost
         _kill(member.process for member in doomed)
@@ -146,7 +146,7 @@ class Repairs:
             return str(error)
         del self._cases[model]
         self._note_open_calls(model, now)
-        self._lookout.take(model, processes, now)
+        self._watchdog.take(model, processes, now)
         self._on_change(model)
         self._log(event("model_back", model=model, seconds=time.monotonic() - case.since))
         if not processes:
@@ -155,7 +155,7 @@ class Repairs:
 
     def _note_open_calls(self, model: str, now: float) -> None:
         """Of its lost processes; nobody takes calls any more that are not counted."""
-        lost = [member for member in self._lookout.members(model) if member.is_lost]
+        lost = [member for member in self._watchdog.members(model) if member.is_lost]
         self._stranded.note(model, sum(member.num_open_calls for member in lost), now)
 
     def _log_loss(self, loss: Loss) -> None:

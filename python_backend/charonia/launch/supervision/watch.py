@@ -33,8 +33,8 @@ from charonia.launch.background import in_background
 from charonia.launch.server.model_control import ModelControl
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.doors import Inquiry, models_with_questions
-from charonia.launch.supervision.lookout import TRITONSERVER, Lookout, Loss
-from charonia.launch.supervision.patience import Silence, SupervisionLimits
+from charonia.launch.supervision.watchdog import TRITONSERVER, Watchdog, Loss
+from charonia.launch.supervision.timeouts import Silence, SupervisionLimits
 from charonia.launch.supervision.probe import Health, Probe
 from charonia.launch.supervision.repairs import Repairs
 from charonia.launch.supervision.stranded import StrandedCalls
@@ -80,11 +80,11 @@ class Watch:
         self._stop = stop
         self._is_over = threading.Event()
         self._control = ModelControl(server, self._is_over)
-        self._lookout = Lookout(server, leave=(engine,), stopped_s=limits.stopped_s)
+        self._watchdog = Watchdog(server, leave=(engine,), stopped_s=limits.stopped_s)
         self._stranded = StrandedCalls(server.metrics_url, limits.stranded_s, log)
         self._repairs = Repairs(
             self._control,
-            self._lookout,
+            self._watchdog,
             self._stranded,
             scheduler=scheduler,
             limits=limits,
@@ -109,7 +109,7 @@ class Watch:
 
     def keep(self) -> str | None:
         """Return why the server must be restarted, or None when `stop` is set. Called once."""
-        with contextlib.closing(self._lookout):
+        with contextlib.closing(self._watchdog):
             try:
                 return self._keep()
             finally:
@@ -131,12 +131,12 @@ class Watch:
     def _look(self, now: float) -> str | None:
         if not self._server.is_running:
             return self._server.explain_end()
-        for loss in self._lookout.look(now):
+        for loss in self._watchdog.look(now):
             if loss.model == TRITONSERVER:
                 return "tritonserver was stopped"
             if self._repairs.is_seen_to(loss.model, now):
                 continue
-            if self._lookout.has_successors(loss.model):
+            if self._watchdog.has_successors(loss.model):
                 self._repairs.adopt(loss.model, now)
             else:
                 self._repairs.begin(loss, now)
@@ -187,7 +187,7 @@ class Watch:
             if self._is_silent or self._repairs.is_seen_to(inquiry.model, now):
                 inquiry.excuse(now)
             elif (kind := inquiry.look(now)) is not None:
-                pids = [member.process.pid for member in self._lookout.members(inquiry.model)]
+                pids = [member.process.pid for member in self._watchdog.members(inquiry.model)]
                 self._repairs.begin(Loss(inquiry.model, next(iter(pids), None), kind), now)
 
     def _examine(self) -> _Finding:

@@ -25,7 +25,7 @@ from charonia.events import event
 from charonia.protocol import (
     EngineReply,
     EngineRequest,
-    Farewell,
+    ShutdownNotice,
     Hello,
     StepFailure,
     StepPlan,
@@ -134,7 +134,7 @@ class EngineHost:
     def finalize(self) -> None:
         """Stop taking messages through the socket, and end the other ranks."""
         if self._server is not None:
-            self._server.close(farewell=encode(Farewell()))
+            self._server.close(notice=encode(ShutdownNotice()))
         self._runner.close()
 
     def _serve(self, connection: Connection) -> None:

@@ -31,7 +31,7 @@ from charonia.serving.messages.relay import (
     decode_answer,
     post,
 )
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import (
     CancellationPoller,
     TritonOutlet,
@@ -78,7 +78,7 @@ class FrontHost:
 
     Args:
         scheduler_model: its name. repository: the models' folders.
-        ledger: what requests may hold here until they are answered.
+        quota: what requests may hold here until they are answered.
         convention: how clients speak. is_decoupled: whether Triton takes several responses to a
             request.
         log: takes one line, from any thread.
@@ -89,14 +89,14 @@ class FrontHost:
         pb_utils: Any,
         scheduler_model: str,
         repository: Path,
-        ledger: Ledger,
+        quota: Quota,
         convention: Convention,
         *,
         is_decoupled: bool,
         log: Callable[[str], None],
     ) -> None:
         self._pb_utils = pb_utils
-        self._ledger = ledger
+        self._quota = quota
         self._convention = convention
         self._is_decoupled = is_decoupled
         self._log = log
@@ -140,7 +140,7 @@ class FrontHost:
         raw = read_request(request)
         parts = self._convention.split(raw)
         client = _Client(secrets.token_hex(16), outlet, raw.num_bytes)
-        self._ledger.take(raw.num_bytes)
+        self._quota.take(raw.num_bytes)
         try:
             if self._connection is None:
                 self._connect()
@@ -153,7 +153,7 @@ class FrontHost:
                 self._clients[client.key] = client
                 self._poller.add(client.key, outlet)
         except BaseException:
-            self._ledger.give_back(raw.num_bytes)
+            self._quota.give_back(raw.num_bytes)
             raise
 
     def _post(self, connection: Connection, message: RelayedRequest, waiting: _Waiting) -> None:
@@ -208,7 +208,7 @@ class FrontHost:
                     client.outlet.end()
                 else:
                     client.outlet.send(outputs, is_final=True)
-            self._ledger.give_back(client.num_bytes)  # it counts until it is answered
+            self._quota.give_back(client.num_bytes)  # it counts until it is answered
 
     def _pass_on(self, answer: RelayedAnswer, waiting: _Waiting) -> None:
         """Pass on an answer that others follow, and say so where they are of the same part."""
@@ -285,7 +285,7 @@ class FrontHost:
                 if failure is not None:
                     raise failure
                 client.outlet.end()
-            self._ledger.give_back(client.num_bytes)
+            self._quota.give_back(client.num_bytes)
 
         if client.num_passed_on or (client.is_cancelled and self._is_decoupled):
             self._poller.end_later(end)

@@ -5,7 +5,7 @@ Owns reading its parameters. Must not know what a front does.
     scheduler_model  the scheduler that it is a front of; none of a model that needs no scheduler
     convention       "" for the scheduler's own, or a model of `trtllm.tables`
     engine_model     names the tokenizer, for the conventions that need one
-    max_queue_size, max_queue_bytes  see `Ledger`
+    max_queue_size, max_queue_bytes  see `Quota`
 """
 
 import json
@@ -24,7 +24,7 @@ from charonia.serving.conventions.trtllm.text import (
     TextModel,
 )
 from charonia.serving.hosts.front import FrontHost
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.open_calls import OpenCalls
 from charonia.text.tokenizer import Tokenizer
 
@@ -66,12 +66,12 @@ def make_front(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None
         name: parameter["string_value"] for name, parameter in config["parameters"].items()
     }
     repository = Path(args["model_repository"]).parent
-    ledger = Ledger.configured(config["parameters"], OpenCalls().note)
+    quota = Quota.configured(config["parameters"], OpenCalls().note)
     name = parameters.get("convention", "")
     if name in _TEXT_MODELS:
         engine = _engine(parameters, repository)
         model = _TEXT_MODELS[name](_tokenizer(engine), Path(engine.model))
-        return TextHost(pb_utils, model, ledger, log=log)
+        return TextHost(pb_utils, model, quota, log=log)
     convention: Convention
     if not name:
         convention = PlainConvention(is_decoupled=is_decoupled)
@@ -85,7 +85,7 @@ def make_front(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None
         pb_utils,
         parameters["scheduler_model"],
         repository,
-        ledger,
+        quota,
         convention,
         is_decoupled=is_decoupled,
         log=log,

@@ -23,7 +23,7 @@ from charonia.errors import ConfigError
 from charonia.serving.hosts.engine import MODEL_FILE
 from charonia.serving.lifecycle.grpc_control import GrpcControl
 from charonia.serving.lifecycle.server_options import ServerOptions
-from charonia.serving.lifecycle.succession import SUCCESSION_SOCKET, Succession
+from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, Handover
 from charonia.serving.messages.executor import BlsExecutor
 from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.messages.reload import (
@@ -36,7 +36,7 @@ from charonia.serving.messages.reload import (
 from charonia.serving.metrics.page_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
 from charonia.serving.metrics.triton_page import MetricsExporter
 from charonia.serving.requests.intake import Intake
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import Outlet, TritonOutlet
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.sessions import Sessions
@@ -62,7 +62,7 @@ class SchedulerHost:
     A BLS call from a thread at the moment when `initialize` returns can crash the whole server. So
     the service, whose thread makes such calls, starts with the first request, which shows that
     the model is loaded, or some seconds later. An older scheduler, over which this one was loaded,
-    ends its work then, see `succession`.
+    ends its work then, see `handover`.
 
     Args:
         args: what Triton gives to `initialize`. log: takes one line, from any thread.
@@ -98,7 +98,7 @@ class SchedulerHost:
         self._sessions = Sessions(
             self._tokenizer,
             scheduler_args.num_sender_threads,
-            Ledger(2 * most_requests, scheduler_args.max_queue_bytes),
+            Quota(2 * most_requests, scheduler_args.max_queue_bytes),
             cancel=self._cancel,
             cancel_samples=self._cancel_samples,
             log=log,
@@ -133,7 +133,7 @@ class SchedulerHost:
         )
         self._tokenizing = Tokenizing(
             scheduler_args.num_tokenizer_threads,
-            Ledger(scheduler_args.max_queue_size, scheduler_args.max_queue_bytes),
+            Quota(scheduler_args.max_queue_size, scheduler_args.max_queue_bytes),
             log=log,
         )
         self._intake = Intake(
@@ -174,9 +174,9 @@ class SchedulerHost:
         self._is_stopped = False
         self._timer = threading.Timer(START_DELAY_S, self._start)
         self._timer.daemon = True
-        with _needing_a_socket(SUCCESSION_SOCKET):
-            self._succession = Succession(own_dir / SUCCESSION_SOCKET, self._stop, log=log)
-        if self._publisher is not None and not self._succession.has_older:
+        with _needing_a_socket(HANDOVER_SOCKET):
+            self._handover = Handover(own_dir / HANDOVER_SOCKET, self._stop, log=log)
+        if self._publisher is not None and not self._handover.has_older:
             self._publisher.bind()  # an older one would have the endpoint until it ends
         self._timer.start()
 
@@ -190,7 +190,7 @@ class SchedulerHost:
     def finalize(self) -> None:
         """Answer what is still live, and stop."""
         self._stop()
-        self._succession.close()
+        self._handover.close()
 
     def _stop(self) -> None:
         """Answer what is still live; nothing is served from now on. The second call waits."""
@@ -215,7 +215,7 @@ class SchedulerHost:
         return max(self._service.drain(), self._sessions.num_live)
 
     def _take_over(self) -> None:
-        if not self._succession.take_over(TAKE_OVER_S):
+        if not self._handover.take_over(TAKE_OVER_S):
             self._log(f"warning: an older scheduler does not end within {TAKE_OVER_S:g} s")
 
     def _start(self) -> None:

@@ -22,7 +22,7 @@ from charonia.serving.conventions.schema import (
     read_prompt,
     read_time_limit,
 )
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.tensors import Array, Outputs, RawRequest, read_request
@@ -37,14 +37,14 @@ class TokenizerHost:
 
     Args:
         model_file: the engine's model.json, which names the tokenizer.
-        ledger: how much may wait to be tokenized. log: takes one line, from any thread.
+        quota: how much may wait to be tokenized. log: takes one line, from any thread.
 
     Raises:
         ConfigError, CheckpointError: there is no usable tokenizer.
     """
 
     def __init__(
-        self, pb_utils: Any, model_file: Path, ledger: Ledger, *, log: Callable[[str], None]
+        self, pb_utils: Any, model_file: Path, quota: Quota, *, log: Callable[[str], None]
     ) -> None:
         self._pb_utils = pb_utils
         self._model_file = model_file
@@ -52,7 +52,7 @@ class TokenizerHost:
         self._tokenizer = Tokenizer.from_dir(EngineArgs.from_file(model_file).tokenizer_dir)
         self._limits = self._read_limits()
         self._sealer = Sealer.from_dir(model_file.parent)
-        self._tokenizing = Tokenizing(1, ledger, log=log)
+        self._tokenizing = Tokenizing(1, quota, log=log)
 
     def execute(self, requests: list[Any]) -> None:
         """Answer each request with ids, the text that they came from, and a new key.

@@ -5,7 +5,7 @@ its step is doing, and what the kernel says of the process. Must not know plans,
 an engine that does not live.
 
     hello ──► answer              it lives, however long its step takes
-    hello ──► the end             its process has ended; or a farewell came first: it was unloaded
+    hello ──► the end             its process has ended; or a shutdown notice came first: it was unloaded
     hello ──► nothing for 1 s     the kernel is asked: stopped?
     hello ──► nothing for 10 s    it hangs: a deadlock, say
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
-from charonia.protocol import Farewell, Hello, decode_reply, encode
+from charonia.protocol import ShutdownNotice, Hello, decode_reply, encode
 from charonia.sockets.channel import Channel
 
 UNLOADED = "the engine was unloaded"
@@ -48,7 +48,7 @@ class EngineWatch:
 
         Raises:
             EngineDiedError: it does not, or (EngineHungError) it does not answer, or
-                (EngineUnloadedError) it has said farewell.
+                (EngineUnloadedError) it has given notice.
         """
         failure = self._failure
         if failure is not None:
@@ -85,15 +85,15 @@ class EngineWatch:
                 continue
             if data is None:
                 raise EngineDiedError(HUNG_UP)
-            if _is_farewell(data):
+            if _is_shutdown_notice(data):
                 raise EngineUnloadedError(UNLOADED)
             return
         raise EngineHungError(f"no answer of the engine within {_NUM_LOOKS * _LOOK_AFTER_S:g} s")
 
 
-def _is_farewell(data: bytes) -> bool:
+def _is_shutdown_notice(data: bytes) -> bool:
     try:
-        return isinstance(decode_reply(data), Farewell)
+        return isinstance(decode_reply(data), ShutdownNotice)
     except msgspec.DecodeError:
         raise EngineDiedError("the engine's reply cannot be read") from None
 

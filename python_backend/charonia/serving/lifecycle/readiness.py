@@ -66,7 +66,7 @@ class Readiness:
             raise ServerStoppingError("the server takes no calls")
         self.has_server_started = True
         if _IS_NOT_LOADED in text:
-            raise EngineUnloadedError(UNLOADED)  # its farewell may still be to come
+            raise EngineUnloadedError(UNLOADED)  # its shutdown notice may still be to come
         if _IS_LOADED not in text:
             raise EngineDiedError(clean(text))
 

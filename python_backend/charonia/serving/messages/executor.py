@@ -31,7 +31,7 @@ from charonia.events import event
 from charonia.protocol import (
     EngineInfo,
     EngineReply,
-    Farewell,
+    ShutdownNotice,
     Hello,
     Pending,
     StepFailure,
@@ -84,7 +84,7 @@ class _Step:
         reply = _decode(data)
         if isinstance(reply, StepFailure):
             raise StepFailedError(reply.message)
-        if isinstance(reply, Farewell):
+        if isinstance(reply, ShutdownNotice):
             raise EngineUnloadedError(UNLOADED)
         if not isinstance(reply, StepResult):
             raise StepFailedError(f"the engine answered a plan with {type(reply).__name__}")
@@ -159,8 +159,8 @@ class BlsExecutor:
         self._server.check()
         channel = self._channel
         if channel is None or self._watch is None or not channel.is_quiet():
-            farewell = channel and _last_words(channel)
-            raise self._noted(farewell) if farewell else EngineDiedError(HUNG_UP)
+            notice = channel and _last_notice(channel)
+            raise self._noted(notice) if notice else EngineDiedError(HUNG_UP)
         try:
             self._watch.check()
         except EngineUnloadedError as error:
@@ -223,7 +223,7 @@ class BlsExecutor:
             reply = None if data is None else _decode(data)
         except (OSError, StepFailedError) as error:
             raise self._unreachable(f"no answer through its socket: {error}") from None
-        if isinstance(reply, Farewell):
+        if isinstance(reply, ShutdownNotice):
             raise self._noted(EngineUnloadedError(UNLOADED))
         if not isinstance(reply, EngineInfo):
             raise self._unreachable(f"it answered a hello with {type(reply).__name__}")
@@ -246,7 +246,7 @@ class BlsExecutor:
         """Have Triton say whether the engine is loaded. Raises as `open`.
 
         While nobody waits for the engine, Triton may be finalizing this model at any moment, and
-        then it must not be asked. So what was last said holds for some seconds, a farewell of the
+        then it must not be asked. So what was last said holds for some seconds, a notice of the
         engine too: at the server's end this model is finalized within seconds of it.
         """
         self._server.check()
@@ -272,12 +272,12 @@ class BlsExecutor:
             self._channel = None
 
 
-def _last_words(channel: Channel) -> EngineUnloadedError | None:
+def _last_notice(channel: Channel) -> EngineUnloadedError | None:
     """That an engine which takes nothing any more was unloaded, if it has said so."""
     with suppress(TimeoutError, StepFailedError):
-        # Its farewell may lie behind answers that nobody waits for.
+        # Its notice may lie behind answers that nobody waits for.
         while (data := channel.receive(0.0)) is not None:
-            if isinstance(_decode(data), Farewell):
+            if isinstance(_decode(data), ShutdownNotice):
                 return EngineUnloadedError(UNLOADED)
     return None
 

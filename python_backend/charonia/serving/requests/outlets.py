@@ -121,7 +121,7 @@ class TritonOutlet:
                 sender.send(message, flags=flags)
 
 
-class _Farewell(NamedTuple):
+class _LateEnd(NamedTuple):
     """What ends a stream, and when; by the monotonic clock."""
 
     at: float
@@ -135,7 +135,7 @@ class CancellationPoller:
     trip that takes the server 0.1 ms. An outlet is asked every `INTERVAL_S`, and more seldom when
     there are so many that it would be more than `MAX_POLLS_PER_S` questions.
 
-    What ends a stream early is sent `FAREWELL_S` later, for two reasons. Triton 2.51.0 crashes
+    What ends a stream early is sent `LATE_END_S` later, for two reasons. Triton 2.51.0 crashes
     now and then when a gRPC stream ends in the moment of its cancellation. And an ensemble that
     fails while another of its steps still has a response in hand never ends inside Triton: it keeps
     the models of its steps loaded, also when others were loaded in their place, and the server's
@@ -149,13 +149,13 @@ class CancellationPoller:
 
     MAX_POLLS_PER_S = 200
     INTERVAL_S = 0.05
-    FAREWELL_S = 0.2
+    LATE_END_S = 0.2
 
     def __init__(self, on_cancelled: Callable[[str], None], *, log: Callable[[str], None]) -> None:
         self._on_cancelled = on_cancelled
         self._log = log
         self._outlets: dict[str, Outlet] = {}
-        self._farewells: deque[_Farewell] = deque()
+        self._late_ends: deque[_LateEnd] = deque()
         self._stop = threading.Event()
         self._has_work = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-polling", daemon=True)
@@ -176,9 +176,9 @@ class CancellationPoller:
         return bool(self._outlets)
 
     @property
-    def has_farewells(self) -> bool:
+    def has_late_ends(self) -> bool:
         """Whether answers are still to be ended."""
-        return bool(self._farewells)
+        return bool(self._late_ends)
 
     def end_later(self, end: Callable[[], None]) -> None:
         """End a stream early, when it is safe to.
@@ -186,7 +186,7 @@ class CancellationPoller:
         Args:
             end: does so.
         """
-        self._farewells.append(_Farewell(time.monotonic() + self.FAREWELL_S, end))
+        self._late_ends.append(_LateEnd(time.monotonic() + self.LATE_END_S, end))
         self._has_work.set()
 
     def close(self) -> None:
@@ -194,9 +194,9 @@ class CancellationPoller:
         self._stop.set()
         self._has_work.set()
         self._thread.join()
-        if self._farewells:
-            time.sleep(self.FAREWELL_S)
-            self._say_farewells(until=math.inf)
+        if self._late_ends:
+            time.sleep(self.LATE_END_S)
+            self._send_late_ends(until=math.inf)
 
     def _run(self) -> None:
         pause = 1 / self.MAX_POLLS_PER_S
@@ -204,10 +204,10 @@ class CancellationPoller:
             self._has_work.clear()
             if self._stop.is_set():
                 return
-            if not (self._outlets or self._farewells):
+            if not (self._outlets or self._late_ends):
                 self._has_work.wait()
                 continue
-            self._say_farewells(until=time.monotonic())
+            self._send_late_ends(until=time.monotonic())
             for key, outlet in list(self._outlets.items()):
                 self._ask(key, outlet)
                 if self._stop.wait(pause):
@@ -221,9 +221,9 @@ class CancellationPoller:
             self._outlets.pop(key, None)
             self._log(f"a client could not be asked after: {traceback.format_exc()}")
 
-    def _say_farewells(self, *, until: float) -> None:
-        while self._farewells and self._farewells[0].at <= until:
+    def _send_late_ends(self, *, until: float) -> None:
+        while self._late_ends and self._late_ends[0].at <= until:
             try:
-                self._farewells.popleft().end()
+                self._late_ends.popleft().end()
             except Exception:
                 self._log(f"an answer could not be ended: {traceback.format_exc()}")

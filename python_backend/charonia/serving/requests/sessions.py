@@ -21,7 +21,7 @@ to have, one after the other. The few are `MAX_UNDER_WAY`, or a session's share 
 report names one: so whatever words were lost, the next one makes up for all of them.
 
 What piles up is bounded by `max_tokens`, one small chunk per token; how many requests there may be,
-and of how many bytes as they came, is the ledger's.
+and of how many bytes as they came, is the quota's.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.serving.conventions.schema import OutputOptions
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import CancellationPoller, Outlet, fail
 from charonia.serving.requests.responses import Answer, chunk_outputs
 from charonia.serving.requests.tensors import INTERNAL_ERROR
@@ -214,7 +214,7 @@ class Sessions:
     """All live requests of the scheduler's process.
 
     Args:
-        ledger: what all of them may hold. cancel: called with the key of a request to be ended,
+        quota: what all of them may hold. cancel: called with the key of a request to be ended,
             once per request. cancel_samples: called with the key and indexes of samples, likewise.
         log: takes one line, from any thread.
         stream_interval: tokens of a sample that are gathered for a response, after its first.
@@ -224,7 +224,7 @@ class Sessions:
         self,
         tokenizer: Tokenizer,
         num_threads: int,
-        ledger: Ledger,
+        quota: Quota,
         *,
         cancel: Callable[[str], None],
         cancel_samples: Callable[[str, Collection[int]], None],
@@ -232,7 +232,7 @@ class Sessions:
         stream_interval: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
-        self._ledger = ledger
+        self._quota = quota
         self._stream_interval = stream_interval
         self._cancel = cancel
         self._cancel_samples = cancel_samples
@@ -274,13 +274,13 @@ class Sessions:
             InvalidRequestError: there is a live request with this key.
             QueueFullError: there are too many, or they hold too much.
         """
-        self._ledger.take(num_bytes)
+        self._quota.take(num_bytes)
         name = request_id, tenant
         session = Session(
             key, options, echo, outlet, name, num_bytes, num_samples, self._stream_interval
         )
         if self._sessions.setdefault(key, session) is not session:
-            self._ledger.give_back(num_bytes)
+            self._quota.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
         if outlet.is_acknowledged:
             session.reports = Reports.COMING
@@ -424,7 +424,7 @@ class Sessions:
     def _wait_over(self, timeout: float) -> None:
         """Wait until all have ended, at most for so many seconds."""
         deadline = time.monotonic() + timeout
-        while (self._sessions or self._poller.has_farewells) and time.monotonic() < deadline:
+        while (self._sessions or self._poller.has_late_ends) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _take(self, session: Session, chunk: Chunk) -> None:
@@ -539,7 +539,7 @@ class Sessions:
         self._named.pop(key, None)
         session = self._sessions.pop(key, None)
         if session is not None:
-            self._ledger.give_back(session.num_bytes)
+            self._quota.give_back(session.num_bytes)
 
     def _give_up(self, session: Session) -> None:
         """Cancel a request whose response could not be made or sent, and tell the client."""

@@ -24,7 +24,7 @@ from charonia.errors import (
     RequestTimeoutError,
     ShuttingDownError,
 )
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 
 INLINE_CHARACTERS = 4096
@@ -60,11 +60,11 @@ class Tokenizing:
     """Threads that tokenize.
 
     Args:
-        ledger: how much may wait. log: takes one line, from any thread.
+        quota: how much may wait. log: takes one line, from any thread.
     """
 
-    def __init__(self, num_threads: int, ledger: Ledger, *, log: Callable[[str], None]) -> None:
-        self._ledger = ledger
+    def __init__(self, num_threads: int, quota: Quota, *, log: Callable[[str], None]) -> None:
+        self._quota = quota
         self._log = log
         self._queue: deque[Prompt[Any]] = deque()
         self._live: dict[str, Prompt[Any]] = {}  # whose `done` was not called
@@ -92,7 +92,7 @@ class Tokenizing:
         with self._wake:
             if self._is_closing:
                 raise ShuttingDownError
-            self._ledger.take(prompt.num_bytes)
+            self._quota.take(prompt.num_bytes)
             self._live[prompt.key] = prompt
             self._num_of[prompt.tenant] += 1
             self._queue.append(prompt)
@@ -129,7 +129,7 @@ class Tokenizing:
                 self._queue.remove(prompt)
             prompt.done(outcome)
             if is_waiting:  # else the thread that has it gives it back
-                self._ledger.give_back(prompt.num_bytes)
+                self._quota.give_back(prompt.num_bytes)
         return True
 
     def _run(self) -> None:
@@ -142,7 +142,7 @@ class Tokenizing:
                 prompt = self._queue.popleft()
             outcome = self._outcome_of(prompt)
             self._end(prompt.key, outcome)
-            self._ledger.give_back(prompt.num_bytes)  # it counts until it is answered
+            self._quota.give_back(prompt.num_bytes)  # it counts until it is answered
             del prompt, outcome  # not to be kept while nothing comes
 
     def _outcome_of(self, prompt: Prompt[T]) -> T | CharoniaError:

@@ -19,7 +19,7 @@ from charonia.serving.conventions.schema import PromptLimits
 from charonia.serving.conventions.trtllm.rows import Row, pack_words, pad, rows_of
 from charonia.serving.conventions.trtllm.tables import MODELS
 from charonia.serving.conventions.trtllm.words import bias_of, within
-from charonia.serving.requests.ledger import Ledger
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.requests.tensors import Array, Outputs, RawRequest, read_request
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
@@ -44,16 +44,16 @@ class TextHost:
     """A text model behind Triton: what is long is answered in a thread of its own.
 
     Args:
-        ledger: how much may wait. log: takes one line, from any thread.
+        quota: how much may wait. log: takes one line, from any thread.
     """
 
     def __init__(
-        self, pb_utils: Any, model: TextModel, ledger: Ledger, *, log: Callable[[str], None]
+        self, pb_utils: Any, model: TextModel, quota: Quota, *, log: Callable[[str], None]
     ) -> None:
         self._pb_utils = pb_utils
         self._model = model
         self._log = log
-        self._long = Tokenizing(1, ledger, log=log)
+        self._long = Tokenizing(1, quota, log=log)
 
     def execute(self, requests: list[Any]) -> None:
         """Answer requests, now or later."""

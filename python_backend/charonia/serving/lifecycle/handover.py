@@ -24,13 +24,13 @@ from charonia.sockets.connection import Connection
 from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen
 from charonia.sockets.server import Server
 
-SUCCESSION_SOCKET = f"succession{SOCKET_SUFFIX}"
+HANDOVER_SOCKET = f"handover{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""
 _STEP_DOWN = b"charonia: step down"
 """A word that nobody says by mistake: whoever may connect could end the scheduler with it."""
 
 
-class Succession:
+class Handover:
     """A scheduler's place in the row of those that were loaded over each other.
 
     Args:

@@ -56,7 +56,7 @@ class Member:
         self._open_calls.close()
 
 
-class Lookout:
+class Watchdog:
     """Watches one started server, from when all its models are loaded.
 
     Args:

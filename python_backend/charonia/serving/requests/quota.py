@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from charonia.errors import ConfigError, QueueFullError, shown
 
 
-class Ledger:
+class Quota:
     """Bytes that are held on behalf of requests.
 
     Args:
@@ -33,7 +33,7 @@ class Ledger:
     @classmethod
     def configured(
         cls, parameters: Mapping[str, Mapping[str, str]], on_change: Callable[[int], None]
-    ) -> "Ledger":
+    ) -> "Quota":
         """By `max_queue_size` and `max_queue_bytes` of a model's config.pbtxt.
 
         Raises:

@@ -6,7 +6,7 @@ Owns the words for it. Must not know when that is.
 from typing import NamedTuple
 
 
-class Relief(NamedTuple):
+class LoadShedding(NamedTuple):
     """How steps are made lighter for those who wait, or for those whose tokens come.
 
     Attributes:
@@ -18,4 +18,4 @@ class Relief(NamedTuple):
     prompt_share: float = 1.0
 
 
-NO_RELIEF = Relief()
+NO_SHEDDING = LoadShedding()

@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from charonia.config import SchedulerArgs
-from charonia.control import Relief
+from charonia.control import LoadShedding
 from charonia.core.admission import GenerationRequest
 from charonia.core.gate.tenants import Tenants
 from charonia.core.metrics.metrics import Metrics
@@ -27,7 +27,7 @@ DESCEND_SHARE = 0.5
 PROMPT_SHARE = 0.25
 
 
-class Ladder:
+class Degradation:
     """How far service is degraded at this moment. `observe` is one thread's, the rest is for all.
 
     Args:
@@ -54,10 +54,10 @@ class Ladder:
         return self._level
 
     @property
-    def relief(self) -> Relief:
+    def shedding(self) -> LoadShedding:
         """What steps do without."""
         active = self._rungs[: self._level]
-        return Relief(
+        return LoadShedding(
             speculates="speculation" not in active,
             prompt_share=PROMPT_SHARE if "chunks" in active else 1.0,
         )

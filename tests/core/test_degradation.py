@@ -5,9 +5,9 @@ import json
 import pytest
 
 from charonia.config import SchedulerArgs
-from charonia.control import NO_RELIEF, Relief
+from charonia.control import NO_SHEDDING, LoadShedding
 from charonia.core.admission import GenerationRequest
-from charonia.core.gate.ladder import CLIMB_EVERY_S, DESCEND_EVERY_S, PROMPT_SHARE, Ladder
+from charonia.core.gate.degradation import CLIMB_EVERY_S, DESCEND_EVERY_S, PROMPT_SHARE, Degradation
 from charonia.core.gate.tenants import Tenants
 from charonia.core.metrics.metrics import Metrics
 from charonia.errors import ConfigError, OverloadedError
@@ -27,18 +27,18 @@ class Bench:
         self.metrics = Metrics()
         scheduler_args = SchedulerArgs(**{"degradation_wait_s": 1.0} | args)
         tenants = Tenants(path, log=print)
-        self.ladder = Ladder(scheduler_args, tenants, self.metrics, log=self.lines.append)
+        self.degradation = Degradation(scheduler_args, tenants, self.metrics, log=self.lines.append)
         self.now = 100.0
 
     def observe(self, wait_s: float | None, *, after: float) -> int:
         self.now += after
-        self.ladder.observe(wait_s, self.now)
-        return self.ladder.level
+        self.degradation.observe(wait_s, self.now)
+        return self.degradation.level
 
     def climb(self, level: int) -> None:
         for _ in range(level):
             self.observe(LONG, after=CLIMB_EVERY_S)
-        assert self.ladder.level == level
+        assert self.degradation.level == level
 
 
 @pytest.fixture
@@ -73,11 +73,11 @@ def test_without_a_wait_to_keep_nothing_is_given_up(make):
 
 def test_steps_do_without_what_has_been_given_up(make):
     bench = make()
-    assert bench.ladder.relief == NO_RELIEF
+    assert bench.degradation.shedding == NO_SHEDDING
     bench.climb(1)
-    assert bench.ladder.relief == Relief(speculates=False)
+    assert bench.degradation.shedding == LoadShedding(speculates=False)
     bench.observe(LONG, after=CLIMB_EVERY_S)
-    assert bench.ladder.relief == Relief(speculates=False, prompt_share=PROMPT_SHARE)
+    assert bench.degradation.shedding == LoadShedding(speculates=False, prompt_share=PROMPT_SHARE)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +93,9 @@ def test_steps_do_without_what_has_been_given_up(make):
 )
 def test_answers_of_low_priority_become_shorter(make, params, max_tokens):
     bench, request = make(), request_of(**params)
-    assert bench.ladder.capped(request) is request
+    assert bench.degradation.capped(request) is request
     bench.climb(3)
-    capped = bench.ladder.capped(request)
+    capped = bench.degradation.capped(request)
     assert capped.params.max_tokens == max_tokens
     was_capped = max_tokens < request.params.max_tokens
     assert bench.metrics.counters["charonia_capped_requests_total", ""] == was_capped
@@ -104,12 +104,12 @@ def test_answers_of_low_priority_become_shorter(make, params, max_tokens):
 
 def test_in_the_end_requests_of_low_priority_are_refused(make):
     bench = make(degradation_ladder="rejection")
-    bench.ladder.check(SamplingParams(priority=1))
+    bench.degradation.check(SamplingParams(priority=1))
     bench.climb(1)
     for params in (SamplingParams(priority=1), SamplingParams(tenant="batch")):
         with pytest.raises(OverloadedError, match=r"low priority; retry after 9\.000 s$"):
-            bench.ladder.check(params)
-    bench.ladder.check(SamplingParams())
+            bench.degradation.check(params)
+    bench.degradation.check(SamplingParams())
 
 
 def test_what_nobody_knows_moves_nobody(make):
@@ -122,8 +122,8 @@ def test_what_nobody_knows_moves_nobody(make):
 def test_one_may_give_up_other_things_in_another_order(make):
     bench = make(degradation_ladder="max_tokens, chunks", degradation_max_tokens=8)
     bench.climb(1)
-    assert bench.ladder.relief == NO_RELIEF
-    assert bench.ladder.capped(request_of(priority=1)).params.max_tokens == 8
+    assert bench.degradation.shedding == NO_SHEDDING
+    assert bench.degradation.capped(request_of(priority=1)).params.max_tokens == 8
     assert bench.observe(LONG, after=CLIMB_EVERY_S) == 2
     assert bench.observe(LONG, after=CLIMB_EVERY_S) == 2
 
