@@ -24,11 +24,11 @@ from charonia.parallel.table import Get, Put, Table
 from charonia.protocol import (
     EngineReply,
     EngineRequest,
-    ShutdownNotice,
     Hello,
     NewRow,
     RowSampling,
     RowStep,
+    ShutdownNotice,
     StepFailure,
     StepPlan,
     decode_reply,

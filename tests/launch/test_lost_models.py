@@ -12,8 +12,8 @@ import httpx
 import pytest
 from httpx_sse import EventSource
 
-from charonia.launch.supervision.watchdog import Watchdog
 from charonia.launch.supervision.stranded import StrandedCalls
+from charonia.launch.supervision.watchdog import Watchdog
 from support.e2e import wait_for
 from support.events import events
 from support.long import long

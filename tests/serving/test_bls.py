@@ -18,8 +18,8 @@ from charonia.errors import (
     StepFailedError,
 )
 from charonia.protocol import (
-    ShutdownNotice,
     Hello,
+    ShutdownNotice,
     StepFailure,
     StepPlan,
     StepResult,
@@ -31,7 +31,7 @@ from charonia.serving.lifecycle.engine_model import kill_processes
 from charonia.serving.lifecycle.liveness import start_time
 from charonia.serving.lifecycle.readiness import clean
 from charonia.serving.messages import executor as bls
-from charonia.serving.messages.executor import STEPS_SOCKET, BlsExecutor, _last_words
+from charonia.serving.messages.executor import STEPS_SOCKET, BlsExecutor, _last_notice
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
@@ -93,7 +93,7 @@ def test_an_engine_that_takes_nothing_any_more_may_have_given_notice(
     for message in messages:
         engine.send(encode(message))
     engine.close()
-    assert (_last_words(channel) is not None) == is_unloaded
+    assert (_last_notice(channel) is not None) == is_unloaded
     channel.close()
 
 

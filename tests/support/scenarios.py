@@ -9,7 +9,7 @@ from functools import partial
 
 from hypothesis import strategies as st
 
-from charonia.control import NO_SHEDDING, Policy, LoadShedding
+from charonia.control import NO_SHEDDING, LoadShedding, Policy
 from charonia.control.cache.eviction import EVICTIONS
 from charonia.control.policies import (
     Deadlines,
@@ -223,7 +223,9 @@ scenarios = st.builds(
     policy=st.sampled_from(list(POLICIES)),
     prompt_tokens=st.sampled_from([None, None, 1, 4]),
     sheddings=st.lists(
-        st.sampled_from([NO_SHEDDING, LoadShedding(speculates=False), LoadShedding(prompt_share=0.25)]),
+        st.sampled_from(
+            [NO_SHEDDING, LoadShedding(speculates=False), LoadShedding(prompt_share=0.25)]
+        ),
         min_size=1,
         max_size=4,
     ).map(tuple),

@@ -14,9 +14,9 @@ from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.estimators.step_cost import CostCurve
 from charonia.control.policies import Late, Policy
 from charonia.control.scheduling.limits import Limits
+from charonia.control.scheduling.load_shedding import NO_SHEDDING, LoadShedding
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.prompt_budget import PromptBudget
-from charonia.control.scheduling.load_shedding import NO_SHEDDING, LoadShedding
 from charonia.control.scheduling.request import Group, Request, Update
 from charonia.control.scheduling.scheduler import Scheduler
 from charonia.control.scheduling.stats import DraftCounts, SchedulerStats
@@ -33,12 +33,12 @@ __all__ = [
     "Group",
     "Late",
     "Limits",
+    "LoadShedding",
     "NgramDrafter",
     "PeakMemory",
     "Policy",
     "PrefixSharing",
     "PromptBudget",
-    "LoadShedding",
     "Request",
     "Scheduler",
     "SchedulerStats",

@@ -19,8 +19,8 @@ from charonia.core.admission import GenerationRequest
 from charonia.core.answers import AnswerCache, PromptIndex, SimilarPrompts
 from charonia.core.engine_core import EngineCore
 from charonia.core.gate.attainment import Attainment
-from charonia.core.gate.gate import Gate
 from charonia.core.gate.degradation import Degradation
+from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
 from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import Chunk, OutputStream

@@ -19,8 +19,8 @@ from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Request, Update
 from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import RESULT_WAIT_S, EngineCore
-from charonia.core.gate.gate import Gate
 from charonia.core.gate.degradation import Degradation
+from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
 from charonia.core.output.outputs import Chunk, SampleStream
 from charonia.core.service import LOOK_EVERY_S

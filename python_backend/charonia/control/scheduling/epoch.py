@@ -45,8 +45,8 @@ from charonia.control.scheduling.commit import Commit
 from charonia.control.scheduling.fitting import Fitting
 from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.live_requests import LiveRequests
-from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.load_shedding import LoadShedding
+from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.request import Request, Update
 from charonia.control.scheduling.row_planner import RowPlanner
 from charonia.control.scheduling.rows import Rows

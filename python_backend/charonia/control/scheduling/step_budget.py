@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from charonia.control.estimators.prompt_time import PromptTime
 from charonia.control.scheduling.limits import Limits
-from charonia.control.scheduling.prompt_budget import PromptBudget
 from charonia.control.scheduling.load_shedding import LoadShedding
+from charonia.control.scheduling.prompt_budget import PromptBudget
 from charonia.control.scheduling.stats import SchedulerStats
 from charonia.control.scheduling.step import Step
 from charonia.control.scheduling.step_size import StepSize

@@ -22,8 +22,8 @@ from charonia.launch.server.run import prepared_server
 from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server.tritonserver import DEFAULT_ADDRESS, TritonServer
 from charonia.launch.supervision.gateway import GatewayProcess
-from charonia.launch.supervision.timeouts import SupervisionLimits
 from charonia.launch.supervision.supervisor import Supervisor
+from charonia.launch.supervision.timeouts import SupervisionLimits
 from charonia.serving.messages.reload import RELOAD_SOCKET
 
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)

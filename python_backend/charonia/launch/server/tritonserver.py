@@ -34,8 +34,8 @@ from charonia.launch.server.stacks import stack_limit
 from charonia.launch.supervision.timeouts import STOPPED_S
 from charonia.serving.hosts.cores import VARIABLE
 from charonia.serving.hosts.model_process import STACKS_SIGNAL
-from charonia.serving.lifecycle.server_options import keyed_name
 from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, step_down
+from charonia.serving.lifecycle.server_options import keyed_name
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"

@@ -25,8 +25,8 @@ from charonia.events import event
 from charonia.protocol import (
     EngineReply,
     EngineRequest,
-    ShutdownNotice,
     Hello,
+    ShutdownNotice,
     StepFailure,
     StepPlan,
     decode_request,

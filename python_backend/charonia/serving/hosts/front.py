@@ -31,12 +31,12 @@ from charonia.serving.messages.relay import (
     decode_answer,
     post,
 )
-from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import (
     CancellationPoller,
     TritonOutlet,
     failing_with_errors,
 )
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tensors import INTERNAL_ERROR, read_request
 from charonia.sockets.connection import Connection
 

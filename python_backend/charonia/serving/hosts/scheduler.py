@@ -22,8 +22,8 @@ from charonia.embedding import PromptIndex, load_encoder
 from charonia.errors import ConfigError
 from charonia.serving.hosts.engine import MODEL_FILE
 from charonia.serving.lifecycle.grpc_control import GrpcControl
-from charonia.serving.lifecycle.server_options import ServerOptions
 from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, Handover
+from charonia.serving.lifecycle.server_options import ServerOptions
 from charonia.serving.messages.executor import BlsExecutor
 from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.messages.reload import (
@@ -36,8 +36,8 @@ from charonia.serving.messages.reload import (
 from charonia.serving.metrics.page_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
 from charonia.serving.metrics.triton_page import MetricsExporter
 from charonia.serving.requests.intake import Intake
-from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import Outlet, TritonOutlet
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import RawRequest, read_request

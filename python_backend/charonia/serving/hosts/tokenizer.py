@@ -22,8 +22,8 @@ from charonia.serving.conventions.schema import (
     read_prompt,
     read_time_limit,
 )
-from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import TritonOutlet, failing_with_errors
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.tensors import Array, Outputs, RawRequest, read_request
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing

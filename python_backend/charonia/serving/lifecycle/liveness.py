@@ -5,7 +5,7 @@ its step is doing, and what the kernel says of the process. Must not know plans,
 an engine that does not live.
 
     hello ──► answer              it lives, however long its step takes
-    hello ──► the end             its process has ended; or a shutdown notice came first: it was unloaded
+    hello ──► the end             its process has ended, or gave notice: it was unloaded
     hello ──► nothing for 1 s     the kernel is asked: stopped?
     hello ──► nothing for 10 s    it hangs: a deadlock, say
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
-from charonia.protocol import ShutdownNotice, Hello, decode_reply, encode
+from charonia.protocol import Hello, ShutdownNotice, decode_reply, encode
 from charonia.sockets.channel import Channel
 
 UNLOADED = "the engine was unloaded"

@@ -31,9 +31,9 @@ from charonia.events import event
 from charonia.protocol import (
     EngineInfo,
     EngineReply,
-    ShutdownNotice,
     Hello,
     Pending,
+    ShutdownNotice,
     StepFailure,
     StepPlan,
     StepResult,

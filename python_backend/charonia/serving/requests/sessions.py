@@ -42,8 +42,8 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.serving.conventions.schema import OutputOptions
-from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import CancellationPoller, Outlet, fail
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.responses import Answer, chunk_outputs
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer

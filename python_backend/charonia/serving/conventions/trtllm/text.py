@@ -19,8 +19,8 @@ from charonia.serving.conventions.schema import PromptLimits
 from charonia.serving.conventions.trtllm.rows import Row, pack_words, pad, rows_of
 from charonia.serving.conventions.trtllm.tables import MODELS
 from charonia.serving.conventions.trtllm.words import bias_of, within
-from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.outlets import TritonOutlet, failing_with_errors
+from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tensors import Array, Outputs, RawRequest, read_request
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
