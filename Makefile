@@ -17,7 +17,7 @@ MIN_GLIBC_MINOR := 35
 # Three processes run the tests, as many of them wait for others more than they compute; each runs whole
 # files, so that what a file's tests share is started once.
 # A process that dies ends the run: its tests would run again, and xdist may wait for ever.
-TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+TESTS := $(BIN)/python tests/run.py --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 8
 
 .PHONY: help setup demo serve test test-long check interface bench bench-peers bench-speculation bench-overlap bench-attention bench-front bench-prompt bench-control bench-stall bench-flood bench-simulator bench-policies bench-cache bench-prefix bench-samples bench-kv bench-parallel bench-faults bench-endurance bench-hostile clean
 

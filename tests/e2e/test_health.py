@@ -33,7 +33,7 @@ from support.long import long
 IMPATIENCE = """
 
 from pathlib import Path
-from charonia.serving.lifecycle import liveness
+from charonia.serving.lifecycle import engine_liveness as liveness
 
 def _ask_few_times(self, _ask=liveness.EngineWatch._ask, _num_looks=liveness._NUM_LOOKS):
     is_deaf = (Path(__file__).parents[2] / f"deaf.{self._pid}").exists()

@@ -13,10 +13,10 @@ import pytest
 
 from charonia.launch.server.model_control import ModelControl
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.process_watchdog import Loss, Watchdog
 from charonia.launch.supervision.repairs import Repairs
 from charonia.launch.supervision.stranded import StrandedCalls
 from charonia.launch.supervision.timeouts import SupervisionLimits
-from charonia.launch.supervision.watchdog import Loss, Watchdog
 from support.e2e import wait_for
 from support.events import events
 

@@ -80,7 +80,7 @@ def test_a_tritonserver_that_answers_nobody_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The process table cannot tell; the scheduler would be given longer.
-    monkeypatch.setattr("charonia.launch.supervision.watchdog.Watchdog.look", lambda *_: [])
+    monkeypatch.setattr("charonia.launch.supervision.process_watchdog.Watchdog.look", lambda *_: [])
     monkeypatch.setattr("charonia.launch.server.model_control._ANSWER_S", 1.0)
     supervised = supervise(dataclasses.replace(PROBED, server_hang_s=600))
     assert supervised.server.pid is not None

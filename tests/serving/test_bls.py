@@ -27,8 +27,8 @@ from charonia.protocol import (
     encode,
 )
 from charonia.serving.lifecycle import server_watch
+from charonia.serving.lifecycle.engine_liveness import start_time
 from charonia.serving.lifecycle.engine_model import kill_processes
-from charonia.serving.lifecycle.liveness import start_time
 from charonia.serving.lifecycle.readiness import clean
 from charonia.serving.messages import executor as bls
 from charonia.serving.messages.executor import STEPS_SOCKET, BlsExecutor, _last_notice

@@ -11,8 +11,8 @@ import pytest
 
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
 from charonia.protocol import ShutdownNotice, StepFailure, encode
-from charonia.serving.lifecycle import liveness
-from charonia.serving.lifecycle.liveness import EngineWatch, process_state, start_time
+from charonia.serving.lifecycle import engine_liveness
+from charonia.serving.lifecycle.engine_liveness import EngineWatch, process_state, start_time
 from charonia.sockets.channel import Channel
 from support.waiting import WAIT_S, eventually
 
@@ -21,14 +21,14 @@ ANSWER = encode(StepFailure("any"))
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(liveness, "_LOOK_AFTER_S", 0.05)
-    monkeypatch.setattr(liveness, "_NUM_LOOKS", 1000)
+    monkeypatch.setattr(engine_liveness, "_ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(engine_liveness, "_LOOK_AFTER_S", 0.05)
+    monkeypatch.setattr(engine_liveness, "_NUM_LOOKS", 1000)
 
 
 @pytest.fixture
 def impatiently(monkeypatch: pytest.MonkeyPatch, quickly: None) -> None:
-    monkeypatch.setattr(liveness, "_NUM_LOOKS", 10)
+    monkeypatch.setattr(engine_liveness, "_NUM_LOOKS", 10)
 
 
 @pytest.fixture

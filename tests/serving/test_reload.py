@@ -16,8 +16,8 @@ from charonia.config import EngineArgs, KVEventsConfig
 from charonia.core.replica.reload import Reload
 from charonia.errors import ConfigError
 from charonia.serving.hosts.engine import EngineHost
+from charonia.serving.lifecycle.engine_liveness import start_time
 from charonia.serving.lifecycle.engine_model import RELOAD_MARK
-from charonia.serving.lifecycle.liveness import start_time
 from charonia.serving.messages import reload
 from charonia.serving.messages.reload import (
     DrainOrder,

@@ -1,6 +1,11 @@
 """What a request asks for: how its tokens are chosen, when it ends, and what else it wants.
 
 Owns names, ranges and defaults, which are vLLM's. Must not know tokens or tensors.
+
+To add one: a field here with its range; where a step needs it also in `messages.RowSampling`,
+`core/admission.py`, `data/plan_check.py` and `data/sampling/` (torch and C++). Then
+`gateway/openai/requests.py`, `charonia_client/values.py` and model_repository/README.md. If it
+changes no token, `core/answers/answer_key.py` says so.
 """
 
 import math

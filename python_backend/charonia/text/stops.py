@@ -1,7 +1,8 @@
 """Stop strings: finds where a text ends while it still arrives.
 
 Owns the search, and holding back what may be the beginning of a stop string. Must not know
-tokens: text comes in portions, and a stop string may lie across any number of them.
+tokens: text comes in portions, and a stop string may lie across any number of them. The request is
+ended by who asks, see `core/output/outputs.py`.
 """
 
 import re

@@ -2,6 +2,11 @@
 
 Owns what Prometheus is told of a family. Must not know its values (`metrics`), nor how a page comes
 about.
+
+To add a metric: a `Metric` in `METRICS`, a call that counts it (`Metrics.count` or
+`Metrics.observe_request`, or a gauge in `Metrics.show_scheduler`), and `make interface` for the
+table of model_repository/README.md. It is on the page then. The gateway's are in
+`gateway/observing.py`.
 """
 
 from dataclasses import dataclass

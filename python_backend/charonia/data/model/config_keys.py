@@ -4,6 +4,9 @@ Owns the list of keys per architecture, and what a missing one stands for; both 
 transformers' configuration classes, against which `tests/data/test_config_keys.py` holds them.
 Must not know what is made of the values (`spec` does).
 
+To add a family that is a Llama but for sizes and biases: its keys here, and `spec`. One with
+another activation, norm or shape of a layer changes `parameters`, `decoder` and `ops` as well.
+
     honoured         `spec` reads it
     fixed            changes nothing at the values named here; with any other it is another model
     generation       likewise, but another text of the same model

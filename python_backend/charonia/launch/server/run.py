@@ -1,7 +1,7 @@
 """One charonia server from a model repository and overrides, without supervision.
 
-Owns putting `repository`, `server` and `probe` together for whoever wants a server for a while:
-the demo, the benchmark, the tests. `charonia serve` does the same under a supervisor.
+Owns putting `repository`, `tritonserver` and the probe together for whoever wants a server for a
+while: the demo, the benchmark, the tests. `charonia serve` does the same under a supervisor.
 """
 
 import contextlib

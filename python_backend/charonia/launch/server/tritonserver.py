@@ -1,7 +1,7 @@
 """One tritonserver: start it, wait until it says ready, stop it, leave nothing behind.
 
 Owns the command line of tritonserver and its log. Must not know what the models do, nor when a
-server should be restarted (see `supervisor`).
+server should be restarted (see `launch/supervision/`).
 """
 
 import contextlib

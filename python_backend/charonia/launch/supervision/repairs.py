@@ -28,9 +28,9 @@ from charonia.events import event
 from charonia.launch.background import in_background
 from charonia.launch.errors import LaunchError
 from charonia.launch.server.model_control import ModelControl
+from charonia.launch.supervision.process_watchdog import Loss, Watchdog
 from charonia.launch.supervision.stranded import StrandedCalls
 from charonia.launch.supervision.timeouts import SupervisionLimits
-from charonia.launch.supervision.watchdog import Loss, Watchdog
 
 
 @dataclass

@@ -34,10 +34,10 @@ from charonia.launch.server.model_control import ModelControl
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.doors import Inquiry, models_with_questions
 from charonia.launch.supervision.probe import Health, Probe
+from charonia.launch.supervision.process_watchdog import TRITONSERVER, Loss, Watchdog
 from charonia.launch.supervision.repairs import Repairs
 from charonia.launch.supervision.stranded import StrandedCalls
 from charonia.launch.supervision.timeouts import Silence, SupervisionLimits
-from charonia.launch.supervision.watchdog import TRITONSERVER, Loss, Watchdog
 
 
 @dataclass(frozen=True)

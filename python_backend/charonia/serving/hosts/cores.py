@@ -1,7 +1,7 @@
 """The engine's cores, when all other processes of the server have fewer.
 
-Owns the environment variable by which the launcher names them (see `launch.cores`). Must not know
-who chose them.
+Owns the environment variable by which the launcher names them (see `launch/server/cores.py`). Must
+not know who chose them.
 """
 
 import os

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo
-from charonia.serving.lifecycle.liveness import start_time
+from charonia.serving.lifecycle.engine_liveness import start_time
 from charonia.serving.lifecycle.readiness import Readiness, clean
 
 RELOAD_MARK = "reload.mark"

@@ -40,8 +40,8 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
+from charonia.serving.lifecycle.engine_liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
 from charonia.serving.lifecycle.engine_model import EngineModel, ModelControl
-from charonia.serving.lifecycle.liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
 from charonia.serving.lifecycle.readiness import Readiness
 from charonia.serving.lifecycle.server_watch import ServerWatch
 from charonia.sockets.channel import Channel

@@ -37,7 +37,7 @@ from charonia.errors import (
     split_answer,
 )
 from charonia.events import RareLog, event
-from charonia.serving.lifecycle.liveness import start_time
+from charonia.serving.lifecycle.engine_liveness import start_time
 from charonia.serving.lifecycle.readiness import clean
 from charonia.serving.requests.outlets import Outlet
 from charonia.serving.requests.tensors import Array, Outputs, RawRequest

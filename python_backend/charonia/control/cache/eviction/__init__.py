@@ -1,4 +1,8 @@
-"""Which cached content goes first: one protocol, a file for each policy."""
+"""Which cached content goes first: one protocol, a file for each policy.
+
+What is reserved, retained or within a tenant's share comes before any policy's order; `KVCache`,
+`Retention` and `TenantShares` see to that.
+"""
 
 from collections.abc import Callable, Mapping
 
