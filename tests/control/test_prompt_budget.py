@@ -185,7 +185,7 @@ def test_a_prompt_is_not_cut_for_rows_that_are_there_no_more():
     assert chunks(bench) == [8]
 
 
-def test_a_shedding_cuts_prompts_beside_rows_that_decode_and_no_others():
+def test_load_shedding_cuts_prompts_beside_rows_that_decode_and_no_others():
     bench = Bench(max_num_seqs=4, num_blocks=100, max_num_batched_tokens=16)
     bench.scheduler.shedding = LoadShedding(prompt_share=0.25)
     bench.add(make_request("a", max_tokens=30))

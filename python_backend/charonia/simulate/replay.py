@@ -1,7 +1,7 @@
 """A recorded run of the scheduler, once more: the same calls, and whether they give the same plans.
 
-Owns the reading of a journal (`engine.journal`), and the comparison. Must not know when the run
-was, nor wait for anything.
+Owns the reading of a journal (`core/recording/journal.py`), and the comparison. Must not know when
+the run was, nor wait for anything.
 """
 
 from collections import deque

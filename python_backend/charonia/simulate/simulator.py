@@ -1,7 +1,7 @@
 """One run: traffic through the real engine core, and what became of each request.
 
 Owns whose turn it is, the traffic or the core, and the notes on each request. Must not know how the
-traffic was made, nor what is told of it. Of a server it has what `engine.service` has, without the
+traffic was made, nor what is told of it. Of a server it has what `core/service.py` has, without the
 thread: the limits at the door, what is given up under pressure, and the core behind them. Only the
 engine, the clock, and the outputs, which are of no text, are its own.
 """

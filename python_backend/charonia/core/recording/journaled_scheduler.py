@@ -1,6 +1,6 @@
 """A scheduler that writes down its calls.
 
-Owns what of a call is written. Must not know files: see `engine.journal`.
+Owns what of a call is written. Must not know files: see `core/recording/journal.py`.
 """
 
 from collections.abc import Callable

@@ -170,7 +170,7 @@ def _gateway(
 
 
 def supervision_limits(args: SchedulerArgs) -> SupervisionLimits:
-    """Patience that outlasts the scheduler's with its engine, or both would act at once."""
+    """Timeouts that outlast the scheduler's with its engine, or both would act at once."""
     return SupervisionLimits(
         start_s=max(SupervisionLimits.start_s, args.load_timeout_s + HANG_MARGIN_S),
         hang_s=args.min_step_deadline_s + HANG_MARGIN_S,

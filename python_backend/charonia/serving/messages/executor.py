@@ -4,7 +4,7 @@ Owns the connection to the engine and its time limits. Must not know what is in 
 engine is loaded: that is `engine_model`'s.
 
     submit() ──► socket ──► engine ──► socket ──► result()      every step
-    a second connection: does the engine live                   every second, see `liveness`
+    a second connection: does the engine live                   every second, see `engine_liveness`
     a question to Triton: does the server shut down             with requests: `server_watch`
     open(): a thread finds the engine, or has it loaded         see `engine_model`
 
@@ -246,8 +246,8 @@ class BlsExecutor:
         """Have Triton say whether the engine is loaded. Raises as `open`.
 
         While nobody waits for the engine, Triton may be finalizing this model at any moment, and
-        then it must not be asked. So what was last said holds for some seconds, a notice of the
-        engine too: at the server's end this model is finalized within seconds of it.
+        then it must not be asked. So what was last said holds for some seconds, a shutdown notice
+        of the engine too: at the server's end this model is finalized within seconds of it.
         """
         self._server.check()
         now = time.monotonic()

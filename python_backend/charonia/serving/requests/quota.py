@@ -10,7 +10,7 @@ from charonia.errors import ConfigError, QueueFullError, shown
 
 
 class Quota:
-    """Bytes that are held on behalf of requests.
+    """How many requests a process may hold, and how many bytes of theirs.
 
     Args:
         max_count: requests at most. max_bytes: of all together; a request by itself may have more.
