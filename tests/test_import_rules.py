@@ -65,8 +65,11 @@ RULES = {
         "data protocol config sockets errors events version", "torch numpy msgspec psutil"
     ),
     "traces": rule("errors", "msgspec"),
+    "metrics": rule("protocol control sockets errors", "msgspec httpx h11 prometheus_client"),
     "core": rule(
-        "protocol control text config errors events traces", "msgspec zmq", inside_functions="torch"
+        "protocol control metrics text config errors events traces",
+        "msgspec zmq",
+        inside_functions="torch",
     ),
     # No torch: it runs beside the scheduling thread.
     "embedding": rule(
@@ -82,7 +85,7 @@ RULES = {
     ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
-        "core text embedding protocol config sampling_defaults sockets errors events"
+        "core metrics text embedding protocol config sampling_defaults sockets errors events"
         " checkpoint_files",
         "numpy msgspec grpc tritonclient",
     ),

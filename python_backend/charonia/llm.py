@@ -19,7 +19,6 @@ from charonia.config import EngineArgs, SchedulerArgs, make_paths_absolute
 from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
 from charonia.core.inline import InlineExecutor
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import (
     Chunk,
     Logprob,
@@ -29,6 +28,7 @@ from charonia.core.output.outputs import (
     name_logprobs,
 )
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
+from charonia.metrics.metrics import Metrics
 from charonia.parallel.engine import load_engine
 from charonia.protocol import FinishReason, SamplingParams, TokenLogprobs
 from charonia.sampling_defaults import SamplingDefaults

@@ -6,7 +6,7 @@ import pytest
 
 from charonia.core.gate.attainment import Attainment, RequestEnd
 from charonia.core.gate.tenants import Tenants
-from charonia.core.metrics.metrics import Metrics
+from charonia.metrics.metrics import Metrics
 from core.answer_bench import AnswerBench
 from core.bench import Bench
 from support.echo import EchoExecutor

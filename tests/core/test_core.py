@@ -5,9 +5,9 @@ import re
 import pytest
 
 from charonia.core.admission import GenerationRequest, seeds_of
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import Chunk
 from charonia.errors import InvalidRequestError
+from charonia.metrics.metrics import Metrics
 from charonia.protocol import MemoryReport, SamplingParams
 from core.bench import Bench, expected
 from support.echo import EchoExecutor

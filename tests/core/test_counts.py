@@ -4,8 +4,8 @@ from string import ascii_letters
 
 import pytest
 
-from charonia.core.metrics.metric_table import PHASES
-from charonia.core.metrics.metrics import MAX_UNDRAINED, Metrics
+from charonia.metrics.metric_table import PHASES
+from charonia.metrics.metrics import MAX_UNDRAINED, Metrics
 from core.bench import FIXED, Bench, expected
 from support.echo import EchoExecutor
 

@@ -7,10 +7,10 @@ import pytest
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
-from charonia.core.metrics.metric_table import FAILURES
 from charonia.core.output.outputs import OutputStream
 from charonia.core.replica.recovery import SILENT_START_S
 from charonia.errors import CharoniaError, UnavailableError
+from charonia.metrics.metric_table import FAILURES
 from core.bench import FIXED, Bench, byte_tokenizer, expected, hanging_bench
 from support.echo import EchoExecutor, echo_run
 

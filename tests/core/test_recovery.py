@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.replica.recovery import SILENT_START_S, Recovery
 from charonia.core.replica.transitions import (
     TRANSITIONS,
@@ -19,6 +18,7 @@ from charonia.errors import (
     EngineUnloadedError,
     ServerStoppingError,
 )
+from charonia.metrics.metrics import Metrics
 from support.echo import EchoExecutor
 
 INFO = EchoExecutor().info()

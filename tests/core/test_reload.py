@@ -7,12 +7,12 @@ from msgspec import structs
 
 from charonia.config import EngineArgs
 from charonia.core.admission import GenerationRequest
-from charonia.core.metrics.metric_table import FAILURES
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import merge_samples
 from charonia.core.replica.recovery import UNLOADED_WAIT_S
 from charonia.core.replica.reload import Reload
 from charonia.errors import CharoniaError, ConfigError, UnavailableError
+from charonia.metrics.metric_table import FAILURES
+from charonia.metrics.metrics import Metrics
 from core.bench import FIXED, Bench, expected
 from support.echo import EchoExecutor, echo_run
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from charonia.core.gate.tenants import LOOK_EVERY_S, MAX_LABELS, TenantArgs, Tenants
-from charonia.core.metrics.metric_table import OTHERS
 from charonia.errors import ConfigError
+from charonia.metrics.metric_table import OTHERS
 
 FILE = {
     "default": {"max_queue_size": 5},

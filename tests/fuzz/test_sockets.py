@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from charonia.config import EngineArgs
 from charonia.errors import RankLostError
+from charonia.metrics.page_socket import HistogramState, SchedulerMetrics, decode_metrics
 from charonia.parallel import messages as ranks
 from charonia.parallel.groups import open_memory
 from charonia.parallel.handshake import MAX_BYTES, admit_rank
@@ -37,7 +38,6 @@ from charonia.protocol import (
 )
 from charonia.serving.messages import relay
 from charonia.serving.messages.reload import ReloadOrder, decode_order
-from charonia.serving.metrics.page_socket import HistogramState, SchedulerMetrics, decode_metrics
 from charonia.serving.requests.tensors import RawRequest
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection

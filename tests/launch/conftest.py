@@ -38,14 +38,13 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A test of somebody who does not answer sets these times anew.
     """
-    server = "charonia.launch.server"
     for name in (
-        f"{server}.metrics_http.REQUEST_S",
-        f"{server}.metrics_http.PAGE_S",
-        f"{server}.metrics_http.TAKE_S",
-        f"{server}.metrics_merge.SCHEDULERS_S",
-        f"{server}.metrics_merge.TRITON_S",
-        f"{server}.model_control._ANSWER_S",
+        "charonia.metrics.page_server.REQUEST_S",
+        "charonia.metrics.page_server.PAGE_S",
+        "charonia.metrics.page_server.TAKE_S",
+        "charonia.metrics.merged_page.SCHEDULERS_S",
+        "charonia.metrics.merged_page.TRITON_S",
+        "charonia.launch.server.model_control._ANSWER_S",
         "charonia.serving.lifecycle.grpc_control.CONNECT_S",
     ):
         monkeypatch.setattr(name, ALLOWED_S)

@@ -29,7 +29,6 @@ from charonia.core.admission import GenerationRequest, admit, check, seeds_of
 from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.deadlines import Deadlines
 from charonia.core.gate.tenants import Tenants
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import Chunk, MakeStream
 from charonia.core.output.streams import OutputStreams
 from charonia.core.recording.journal import Journal
@@ -47,6 +46,7 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.events import event
+from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo, Executor
 
 RESULT_WAIT_S = 0.1

@@ -22,7 +22,6 @@ from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
@@ -36,6 +35,7 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.events import event
+from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo, Executor, SamplingParams
 from charonia.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from charonia.data.step_tensors import StepTensors
 from charonia.protocol import EngineRequest, NewRow
 from charonia.serving.hosts.engine import EngineHost
-from charonia.serving.messages.answering import Answer
+from charonia.sockets.answering import Answer
 
 VERSION = Path(__file__).parent
 STARTUP = VERSION / "startup"

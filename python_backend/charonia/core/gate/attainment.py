@@ -11,7 +11,7 @@ no difference. Only a refusal of which the client or its tenant is the cause say
 from dataclasses import dataclass
 
 from charonia.core.gate.tenants import Tenants
-from charonia.core.metrics.metrics import Metrics
+from charonia.metrics.metrics import Metrics
 
 _FINISHED = ("stop", "length")
 _CANCELLED = "cancelled"

@@ -15,9 +15,9 @@ from charonia.config import SchedulerArgs
 from charonia.control import LoadShedding
 from charonia.core.admission import GenerationRequest
 from charonia.core.gate.tenants import Tenants
-from charonia.core.metrics.metrics import Metrics
 from charonia.errors import OverloadedError
 from charonia.events import event
+from charonia.metrics.metrics import Metrics
 from charonia.protocol import SamplingParams
 
 CLIMB_EVERY_S = 1.0

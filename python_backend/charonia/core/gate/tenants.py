@@ -19,9 +19,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from charonia.config import PositiveInt, convert
-from charonia.core.metrics.metric_table import OTHERS
 from charonia.errors import ConfigError, shown
 from charonia.events import event
+from charonia.metrics.metric_table import OTHERS
 
 LOOK_EVERY_S = 1.0
 """How often the file is looked at."""

@@ -10,9 +10,9 @@ from math import inf
 from charonia.control import Request, Update
 from charonia.core.admission import GenerationRequest
 from charonia.core.gate.attainment import Attainment, RequestEnd
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import Chunk, MakeStream, SampleStream, SampleStreams
 from charonia.errors import CharoniaError
+from charonia.metrics.metrics import Metrics
 
 
 class OutputStreams:

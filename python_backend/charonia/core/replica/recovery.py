@@ -11,7 +11,6 @@ loads one does so elsewhere, and an event says what came of it.
 
 from collections.abc import Callable
 
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.replica.transitions import TRANSITIONS, Event, State, next_state
 from charonia.errors import (
     CharoniaError,
@@ -22,6 +21,7 @@ from charonia.errors import (
     StepFailedError,
 )
 from charonia.events import event
+from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo
 
 CONNECT_RETRY_S = 0.1

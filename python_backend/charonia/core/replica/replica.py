@@ -33,7 +33,6 @@ from charonia.control import (
     Tiers,
     Update,
 )
-from charonia.core.metrics.metrics import Metrics
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
 from charonia.core.replica.plan_time import PlanTime
@@ -55,6 +54,7 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.events import event
+from charonia.metrics.metrics import Metrics
 from charonia.protocol import EngineInfo, Executor, Opening, Pending
 
 DEADLINE_FACTOR = 10.0

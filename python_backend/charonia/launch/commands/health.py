@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import httpx
 
 from charonia.launch.errors import LaunchError
-from charonia.launch.server.metrics_page import read_metrics
 from charonia.launch.supervision.doors import Reply, ask
 from charonia.launch.supervision.probe import Health, Probe
+from charonia.metrics.read_page import read_metrics
 
 DEFAULT_METRICS_PORT = 8002
 TIMEOUT_S = 5.0

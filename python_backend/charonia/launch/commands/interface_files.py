@@ -1,6 +1,6 @@
 """Writes what files repeat of the interface: `make interface`.
 
-Tensors come from `serving/conventions/interface.py`, metrics from `core/metrics/metric_table.py`,
+Tensors come from `serving/conventions/interface.py`, metrics from `metrics/metric_table.py`,
 arguments with their meanings from the docstrings of `config/`.
 
 Owns the places between two marks, in a config.pbtxt, and as comments of Markdown in a README.md::
@@ -25,9 +25,9 @@ import msgspec
 from charonia import vllm_args
 from charonia.config import EngineArgs, KVEventsConfig, SchedulerArgs, SpeculativeConfig
 from charonia.core.gate.tenants import TenantArgs
-from charonia.core.metrics.metric_table import METRICS, VLLM_METRICS, Metric
 from charonia.launch.errors import LaunchError
 from charonia.launch.server.discovery import default_repository
+from charonia.metrics.metric_table import METRICS, VLLM_METRICS, Metric
 from charonia.serving.conventions.interface import (
     INPUTS,
     MODELS,

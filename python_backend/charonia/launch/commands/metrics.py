@@ -9,8 +9,8 @@ from pathlib import Path
 from charonia.launch.commands.serve import say, stop_on_signals
 from charonia.launch.errors import LaunchError
 from charonia.launch.server import processes
-from charonia.launch.server.metrics_http import PageServer
-from charonia.launch.server.metrics_merge import MergedPage
+from charonia.metrics.merged_page import MergedPage
+from charonia.metrics.page_server import PageServer
 
 
 def serve_metrics(repository: Path, triton_url: str, address: str, port: int) -> None:

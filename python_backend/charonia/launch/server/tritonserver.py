@@ -27,11 +27,11 @@ from charonia.launch.server import processes
 from charonia.launch.server.discovery import PACKAGE_PARENT, default_repository, find_tritonserver
 from charonia.launch.server.guard import make_guard
 from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
-from charonia.launch.server.metrics_http import PageServer
-from charonia.launch.server.metrics_merge import MergedPage
 from charonia.launch.server.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
 from charonia.launch.supervision.timeouts import STOPPED_S
+from charonia.metrics.merged_page import MergedPage
+from charonia.metrics.page_server import PageServer
 from charonia.serving.hosts.cores import VARIABLE
 from charonia.serving.hosts.model_process import STACKS_SIGNAL
 from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, step_down

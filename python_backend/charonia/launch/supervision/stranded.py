@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 from charonia.events import event
 from charonia.launch.background import in_background
-from charonia.launch.server.metrics_page import read_metrics
+from charonia.metrics.read_page import read_metrics
 
 _RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
 

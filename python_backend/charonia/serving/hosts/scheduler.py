@@ -20,6 +20,8 @@ from charonia.core.recording.kv_events import KVEventPublisher, KVEvents
 from charonia.core.service import EngineService
 from charonia.embedding import PromptIndex, load_encoder
 from charonia.errors import ConfigError
+from charonia.metrics.page_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
+from charonia.metrics.triton_page import MetricsExporter
 from charonia.serving.hosts.engine import MODEL_FILE
 from charonia.serving.lifecycle.grpc_control import GrpcControl
 from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, Handover
@@ -33,8 +35,6 @@ from charonia.serving.messages.reload import (
     check_same_tokenizer,
     fingerprint_tokenizer,
 )
-from charonia.serving.metrics.page_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
-from charonia.serving.metrics.triton_page import MetricsExporter
 from charonia.serving.requests.intake import Intake
 from charonia.serving.requests.outlets import Outlet, TritonOutlet
 from charonia.serving.requests.quota import Quota

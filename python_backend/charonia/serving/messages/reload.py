@@ -28,7 +28,7 @@ import msgspec
 from charonia.config import EngineArgs
 from charonia.core.replica.reload import Phase, Reload
 from charonia.errors import CharoniaError, ConfigError
-from charonia.serving.messages.answering import answer_each
+from charonia.sockets.answering import answer_each
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import SOCKET_SUFFIX, is_same_user, listen
 from charonia.sockets.server import Server

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from charonia.core.metrics.metric_table import BY_NAME, METRICS, VLLM_METRICS, Metric
-from charonia.core.metrics.metrics import Metrics
+from charonia.metrics.metric_table import BY_NAME, METRICS, VLLM_METRICS, Metric
+from charonia.metrics.metrics import Metrics
 from core.bench import FIXED, Bench
 from support.echo import EchoExecutor
 

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from charonia.core.metrics.metric_table import BY_NAME, SCHEDULER_UP
-from charonia.launch.errors import LaunchError
-from charonia.serving.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
+from charonia.metrics.metric_table import BY_NAME, SCHEDULER_UP
+from charonia.metrics.page_server import NoPageError
+from charonia.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
 
 SCHEDULERS_S = 1.0
 """In which the schedulers answer, all of them, or the page goes without."""
@@ -46,17 +46,17 @@ class MergedPage:
         """The page, in Prometheus' text format 0.0.4. For one thread at a time.
 
         Raises:
-            LaunchError: tritonserver has none.
+            NoPageError: tritonserver has none.
         """
         url = self._triton_url()
         if url is None:
-            raise LaunchError("tritonserver does not run")
+            raise NoPageError("tritonserver does not run")
         paths = sorted(self._repository.glob(f"*/*/{METRICS_SOCKET}"))
         answers = ask_schedulers(paths, SCHEDULERS_S)
         try:
             triton = self._client.get(url).raise_for_status().content
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise LaunchError(f"tritonserver's metrics cannot be read: {error}") from None
+            raise NoPageError(f"tritonserver's metrics cannot be read: {error}") from None
         places = [(path.parts[-3], path.parts[-2]) for path in paths]
         return triton + exposition(dict(zip(places, answers, strict=True)))
 

@@ -22,8 +22,6 @@ from http import HTTPStatus
 import h11
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from charonia.launch.errors import LaunchError
-
 PATH = b"/metrics"
 MAX_CONNECTIONS = 64
 """At a time; one more takes the place of the oldest that has not said yet what it wants."""
@@ -35,6 +33,10 @@ TAKE_S = 5.0
 """In which a client takes its answer."""
 CLOSE_S = 5.0
 _RECEIVE_BYTES = 4096
+
+
+class NoPageError(Exception):
+    """There is no page at this moment; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class PageServer:
 
     Args:
         listener: this closes it.
-        read: gives the page, in a thread, once at a time. It raises LaunchError where there is
+        read: gives the page, in a thread, once at a time. It raises NoPageError where there is
             none, and whoever asked is told why.
         log: takes a line of what else goes wrong.
     """
@@ -155,7 +157,7 @@ class PageServer:
             self._next = None  # whoever comes from now on wants a later one
             try:
                 page = await asyncio.to_thread(self._read)
-            except LaunchError as error:
+            except NoPageError as error:
                 return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode())
             except Exception:
                 self._log(f"the page of metrics could not be made: {traceback.format_exc()}")

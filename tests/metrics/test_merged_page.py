@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from charonia.core.metrics.metric_table import BY_NAME
-from charonia.launch.errors import LaunchError
-from charonia.launch.server import metrics_merge
-from charonia.launch.server.metrics_merge import MergedPage
-from charonia.serving.metrics import page_socket as metrics_socket
-from charonia.serving.metrics.page_socket import (
+from charonia.metrics import merged_page, page_socket
+from charonia.metrics.merged_page import MergedPage
+from charonia.metrics.metric_table import BY_NAME
+from charonia.metrics.page_server import NoPageError
+from charonia.metrics.page_socket import (
     METRICS_SOCKET,
     HistogramState,
     MetricsServer,
@@ -143,7 +142,7 @@ def test_a_scheduler_that_does_not_answer_is_down_and_the_rest_is_there(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = metrics_socket._ask
+    ask = page_socket._ask
 
     def ask_and_let_answer(path: Path, stack: contextlib.ExitStack) -> Channel | None:
         channel = ask(path, stack)
@@ -151,8 +150,8 @@ def test_a_scheduler_that_does_not_answer_is_down_and_the_rest_is_there(
             assert not wait_for(channel.is_quiet, lambda is_quiet: not is_quiet)
         return channel
 
-    monkeypatch.setattr(metrics_merge, "SCHEDULERS_S", 0.3)
-    monkeypatch.setattr(metrics_socket, "_ask", ask_and_let_answer)
+    monkeypatch.setattr(merged_page, "SCHEDULERS_S", 0.3)
+    monkeypatch.setattr(page_socket, "_ask", ask_and_let_answer)
     add_scheduler("well", lambda: SchedulerMetrics({"charonia_step_seconds": STATE}))
     (tmp_path / "hung" / "1").mkdir(parents=True)
     with listen(tmp_path / "hung" / "1" / METRICS_SOCKET):
@@ -167,7 +166,7 @@ def test_a_scheduler_that_does_not_answer_is_down_and_the_rest_is_there(
 
 def test_without_triton_there_is_no_page(page: MergedPage, triton: Triton, tmp_path: Path) -> None:
     triton.status = 500
-    with pytest.raises(LaunchError, match=r"cannot be read: .*500"):
+    with pytest.raises(NoPageError, match=r"cannot be read: .*500"):
         page.read()
     for url, reason in (
         (None, "tritonserver does not run"),
@@ -177,6 +176,6 @@ def test_without_triton_there_is_no_page(page: MergedPage, triton: Triton, tmp_p
     ):
         with (
             contextlib.closing(MergedPage(tmp_path, lambda url=url: url)) as other,
-            pytest.raises(LaunchError, match=reason),
+            pytest.raises(NoPageError, match=reason),
         ):
             other.read()

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from charonia.launch.errors import LaunchError
-from charonia.launch.server import metrics_http
-from charonia.launch.server.metrics_http import MAX_CONNECTIONS, PageServer
 from charonia.launch.server.processes import listen
+from charonia.metrics import page_server
+from charonia.metrics.page_server import MAX_CONNECTIONS, NoPageError, PageServer
 from support.e2e import HTTP, wait_for
 
 Start = Callable[[Callable[[], bytes]], int]
@@ -72,7 +71,7 @@ def test_there_is_nothing_else(start: Start, method: str, path: str) -> None:
 
 def test_without_a_page_the_reason_is_the_answer(start: Start) -> None:
     def refuse() -> bytes:
-        raise LaunchError("tritonserver does not run")
+        raise NoPageError("tritonserver does not run")
 
     reply = HTTP.get(url(start(refuse)))
     assert (reply.status_code, reply.text) == (503, "tritonserver does not run\n")
@@ -121,7 +120,7 @@ def test_who_says_nothing_gives_way_and_is_hung_up_on(
         silent[-1].sendall(b"GET /metrics HTTP/1.1\r\n")
         assert HTTP.get(url(port)).content == PAGE
         assert silent[0].recv(1) == b"", "the first to come is the first to go"
-    monkeypatch.setattr(metrics_http, "REQUEST_S", 0.2)
+    monkeypatch.setattr(page_server, "REQUEST_S", 0.2)
     with connect(port) as slow:
         slow.sendall(b"GET /")
         assert slow.recv(1) == b""
@@ -130,7 +129,7 @@ def test_who_says_nothing_gives_way_and_is_hung_up_on(
 def test_who_does_not_take_the_answer_is_hung_up_on(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_http, "TAKE_S", 0.2)
+    monkeypatch.setattr(page_server, "TAKE_S", 0.2)
     process, may_go_on = psutil.Process(), threading.Event()
 
     def read() -> bytes:
@@ -181,7 +180,7 @@ def test_who_comes_while_a_page_is_made_shares_the_next_one() -> None:
 
 
 def test_a_page_that_takes_too_long_is_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_http, "PAGE_S", 0.1)
+    monkeypatch.setattr(page_server, "PAGE_S", 0.1)
     slow = SlowPage()
     port = start(slow.read)
     assert HTTP.get(url(port)).status_code == 503

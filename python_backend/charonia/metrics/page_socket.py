@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from charonia.serving.messages.answering import answer_each
+from charonia.sockets.answering import answer_each
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen

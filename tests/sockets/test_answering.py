@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.serving.messages.answering import Answer, Begin, answer_each, answer_overlapping
+from charonia.sockets.answering import Answer, Begin, answer_each, answer_overlapping
 from charonia.sockets.local import connect, is_same_user, listen
 from charonia.sockets.server import Server
 from support.waiting import WAIT_S, eventually

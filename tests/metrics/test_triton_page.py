@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from charonia.core.metrics.metric_table import BY_NAME
-from charonia.core.metrics.metrics import Metrics
-from charonia.serving.metrics.triton_page import MetricsExporter
+from charonia.metrics.metric_table import BY_NAME
+from charonia.metrics.metrics import Metrics
+from charonia.metrics.triton_page import MetricsExporter
 
 
 class Series:
@@ -69,7 +69,7 @@ class Registry:
 @pytest.fixture(autouse=True)
 def never_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exporter's own thread stays out of the tests."""
-    monkeypatch.setattr("charonia.serving.metrics.triton_page.INTERVAL_S", 3600.0)
+    monkeypatch.setattr("charonia.metrics.triton_page.INTERVAL_S", 3600.0)
 
 
 def new_exporter(registry: Registry, metrics: Metrics, **options: Any) -> MetricsExporter:

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from charonia.serving.metrics import page_socket as metrics_socket
-from charonia.serving.metrics.page_socket import (
+from charonia.metrics import page_socket
+from charonia.metrics.page_socket import (
     METRICS_SOCKET,
     HistogramState,
     MetricsServer,
@@ -87,7 +87,7 @@ def test_one_that_hangs_costs_the_time_once_and_keeps_no_other_answer_back(
     serve(paths[0], hang)
     serve(paths[1], hang)
     serve(paths[2], lambda: METRICS)
-    ask = metrics_socket._ask
+    ask = page_socket._ask
 
     def ask_and_see(path: Path, stack: ExitStack) -> Channel | None:
         """The one that does not hang is slow at most; its answer is there in time."""
@@ -96,7 +96,7 @@ def test_one_that_hangs_costs_the_time_once_and_keeps_no_other_answer_back(
             eventually(lambda: channel is None or not channel.is_quiet())
         return channel
 
-    monkeypatch.setattr(metrics_socket, "_ask", ask_and_see)
+    monkeypatch.setattr(page_socket, "_ask", ask_and_see)
     started = time.monotonic()
     answers = ask_schedulers(paths, 0.2)
     seconds = time.monotonic() - started

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from charonia.core.metrics.metric_table import (
+from charonia.metrics.metric_table import (
     BY_NAME,
     KV_BLOCKS,
     METRICS,
@@ -30,8 +30,8 @@ from charonia.core.metrics.metric_table import (
     VLLM_METRICS,
     Metric,
 )
-from charonia.core.metrics.metrics import Metrics, Series
-from charonia.serving.metrics.page_socket import HistogramState
+from charonia.metrics.metrics import Metrics, Series
+from charonia.metrics.page_socket import HistogramState
 
 INTERVAL_S = 0.5
 

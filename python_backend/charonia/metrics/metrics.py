@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from charonia.control import DraftCounts, Scheduler
-from charonia.core.metrics.metric_table import KV_BLOCKS, METRICS, TIER_BLOCKS, VLLM_METRICS
+from charonia.metrics.metric_table import KV_BLOCKS, METRICS, TIER_BLOCKS, VLLM_METRICS
 from charonia.protocol import Collectives, MemoryReport
 
 MAX_UNDRAINED = 10_000

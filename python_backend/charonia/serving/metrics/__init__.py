@@ -1,1 +1,0 @@
-"""The metrics on their way to Triton's own page."""
