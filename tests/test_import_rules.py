@@ -149,20 +149,39 @@ def test_a_module_imports_only_what_its_part_may(path: Path) -> None:
         assert violations(part, path.read_text(encoding="utf-8")) == []
 
 
-def test_the_modules_of_the_control_plane_import_each_other_in_no_circle() -> None:
-    """Whoever is composed knows nothing of who composes it."""
+def imports_among(part: str) -> dict[str, set[str]]:
+    """The modules of a part, each with those of its own part that it imports."""
     modules: dict[str, Path] = {}
     for path in SOURCES:
         name = ".".join(("charonia", *path.relative_to(PACKAGE).with_suffix("").parts))
-        if part_of(name) == "control":
+        if part_of(name) == part:
             modules[name.removesuffix(".__init__")] = path
     imports: dict[str, set[str]] = {}
     for name, path in modules.items():
         found = {imported for imported, _ in imports_of(path.read_text(encoding="utf-8"))}
         modules_found = {one if one in modules else one.rpartition(".")[0] for one in found}
         imports[name] = modules_found & modules.keys()
+    return imports
+
+
+def test_the_modules_of_the_control_plane_import_each_other_in_no_circle() -> None:
+    """Whoever is composed knows nothing of who composes it."""
+    imports = imports_among("control")
     assert imports["charonia.control.scheduling.scheduler"]
     TopologicalSorter(imports).prepare()  # which raises CycleError
+
+
+def test_the_rooms_of_the_control_plane_import_each_other_in_no_circle() -> None:
+    rooms: dict[str, set[str]] = {}
+    for name, imported in imports_among("control").items():
+        room = name.split(".")[2:3]
+        rooms.setdefault("".join(room), set()).update(
+            other for one in imported for other in one.split(".")[2:3] if [other] != room
+        )
+    assert rooms["scheduling"] >= {"cache", "drafts", "estimators", "policies", "state"}
+    assert rooms["state"] == set()
+    del rooms[""]  # the package itself, which names what others may use
+    TopologicalSorter(rooms).prepare()
 
 
 def test_every_rule_is_about_a_part_that_exists() -> None:
@@ -184,7 +203,7 @@ def test_every_rule_is_about_a_part_that_exists() -> None:
         ("control", "import charonia"),
         ("control", "from ..data import runner"),
         ("control", "if TYPE_CHECKING:\n    from charonia.core.engine_core import Core"),
-        ("text", "from charonia.control.scheduling.request import Request"),
+        ("text", "from charonia.control.state.request import Request"),
         ("text", "import torch.nn"),
         ("data", "from tokenizers import Tokenizer"),
         ("data", "async def run():\n    from charonia.text.stops import StopMatcher"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import support.requests
 from charonia.control.drafts import ngram
 from charonia.control.drafts.ngram import NgramDrafter
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 
 def make_request(token_ids: Sequence[int], key: str = "a") -> Request:

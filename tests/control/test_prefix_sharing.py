@@ -13,8 +13,8 @@ from charonia.control.policies import (
     ranked,
 )
 from charonia.control.scheduling.fitting import MAX_AWAITING
-from charonia.control.scheduling.limits import Limits
-from charonia.control.scheduling.stats import SchedulerStats
+from charonia.control.state.limits import Limits
+from charonia.control.state.stats import SchedulerStats
 from support.stepping import Bench, make_request
 
 COMMON = [7] * 32

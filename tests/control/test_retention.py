@@ -11,7 +11,7 @@ from charonia.control.cache import KVCache
 from charonia.control.cache.block_tables import BlockTables
 from charonia.control.cache.eviction import EVICTIONS, Eviction, Lfu, Lru
 from charonia.control.cache.prefix_index import PrefixIndex
-from charonia.control.scheduling.step import NO_DRAFT
+from charonia.control.state.step import NO_DRAFT
 from charonia.protocol import DEFAULT_CACHE_PRIORITY, CacheRange
 from support.counting import count_calls
 from support.invariants import check_cache

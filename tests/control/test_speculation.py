@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from charonia.control import FixedDepth, Speculation
-from charonia.control.scheduling.step import NO_DRAFT, Draft, Step
+from charonia.control.state.step import NO_DRAFT, Draft, Step
 from charonia.protocol import RowStep
 from support.stepping import LIMITS, make_request
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import support.requests
 from charonia.control.drafts import suffix
 from charonia.control.drafts.suffix import SuffixAutomaton, SuffixDrafter
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 SHARED = b"tenant"
 

@@ -15,7 +15,7 @@ from charonia.control.policies import (
     ranked,
 )
 from charonia.control.scheduling.fitting import MAX_PASSES
-from charonia.control.scheduling.stats import SchedulerStats
+from charonia.control.state.stats import SchedulerStats
 from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, SlotContent, StepPlan, TierInfo
 from support.echo import SLOT_BYTES
 from support.invariants import check_invariants

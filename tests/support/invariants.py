@@ -6,7 +6,7 @@ from charonia.control import Group, Request, Scheduler
 from charonia.control.cache import KVCache
 from charonia.control.cache.eviction.scores import ByScore
 from charonia.control.cache.prefix_index import ROOT
-from charonia.control.scheduling.step import Fetch
+from charonia.control.state.step import Fetch
 from charonia.protocol import DEFAULT_CACHE_PRIORITY
 
 

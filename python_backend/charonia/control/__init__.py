@@ -13,14 +13,14 @@ from charonia.control.drafts.suffix import SuffixDrafter
 from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.estimators.step_cost import CostCurve
 from charonia.control.policies import Late, Policy
-from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.load_shedding import NO_SHEDDING, LoadShedding
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.prompt_budget import PromptBudget
-from charonia.control.scheduling.request import Group, Request, Update
 from charonia.control.scheduling.scheduler import Scheduler
-from charonia.control.scheduling.stats import DraftCounts, SchedulerStats
 from charonia.control.scheduling.step_size import StepSize
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Group, Request, Update
+from charonia.control.state.stats import DraftCounts, SchedulerStats
 
 __all__ = [
     "NO_SHEDDING",

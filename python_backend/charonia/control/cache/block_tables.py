@@ -9,10 +9,10 @@ from math import inf
 
 from charonia.control.cache import BlockHasher, CacheEvents, KVCache, Tiers
 from charonia.control.cache.eviction import Eviction
-from charonia.control.scheduling.limits import Limits
-from charonia.control.scheduling.request import Request
-from charonia.control.scheduling.stats import SchedulerStats
-from charonia.control.scheduling.step import NO_DRAFT, Draft
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request
+from charonia.control.state.stats import SchedulerStats
+from charonia.control.state.step import NO_DRAFT, Draft
 from charonia.protocol import DEFAULT_CACHE_PRIORITY, BlockCopy
 
 

@@ -23,9 +23,9 @@ from itertools import islice, takewhile
 
 from charonia.control.cache import Tiers
 from charonia.control.cache.block_tables import BlockTables
-from charonia.control.scheduling.request import Request
-from charonia.control.scheduling.stats import SchedulerStats
-from charonia.control.scheduling.step import Fetch
+from charonia.control.state.request import Request
+from charonia.control.state.stats import SchedulerStats
+from charonia.control.state.step import Fetch
 
 _MIB = 2**20
 LOADED_AT_ONCE, LOADED_ALONE = 8 * _MIB, 128 * _MIB

@@ -20,7 +20,7 @@ from charonia.control.cache.prefix_index import ROOT, PrefixIndex
 from charonia.control.cache.retention import Retention
 from charonia.control.cache.tenant_shares import TenantShares
 from charonia.control.cache.tiers import Tiers
-from charonia.control.scheduling.stats import SchedulerStats
+from charonia.control.state.stats import SchedulerStats
 from charonia.protocol import DEFAULT_CACHE_PRIORITY
 
 NO_ENTRIES: list[int] = []  # nobody appends to it

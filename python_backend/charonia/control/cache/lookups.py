@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from charonia.control.cache.block_tables import BlockTables
 from charonia.control.cache.fetching import Fetching
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 MAX_RESERVING = 256
 """Waiting requests, those that came first, for which cached blocks are reserved."""

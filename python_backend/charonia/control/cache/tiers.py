@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from charonia.control.scheduling.stats import SchedulerStats
+from charonia.control.state.stats import SchedulerStats
 from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, SlotContent, TierInfo
 
 SAVED_AT_ONCE, SAVED_ALONE = 4 * 2**20, 32 * 2**20

@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 
 from charonia.control.drafts.goodput import Best, most_goodput
 from charonia.control.estimators.step_cost import StepCost, StepShape
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 _WINDOW = 60  # drafts that acceptance is estimated from
 _START_RATE, _START_TRIALS = 0.8, 2.0  # of all requests, before the first draft

@@ -5,7 +5,7 @@ Owns the protocol. Whoever implements it must not know blocks, rows or whether a
 
 from typing import Protocol
 
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 
 class Drafter(Protocol):

@@ -6,7 +6,7 @@ drafts are verified, or when drafting pays.
 
 from dataclasses import dataclass, field
 
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 # Tokens that a step indexes at most, some 2 ms: long prompts are spread over steps. But what was
 # generated lately, a request may always index.

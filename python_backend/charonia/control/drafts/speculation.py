@@ -19,10 +19,10 @@ from itertools import islice
 from charonia.control.drafts.depth import Candidate, DepthPolicy
 from charonia.control.drafts.drafter import Drafter
 from charonia.control.estimators.step_cost import StepShape
-from charonia.control.scheduling.limits import Limits
-from charonia.control.scheduling.request import Request
-from charonia.control.scheduling.stats import DraftCounts
-from charonia.control.scheduling.step import NO_DRAFT, Draft, Step
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request
+from charonia.control.state.stats import DraftCounts
+from charonia.control.state.step import NO_DRAFT, Draft, Step
 from charonia.protocol import StepResult
 
 

@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from charonia.control.drafts.ngram import MAX_CATCH_UP, MIN_CATCH_UP, continuation
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 # A cursor that is more tokens behind starts anew with this many; longer matches gain nothing.
 MAX_CURSOR_LAG = 64

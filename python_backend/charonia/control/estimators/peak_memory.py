@@ -20,8 +20,8 @@ from itertools import accumulate, count
 from operator import add, mul
 
 from charonia.control.estimators.output_lengths import OutputLengths
-from charonia.control.scheduling.limits import Limits
-from charonia.control.scheduling.request import Request
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request
 
 Need = tuple[int, int]
 """Of a request: how much it grows, and how much it has, in tokens; or no growth, and all the blocks

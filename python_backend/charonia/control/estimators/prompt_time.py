@@ -6,7 +6,7 @@ what it is for.
 
 from charonia.control.estimators.pair_cost import PairCost
 from charonia.control.estimators.step_cost import CostCurve
-from charonia.control.scheduling.limits import Limits
+from charonia.control.state.limits import Limits
 
 _PROMPT_SHARE = 0.75  # of a step's tokens, from which on it says what prompts look back on
 _LEAST_TOKENS = 16

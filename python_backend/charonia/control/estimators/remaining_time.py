@@ -8,7 +8,7 @@ be as long as others are, and nobody to be in the way.
 
 from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.prompt_time import PromptTime
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 _STEP_SHARE = 0.05  # that the last step has in the mean
 

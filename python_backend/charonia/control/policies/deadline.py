@@ -19,7 +19,7 @@ from charonia.control.estimators.prompt_time import PromptTime
 from charonia.control.estimators.remaining_time import RemainingTime
 from charonia.control.policies.policy import Late
 from charonia.control.policies.ranked import Rank, Ranked
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 _NEVER = 1e300  # before those that were demoted
 _SLACK = 64

@@ -26,7 +26,7 @@ from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.lazy_heap import LazyHeap
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
 from charonia.control.policies.ranked import Levels, RankedWaiting, RankOf
-from charonia.control.scheduling.request import Request, Update
+from charonia.control.state.request import Request, Update
 
 MAX_REMEMBERED = 4096
 """Tenants without a request whose counters are kept."""

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.prompt_time import PromptTime
-from charonia.control.scheduling.request import Request, Update
+from charonia.control.state.request import Request, Update
 
 
 class WaitingOrder(Protocol):

@@ -10,7 +10,7 @@ from math import inf
 from typing import Protocol
 
 from charonia.control.policies.policy import Deadlines, Displacement, Policy
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 MAX_FOREMOST = 4
 """Waiting requests that a step looks at which may displace others."""

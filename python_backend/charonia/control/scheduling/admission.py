@@ -7,15 +7,15 @@ who fits or comes next, nor what a row computes.
 from charonia.control.cache.block_tables import BlockTables
 from charonia.control.policies import Policy
 from charonia.control.scheduling.fitting import Fit, Fitting
-from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.live_requests import LiveRequests
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
-from charonia.control.scheduling.request import Request
 from charonia.control.scheduling.row_planner import RowPlanner
 from charonia.control.scheduling.rows import Rows
-from charonia.control.scheduling.stats import SchedulerStats
-from charonia.control.scheduling.step import Step
 from charonia.control.scheduling.step_budget import StepBudget
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request
+from charonia.control.state.stats import SchedulerStats
+from charonia.control.state.step import Step
 from charonia.protocol import NewRow
 
 MAX_DISPLACED = 16

@@ -10,10 +10,10 @@ from charonia.control.cache.block_tables import BlockTables
 from charonia.control.drafts.speculation import Speculation
 from charonia.control.policies import Service
 from charonia.control.scheduling.live_requests import LiveRequests
-from charonia.control.scheduling.request import Request, Update
-from charonia.control.scheduling.stats import SchedulerStats
-from charonia.control.scheduling.step import NO_DRAFT, Draft, Step
 from charonia.control.scheduling.suspects import Suspects
+from charonia.control.state.request import Request, Update
+from charonia.control.state.stats import SchedulerStats
+from charonia.control.state.step import NO_DRAFT, Draft, Step
 from charonia.protocol import RowResult
 
 

@@ -43,18 +43,18 @@ from charonia.control.policies import Policy
 from charonia.control.scheduling.admission import Admission
 from charonia.control.scheduling.commit import Commit
 from charonia.control.scheduling.fitting import Fitting
-from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.live_requests import LiveRequests
 from charonia.control.scheduling.load_shedding import LoadShedding
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
-from charonia.control.scheduling.request import Request, Update
 from charonia.control.scheduling.row_planner import RowPlanner
 from charonia.control.scheduling.rows import Rows
-from charonia.control.scheduling.stats import SchedulerStats
-from charonia.control.scheduling.step import Step
 from charonia.control.scheduling.step_budget import StepBudget
 from charonia.control.scheduling.suspects import Suspects
 from charonia.control.scheduling.transfers import Transfers
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request, Update
+from charonia.control.state.stats import SchedulerStats
+from charonia.control.state.step import Step
 from charonia.protocol import StepPlan, StepResult
 
 _LOOK_AT_MEMORY_S = 1.0

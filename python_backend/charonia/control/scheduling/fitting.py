@@ -14,10 +14,10 @@ from charonia.control.cache.block_tables import BlockTables
 from charonia.control.cache.fetching import Fetching
 from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.policies import Displacement, Policy
-from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
-from charonia.control.scheduling.request import Request
-from charonia.control.scheduling.step import Step
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request
+from charonia.control.state.step import Step
 
 MAX_CONSIDERED = 4
 """Waiting requests that a step looks at, where the first ones do not fit."""

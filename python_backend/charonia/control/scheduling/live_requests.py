@@ -20,11 +20,11 @@ from charonia.control.drafts.speculation import Speculation
 from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.policies import Policy
-from charonia.control.scheduling.limits import Limits
-from charonia.control.scheduling.request import Group, Request
 from charonia.control.scheduling.rows import Rows
-from charonia.control.scheduling.stats import SchedulerStats
 from charonia.control.scheduling.suspects import Suspects
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Group, Request
+from charonia.control.state.stats import SchedulerStats
 from charonia.protocol import BlockCopy
 
 

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from charonia.control.estimators.prompt_time import PromptTime
-from charonia.control.scheduling.limits import Limits
-from charonia.control.scheduling.request import Request
-from charonia.control.scheduling.stats import SchedulerStats
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request
+from charonia.control.state.stats import SchedulerStats
 
 _WORTH = 2.0
 """Steps of one token that a prefix must take, for others to wait for it: the one behind which they

@@ -7,12 +7,12 @@ admitted, nor whose guesses drafts are.
 from charonia.control.cache.block_tables import BlockTables
 from charonia.control.estimators.prompt_time import num_pairs
 from charonia.control.policies import Policy
-from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.live_requests import LiveRequests
-from charonia.control.scheduling.request import Request
-from charonia.control.scheduling.stats import SchedulerStats
-from charonia.control.scheduling.step import NO_BLOCKS, Draft, Step
 from charonia.control.scheduling.step_budget import StepBudget
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request
+from charonia.control.state.stats import SchedulerStats
+from charonia.control.state.step import NO_BLOCKS, Draft, Step
 from charonia.protocol import RowStep
 
 

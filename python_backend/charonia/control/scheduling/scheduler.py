@@ -28,16 +28,16 @@ from charonia.control.estimators.peak_memory import PeakMemory
 from charonia.control.estimators.prompt_time import PromptTime
 from charonia.control.policies import Deadlines, Late, Policy, by_arrival, ranked
 from charonia.control.scheduling.epoch import Epoch
-from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.live_requests import LiveRequests
 from charonia.control.scheduling.load_shedding import NO_SHEDDING
 from charonia.control.scheduling.prefix_sharing import PrefixSharing
 from charonia.control.scheduling.prompt_budget import PromptBudget
-from charonia.control.scheduling.request import Request, Update
-from charonia.control.scheduling.stats import SchedulerStats
 from charonia.control.scheduling.step_budget import StepBudget
 from charonia.control.scheduling.step_size import StepSize
 from charonia.control.scheduling.suspects import Suspects
+from charonia.control.state.limits import Limits
+from charonia.control.state.request import Request, Update
+from charonia.control.state.stats import SchedulerStats
 from charonia.protocol import StepPlan, StepResult
 
 

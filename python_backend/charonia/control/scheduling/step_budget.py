@@ -8,12 +8,12 @@ from collections import deque
 from typing import NamedTuple
 
 from charonia.control.estimators.prompt_time import PromptTime
-from charonia.control.scheduling.limits import Limits
 from charonia.control.scheduling.load_shedding import LoadShedding
 from charonia.control.scheduling.prompt_budget import PromptBudget
-from charonia.control.scheduling.stats import SchedulerStats
-from charonia.control.scheduling.step import Step
 from charonia.control.scheduling.step_size import StepSize
+from charonia.control.state.limits import Limits
+from charonia.control.state.stats import SchedulerStats
+from charonia.control.state.step import Step
 from charonia.protocol import StepResult
 
 

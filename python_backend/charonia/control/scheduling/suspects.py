@@ -5,7 +5,7 @@ Owns the suspicion. Must not know rows, blocks or plans: whoever plans asks who 
 
 from collections.abc import Iterable
 
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 
 PROGRESS = 16
 """Tokens. Two deaths of the engine between which a request has generated so many have nothing to do

@@ -10,8 +10,8 @@ from charonia.control.cache.block_tables import BlockTables
 from charonia.control.cache.fetching import LOADED_ALONE, LOADED_AT_ONCE, Fetching
 from charonia.control.cache.tiers import SAVED_ALONE, SAVED_AT_ONCE
 from charonia.control.scheduling.fitting import Fitting
-from charonia.control.scheduling.limits import Limits
-from charonia.control.scheduling.step import Step
+from charonia.control.state.limits import Limits
+from charonia.control.state.step import Step
 from charonia.protocol import StepResult
 
 

@@ -6,7 +6,7 @@ Owns what a plan says of it. Must not know why a row computes what it computes.
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from charonia.control.scheduling.request import Request
+from charonia.control.state.request import Request
 from charonia.protocol import BlockCopy, BlockLoad, BlockSave, NewRow, RowStep, StepPlan
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from charonia.control.scheduling.stats import DraftCounts
+from charonia.control.state.stats import DraftCounts
 from charonia.protocol import CacheRange, FinishReason, RowSampling, TokenLogprobs
 
 
