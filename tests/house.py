@@ -1,0 +1,192 @@
+"""What the package is made of, as a table: files, lines, watchers, callbacks, registries, shapes.
+
+    python tests/house.py                  # this checkout
+    python tests/house.py d60fe23 HEAD     # commits beside each other
+    python tests/house.py --list           # also every callback, registry and long file by name
+
+Owns how these are counted, so that two states can be compared. Standard library only.
+
+    watchers     files that are named for what they do to processes: probe, watch, repair
+    callbacks    parameters of constructors, and fields of dataclasses, that are annotated as
+                 callables; `log` and `clock` are counted apart
+    registries   dictionaries and sets by a string that an object keeps, in the scheduler's process
+                 and in the models'
+    shapes       classes that one request passes through, as REQUEST.md lists them
+"""
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import tarfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = "python_backend"
+PACKAGE = f"{FOLDER}/charonia"
+LONG = 450
+WATCHERS = re.compile(
+    r"doors|endpoints|engine_model|guard|handover|liveness|lookout|patience|peer|(?<!log)prob|readiness"
+    r"|repairs|seat|server_watch|stranded|orphan|succession|supervis\w+\.py|timeouts|watch"
+)
+REGISTRY_PARTS = ("core/", "engine/", "serving/", "supervision/")
+REGISTRY = re.compile(r"(dict|OrderedDict|defaultdict)\[str, |set\[str\]")
+PLAIN_CALLBACKS = ("log", "clock")
+
+
+@dataclass
+class House:
+    """What was found. Names are `path:class.name`."""
+
+    lines: dict[str, int]
+    shapes: list[str]
+    callbacks: list[str] = field(default_factory=list)
+    plain_callbacks: list[str] = field(default_factory=list)
+    registries: list[str] = field(default_factory=list)
+    threads: list[str] = field(default_factory=list)
+
+    @property
+    def watchers(self) -> list[str]:
+        """Paths of files that watch processes."""
+        return [
+            path
+            for path in self.lines
+            if not path.startswith(("control/", "core/", "data/", "engine/", "gateway/"))
+            and WATCHERS.search(path.rpartition("/")[2])
+        ]
+
+    @property
+    def long_files(self) -> list[str]:
+        """Paths of files of more than LONG lines, with that."""
+        long = {path: count for path, count in self.lines.items() if count > LONG}
+        return [f"{path}: {count}" for path, count in sorted(long.items(), key=lambda one: -one[1])]
+
+    def rows(self) -> dict[str, int]:
+        """Numbers by what they count."""
+        parts = Counter(path.split("/")[0] for path in self.lines if "/" in path)
+        return {
+            "files": len(self.lines),
+            "lines": sum(self.lines.values()),
+            f"files of more than {LONG} lines": len(self.long_files),
+            "most files in one folder": max(
+                Counter(path.rpartition("/")[0] for path in self.lines).values()
+            ),
+            "packages": len(parts),
+            "files that watch processes": len(self.watchers),
+            "their lines": sum(self.lines[path] for path in self.watchers),
+            "threads that are started": len(self.threads),
+            "callbacks": len(self.callbacks),
+            "log and clock": len(self.plain_callbacks),
+            "registries": len(self.registries),
+            "shapes of a request": len(self.shapes),
+        }
+
+
+def read(sources: dict[str, str], request_md: str) -> House:
+    """Count what sources have, by their paths below the package."""
+    lines = {path: source.count("\n") for path, source in sources.items()}
+    house = House(lines, shapes_of(request_md))
+    for path, source in sources.items():
+        tree = ast.parse(source)
+        for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for name in callbacks_of(owner):
+                found = house.plain_callbacks if name in PLAIN_CALLBACKS else house.callbacks
+                found.append(f"{path}:{owner.name}.{name}")
+            if path.startswith(REGISTRY_PARTS):
+                house.registries += (f"{path}:{owner.name}.{name}" for name in registries_of(owner))
+        house.threads += [path] * source.count("threading.Thread(")
+    return house
+
+
+def callbacks_of(owner: ast.ClassDef) -> Iterator[str]:
+    """Names of callables that a class is given when it is made."""
+    is_dataclass = any("dataclass" in ast.unparse(one) for one in owner.decorator_list)
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            for argument in (*node.args.args, *node.args.kwonlyargs):
+                if argument.annotation and "Callable" in ast.unparse(argument.annotation):
+                    yield argument.arg
+        elif (
+            is_dataclass
+            and isinstance(node, ast.AnnAssign)
+            and "Callable" in ast.unparse(node.annotation)
+        ):
+            yield ast.unparse(node.target)
+
+
+def registries_of(owner: ast.ClassDef) -> Iterator[str]:
+    """Names of attributes that are dictionaries or sets by a string."""
+    for node in ast.walk(owner):
+        if (
+            isinstance(node, ast.AnnAssign)
+            and ast.unparse(node.target).startswith("self.")
+            and REGISTRY.match(ast.unparse(node.annotation))
+        ):
+            yield ast.unparse(node.target).removeprefix("self.")
+
+
+def shapes_of(request_md: str) -> list[str]:
+    """Classes in the first column of the table of shapes."""
+    table = request_md.partition("| shape |")[2].partition("\n\n")[0]
+    return [
+        name
+        for line in table.splitlines()[2:]
+        for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    ]
+
+
+def of_checkout() -> House:
+    """This checkout's."""
+    package = ROOT / PACKAGE
+    sources = {
+        str(path.relative_to(package)): path.read_text(encoding="utf-8")
+        for path in sorted(package.rglob("*.py"))
+    }
+    return read(sources, (ROOT / FOLDER / "REQUEST.md").read_text(encoding="utf-8"))
+
+
+def of_commit(commit: str) -> House:
+    """A commit's."""
+    command = ("git", "archive", commit, FOLDER)
+    archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+    texts = {}
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for member in files:
+            if member.name.endswith((".py", ".md")) and (file := files.extractfile(member)):
+                texts[member.name] = file.read().decode()
+    sources = {
+        path.removeprefix(f"{PACKAGE}/"): text
+        for path, text in sorted(texts.items())
+        if path.startswith(f"{PACKAGE}/") and path.endswith(".py")
+    }
+    return read(sources, texts.get(f"{FOLDER}/REQUEST.md", ""))
+
+
+def main() -> None:
+    """Print what the command line asks for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("commits", nargs="*", metavar="COMMIT", help="default: this checkout")
+    parser.add_argument("--list", action="store_true", help="names, too")
+    options = parser.parse_args()
+    houses = {commit: of_commit(commit) for commit in options.commits}
+    houses = houses or {"checkout": of_checkout()}
+    print(f"| | {' | '.join(houses)} |")
+    print(f"| --- |{' ---: |' * len(houses)}")
+    tables = [house.rows() for house in houses.values()]
+    for name in tables[0]:
+        print(f"| {name} | {' | '.join(f'{table[name]:,}' for table in tables)} |")
+    if not options.list:
+        return
+    for commit, house in houses.items():
+        for name in ("long_files", "watchers", "callbacks", "registries", "shapes"):
+            print(f"\n{commit}, {name.replace('_', ' ')}:", *getattr(house, name), sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()
