@@ -4,6 +4,7 @@ Each prompt is asked for twice, so that it is hit and saved, and the pool has ro
 next round its blocks are gone, and loaded again.
 """
 
+import os
 import random
 import resource
 from collections.abc import Callable
@@ -182,6 +183,10 @@ def test_files_of_other_layouts_count_as_those_of_other_models(
 def test_a_directory_at_home_is_there(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The kernels are found where they were built, which would take minutes.
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME") or f"{Path.home()}/.cache"
+    )
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     with LLM(
