@@ -1,0 +1,1 @@
+"""The command line's grammar, by what commands are about."""

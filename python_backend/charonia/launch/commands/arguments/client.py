@@ -1,0 +1,147 @@
+"""The arguments of commands that use a running server: generate, health, metrics; and of demo.
+
+Owns the grammar, and how options become the arguments of each command's own module, which is
+imported when the command is called.
+"""
+
+import argparse
+from pathlib import Path
+
+from charonia.launch.commands.arguments.values import port
+
+
+def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia generate`."""
+    generate = commands.add_parser(
+        "generate",
+        help="stream one completion to the terminal",
+        description="Stream one completion from a running server to the terminal.",
+    )
+    generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="default: 128")
+    generate.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    generate.add_argument("--seed", type=int, metavar="S")
+    generate.add_argument(
+        "--stop", action="append", default=[], metavar="S", help="may be repeated"
+    )
+    generate.add_argument("--priority", type=int, metavar="N", help="smaller is sooner")
+    generate.add_argument(
+        "--deadline-ms", type=int, metavar="N", help="milliseconds that all of it may take"
+    )
+    generate.add_argument("--tenant", metavar="NAME", help="whose request it is")
+    generate.add_argument("--protocol", choices=("grpc", "http"), default="grpc")
+    generate.add_argument(
+        "--url", metavar="U", help="host:port (default: 127.0.0.1:8001, with http 127.0.0.1:8000)"
+    )
+    generate.add_argument("--model-name", default="scheduler", metavar="M")
+    generate.add_argument("--json", action="store_true", help="one JSON object per chunk")
+    generate.set_defaults(run=_run_generate)
+
+
+def add_health(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia health`."""
+    health = commands.add_parser(
+        "health",
+        help="ask a running server whether it serves",
+        description="Ask a running server whether it, its scheduler and its engine are ready, and "
+        "for one token. Exits with 0 when all is well, else with 1.",
+    )
+    health.add_argument(
+        "--url",
+        default="127.0.0.1:8000",
+        metavar="U",
+        help="host:port of HTTP (default: %(default)s)",
+    )
+    health.add_argument(
+        "--metrics-url", metavar="U", help="host:port of the metrics (default: port 8002 of --url)"
+    )
+    health.add_argument("--model-name", default="scheduler", metavar="M")
+    health.add_argument("--json", action="store_true", help="one JSON object")
+    health.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="ask again for so long"
+    )
+    health.set_defaults(run=_run_health)
+
+
+def add_metrics(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia metrics`."""
+    metrics = commands.add_parser(
+        "metrics",
+        help="serve the metrics of a tritonserver that was started by hand",
+        description="Serve the page of metrics that `charonia serve` has, tritonserver's own and "
+        "what only the scheduler knows, beside a tritonserver that was started by hand.",
+    )
+    metrics.add_argument(
+        "--model-repository",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the model repository that tritonserver has loaded",
+    )
+    metrics.add_argument(
+        "--triton",
+        default="http://127.0.0.1:8002/metrics",
+        metavar="URL",
+        help="tritonserver's own page (default: %(default)s)",
+    )
+    metrics.add_argument("--address", default="127.0.0.1", metavar="A", help="default: %(default)s")
+    metrics.add_argument(
+        "--port", type=port, default=9400, metavar="N", help="default: %(default)s"
+    )
+    metrics.set_defaults(run=_run_metrics)
+
+
+def add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia demo`."""
+    demo = commands.add_parser(
+        "demo",
+        help="serve the demo model, stream three completions, stop",
+        description="Serve the demo model on free ports, stream three completions with their "
+        "speed, and stop.",
+    )
+    demo.set_defaults(run=_run_demo)
+
+
+def _run_generate(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.generate import generate
+
+    generate(
+        options.prompt,
+        {
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+            "seed": options.seed,
+            "stop": options.stop or None,
+            "priority": options.priority,
+            "deadline_ms": options.deadline_ms,
+            "tenant": options.tenant,
+        },
+        protocol=options.protocol,
+        url=options.url,
+        model_name=options.model_name,
+        as_json=options.json,
+    )
+
+
+def _run_health(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.health import health
+
+    health(
+        options.url,
+        options.metrics_url,
+        options.model_name,
+        wait_s=options.wait,
+        as_json=options.json,
+    )
+
+
+def _run_metrics(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.metrics import serve_metrics
+
+    serve_metrics(options.model_repository, options.triton, options.address, options.port)
+
+
+def _run_demo(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.demo import run_demo
+
+    run_demo()

@@ -1,0 +1,350 @@
+"""The arguments of commands that start or change a server: serve, gateway, reload, drain.
+
+Owns the grammar, and how options become the arguments of each command's own module, which is
+imported when the command is called.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from charonia.errors import ConfigError
+from charonia.gateway.settings import DEFAULT_HOST, DEFAULT_PORT, GatewaySettings
+from charonia.launch.commands.arguments.values import port, positive, positive_float, seconds
+
+if TYPE_CHECKING:
+    from charonia.launch.server import repository
+
+
+def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia serve`."""
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model until interrupted",
+        description="Serve a model with tritonserver, and restart it when it breaks, until SIGINT "
+        "or SIGTERM.",
+        epilog="Engine arguments are those of engine/1/model.json, for example --set "
+        "max_model_len=2048; the scheduler's parameters begin with scheduler., for example --set "
+        "scheduler.max_queue_size=64.",
+    )
+    _add_what(serve)
+    serve.add_argument(
+        "--model-repository", type=Path, metavar="DIR", help="model repository to take a copy of"
+    )
+    serve.add_argument(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="served_model_names",
+        help="a further name under which clients find the scheduler; may be repeated",
+    )
+    serve.add_argument(
+        "--facade",
+        action="append",
+        default=[],
+        metavar="NAME",
+        dest="facades",
+        help="also serve the models that another server's clients know, over the same scheduler; "
+        "tensorrt-llm: ensemble, tensorrt_llm_bls, tensorrt_llm, preprocessing, postprocessing",
+    )
+    serve.add_argument(
+        "--decoupled-mode",
+        choices=("true", "false"),
+        help="whether the models of a --facade can stream (default: true); false for clients that "
+        "know no streams",
+    )
+    serve.add_argument("--address", default="127.0.0.1", metavar="A", help="default: %(default)s")
+    for name, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        serve.add_argument(
+            f"--{name}-port", type=port, default=default, metavar="N", help="default: %(default)s"
+        )
+    serve.add_argument(
+        "--gateway",
+        action="store_true",
+        help="also serve OpenAI's API, see `charonia gateway`",
+    )
+    serve.add_argument(
+        "--gateway-port",
+        type=port,
+        metavar="N",
+        help=f"of the --gateway (default: {DEFAULT_PORT})",
+    )
+    serve.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="of the --gateway: a template of conversations, instead of the checkpoint's own",
+    )
+    serve.add_argument(
+        "--drain-timeout",
+        type=seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long requests may take to finish after SIGTERM (default: %(default)g); 0 ends "
+        "them at once, as SIGINT does",
+    )
+    serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
+    serve.add_argument(
+        "tritonserver",
+        nargs="*",
+        metavar="-- --NAME=VALUE",
+        help="options that are handed to tritonserver, for example --log-verbose=1",
+    )
+    serve.set_defaults(run=_run_serve)
+
+
+def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia gateway`."""
+    gateway = commands.add_parser(
+        "gateway",
+        help="serve OpenAI's API in front of running servers",
+        description="Serve OpenAI's API (/v1/completions, /v1/chat/completions, /v1/models, "
+        "/tokenize, /detokenize) in front of one or more running charonia servers of one model, "
+        "until SIGINT or SIGTERM.",
+    )
+    gateway.add_argument(
+        "--server",
+        action="append",
+        required=True,
+        metavar="HOST:PORT",
+        dest="servers",
+        help="gRPC endpoint of a server; may be repeated",
+    )
+    gateway.add_argument(
+        "--tokenizer",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="checkpoint directory that the servers serve, or that of its tokenizer",
+    )
+    gateway.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="a template of conversations, instead of the checkpoint's own",
+    )
+    gateway.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        dest="model_names",
+        help="what requests call the model: the first name is listed, the others are served as "
+        "well (default: the name of the --tokenizer directory)",
+    )
+    gateway.add_argument(
+        "--scheduler-model",
+        default="scheduler",
+        metavar="M",
+        help="what the scheduler is called on the servers (default: %(default)s)",
+    )
+    gateway.add_argument("--host", default=DEFAULT_HOST, metavar="A", help="default: %(default)s")
+    gateway.add_argument(
+        "--port", type=port, default=DEFAULT_PORT, metavar="N", help="default: %(default)s"
+    )
+    limits = gateway.add_argument_group("limits")
+    for name, field, kind, what in (
+        ("max-body-bytes", "max_body_bytes", positive, "bytes of a request's body"),
+        ("max-held-bytes", "max_held_bytes", positive, "bytes of the bodies of all requests"),
+        ("max-prompts", "max_prompts", positive, "prompts of one request"),
+        ("max-requests", "max_requests", positive, "requests at a time"),
+        (
+            "read-timeout",
+            "read_timeout_s",
+            positive_float,
+            "seconds in which a request's body must come",
+        ),
+        (
+            "stall-timeout",
+            "stall_timeout_s",
+            positive_float,
+            "seconds for which a client may take nothing of its answer",
+        ),
+        (
+            "request-timeout",
+            "request_timeout_s",
+            positive_float,
+            "seconds that a request may take in all",
+        ),
+        (
+            "drain-timeout",
+            "drain_timeout_s",
+            seconds,
+            "seconds in which requests may finish after SIGTERM; SIGINT ends them at once",
+        ),
+        ("threads", "num_threads", positive, "threads that tokenize long texts"),
+    ):
+        default = getattr(GatewaySettings, field)
+        shown = "without end" if default is None else "%(default)s"
+        limits.add_argument(
+            f"--{name}",
+            dest=field,
+            type=kind,
+            default=default,
+            metavar="N",
+            help=f"{what} (default: {shown})",
+        )
+    gateway.set_defaults(run=_run_gateway)
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    """What to serve, for the first time or from now on."""
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the demo pair)"
+    )
+    parser.add_argument(
+        "--draft-model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint of a small model of the same tokenizer that guesses tokens ahead",
+    )
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, metavar="N", help="ranks to split each layer among"
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size", type=int, metavar="N", help="ranks to split the layers among"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="override an engine argument or a scheduler parameter; may be repeated",
+    )
+
+
+def add_reload(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia reload`."""
+    reload = commands.add_parser(
+        "reload",
+        help="give a running server another model or configuration",
+        description="Have a running `charonia serve` go on with another checkpoint of the same "
+        "tokenizer, or with other engine arguments. What is not named stays. Live requests are "
+        "not lost: they are computed anew on the new engine and go on there, or with --drain "
+        "finish on the old one. If the new engine cannot be loaded, the old one is.",
+    )
+    _add_what(reload)
+    reload.add_argument(
+        "--drain", action="store_true", help="let running requests finish first; new ones wait"
+    )
+    _add_where(reload)
+    reload.set_defaults(run=_run_reload)
+
+
+def add_drain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia drain`."""
+    drain = commands.add_parser(
+        "drain",
+        help="have a running server finish its requests and end",
+        description="Have a running `charonia serve` take no more requests, finish those that it "
+        "has, within its --drain-timeout, and end. SIGTERM does the same. A server that drains "
+        "already goes on with that. The exit code is 1 where requests were not finished.",
+    )
+    _add_where(drain)
+    drain.set_defaults(run=_run_drain)
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    """Which of several servers is meant."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--url", metavar="U", help="host:port of HTTP or gRPC, where several servers run"
+    )
+    where.add_argument(
+        "--runtime-dir", type=Path, metavar="DIR", help="the server's directory in /tmp"
+    )
+
+
+def _run_serve(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.serve import ServeOptions, serve
+
+    if options.decoupled_mode is not None and not options.facades:
+        raise ConfigError("--decoupled-mode is about the models of a --facade, but none is named")
+    for name in ("gateway_port", "chat_template"):
+        if getattr(options, name) is not None and not options.gateway:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is about the --gateway, which is not asked for")
+    gateway_port = DEFAULT_PORT if options.gateway_port is None else options.gateway_port
+    serve(
+        replace(
+            _what(options),
+            source=options.model_repository,
+            served_model_names=options.served_model_names,
+            facades=options.facades,
+            is_facade_decoupled=options.decoupled_mode != "false",
+        ),
+        ServeOptions(
+            address=options.address,
+            http_port=options.http_port,
+            grpc_port=options.grpc_port,
+            metrics_port=options.metrics_port,
+            is_verbose=options.verbose,
+            tritonserver=options.tritonserver,
+            drain_s=options.drain_timeout,
+            gateway_port=gateway_port if options.gateway else None,
+            chat_template=options.chat_template,
+        ),
+    )
+
+
+def _run_gateway(options: argparse.Namespace) -> None:
+    try:
+        from charonia.gateway.server import run_gateway
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the gateway needs {error.name}: pip install 'charonia[gateway]'"
+        ) from None
+
+    run_gateway(
+        GatewaySettings(
+            servers=tuple(dict.fromkeys(options.servers)),
+            tokenizer=options.tokenizer,
+            model_names=tuple(options.model_names or [options.tokenizer.resolve().name]),
+            chat_template=options.chat_template,
+            scheduler_model=options.scheduler_model,
+            host=options.host,
+            port=options.port,
+            max_body_bytes=options.max_body_bytes,
+            max_held_bytes=options.max_held_bytes,
+            max_prompts=options.max_prompts,
+            max_requests=options.max_requests,
+            read_timeout_s=options.read_timeout_s,
+            stall_timeout_s=options.stall_timeout_s,
+            request_timeout_s=options.request_timeout_s,
+            drain_timeout_s=options.drain_timeout_s,
+            num_threads=options.num_threads,
+        )
+    )
+
+
+def _run_drain(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.drain import drain
+
+    drain(options.runtime_dir, options.url)
+
+
+def _what(options: argparse.Namespace) -> "repository.RepositoryOptions":
+    from charonia.launch.server.repository import RepositoryOptions
+
+    return RepositoryOptions(
+        model=options.model,
+        draft_model=options.draft_model,
+        dtype=options.dtype,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        settings=options.settings,
+    )
+
+
+def _run_reload(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.reload import reload
+
+    reload(
+        _what(options),
+        drain=options.drain,
+        runtime_dir=options.runtime_dir,
+        url=options.url,
+    )

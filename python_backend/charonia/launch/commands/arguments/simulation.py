@@ -1,0 +1,142 @@
+"""The arguments of commands that run the scheduler without an engine: simulate, replay.
+
+Owns the grammar, and how options become the arguments of each command's own module, which is
+imported when the command is called.
+"""
+
+import argparse
+from pathlib import Path
+
+from charonia.launch.commands.arguments.values import number_range, positive, positive_float, share
+
+
+def add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia simulate`."""
+    simulate = commands.add_parser(
+        "simulate",
+        help="run a trace of requests through the scheduler, without an engine",
+        description="Run a trace of requests through the real scheduler on a virtual clock, with "
+        "steps that take as long as an engine's would, and print what requests would get.",
+    )
+    simulate.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="JSON lines with timestamp, input_length and output_length, or a CSV file of Azure's",
+    )
+    simulate.add_argument(
+        "--step-times",
+        required=True,
+        metavar="WHAT",
+        help="a steps.jsonl that a server recorded, a JSON file of a fit, or constants: step, and "
+        "more for each token, row, context (cached token read) and pair (query and key); around it "
+        "gap, transit, host and host_row; for example step=8ms,token=25us,context=20ns",
+    )
+    simulate.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="P",
+        dest="policies",
+        help="fcfs, priority, deadline, fair, fair+priority or fair+deadline; several are compared",
+    )
+    simulate.add_argument(
+        "--kv-tokens", type=positive, metavar="N", help="tokens that the KV cache holds"
+    )
+    simulate.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="settings",
+        help="an engine argument or scheduler parameter, as of serve; may be repeated",
+    )
+    shape = simulate.add_argument_group("traffic, where it is not to be the trace's")
+    shape.add_argument("--requests", type=positive, metavar="N", help="so many of the trace")
+    shape.add_argument("--rate", type=positive_float, metavar="R", help="requests per second")
+    shape.add_argument("--arrivals", choices=("trace", "poisson", "bursty"), default="trace")
+    shape.add_argument(
+        "--burstiness",
+        type=positive_float,
+        default=4.0,
+        metavar="V",
+        help="of bursty: the coefficient of variation of the times between arrivals",
+    )
+    shape.add_argument("--tenants", type=positive, metavar="N", help="of unlike size")
+    shape.add_argument("--priorities", type=positive, metavar="N")
+    shape.add_argument(
+        "--deadline-ms", type=number_range, metavar="A:B", help="a deadline from A to B for each"
+    )
+    shape.add_argument(
+        "--max-tokens", type=positive, metavar="N", help="that are asked for; else those that came"
+    )
+    shape.add_argument(
+        "--adversary",
+        type=share,
+        default=0.0,
+        metavar="S",
+        help="share of the requests that one tenant sends at once, as the longest",
+    )
+    simulate.add_argument(
+        "--by", choices=("tenant", "priority", "none"), help="classes of requests"
+    )
+    simulate.add_argument("--seed", type=int, default=0, metavar="N")
+    simulate.add_argument(
+        "--output", type=Path, metavar="DIR", help="write tables, a plot, and each run's trace"
+    )
+    simulate.set_defaults(run=_run_simulate)
+
+
+def add_replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `charonia replay`."""
+    replay = commands.add_parser(
+        "replay",
+        help="repeat a recorded run of the scheduler, and compare its plans",
+        description="Call the scheduler as it was called when a server recorded it (--set "
+        "scheduler.record_dir=DIR --set scheduler.record_schedule=true), without an engine, and "
+        "compare each plan with the recorded one, byte for byte. The exit code is 1 at the first "
+        "difference, which is printed.",
+    )
+    replay.add_argument("journal", type=Path, metavar="FILE", help="schedule-….journal")
+    replay.add_argument(
+        "--show",
+        type=number_range,
+        metavar="A:B",
+        help="print the plans from number A to B, as lines of JSON",
+    )
+    replay.set_defaults(run=_run_replay)
+
+
+def _run_simulate(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.simulate import SimulateOptions, simulate
+    from charonia.simulate.workload import Shape
+
+    simulate(
+        SimulateOptions(
+            trace=options.trace,
+            step_times=options.step_times,
+            policies=options.policies,
+            settings=options.settings,
+            kv_tokens=options.kv_tokens,
+            shape=Shape(
+                num_requests=options.requests,
+                rate=options.rate,
+                arrivals=options.arrivals,
+                burstiness=options.burstiness,
+                num_tenants=options.tenants,
+                num_priorities=options.priorities,
+                deadline_ms=options.deadline_ms,
+                max_tokens=options.max_tokens,
+                adversary=options.adversary,
+            ),
+            by=options.by,
+            seed=options.seed,
+            output=options.output,
+        )
+    )
+
+
+def _run_replay(options: argparse.Namespace) -> None:
+    from charonia.launch.commands.replay import replay
+
+    replay(options.journal, options.show)
