@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
+from charonia.errors import LaunchError
 from charonia.launch.commands.serve import HANG_MARGIN_S
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.repository import RepositoryOptions
 from charonia.launch.server.run import prepared_server
 from charonia.launch.server.tritonserver import TritonServer

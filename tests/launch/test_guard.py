@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.discovery import Installation, find_tritonserver
 from charonia.launch.server.guard import MAX_ELEMENTS, make_guard
 from charonia.launch.server.tritonserver import TritonServer

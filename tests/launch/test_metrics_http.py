@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server import metrics_http
 from charonia.launch.server.metrics_http import MAX_CONNECTIONS, PageServer
 from charonia.launch.server.processes import listen

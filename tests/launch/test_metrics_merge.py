@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from charonia.core.metrics.metric_table import BY_NAME
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server import metrics_merge
 from charonia.launch.server.metrics_merge import MergedPage
 from charonia.serving.metrics import page_socket as metrics_socket

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server import processes
 from support.e2e import wait_for
 

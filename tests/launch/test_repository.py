@@ -11,9 +11,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT, EngineArgs
-from charonia.errors import CharoniaError, CheckpointError, ConfigError
+from charonia.errors import CharoniaError, CheckpointError, ConfigError, LaunchError
 from charonia.launch.commands.cli import build_parser
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.discovery import default_repository
 from charonia.launch.server.model_config import read_config
 from charonia.launch.server.repository import (

@@ -18,8 +18,8 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 import charonia
+from charonia.errors import LaunchError, NotReadyError
 from charonia.launch.background import in_background
-from charonia.launch.errors import LaunchError, NotReadyError
 from charonia.launch.server.discovery import Installation
 from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server.tritonserver import (

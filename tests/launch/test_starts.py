@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from charonia.launch.errors import LaunchError, LostError
+from charonia.errors import LaunchError, LostError
 from charonia.launch.server import processes
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.probe import Probe, wait_serving

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.timeouts import Silence, SupervisionLimits
 from support.e2e import wait_for

@@ -6,7 +6,7 @@ there are.
 
 import threading
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.supervisor import Supervisor
 from charonia.launch.supervision.timeouts import SupervisionLimits

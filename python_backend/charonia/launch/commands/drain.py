@@ -22,8 +22,8 @@ from typing import TextIO
 import msgspec
 import psutil
 
+from charonia.errors import LaunchError
 from charonia.launch.commands.reload import find_run
-from charonia.launch.errors import LaunchError
 from charonia.launch.server import processes
 from charonia.launch.server.runtime_dir import owner_of
 from charonia.serving.messages.reload import DrainOrder, DrainState

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.metrics_page import read_metrics
 from charonia.launch.supervision.doors import Reply, ask
 from charonia.launch.supervision.probe import Health, Probe

@@ -9,8 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from charonia.errors import LaunchError
 from charonia.events import event
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.discovery import Installation
 from charonia.serving.lifecycle.server_options import KEY_VARIABLE
 

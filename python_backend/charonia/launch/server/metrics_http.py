@@ -22,7 +22,7 @@ from http import HTTPStatus
 import h11
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 
 PATH = b"/metrics"
 MAX_CONNECTIONS = 64

@@ -15,7 +15,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from charonia.core.metrics.metric_table import BY_NAME, SCHEDULER_UP
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.serving.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
 
 SCHEDULERS_S = 1.0

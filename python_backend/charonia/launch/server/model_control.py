@@ -14,7 +14,7 @@ import psutil
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.processes import is_stopped
 from charonia.launch.server.tritonserver import TritonServer
 

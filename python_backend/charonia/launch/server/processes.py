@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 
 PR_SET_PDEATHSIG = 1
 SHARED_MEMORY = Path("/dev/shm")

@@ -30,8 +30,7 @@ from charonia.config import (
 )
 from charonia.core.gate.tenants import Tenants
 from charonia.data.model.spec import ModelSpec
-from charonia.errors import CheckpointError, ConfigError
-from charonia.launch.errors import LaunchError
+from charonia.errors import CheckpointError, ConfigError, LaunchError
 from charonia.launch.server.discovery import default_repository
 from charonia.launch.server.fronts import add_facade, add_name
 from charonia.launch.server.model_config import read_config

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from charonia.launch.errors import CrashError, NotReadyError
+from charonia.errors import CrashError, NotReadyError
 from charonia.launch.server.cores import cores_beside_engine
 from charonia.launch.server.repository import (
     PreparedRepository,

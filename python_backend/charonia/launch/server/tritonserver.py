@@ -22,7 +22,7 @@ import psutil
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.errors import CrashError, LaunchError, LostError, NotReadyError
+from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.launch.server import processes
 from charonia.launch.server.discovery import PACKAGE_PARENT, default_repository, find_tritonserver
 from charonia.launch.server.guard import make_guard

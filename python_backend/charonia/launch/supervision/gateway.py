@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from charonia.errors import LaunchError
 from charonia.events import event
-from charonia.launch.errors import LaunchError
 from charonia.launch.server import processes
 
 BACKOFF_S = 1.0

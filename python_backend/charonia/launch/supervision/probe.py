@@ -19,9 +19,8 @@ from typing import Any
 
 import httpx
 
-from charonia.errors import split_answer
+from charonia.errors import LaunchError, LostError, split_answer
 from charonia.launch.background import in_background
-from charonia.launch.errors import LaunchError, LostError
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.timeouts import STOPPED_S
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import psutil
 
+from charonia.errors import LaunchError
 from charonia.events import event
 from charonia.launch.background import in_background
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.model_control import ModelControl
 from charonia.launch.supervision.process_watchdog import Loss, Watchdog
 from charonia.launch.supervision.stranded import StrandedCalls

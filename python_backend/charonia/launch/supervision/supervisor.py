@@ -19,8 +19,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.events import event
-from charonia.launch.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.probe import Probe, wait_serving
 from charonia.launch.supervision.timeouts import SupervisionLimits
