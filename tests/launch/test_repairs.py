@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from charonia.launch.server.model_control import ModelControl
-from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.process_watchdog import Loss, Watchdog
+from charonia.launch.supervision.protocols import RunningServer
 from charonia.launch.supervision.repairs import Repairs
 from charonia.launch.supervision.stranded import StrandedCalls
 from charonia.launch.supervision.timeouts import SupervisionLimits
@@ -93,12 +93,12 @@ class Scene:
         self.table = table
         self.lines: list[str] = []
         self.changed: list[str] = []
-        server = cast(TritonServer, table)
+        server = cast(RunningServer, table)
         self.watchdog = Watchdog(server, leave=("engine",), stopped_s=2.0)
         self.repairs = Repairs(
             cast(ModelControl, table),
             self.watchdog,
-            StrandedCalls("http://127.0.0.1:1/metrics", LIMITS.stranded_s, self.lines.append),
+            StrandedCalls(lambda: None, LIMITS.stranded_s, self.lines.append),
             scheduler="scheduler",
             limits=LIMITS,
             on_change=self.changed.append,

@@ -24,8 +24,8 @@ import psutil
 
 from charonia.errors import LaunchError
 from charonia.launch.commands.reload import find_run
-from charonia.launch.server import processes
 from charonia.launch.server.runtime_dir import owner_of
+from charonia.launch.supervision.process_table import status
 from charonia.serving.messages.reload import DrainOrder, DrainState
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect
@@ -139,7 +139,7 @@ def _follow(file: TextIO, pid: int) -> int | None:
     """Show how many requests are left until the process has ended; returns the last number."""
     num_left: int | None = None
     while True:
-        has_ended = processes.status(pid) in (None, psutil.STATUS_ZOMBIE)
+        has_ended = status(pid) in (None, psutil.STATUS_ZOMBIE)
         if lines := file.readlines():
             num_left = int(lines[-1])
             show_left(num_left)

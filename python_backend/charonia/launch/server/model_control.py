@@ -15,8 +15,8 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.errors import LaunchError
-from charonia.launch.server.processes import is_stopped
-from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.process_table import is_stopped
+from charonia.launch.supervision.protocols import RunningServer
 
 _ANSWER_S = 2.0
 _LEAST_S = 0.001  # no deadline at all would be for ever
@@ -29,7 +29,7 @@ class ModelControl:
         stop: once set, nothing more is unloaded or loaded: another server may run in its place.
     """
 
-    def __init__(self, server: TritonServer, stop: threading.Event) -> None:
+    def __init__(self, server: RunningServer, stop: threading.Event) -> None:
         self._server = server
         self._stop = stop
 
@@ -52,7 +52,7 @@ class ModelControl:
         tritonserver (2.51.0) may wait for it for ever, and so does whoever ordered the load.
         """
         return self._state(model) == "LOADING" and all(
-            is_stopped(pid) for pid in self._server.pids(model)
+            is_stopped(process.pid) for process in self._processes(model)
         )
 
     def reload(self, model: str, *, timeout_s: float) -> list[psutil.Process]:
@@ -67,7 +67,7 @@ class ModelControl:
             LaunchError: it could not be loaded within `timeout_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
-        before = self._server.model_processes(model)
+        before = self._processes(model)
         with self._client() as client:
             for call in (client.unload_model, client.load_model):
                 if self._stop.is_set():
@@ -83,11 +83,14 @@ class ModelControl:
                     raise LaunchError(
                         f"{model} could not be loaded again: {error.message()}"
                     ) from None
-        return [one for one in self._server.model_processes(model) if one not in before]
+        return [one for one in self._processes(model) if one not in before]
 
     def _state(self, model: str) -> str | None:
         """As tritonserver's index has it; None when it does not say, or does not answer."""
         return self._server.model_states(_ANSWER_S).get(model)
+
+    def _processes(self, model: str) -> list[psutil.Process]:
+        return self._server.stubs().get(model, [])
 
     def _client(self) -> contextlib.closing[tritonclient.grpc.InferenceServerClient]:
         return contextlib.closing(tritonclient.grpc.InferenceServerClient(self._server.grpc_url))

@@ -29,8 +29,10 @@ from charonia.launch.server.guard import make_guard
 from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
 from charonia.launch.server.metrics_http import PageServer
 from charonia.launch.server.metrics_merge import MergedPage
+from charonia.launch.server.metrics_page import read_metrics
 from charonia.launch.server.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
+from charonia.launch.supervision.process_table import Stops
 from charonia.launch.supervision.timeouts import STOPPED_S
 from charonia.serving.hosts.cores import VARIABLE
 from charonia.serving.hosts.model_process import STACKS_SIGNAL
@@ -138,7 +140,7 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: threading.Thread | None = None
         self._is_open = False  # to clients, since it was started
-        self._stops = processes.Stops()
+        self._stops = Stops()
         self.stack_limit = stack_limit()
         self._installation = find_tritonserver()
         self._runtime = runtime or RuntimeDir()
@@ -255,6 +257,10 @@ class TritonServer:
             )
             return {entry.name: str(entry.state) for entry in index.models}
         return {}
+
+    def metrics(self) -> dict[str, float] | None:
+        """Charonia's metrics by name; None where the page cannot be read."""
+        return read_metrics(self.metrics_url)
 
     def start(self) -> None:
         """Start tritonserver; returns at once. The kernel kills it when the calling thread ends.

@@ -21,7 +21,7 @@ import httpx
 
 from charonia.errors import LaunchError, LostError, split_answer
 from charonia.launch.background import in_background
-from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.protocols import Server
 from charonia.launch.supervision.timeouts import STOPPED_S
 
 PROBE_ID = "charonia-probe"
@@ -135,7 +135,7 @@ def _judge(answer: Mapping[str, Any], waited_s: float) -> tuple[ProbeResult, boo
 
 
 def wait_serving(
-    server: TritonServer,
+    server: Server,
     probe: Probe,
     timeout_s: float,
     stop: threading.Event | None = None,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from charonia.launch.server.processes import Stops, is_stopped, status
-from charonia.launch.server.tritonserver import TritonServer
+from charonia.launch.supervision.process_table import Stops, is_stopped, status
+from charonia.launch.supervision.protocols import RunningServer
 from charonia.serving.requests.open_calls import OpenCallsOf
 
 TRITONSERVER = "tritonserver"
@@ -64,7 +64,7 @@ class Watchdog:
         stopped_s: a process that has been stopped for longer is lost.
     """
 
-    def __init__(self, server: TritonServer, leave: Collection[str], stopped_s: float) -> None:
+    def __init__(self, server: RunningServer, leave: Collection[str], stopped_s: float) -> None:
         self._server = server
         self._stopped_s = stopped_s
         self._members: dict[str, list[Member]] = {}

@@ -10,7 +10,6 @@ from concurrent.futures import Future
 
 from charonia.events import event
 from charonia.launch.background import in_background
-from charonia.launch.server.metrics_page import read_metrics
 
 _RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
 
@@ -19,13 +18,18 @@ class StrandedCalls:
     """Of one started server.
 
     Args:
-        metrics_url: of its metrics page.
+        metrics: gives charonia's metrics by name; None where they cannot be read.
         stranded_s: after that the server is restarted, also while other requests run.
         log: gets one line per model.
     """
 
-    def __init__(self, metrics_url: str, stranded_s: float, log: Callable[[str], None]) -> None:
-        self._metrics_url = metrics_url
+    def __init__(
+        self,
+        metrics: Callable[[], dict[str, float] | None],
+        stranded_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self._metrics = metrics
         self._stranded_s = stranded_s
         self._log = log
         self._since: dict[str, float] = {}
@@ -52,5 +56,5 @@ class StrandedCalls:
         return None
 
     def _is_idle(self) -> bool:
-        found = read_metrics(self._metrics_url) or {}
+        found = self._metrics() or {}
         return all(found.get(name) == 0 for name in _RUNNING)

@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.events import event
-from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.probe import Probe, wait_serving
+from charonia.launch.supervision.protocols import Server
 from charonia.launch.supervision.timeouts import SupervisionLimits
 from charonia.launch.supervision.watch import Watch
 
@@ -40,7 +40,7 @@ class Supervisor:
 
     def __init__(
         self,
-        server: TritonServer,
+        server: Server,
         *,
         stop: threading.Event,
         log: Callable[[str], None],

@@ -31,10 +31,10 @@ from dataclasses import dataclass
 
 from charonia.launch.background import in_background
 from charonia.launch.server.model_control import ModelControl
-from charonia.launch.server.tritonserver import TritonServer
 from charonia.launch.supervision.doors import Inquiry, models_with_questions
 from charonia.launch.supervision.probe import Health, Probe
 from charonia.launch.supervision.process_watchdog import TRITONSERVER, Loss, Watchdog
+from charonia.launch.supervision.protocols import RunningServer
 from charonia.launch.supervision.repairs import Repairs
 from charonia.launch.supervision.stranded import StrandedCalls
 from charonia.launch.supervision.timeouts import Silence, SupervisionLimits
@@ -63,7 +63,7 @@ class Watch:
 
     def __init__(
         self,
-        server: TritonServer,
+        server: RunningServer,
         probe: Probe,
         *,
         scheduler: str,
@@ -81,7 +81,7 @@ class Watch:
         self._is_over = threading.Event()
         self._control = ModelControl(server, self._is_over)
         self._watchdog = Watchdog(server, leave=(engine,), stopped_s=limits.stopped_s)
-        self._stranded = StrandedCalls(server.metrics_url, limits.stranded_s, log)
+        self._stranded = StrandedCalls(server.metrics, limits.stranded_s, log)
         self._repairs = Repairs(
             self._control,
             self._watchdog,
