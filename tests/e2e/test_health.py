@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from charonia.launch.commands.cli import main
-from charonia.launch.server.model_control import ModelControl
 from charonia.launch.server.processes import ReservedPorts
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.supervision.server.model_control import ModelControl
 from support.e2e import (
     HTTP,
     ONE_THREAD,
@@ -33,7 +33,7 @@ from support.long import long
 IMPATIENCE = """
 
 from pathlib import Path
-from charonia.serving.lifecycle import engine_liveness as liveness
+from charonia.supervision.models import engine_liveness as liveness
 
 def _ask_few_times(self, _ask=liveness.EngineWatch._ask, _num_looks=liveness._NUM_LOOKS):
     is_deaf = (Path(__file__).parents[2] / f"deaf.{self._pid}").exists()

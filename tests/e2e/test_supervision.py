@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from charonia.launch.server.repository import RepositoryOptions
 from charonia.launch.server.run import prepared_server
-from charonia.launch.supervision.timeouts import SupervisionLimits
+from charonia.supervision.server.timeouts import SupervisionLimits
 from support.e2e import (
     ONE_THREAD,
     generate,

@@ -11,7 +11,7 @@ import pytest
 
 from charonia.errors import LaunchError
 from charonia.launch.server import processes
-from charonia.launch.supervision.process_table import Stops, is_stopped
+from charonia.supervision.process_table import Stops, is_stopped
 from support.e2e import wait_for
 
 # A leader whose child is stopped, and orphaned as soon as the leader is gone.

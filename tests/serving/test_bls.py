@@ -26,16 +26,16 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving.lifecycle import server_watch
-from charonia.serving.lifecycle.engine_liveness import start_time
-from charonia.serving.lifecycle.engine_model import kill_processes
-from charonia.serving.lifecycle.readiness import clean
 from charonia.serving.messages import executor as bls
 from charonia.serving.messages.executor import STEPS_SOCKET, BlsExecutor, _last_notice
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
+from charonia.supervision.models import server_watch
+from charonia.supervision.models.engine_liveness import start_time
+from charonia.supervision.models.engine_model import kill_processes
+from charonia.supervision.models.readiness import clean
 from support.model_control import FakeControl
 from support.sockets import INFO
 from support.waiting import WAIT_S, eventually

@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from charonia.launch.supervision import doors, repairs, watch
-from charonia.launch.supervision.doors import Asked
-from charonia.launch.supervision.probe import Probe, ProbeResult
+from charonia.supervision.server import doors, repairs, watch
+from charonia.supervision.server.doors import Asked
+from charonia.supervision.server.probe import Probe, ProbeResult
 from support.e2e import wait_for
 from support.supervised import ALLOWED_S
 

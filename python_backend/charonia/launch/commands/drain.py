@@ -25,10 +25,10 @@ import psutil
 from charonia.errors import LaunchError
 from charonia.launch.commands.reload import find_run
 from charonia.launch.server.runtime_dir import owner_of
-from charonia.launch.supervision.process_table import status
 from charonia.serving.messages.reload import DrainOrder, DrainState
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect
+from charonia.supervision.process_table import status
 
 POLL_S = 0.1
 LEFT_FILE = "requests-left"

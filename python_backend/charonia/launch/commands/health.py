@@ -18,8 +18,8 @@ import httpx
 
 from charonia.errors import LaunchError
 from charonia.launch.server.metrics_page import read_metrics
-from charonia.launch.supervision.doors import Reply, ask
-from charonia.launch.supervision.probe import Health, Probe
+from charonia.supervision.server.doors import Reply, ask
+from charonia.supervision.server.probe import Health, Probe
 
 DEFAULT_METRICS_PORT = 8002
 TIMEOUT_S = 5.0

@@ -1,7 +1,7 @@
 """One tritonserver: start it, wait until it says ready, stop it, leave nothing behind.
 
 Owns the command line of tritonserver and its log. Must not know what the models do, nor when a
-server should be restarted (see `launch/supervision/`).
+server should be restarted (see `supervision/server/`).
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from charonia.launch.server.metrics_merge import MergedPage
 from charonia.launch.server.metrics_page import read_metrics
 from charonia.launch.server.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
-from charonia.launch.supervision.process_table import Stops
-from charonia.launch.supervision.timeouts import STOPPED_S
 from charonia.serving.hosts.cores import VARIABLE
 from charonia.serving.hosts.model_process import STACKS_SIGNAL
-from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, step_down
-from charonia.serving.lifecycle.server_options import keyed_name
+from charonia.supervision.models.handover import HANDOVER_SOCKET, step_down
+from charonia.supervision.models.server_options import keyed_name
+from charonia.supervision.process_table import Stops
+from charonia.supervision.server.timeouts import STOPPED_S
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"

@@ -40,12 +40,12 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
-from charonia.serving.lifecycle.engine_liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
-from charonia.serving.lifecycle.engine_model import EngineModel, ModelControl
-from charonia.serving.lifecycle.readiness import Readiness
-from charonia.serving.lifecycle.server_watch import ServerWatch
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import SOCKET_SUFFIX, connect, peer_pid
+from charonia.supervision.models.engine_liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
+from charonia.supervision.models.engine_model import EngineModel, ModelControl
+from charonia.supervision.models.readiness import Readiness
+from charonia.supervision.models.server_watch import ServerWatch
 
 STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _HELLO_TIMEOUT_S = 10.0

@@ -11,19 +11,19 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from charonia.launch.server.model_control import ModelControl
-from charonia.launch.supervision.process_watchdog import Loss, Watchdog
-from charonia.launch.supervision.protocols import RunningServer
-from charonia.launch.supervision.repairs import Repairs
-from charonia.launch.supervision.stranded import StrandedCalls
-from charonia.launch.supervision.timeouts import SupervisionLimits
+from charonia.supervision.server.model_control import ModelControl
+from charonia.supervision.server.process_watchdog import Loss, Watchdog
+from charonia.supervision.server.protocols import RunningServer
+from charonia.supervision.server.repairs import Repairs
+from charonia.supervision.server.stranded import StrandedCalls
+from charonia.supervision.server.timeouts import SupervisionLimits
 from support.e2e import wait_for
 from support.events import events
 
 LIMITS = SupervisionLimits()
 STAND_IN = """
 import sys
-from charonia.serving.requests.open_calls import OpenCalls
+from charonia.supervision.open_calls import OpenCalls
 calls = OpenCalls()
 print("ready", flush=True)
 for line in sys.stdin:

@@ -3,7 +3,7 @@
 Owns what an answer says about the health of the server. Must not know what to do about it.
 
 Triton's own /v2/health/ready stays 200 when the scheduler's process is dead, so only an inference
-tells: the probe of `charonia.serving.lifecycle.probing`, which is answered at once. It is asked
+tells: the probe of `charonia.serving.requests.probing`, which is answered at once. It is asked
 again until the engine has made a step.
 """
 
@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 
 from charonia.errors import LaunchError, LostError, split_answer
-from charonia.launch.background import in_background
-from charonia.launch.supervision.protocols import Server
-from charonia.launch.supervision.timeouts import STOPPED_S
+from charonia.supervision.server.background import in_background
+from charonia.supervision.server.protocols import Server
+from charonia.supervision.server.timeouts import STOPPED_S
 
 PROBE_ID = "charonia-probe"
 FIRST_TIMEOUT_S = 60.0  # the first inference of all may compile or page in weights

@@ -21,10 +21,10 @@ from collections.abc import Callable
 
 from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.events import event
-from charonia.launch.supervision.probe import Probe, wait_serving
-from charonia.launch.supervision.protocols import Server
-from charonia.launch.supervision.timeouts import SupervisionLimits
-from charonia.launch.supervision.watch import Watch
+from charonia.supervision.server.probe import Probe, wait_serving
+from charonia.supervision.server.protocols import Server
+from charonia.supervision.server.timeouts import SupervisionLimits
+from charonia.supervision.server.watch import Watch
 
 
 class Supervisor:

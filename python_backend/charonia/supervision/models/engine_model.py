@@ -16,8 +16,8 @@ from typing import Protocol
 
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo
-from charonia.serving.lifecycle.engine_liveness import start_time
-from charonia.serving.lifecycle.readiness import Readiness, clean
+from charonia.supervision.models.engine_liveness import start_time
+from charonia.supervision.models.readiness import Readiness, clean
 
 RELOAD_MARK = "reload.mark"
 _KILL_TIMEOUT_S = 10.0

@@ -21,7 +21,7 @@ from charonia.errors import (
     ServerStoppingError,
     split_answer,
 )
-from charonia.serving.lifecycle.engine_liveness import UNLOADED
+from charonia.supervision.models.engine_liveness import UNLOADED
 
 _OUTPUT = "readiness"
 _IS_LOADED = "unexpected inference output"

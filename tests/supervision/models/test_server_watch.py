@@ -10,11 +10,11 @@ from charonia.errors import (
     ServerStartingError,
     ServerStoppingError,
 )
-from charonia.serving.lifecycle import server_watch
-from charonia.serving.lifecycle.engine_model import EngineModel, is_reload
-from charonia.serving.lifecycle.grpc_control import ControlError
-from charonia.serving.lifecycle.readiness import Readiness
-from charonia.serving.lifecycle.server_watch import ServerWatch
+from charonia.supervision.models import server_watch
+from charonia.supervision.models.engine_model import EngineModel, is_reload
+from charonia.supervision.models.grpc_control import ControlError
+from charonia.supervision.models.readiness import Readiness
+from charonia.supervision.models.server_watch import ServerWatch
 from support.model_control import FakeControl
 from support.waiting import WAIT_S
 

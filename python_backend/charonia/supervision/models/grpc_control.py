@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from charonia.serving.lifecycle.server_options import ServerOptions
+from charonia.supervision.models.server_options import ServerOptions
 
 CONNECT_S = 10.0
 """That the server may take until it listens: it answers models before it answers clients."""

@@ -2,14 +2,14 @@
 
 Owns which models left such calls, and since when. Must not know how a process is lost.
 
-They can end in no other way than with the server (`serving/requests/open_calls.py`).
+They can end in no other way than with the server (`supervision/open_calls.py`).
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from charonia.events import event
-from charonia.launch.background import in_background
+from charonia.supervision.server.background import in_background
 
 _RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from httpx_sse import EventSource
 
-from charonia.launch.supervision.process_watchdog import Watchdog
-from charonia.launch.supervision.stranded import StrandedCalls
+from charonia.supervision.server.process_watchdog import Watchdog
+from charonia.supervision.server.stranded import StrandedCalls
 from support.e2e import wait_for
 from support.events import events
 from support.long import long
@@ -81,7 +81,7 @@ def test_a_model_that_nobody_saw_die_is_brought_back(
     supervise: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As when it dies between its loading and the first look.
-    monkeypatch.setattr("charonia.launch.supervision.process_watchdog.Watchdog.look", lambda *_: [])
+    monkeypatch.setattr("charonia.supervision.server.process_watchdog.Watchdog.look", lambda *_: [])
     supervised = supervise(PROBED)
     supervised.lose_generate()
     assert supervised.lines[0].startswith("process_lost model=generate kind=died")

@@ -15,8 +15,8 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 from charonia.errors import LaunchError
-from charonia.launch.supervision.process_table import is_stopped
-from charonia.launch.supervision.protocols import RunningServer
+from charonia.supervision.process_table import is_stopped
+from charonia.supervision.server.protocols import RunningServer
 
 _ANSWER_S = 2.0
 _LEAST_S = 0.001  # no deadline at all would be for ever

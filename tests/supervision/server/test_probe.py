@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from charonia.launch.background import in_background
-from charonia.launch.supervision.probe import Probe
+from charonia.supervision.server.background import in_background
+from charonia.supervision.server.probe import Probe
 from support.supervised import ALLOWED_S
 
 

@@ -29,15 +29,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from charonia.launch.background import in_background
-from charonia.launch.server.model_control import ModelControl
-from charonia.launch.supervision.doors import Inquiry, models_with_questions
-from charonia.launch.supervision.probe import Health, Probe
-from charonia.launch.supervision.process_watchdog import TRITONSERVER, Loss, Watchdog
-from charonia.launch.supervision.protocols import RunningServer
-from charonia.launch.supervision.repairs import Repairs
-from charonia.launch.supervision.stranded import StrandedCalls
-from charonia.launch.supervision.timeouts import Silence, SupervisionLimits
+from charonia.supervision.server.background import in_background
+from charonia.supervision.server.doors import Inquiry, models_with_questions
+from charonia.supervision.server.model_control import ModelControl
+from charonia.supervision.server.probe import Health, Probe
+from charonia.supervision.server.process_watchdog import TRITONSERVER, Loss, Watchdog
+from charonia.supervision.server.protocols import RunningServer
+from charonia.supervision.server.repairs import Repairs
+from charonia.supervision.server.stranded import StrandedCalls
+from charonia.supervision.server.timeouts import Silence, SupervisionLimits
 
 
 @dataclass(frozen=True)

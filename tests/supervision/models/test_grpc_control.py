@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc
 
-from charonia.launch.background import in_background
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.serving.lifecycle import grpc_control
-from charonia.serving.lifecycle.grpc_control import ControlError, GrpcControl
-from charonia.serving.lifecycle.server_options import ServerOptions
+from charonia.supervision.models import grpc_control
+from charonia.supervision.models.grpc_control import ControlError, GrpcControl
+from charonia.supervision.models.server_options import ServerOptions
+from charonia.supervision.server.background import in_background
 from support.e2e import wait_for
 from support.long import long
 from support.stand_ins import SLOW_LINE

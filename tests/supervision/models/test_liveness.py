@@ -11,9 +11,9 @@ import pytest
 
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
 from charonia.protocol import ShutdownNotice, StepFailure, encode
-from charonia.serving.lifecycle import engine_liveness
-from charonia.serving.lifecycle.engine_liveness import EngineWatch, process_state, start_time
 from charonia.sockets.channel import Channel
+from charonia.supervision.models import engine_liveness
+from charonia.supervision.models.engine_liveness import EngineWatch, process_state, start_time
 from support.waiting import WAIT_S, eventually
 
 ANSWER = encode(StepFailure("any"))

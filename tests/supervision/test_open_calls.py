@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from charonia.serving.requests.open_calls import OpenCalls, OpenCallsOf
+from charonia.supervision.open_calls import OpenCalls, OpenCallsOf
 
 NOTES = """
 import sys
-from charonia.serving.requests.open_calls import OpenCalls
+from charonia.supervision.open_calls import OpenCalls
 calls = OpenCalls()
 for line in sys.stdin:
     calls.note(int(line))

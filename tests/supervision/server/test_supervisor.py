@@ -13,7 +13,7 @@ import pytest
 
 from charonia.errors import LaunchError
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.timeouts import Silence, SupervisionLimits
+from charonia.supervision.server.timeouts import Silence, SupervisionLimits
 from support.e2e import wait_for
 from support.leftovers import leftovers
 from support.long import long
@@ -80,8 +80,8 @@ def test_a_tritonserver_that_answers_nobody_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The process table cannot tell; the scheduler would be given longer.
-    monkeypatch.setattr("charonia.launch.supervision.process_watchdog.Watchdog.look", lambda *_: [])
-    monkeypatch.setattr("charonia.launch.server.model_control._ANSWER_S", 1.0)
+    monkeypatch.setattr("charonia.supervision.server.process_watchdog.Watchdog.look", lambda *_: [])
+    monkeypatch.setattr("charonia.supervision.server.model_control._ANSWER_S", 1.0)
     supervised = supervise(dataclasses.replace(PROBED, server_hang_s=600))
     assert supervised.server.pid is not None
     stop_process(supervised.server.pid)

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from charonia.launch.background import in_background
-from charonia.launch.server.model_config import read_config
+from charonia.model_config import read_config
+from charonia.supervision.server.background import in_background
 
 _CANCEL = {"id": "charonia-probe", "cancel": True}
 _QUESTIONS: Mapping[str, Mapping[str, Any]] = {

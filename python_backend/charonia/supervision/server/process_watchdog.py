@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from charonia.launch.supervision.process_table import Stops, is_stopped, status
-from charonia.launch.supervision.protocols import RunningServer
-from charonia.serving.requests.open_calls import OpenCallsOf
+from charonia.supervision.open_calls import OpenCallsOf
+from charonia.supervision.process_table import Stops, is_stopped, status
+from charonia.supervision.server.protocols import RunningServer
 
 TRITONSERVER = "tritonserver"
 

@@ -26,11 +26,11 @@ import psutil
 
 from charonia.errors import LaunchError
 from charonia.events import event
-from charonia.launch.background import in_background
-from charonia.launch.server.model_control import ModelControl
-from charonia.launch.supervision.process_watchdog import Loss, Watchdog
-from charonia.launch.supervision.stranded import StrandedCalls
-from charonia.launch.supervision.timeouts import SupervisionLimits
+from charonia.supervision.server.background import in_background
+from charonia.supervision.server.model_control import ModelControl
+from charonia.supervision.server.process_watchdog import Loss, Watchdog
+from charonia.supervision.server.stranded import StrandedCalls
+from charonia.supervision.server.timeouts import SupervisionLimits
 
 
 @dataclass

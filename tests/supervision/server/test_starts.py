@@ -14,7 +14,7 @@ import pytest
 from charonia.errors import LaunchError, LostError
 from charonia.launch.server import processes
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.probe import Probe, wait_serving
+from charonia.supervision.server.probe import Probe, wait_serving
 from support.e2e import wait_for
 from support.events import events
 from support.long import long

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from charonia.launch.background import in_background
-from charonia.launch.server.model_control import ModelControl
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.supervision.server.background import in_background
+from charonia.supervision.server.model_control import ModelControl
 from support.e2e import wait_for
 from support.stand_ins import PROBED, Target, control_over_http
 from support.stopping import stop_process
@@ -35,7 +35,7 @@ def test_whether_a_model_is_loaded_is_unknown_only_when_tritonserver_does_not_an
         assert control.is_loaded("engine") is True
         assert server.pid is not None
         stop_process(server.pid)
-        monkeypatch.setattr("charonia.launch.server.model_control._ANSWER_S", 0.3)
+        monkeypatch.setattr("charonia.supervision.server.model_control._ANSWER_S", 0.3)
         assert control.is_loaded("engine") is None
         server.kill()  # politely, it would not end
 

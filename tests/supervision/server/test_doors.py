@@ -7,8 +7,8 @@ import pytest
 
 from charonia.launch.server.fronts import FACADES
 from charonia.launch.server.repository import RepositoryOptions, prepare_repository
-from charonia.launch.supervision import doors
-from charonia.launch.supervision.doors import Asked, Inquiry, Reply, models_with_questions
+from charonia.supervision.server import doors
+from charonia.supervision.server.doors import Asked, Inquiry, Reply, models_with_questions
 from support.e2e import wait_for
 
 DEAD = Asked(Reply.ERROR, "Stub process 'tokenizer_0_1' is not healthy.")
