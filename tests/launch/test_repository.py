@@ -26,7 +26,7 @@ from charonia.model_config import read_config
 from charonia.serving.conventions.interface import INPUTS, OUTPUTS
 from charonia.serving.conventions.trtllm import tables as trtllm
 from charonia.serving.messages import reload
-from charonia.supervision.models.engine_model import RELOAD_MARK
+from charonia.supervision.models.engine_repair import RELOAD_MARK
 
 
 @pytest.fixture

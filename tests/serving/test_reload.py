@@ -26,8 +26,8 @@ from charonia.serving.messages.reload import (
     ReloadState,
 )
 from charonia.sockets.local import connect
-from charonia.supervision.models.engine_liveness import start_time
-from charonia.supervision.models.engine_model import RELOAD_MARK
+from charonia.supervision.models.engine_repair import RELOAD_MARK
+from charonia.supervision.process_table import start_time
 from support.waiting import WAIT_S
 
 OLD, NEW = b'{"model": "old"}', b'{"model": "new"}'

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.supervision.server.timeouts import SupervisionLimits
+from charonia.supervision.server.judge import SupervisionLimits
 from support.stand_ins import STAND_INS, Target
 from support.supervised import ALLOWED_S
 from support.watching import Clock, Questions

@@ -14,7 +14,7 @@ import httpx
 
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.supervision.server.background import in_background
-from charonia.supervision.server.timeouts import SupervisionLimits
+from charonia.supervision.server.judge import SupervisionLimits
 from support.e2e import wait_for
 from support.events import events
 from support.supervised import ALLOWED_S, Supervised

@@ -8,8 +8,8 @@ import threading
 
 from charonia.errors import LaunchError
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.supervision.server.judge import SupervisionLimits
 from charonia.supervision.server.supervisor import Supervisor
-from charonia.supervision.server.timeouts import SupervisionLimits
 from support.e2e import wait_for
 from support.events import events
 

@@ -10,11 +10,10 @@ from charonia.errors import (
     ServerStartingError,
     ServerStoppingError,
 )
-from charonia.supervision.models import server_watch
-from charonia.supervision.models.engine_model import EngineModel, is_reload
+from charonia.supervision.models import watches
+from charonia.supervision.models.engine_repair import EngineModel, is_reload
 from charonia.supervision.models.grpc_control import ControlError
-from charonia.supervision.models.readiness import Readiness
-from charonia.supervision.models.server_watch import ServerWatch
+from charonia.supervision.models.watches import Readiness, ServerWatch
 from support.model_control import FakeControl
 from support.waiting import WAIT_S
 
@@ -150,16 +149,16 @@ def test_a_server_that_has_not_loaded_all_its_models_is_not_shutting_down(tmp_pa
 @pytest.fixture
 def watched(monkeypatch):
     """Makes watches that ask often, and closes them."""
-    monkeypatch.setattr(server_watch, "_ASK_EVERY_S", 0.01)
-    watches: list[ServerWatch] = []
+    monkeypatch.setattr(watches, "_ASK_SERVER_EVERY_S", 0.01)
+    made: list[ServerWatch] = []
 
     def make(ask, *, has_requests=lambda: True, **options) -> ServerWatch:
         options = {"log": print} | options
-        watches.append(ServerWatch(ask, has_requests=has_requests, **options))
-        return watches[-1]
+        made.append(ServerWatch(ask, has_requests=has_requests, **options))
+        return made[-1]
 
     yield make
-    for watch in watches:
+    for watch in made:
         watch.close()
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from httpx_sse import EventSource
 
-from charonia.supervision.server.process_watchdog import Watchdog
-from charonia.supervision.server.stranded import StrandedCalls
+from charonia.supervision.server.judge import Watchdog
+from charonia.supervision.server.repairs import OrphanedCalls
 from support.e2e import wait_for
 from support.events import events
 from support.long import long
@@ -81,7 +81,7 @@ def test_a_model_that_nobody_saw_die_is_brought_back(
     supervise: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As when it dies between its loading and the first look.
-    monkeypatch.setattr("charonia.supervision.server.process_watchdog.Watchdog.look", lambda *_: [])
+    monkeypatch.setattr("charonia.supervision.server.judge.Watchdog.look", lambda *_: [])
     supervised = supervise(PROBED)
     supervised.lose_generate()
     assert supervised.lines[0].startswith("process_lost model=generate kind=died")
@@ -102,7 +102,7 @@ def test_a_model_that_is_killed_while_it_holds_locks_costs_the_server_nothing(
 def test_calls_that_a_lost_model_leaves_open_end_with_the_server(
     supervise: Callable[..., Target], clock: Clock
 ) -> None:
-    supervised = supervise(dataclasses.replace(UNPROBED, stranded_s=600))
+    supervised = supervise(dataclasses.replace(UNPROBED, orphaned_calls_s=600))
     errors: list[Exception] = []
 
     def call() -> None:
@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_loaded_again_costs_the_server(
 def test_a_model_that_an_operator_unloads_or_loads_again_is_no_loss(
     supervise: Callable[..., Target], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged = returns_of(monkeypatch, StrandedCalls, "note")  # of what a loss was found to be
+    judged = returns_of(monkeypatch, OrphanedCalls, "note")  # of what a loss was found to be
     adopted = returns_of(monkeypatch, Watchdog, "adopt")
     supervised = supervise(dataclasses.replace(UNPROBED, probe_interval_s=600))
     supervised.control("generate", "unload")

@@ -11,12 +11,10 @@ from typing import Any, cast
 import psutil
 import pytest
 
+from charonia.supervision.server.judge import Loss, SupervisionLimits, Watchdog
 from charonia.supervision.server.model_control import ModelControl
-from charonia.supervision.server.process_watchdog import Loss, Watchdog
 from charonia.supervision.server.protocols import RunningServer
-from charonia.supervision.server.repairs import Repairs
-from charonia.supervision.server.stranded import StrandedCalls
-from charonia.supervision.server.timeouts import SupervisionLimits
+from charonia.supervision.server.repairs import OrphanedCalls, Repairs
 from support.e2e import wait_for
 from support.events import events
 
@@ -98,7 +96,7 @@ class Scene:
         self.repairs = Repairs(
             cast(ModelControl, table),
             self.watchdog,
-            StrandedCalls(lambda: None, LIMITS.stranded_s, self.lines.append),
+            OrphanedCalls(lambda: None, LIMITS.orphaned_calls_s, self.lines.append),
             scheduler="scheduler",
             limits=LIMITS,
             on_change=self.changed.append,

@@ -14,7 +14,8 @@ import pytest
 from charonia.errors import LaunchError, LostError
 from charonia.launch.server import processes
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.supervision.server.probe import Probe, wait_serving
+from charonia.supervision.server.probes import Probe
+from charonia.supervision.server.supervisor import wait_serving
 from support.e2e import wait_for
 from support.events import events
 from support.long import long
@@ -76,10 +77,10 @@ def test_a_server_that_ends_as_soon_as_it_is_open_is_started_again(
 def test_a_server_that_stands_still_on_its_way_is_started_again(
     make_server: Callable[..., TritonServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience, wait_ready = [0.0], TritonServer.wait_ready
+    timeouts, wait_ready = [0.0], TritonServer.wait_ready
 
     def wait_less_at_first(server: TritonServer, timeout: float, *rest: Any) -> None:
-        wait_ready(server, patience.pop() if patience else timeout, *rest)
+        wait_ready(server, timeouts.pop() if timeouts else timeout, *rest)
 
     monkeypatch.setattr(TritonServer, "wait_ready", wait_less_at_first)
     with Supervised(make_server(), ONE_FAILURE) as supervised:

@@ -13,7 +13,7 @@ import pytest
 
 from charonia.errors import LaunchError
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.supervision.server.timeouts import Silence, SupervisionLimits
+from charonia.supervision.server.judge import ResponseTimeout, SupervisionLimits
 from support.e2e import wait_for
 from support.leftovers import leftovers
 from support.long import long
@@ -80,7 +80,7 @@ def test_a_tritonserver_that_answers_nobody_is_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The process table cannot tell; the scheduler would be given longer.
-    monkeypatch.setattr("charonia.supervision.server.process_watchdog.Watchdog.look", lambda *_: [])
+    monkeypatch.setattr("charonia.supervision.server.judge.Watchdog.look", lambda *_: [])
     monkeypatch.setattr("charonia.supervision.server.model_control._ANSWER_S", 1.0)
     supervised = supervise(dataclasses.replace(PROBED, server_hang_s=600))
     assert supervised.server.pid is not None
@@ -193,14 +193,14 @@ def test_a_stop_waits_for_no_probes_answer(
     assert leftovers(supervised.server.runtime_dir) == []
 
 
-def test_the_time_in_which_the_engine_was_not_loaded_is_no_silence_of_the_scheduler() -> None:
-    silence = Silence(SupervisionLimits(hang_s=45, reload_s=900), now=0.0)
-    silence.note_answer(10.0)
+def test_the_time_in_which_the_engine_was_not_loaded_does_not_count_against_the_scheduler() -> None:
+    timeout = ResponseTimeout(SupervisionLimits(hang_s=45, reload_s=900), now=0.0)
+    timeout.note_answer(10.0)
     for now in range(20, 900, 10):
-        assert silence.note_silence(float(now), is_loaded=False) is None
-    assert silence.note_silence(930.0, is_loaded=True) is None
-    assert silence.note_silence(936.0, is_loaded=True) == "has not answered for 46 s"
-    silence.note_answer(937.0)
-    assert silence.note_silence(980.0, is_loaded=True) is None
-    assert silence.note_silence(983.0, is_loaded=True) == "has not answered for 46 s"
-    assert silence.note_silence(1840.0, is_loaded=False) == "has not answered for 903 s"
+        assert timeout.note_no_answer(float(now), is_loaded=False) is None
+    assert timeout.note_no_answer(930.0, is_loaded=True) is None
+    assert timeout.note_no_answer(936.0, is_loaded=True) == "has not answered for 46 s"
+    timeout.note_answer(937.0)
+    assert timeout.note_no_answer(980.0, is_loaded=True) is None
+    assert timeout.note_no_answer(983.0, is_loaded=True) == "has not answered for 46 s"
+    assert timeout.note_no_answer(1840.0, is_loaded=False) == "has not answered for 903 s"

@@ -23,8 +23,8 @@ from charonia.launch.server.run import prepared_server
 from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server.tritonserver import DEFAULT_ADDRESS, TritonServer
 from charonia.serving.messages.reload import RELOAD_SOCKET
+from charonia.supervision.server.judge import SupervisionLimits
 from charonia.supervision.server.supervisor import Supervisor
-from charonia.supervision.server.timeouts import SupervisionLimits
 
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
 HANG_MARGIN_S = 15.0

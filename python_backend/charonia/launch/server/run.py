@@ -19,7 +19,8 @@ from charonia.launch.server.repository import (
 )
 from charonia.launch.server.runtime_dir import REPOSITORY, RuntimeDir
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.supervision.server.probe import Probe, wait_serving
+from charonia.supervision.server.probes import Probe
+from charonia.supervision.server.supervisor import wait_serving
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from charonia.serving.hosts.model_process import STACKS_SIGNAL
 from charonia.supervision.models.handover import HANDOVER_SOCKET, step_down
 from charonia.supervision.models.server_options import keyed_name
 from charonia.supervision.process_table import Stops
-from charonia.supervision.server.timeouts import STOPPED_S
+from charonia.supervision.server.judge import STOPPED_S
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"

@@ -39,7 +39,7 @@ from charonia.serving.messages.reload import restore
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
-from charonia.supervision.models.engine_model import is_reload
+from charonia.supervision.models.engine_repair import is_reload
 
 MODEL_FILE = "model.json"
 _SPIN_S = 1e-3

@@ -37,8 +37,7 @@ from charonia.serving.requests.outlets import (
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tensors import INTERNAL_ERROR, read_request
 from charonia.sockets.connection import Connection
-from charonia.supervision.models.readiness import Readiness
-from charonia.supervision.models.server_watch import ServerWatch
+from charonia.supervision.models.watches import Readiness, ServerWatch
 
 LOST = "the connection to the scheduler has ended; the request is lost"
 

@@ -43,8 +43,8 @@ from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen, peer_pid
 from charonia.sockets.server import Server
-from charonia.supervision.models.engine_liveness import start_time
-from charonia.supervision.models.readiness import clean
+from charonia.supervision.models.watches import clean
+from charonia.supervision.process_table import start_time
 
 REQUESTS_SOCKET = f"requests{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""

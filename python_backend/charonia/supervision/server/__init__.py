@@ -1,1 +1,1 @@
-"""Keeps a server alive: who looks at it, who judges what they see, and who repairs."""
+"""Keeps a server alive, beside it: what probes it, what judges the findings, what repairs it."""

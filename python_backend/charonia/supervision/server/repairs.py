@@ -1,7 +1,8 @@
-"""Brings lost models back alone, beside whoever watches the server.
+"""Repairs a running server: brings lost models back alone, or says that only a restart helps.
 
-Owns what is done about a loss, and how often. Must not know how a loss is noticed. Nothing here
-waits: all that takes time is asked for in the background, and its answer taken at a later turn.
+Owns what is done about a loss, and how often. Must not know how a loss is noticed (`judge`).
+Nothing here waits: all that takes time is asked for in the background, and its answer taken at a
+later turn.
 
 ::
 
@@ -13,7 +14,8 @@ waits: all that takes time is asked for in the background, and its answer taken 
 
 Only the lost ones of several processes are killed. The others finish what they have in hand, and
 Triton ends them; not so where a request was lost with a process, so what is left after `drain_s` is
-killed as well.
+killed as well. Calls that a lost process was still to answer are orphaned: only the end of the
+server ends them.
 """
 
 import contextlib
@@ -27,10 +29,58 @@ import psutil
 from charonia.errors import LaunchError
 from charonia.events import event
 from charonia.supervision.server.background import in_background
+from charonia.supervision.server.judge import Loss, SupervisionLimits, Watchdog
 from charonia.supervision.server.model_control import ModelControl
-from charonia.supervision.server.process_watchdog import Loss, Watchdog
-from charonia.supervision.server.stranded import StrandedCalls
-from charonia.supervision.server.timeouts import SupervisionLimits
+
+_RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
+
+
+class OrphanedCalls:
+    """Calls that a lost process was still to answer, and when the server is restarted for them.
+
+    They can end in no other way than with the server (`supervision/open_calls.py`).
+
+    Args:
+        metrics: gives charonia's metrics by name; None where they cannot be read.
+        timeout_s: after that the server is restarted, also while other requests run.
+        log: gets one line per model.
+    """
+
+    def __init__(
+        self,
+        metrics: Callable[[], dict[str, float] | None],
+        timeout_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._log = log
+        self._since: dict[str, float] = {}
+        self._asked: Future[bool] | None = None
+
+    def note(self, model: str, num_calls: int, now: float) -> None:
+        """A process of a model was lost, with so many calls still open."""
+        if num_calls and model not in self._since:
+            self._since[model] = now
+            self._log(event("calls_stranded", model=model, calls=num_calls))
+
+    def look(self, now: float) -> str | None:
+        """Why the server must be restarted at this moment, or None."""
+        if not self._since:
+            return None
+        is_idle = False
+        if self._asked is None:
+            self._asked = in_background(self._is_idle)
+        elif self._asked.done():
+            is_idle, self._asked = self._asked.result(), None
+        for model, since in self._since.items():
+            if is_idle or now - since > self._timeout_s:
+                return f"calls of the lost {model} process can end in no other way"
+        return None
+
+    def _is_idle(self) -> bool:
+        found = self._metrics() or {}
+        return all(found.get(name) == 0 for name in _RUNNING)
 
 
 @dataclass
@@ -44,7 +94,7 @@ class _Case:
 
 
 class Repairs:
-    """Of one started server.
+    """Brings back the models of one started server.
 
     Args:
         scheduler: name of the model that is never brought back alone.
@@ -56,7 +106,7 @@ class Repairs:
         self,
         control: ModelControl,
         watchdog: Watchdog,
-        stranded: StrandedCalls,
+        orphaned: OrphanedCalls,
         *,
         scheduler: str,
         limits: SupervisionLimits,
@@ -65,7 +115,7 @@ class Repairs:
     ) -> None:
         self._control = control
         self._watchdog = watchdog
-        self._stranded = stranded
+        self._orphaned = orphaned
         self._scheduler = scheduler
         self._limits = limits
         self._on_change = on_change
@@ -156,7 +206,7 @@ class Repairs:
     def _note_open_calls(self, model: str, now: float) -> None:
         """Of its lost processes; nobody takes calls any more that are not counted."""
         lost = [member for member in self._watchdog.members(model) if member.is_lost]
-        self._stranded.note(model, sum(member.num_open_calls for member in lost), now)
+        self._orphaned.note(model, sum(member.num_open_calls for member in lost), now)
 
     def _log_loss(self, loss: Loss) -> None:
         self._log(event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))

@@ -12,8 +12,9 @@ import pytest
 from charonia.errors import EngineDiedError, EngineHungError, EngineUnloadedError
 from charonia.protocol import ShutdownNotice, StepFailure, encode
 from charonia.sockets.channel import Channel
-from charonia.supervision.models import engine_liveness
-from charonia.supervision.models.engine_liveness import EngineWatch, process_state, start_time
+from charonia.supervision.models import watches
+from charonia.supervision.models.watches import EngineWatch
+from charonia.supervision.process_table import process_state, start_time
 from support.waiting import WAIT_S, eventually
 
 ANSWER = encode(StepFailure("any"))
@@ -21,14 +22,14 @@ ANSWER = encode(StepFailure("any"))
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_liveness, "_ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(engine_liveness, "_LOOK_AFTER_S", 0.05)
-    monkeypatch.setattr(engine_liveness, "_NUM_LOOKS", 1000)
+    monkeypatch.setattr(watches, "_ASK_ENGINE_EVERY_S", 0.01)
+    monkeypatch.setattr(watches, "_LOOK_AFTER_S", 0.05)
+    monkeypatch.setattr(watches, "_NUM_LOOKS", 1000)
 
 
 @pytest.fixture
 def impatiently(monkeypatch: pytest.MonkeyPatch, quickly: None) -> None:
-    monkeypatch.setattr(engine_liveness, "_NUM_LOOKS", 10)
+    monkeypatch.setattr(watches, "_NUM_LOOKS", 10)
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from typing import Protocol
 
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo
-from charonia.supervision.models.engine_liveness import start_time
-from charonia.supervision.models.readiness import Readiness, clean
+from charonia.supervision.models.watches import Readiness, clean
+from charonia.supervision.process_table import start_time
 
 RELOAD_MARK = "reload.mark"
 _KILL_TIMEOUT_S = 10.0
 
 
-class ModelControl(Protocol):
+class ModelLoader(Protocol):
     """Loads and unloads models of this Triton; each call waits until it has.
 
     Attributes:
@@ -51,7 +51,7 @@ class EngineModel:
     """
 
     def __init__(
-        self, name: str, readiness: Readiness, directory: Path, control: ModelControl
+        self, name: str, readiness: Readiness, directory: Path, control: ModelLoader
     ) -> None:
         self._name = name
         self._readiness = readiness

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from charonia.supervision.server.background import in_background
-from charonia.supervision.server.probe import Probe
+from charonia.supervision.server.probes import Probe
 from support.supervised import ALLOWED_S
 
 
