@@ -83,9 +83,16 @@ RULES = {
         "msgspec numpy",
         inside_functions="matplotlib",
     ),
+    # Triton's config.pbtxt files.
+    "model_config": rule("errors", "google tritonclient"),
+    # It is given the server that it watches. psutil reads the process table.
+    "supervision": rule(
+        "protocol sockets errors events model_config", "msgspec psutil httpx grpc tritonclient"
+    ),
     # It makes the tokenizer that it hands to the engine's service.
     "serving": rule(
-        "core metrics text embedding protocol config sampling_defaults sockets errors events"
+        "core metrics text embedding protocol config sampling_defaults sockets supervision errors"
+        " events"
         " checkpoint_files",
         "numpy msgspec grpc tritonclient",
     ),

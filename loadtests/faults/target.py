@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
+from charonia.errors import LaunchError
 from charonia.launch.commands.serve import HANG_MARGIN_S
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.repository import RepositoryOptions
 from charonia.launch.server.run import prepared_server
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.supervisor import SupervisionLimits, Supervisor
+from charonia.supervision.server.supervisor import SupervisionLimits, Supervisor
 from support.e2e import read_page, samples_of
 
 RESTARTS = "charonia_engine_restarts_total"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from charonia.errors import LaunchError
 from charonia.launch.commands.cli import main
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (

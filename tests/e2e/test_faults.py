@@ -18,7 +18,8 @@ from charonia.launch.server.repository import RepositoryOptions, prepare_reposit
 from charonia.launch.server.run import running_server
 from charonia.launch.server.runtime_dir import REPOSITORY, RuntimeDir
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.probe import Probe, wait_serving
+from charonia.supervision.server.probes import Probe
+from charonia.supervision.server.supervisor import wait_serving
 from support.e2e import HTTP, ONE_THREAD, error_of, infer_grpc, scrape, wait_for, wait_idle
 from support.events import events
 from support.faults import held_loads, order_fault, paced

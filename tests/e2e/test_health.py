@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from charonia.launch.commands.cli import main
-from charonia.launch.server.model_control import ModelControl
 from charonia.launch.server.processes import ReservedPorts
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.supervision.server.model_control import ModelControl
 from support.e2e import (
     HTTP,
     ONE_THREAD,
@@ -33,14 +33,14 @@ from support.long import long
 IMPATIENCE = """
 
 from pathlib import Path
-from charonia.serving.lifecycle import engine_liveness as liveness
+from charonia.supervision.models import watches
 
-def _ask_few_times(self, _ask=liveness.EngineWatch._ask, _num_looks=liveness._NUM_LOOKS):
+def _ask_few_times(self, _ask=watches.EngineWatch._ask, _num_looks=watches._NUM_LOOKS):
     is_deaf = (Path(__file__).parents[2] / f"deaf.{self._pid}").exists()
-    liveness._NUM_LOOKS = 2 if is_deaf else _num_looks
+    watches._NUM_LOOKS = 2 if is_deaf else _num_looks
     _ask(self)
 
-liveness.EngineWatch._ask = _ask_few_times
+watches.EngineWatch._ask = _ask_few_times
 """
 """Appended to the scheduler model: an engine that is deaf on order is soon given up."""
 PARTS = ["server", "scheduler", "engine", "inference", "llm", "generate", "metrics"]

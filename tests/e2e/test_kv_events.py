@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as grpc
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import Client

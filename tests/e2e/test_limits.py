@@ -13,8 +13,7 @@ import pytest
 import torch
 import tritonclient.grpc as grpc
 
-from charonia.errors import ConfigError
-from charonia.launch.errors import LaunchError
+from charonia.errors import ConfigError, LaunchError
 from charonia.launch.server.repository import RepositoryOptions
 from charonia.launch.server.run import prepared_server, running_server
 from charonia.launch.server.tritonserver import TritonServer

@@ -19,8 +19,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from charonia.launch.commands.health import examine
-from charonia.launch.server.processes import is_stopped
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.supervision.process_table import is_stopped
 from support.e2e import (
     ENDLESS,
     HTTP,

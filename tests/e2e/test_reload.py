@@ -15,7 +15,7 @@ import tritonclient.grpc as grpc
 from charonia.launch.commands.cli import main
 from charonia.launch.server.run import running_server, wait_serving
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.probe import Probe
+from charonia.supervision.server.probes import Probe
 from support.e2e import (
     ONE_THREAD,
     Response,

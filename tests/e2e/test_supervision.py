@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException
 
 from charonia.launch.server.repository import RepositoryOptions
 from charonia.launch.server.run import prepared_server
-from charonia.launch.supervision.timeouts import SupervisionLimits
+from charonia.supervision.server.judge import SupervisionLimits
 from support.e2e import (
     ONE_THREAD,
     generate,
@@ -33,10 +33,10 @@ from support.many_streams import finish
 from support.stopping import stop_process
 from support.supervised import Supervised
 
-LIMITS = SupervisionLimits(stopped_s=0.5, stranded_s=60.0, drain_s=1.0, backoff_s=0.1)
+LIMITS = SupervisionLimits(stopped_s=0.5, orphaned_calls_s=60.0, drain_s=1.0, backoff_s=0.1)
 SETTINGS = (ONE_THREAD, "num_gpu_blocks_override=1025", "max_num_seqs=8")
 STARTS_S = 240.0
-ENDS_S = 50.0  # calls of a lost server: less than `stranded_s`, which is another reason to end
+ENDS_S = 50.0  # calls of a lost server: less than `orphaned_calls_s`, another reason to end
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 1.5, "seed": 3, "ignore_eos": True}
 ENDLESS = 4000  # tokens: as good as endless, whatever a slow machine takes to mend a fault

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server import discovery
 from charonia.launch.server.discovery import STUB, find_tritonserver
 

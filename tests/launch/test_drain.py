@@ -15,9 +15,9 @@ import msgspec
 import psutil
 import pytest
 
+from charonia.errors import LaunchError
 from charonia.launch.commands.drain import LEFT_FILE, drain, finish_requests
 from charonia.launch.commands.serve import stop_on_signals
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.runtime_dir import OWNER_FILE, REPOSITORY
 from charonia.serving.messages.reload import DrainState
 from charonia.sockets.channel import Channel

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.discovery import Installation, find_tritonserver
 from charonia.launch.server.guard import MAX_ELEMENTS, make_guard
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.serving.lifecycle.server_options import KEY_VARIABLE
+from charonia.supervision.models.server_options import KEY_VARIABLE
 
 EMBEDDED = Installation(Path("root"), Path("stub"), ())
 CONTAINERS = Installation(Path("root"), None, ())

@@ -13,8 +13,8 @@ import tritonclient.grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.server.model_control import ModelControl
 from charonia.launch.server.tritonserver import TritonServer
+from charonia.supervision.server.model_control import ModelControl
 from support.e2e import HTTP, wait_for
 from support.stand_ins import control_over_http
 

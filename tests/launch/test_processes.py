@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server import processes
+from charonia.supervision.process_table import Stops, is_stopped
 from support.e2e import wait_for
 
 # A leader whose child is stopped, and orphaned as soon as the leader is gone.
@@ -118,15 +119,15 @@ def test_only_tritons_processes_are_found_by_an_argument(tmp_path: Path) -> None
 
 
 def test_a_process_counts_as_stopped_from_when_that_was_first_seen() -> None:
-    stops = processes.Stops()
+    stops = Stops()
     with subprocess.Popen(["sleep", "600"]) as sleeper:
         try:
             assert stops.seconds(sleeper.pid, 1.0) == 0
             sleeper.send_signal(signal.SIGSTOP)
-            wait_for(lambda: processes.is_stopped(sleeper.pid), bool)
+            wait_for(lambda: is_stopped(sleeper.pid), bool)
             assert [stops.seconds(sleeper.pid, now) for now in (2.0, 3.5)] == [0, 1.5]
             sleeper.send_signal(signal.SIGCONT)
-            wait_for(lambda: processes.is_stopped(sleeper.pid), lambda is_stopped: not is_stopped)
+            wait_for(lambda: is_stopped(sleeper.pid), lambda is_stopped: not is_stopped)
             assert stops.seconds(sleeper.pid, 4.0) == 0
         finally:
             sleeper.kill()

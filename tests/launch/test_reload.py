@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from charonia.errors import LaunchError
 from charonia.launch.commands import reload
 from charonia.launch.commands.reload import find_run
-from charonia.launch.errors import LaunchError
 from charonia.launch.server import runtime_dir
 from charonia.launch.server.runtime_dir import REPOSITORY, SERVER_FILE, RuntimeDir
 from charonia.serving.messages.reload import ReloadState

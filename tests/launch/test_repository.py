@@ -11,11 +11,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT, EngineArgs
-from charonia.errors import CharoniaError, CheckpointError, ConfigError
+from charonia.errors import CharoniaError, CheckpointError, ConfigError, LaunchError
 from charonia.launch.commands.cli import build_parser
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.discovery import default_repository
-from charonia.launch.server.model_config import read_config
 from charonia.launch.server.repository import (
     LINK_FROM_BYTES,
     PreparedRepository,
@@ -24,10 +22,11 @@ from charonia.launch.server.repository import (
     check_checkpoint,
     prepare_repository,
 )
+from charonia.model_config import read_config
 from charonia.serving.conventions.interface import INPUTS, OUTPUTS
 from charonia.serving.conventions.trtllm import tables as trtllm
-from charonia.serving.lifecycle.engine_model import RELOAD_MARK
 from charonia.serving.messages import reload
+from charonia.supervision.models.engine_repair import RELOAD_MARK
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from charonia.config import SchedulerArgs
 from charonia.launch.commands.serve import supervision_limits
-from charonia.launch.supervision.timeouts import SupervisionLimits
+from charonia.supervision.server.judge import SupervisionLimits
 
 
 def test_the_launcher_waits_longer_than_the_scheduler_does_for_its_engine():

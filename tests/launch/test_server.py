@@ -18,8 +18,7 @@ import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
 import charonia
-from charonia.launch.background import in_background
-from charonia.launch.errors import LaunchError, NotReadyError
+from charonia.errors import LaunchError, NotReadyError
 from charonia.launch.server.discovery import Installation
 from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server.tritonserver import (
@@ -30,6 +29,7 @@ from charonia.launch.server.tritonserver import (
     TritonServer,
     check_further_option,
 )
+from charonia.supervision.server.background import in_background
 from support.e2e import HTTP, wait_for
 from support.leftovers import leftovers
 from support.long import long

@@ -26,16 +26,16 @@ from charonia.protocol import (
     decode_request,
     encode,
 )
-from charonia.serving.lifecycle import server_watch
-from charonia.serving.lifecycle.engine_liveness import start_time
-from charonia.serving.lifecycle.engine_model import kill_processes
-from charonia.serving.lifecycle.readiness import clean
 from charonia.serving.messages import executor as bls
 from charonia.serving.messages.executor import STEPS_SOCKET, BlsExecutor, _last_notice
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
+from charonia.supervision.models import watches
+from charonia.supervision.models.engine_repair import kill_processes
+from charonia.supervision.models.watches import clean
+from charonia.supervision.process_table import start_time
 from support.model_control import FakeControl
 from support.sockets import INFO
 from support.waiting import WAIT_S, eventually
@@ -241,7 +241,7 @@ def test_what_a_front_was_told_ends_steps(executor: BlsExecutor, triton: Triton)
 @pytest.fixture
 def quiet_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The executor's watch of the server asks nothing as long as a test runs."""
-    monkeypatch.setattr(server_watch, "_ASK_EVERY_S", 3600.0)
+    monkeypatch.setattr(watches, "_ASK_SERVER_EVERY_S", 3600.0)
 
 
 @pytest.mark.usefixtures("quiet_watch")

@@ -22,10 +22,10 @@ from charonia.protocol import (
 )
 from charonia.serving.hosts import engine as engine_host
 from charonia.serving.hosts.engine import NOT_ENDED, EngineHost
-from charonia.serving.lifecycle.engine_liveness import start_time
-from charonia.serving.lifecycle.engine_model import RELOAD_MARK
 from charonia.serving.messages.executor import STEPS_SOCKET
 from charonia.sockets.local import connect
+from charonia.supervision.models.engine_repair import RELOAD_MARK
+from charonia.supervision.process_table import start_time
 from support.sockets import INFO, StepsClient
 from support.waiting import WAIT_S
 

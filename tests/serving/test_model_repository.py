@@ -9,8 +9,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from charonia.config import SchedulerArgs
+from charonia.errors import LaunchError
 from charonia.launch.commands import interface_files
-from charonia.launch.errors import LaunchError
 from charonia.serving.conventions import interface
 from charonia.serving.conventions.parameters import PARAMETER_NAMES
 

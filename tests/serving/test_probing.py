@@ -13,7 +13,7 @@ from charonia.core.admission import GenerationRequest
 from charonia.core.service import EngineService
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult
-from charonia.serving.lifecycle.probing import TOKEN_INTERVAL_S, Prober
+from charonia.serving.requests.probing import TOKEN_INTERVAL_S, Prober
 from core.bench import byte_tokenizer
 from support.echo import EchoExecutor
 from support.waiting import WAIT_S, eventually

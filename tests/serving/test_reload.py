@@ -16,8 +16,6 @@ from charonia.config import EngineArgs, KVEventsConfig
 from charonia.core.replica.reload import Reload
 from charonia.errors import ConfigError
 from charonia.serving.hosts.engine import EngineHost
-from charonia.serving.lifecycle.engine_liveness import start_time
-from charonia.serving.lifecycle.engine_model import RELOAD_MARK
 from charonia.serving.messages import reload
 from charonia.serving.messages.reload import (
     DrainOrder,
@@ -28,6 +26,8 @@ from charonia.serving.messages.reload import (
     ReloadState,
 )
 from charonia.sockets.local import connect
+from charonia.supervision.models.engine_repair import RELOAD_MARK
+from charonia.supervision.process_table import start_time
 from support.waiting import WAIT_S
 
 OLD, NEW = b'{"model": "old"}', b'{"model": "new"}'

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from charonia.launch.background import in_background
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.timeouts import SupervisionLimits
+from charonia.supervision.server.background import in_background
+from charonia.supervision.server.judge import SupervisionLimits
 from support.e2e import wait_for
 from support.events import events
 from support.supervised import ALLOWED_S, Supervised

@@ -6,10 +6,10 @@ there are.
 
 import threading
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.supervisor import Supervisor
-from charonia.launch.supervision.timeouts import SupervisionLimits
+from charonia.supervision.server.judge import SupervisionLimits
+from charonia.supervision.server.supervisor import Supervisor
 from support.e2e import wait_for
 from support.events import events
 

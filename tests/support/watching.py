@@ -9,9 +9,8 @@ from collections import Counter
 
 import pytest
 
-from charonia.launch.supervision import doors, repairs, watch
-from charonia.launch.supervision.doors import Asked
-from charonia.launch.supervision.probe import Probe, ProbeResult
+from charonia.supervision.server import judge, repairs, supervisor
+from charonia.supervision.server.probes import EndpointResult, Probe, ProbeResult
 from support.e2e import wait_for
 from support.supervised import ALLOWED_S
 
@@ -23,7 +22,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._ahead_s = 0.0
-        for module in (watch, doors, repairs):
+        for module in (supervisor, judge, repairs):
             patch.setattr(module, "time", self)
 
     def monotonic(self) -> float:
@@ -41,18 +40,18 @@ class Questions:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.num_asked: Counter[str] = Counter()
-        check, ask = Probe.check, doors.ask
+        check, probe_endpoint = Probe.check, judge.probe_endpoint
 
         def count_and_check(probe: Probe, *args: object) -> ProbeResult:
             self.num_asked[SCHEDULER] += 1
             return check(probe, *args)
 
-        def count_and_ask(http_url: str, model: str, timeout_s: float) -> Asked:
+        def count_and_ask(http_url: str, model: str, timeout_s: float) -> EndpointResult:
             self.num_asked[model] += 1
-            return ask(http_url, model, timeout_s)
+            return probe_endpoint(http_url, model, timeout_s)
 
         patch.setattr(Probe, "check", count_and_check)
-        patch.setattr(doors, "ask", count_and_ask)
+        patch.setattr(judge, "probe_endpoint", count_and_ask)
 
     def wait_asked(self, model: str, times: int = 1) -> None:
         """Wait until a model was asked so many times more.

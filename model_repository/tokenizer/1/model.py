@@ -9,8 +9,8 @@ import triton_python_backend_utils as pb_utils
 from charonia.errors import CharoniaError
 from charonia.serving.hosts import model_process
 from charonia.serving.hosts.tokenizer import TokenizerHost
-from charonia.serving.requests.open_calls import OpenCalls
 from charonia.serving.requests.quota import Quota
+from charonia.supervision.open_calls import OpenCalls
 
 
 class TritonPythonModel:

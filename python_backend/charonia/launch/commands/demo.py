@@ -11,8 +11,8 @@ from typing import Any
 
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from charonia.demo.prompts import DEMO_PROMPTS, DemoPrompt
+from charonia.errors import LaunchError
 from charonia.launch.commands.serve import say
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.run import running_server
 from charonia_client import CharoniaClientError, Client
 

@@ -22,13 +22,13 @@ from typing import TextIO
 import msgspec
 import psutil
 
+from charonia.errors import LaunchError
 from charonia.launch.commands.reload import find_run
-from charonia.launch.errors import LaunchError
-from charonia.launch.server import processes
 from charonia.launch.server.runtime_dir import owner_of
 from charonia.serving.messages.reload import DrainOrder, DrainState
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect
+from charonia.supervision.process_table import process_state
 
 POLL_S = 0.1
 LEFT_FILE = "requests-left"
@@ -139,7 +139,7 @@ def _follow(file: TextIO, pid: int) -> int | None:
     """Show how many requests are left until the process has ended; returns the last number."""
     num_left: int | None = None
     while True:
-        has_ended = processes.status(pid) in (None, psutil.STATUS_ZOMBIE)
+        has_ended = process_state(pid) is None
         if lines := file.readlines():
             num_left = int(lines[-1])
             show_left(num_left)

@@ -6,7 +6,7 @@ Owns how chunks are printed. Must not know how they travel (see charonia_client)
 import dataclasses
 import json
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia_client import CharoniaClientError, Client, Sampling
 from charonia_client.values import Protocol
 

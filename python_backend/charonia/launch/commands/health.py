@@ -16,15 +16,14 @@ from dataclasses import dataclass
 
 import httpx
 
-from charonia.launch.errors import LaunchError
-from charonia.launch.supervision.doors import Reply, ask
-from charonia.launch.supervision.probe import Health, Probe
+from charonia.errors import LaunchError
 from charonia.metrics.read_page import read_metrics
+from charonia.supervision.server.probes import Health, Probe, Reply, probe_endpoint
 
 DEFAULT_METRICS_PORT = 8002
 TIMEOUT_S = 5.0
 RETRY_S = 0.5
-DOORS = ("llm", "generate")
+ENDPOINTS = ("llm", "generate")
 """The ways in beside the scheduler's own; between them they need every other model."""
 SHOWN_METRICS = (
     "charonia_engine_up",
@@ -85,7 +84,7 @@ def examine(url: str, metrics_url: str, scheduler: str) -> Iterator[Part]:
     """Ask after every part."""
     with httpx.Client(base_url=f"http://{url}/v2/", timeout=TIMEOUT_S) as client:
         yield _ask_ready(client, "server", "health/ready")
-        names = dict.fromkeys(DOORS)
+        names = dict.fromkeys(ENDPOINTS)
         if (behind := _named_by(client, scheduler, "scheduler_model")) is not None:
             names[scheduler] = None  # it only passes on
             scheduler = behind
@@ -95,7 +94,7 @@ def examine(url: str, metrics_url: str, scheduler: str) -> Iterator[Part]:
     with contextlib.closing(Probe(url, scheduler)) as probe:
         yield _infer(probe)
     for name in names:
-        yield from _ask_door(url, name)
+        yield from _ask_endpoint(url, name)
     yield from _show_metrics(metrics_url)
 
 
@@ -124,14 +123,14 @@ def _infer(probe: Probe) -> Part:
     return Part("inference", False, f"{result.health.value}: {result.detail}")
 
 
-def _ask_door(url: str, model: str) -> Iterator[Part]:
+def _ask_endpoint(url: str, model: str) -> Iterator[Part]:
     """Whether a model answers, with all that it needs; nothing where there is none of the name."""
     started = time.monotonic()
-    asked = ask(url, model, TIMEOUT_S)
-    if asked.reply is Reply.ANSWER:
+    result = probe_endpoint(url, model, TIMEOUT_S)
+    if result.reply is Reply.ANSWER:
         yield Part(model, True, f"{(time.monotonic() - started) * 1000:.0f} ms")
-    elif asked.reply is not Reply.UNKNOWN:
-        yield Part(model, False, f"{asked.reply.value}: {asked.detail}")
+    elif result.reply is not Reply.UNKNOWN:
+        yield Part(model, False, f"{result.reply.value}: {result.detail}")
 
 
 def _show_metrics(url: str) -> Iterator[Part]:

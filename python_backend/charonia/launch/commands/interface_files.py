@@ -25,7 +25,7 @@ import msgspec
 from charonia import vllm_args
 from charonia.config import EngineArgs, KVEventsConfig, SchedulerArgs, SpeculativeConfig
 from charonia.core.gate.tenants import TenantArgs
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.discovery import default_repository
 from charonia.metrics.metric_table import METRICS, VLLM_METRICS, Metric
 from charonia.serving.conventions.interface import (

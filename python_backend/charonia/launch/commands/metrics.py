@@ -6,8 +6,8 @@ Owns where it listens, and when it ends. Must not know what is on the page.
 import contextlib
 from pathlib import Path
 
+from charonia.errors import LaunchError
 from charonia.launch.commands.serve import say, stop_on_signals
-from charonia.launch.errors import LaunchError
 from charonia.launch.server import processes
 from charonia.metrics.merged_page import MergedPage
 from charonia.metrics.page_server import PageServer

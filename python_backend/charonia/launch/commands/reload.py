@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.launch.server.repository import RepositoryOptions, change_engine
 from charonia.launch.server.runtime_dir import REPOSITORY, SERVER_FILE, living_runs
 from charonia.serving.messages.reload import (

@@ -10,7 +10,7 @@ import msgspec
 from tqdm import tqdm
 
 from charonia.core.recording.journal import Planned
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 from charonia.simulate.replay import Replay, read_journal
 
 

@@ -16,15 +16,15 @@ from queue import SimpleQueue
 
 from charonia.config import SchedulerArgs
 from charonia.launch.commands.drain import LEFT_FILE, finish_requests, note_left
+from charonia.launch.server.gateway_process import GatewayProcess
 from charonia.launch.server.logs import is_interesting
 from charonia.launch.server.repository import PreparedRepository, RepositoryOptions
 from charonia.launch.server.run import prepared_server
 from charonia.launch.server.runtime_dir import KEY_FILE, sweep_stale_runs
 from charonia.launch.server.tritonserver import DEFAULT_ADDRESS, TritonServer
-from charonia.launch.supervision.gateway import GatewayProcess
-from charonia.launch.supervision.supervisor import Supervisor
-from charonia.launch.supervision.timeouts import SupervisionLimits
 from charonia.serving.messages.reload import RELOAD_SOCKET
+from charonia.supervision.server.judge import SupervisionLimits
+from charonia.supervision.server.supervisor import Supervisor
 
 ENDED_BY_SIGNAL = (signal.SIGINT, signal.SIGTERM)
 HANG_MARGIN_S = 15.0

@@ -21,7 +21,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from charonia.launch.errors import LaunchError
+from charonia.errors import LaunchError
 
 CONTAINER_ROOT = Path("/opt/tritonserver")
 STUB = "triton_python_backend_stub"

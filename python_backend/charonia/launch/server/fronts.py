@@ -13,7 +13,7 @@ from google.protobuf import text_format
 
 from charonia.errors import ConfigError
 from charonia.launch.server.discovery import default_repository
-from charonia.launch.server.model_config import MODEL_NAME, read_config
+from charonia.model_config import MODEL_NAME, read_config
 from charonia.serving.conventions.interface import Tensor
 from charonia.serving.conventions.trtllm import tables as trtllm
 

@@ -9,10 +9,10 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from charonia.errors import LaunchError
 from charonia.events import event
-from charonia.launch.errors import LaunchError
 from charonia.launch.server.discovery import Installation
-from charonia.serving.lifecycle.server_options import KEY_VARIABLE
+from charonia.supervision.models.server_options import KEY_VARIABLE
 
 MAX_ELEMENTS = 2**24
 """Of any input of any model; the longest prompt has a quarter of that."""

@@ -30,15 +30,14 @@ from charonia.config import (
 )
 from charonia.core.gate.tenants import Tenants
 from charonia.data.model.spec import ModelSpec
-from charonia.errors import CheckpointError, ConfigError
-from charonia.launch.errors import LaunchError
+from charonia.errors import CheckpointError, ConfigError, LaunchError
 from charonia.launch.server.discovery import default_repository
 from charonia.launch.server.fronts import add_facade, add_name
-from charonia.launch.server.model_config import read_config
+from charonia.model_config import read_config
 from charonia.sampling_defaults import SamplingDefaults
-from charonia.serving.lifecycle.engine_model import RELOAD_MARK
 from charonia.serving.messages.reload import LEFT_OF_RELOADS
 from charonia.sockets.local import SOCKET_SUFFIX
+from charonia.supervision.models.engine_repair import RELOAD_MARK
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 

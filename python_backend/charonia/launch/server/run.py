@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from charonia.launch.errors import CrashError, NotReadyError
+from charonia.errors import CrashError, NotReadyError
 from charonia.launch.server.cores import cores_beside_engine
 from charonia.launch.server.repository import (
     PreparedRepository,
@@ -19,7 +19,8 @@ from charonia.launch.server.repository import (
 )
 from charonia.launch.server.runtime_dir import REPOSITORY, RuntimeDir
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.launch.supervision.probe import Probe, wait_serving
+from charonia.supervision.server.probes import Probe
+from charonia.supervision.server.supervisor import wait_serving
 
 
 @contextlib.contextmanager

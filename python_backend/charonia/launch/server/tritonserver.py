@@ -1,7 +1,7 @@
 """One tritonserver: start it, wait until it says ready, stop it, leave nothing behind.
 
 Owns the command line of tritonserver and its log. Must not know what the models do, nor when a
-server should be restarted (see `launch/supervision/`).
+server should be restarted (see `supervision/server/`).
 """
 
 import contextlib
@@ -22,20 +22,22 @@ import psutil
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from charonia.launch.errors import CrashError, LaunchError, LostError, NotReadyError
+from charonia.errors import CrashError, LaunchError, LostError, NotReadyError
 from charonia.launch.server import processes
 from charonia.launch.server.discovery import PACKAGE_PARENT, default_repository, find_tritonserver
 from charonia.launch.server.guard import make_guard
 from charonia.launch.server.logs import crash_reason, failure_reason, is_interesting
 from charonia.launch.server.runtime_dir import SERVER_FILE, RuntimeDir
 from charonia.launch.server.stacks import stack_limit
-from charonia.launch.supervision.timeouts import STOPPED_S
 from charonia.metrics.merged_page import MergedPage
 from charonia.metrics.page_server import PageServer
+from charonia.metrics.read_page import read_metrics
 from charonia.serving.hosts.cores import VARIABLE
 from charonia.serving.hosts.model_process import STACKS_SIGNAL
-from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, step_down
-from charonia.serving.lifecycle.server_options import keyed_name
+from charonia.supervision.models.handover import HANDOVER_SOCKET, step_down
+from charonia.supervision.models.server_options import keyed_name
+from charonia.supervision.process_table import Stops
+from charonia.supervision.server.judge import STOPPED_S
 
 DEFAULT_ADDRESS = "127.0.0.1"
 KEY_HEADER = "charonia-key"
@@ -138,7 +140,7 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._pump: threading.Thread | None = None
         self._is_open = False  # to clients, since it was started
-        self._stops = processes.Stops()
+        self._stops = Stops()
         self.stack_limit = stack_limit()
         self._installation = find_tritonserver()
         self._runtime = runtime or RuntimeDir()
@@ -255,6 +257,10 @@ class TritonServer:
             )
             return {entry.name: str(entry.state) for entry in index.models}
         return {}
+
+    def metrics(self) -> dict[str, float] | None:
+        """Charonia's metrics by name; None where the page cannot be read."""
+        return read_metrics(self.metrics_url)
 
     def start(self) -> None:
         """Start tritonserver; returns at once. The kernel kills it when the calling thread ends.

@@ -33,13 +33,13 @@ from charonia.protocol import (
     encode,
 )
 from charonia.serving.hosts.cores import has_core_to_itself, take_engine_cores
-from charonia.serving.lifecycle.engine_model import is_reload
 from charonia.serving.messages.executor import STEPS_SOCKET
 from charonia.serving.messages.reload import restore
 from charonia.sockets.answering import Answer, answer_each, answer_overlapping
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen
 from charonia.sockets.server import Server
+from charonia.supervision.models.engine_repair import is_reload
 
 MODEL_FILE = "model.json"
 _SPIN_S = 1e-3

@@ -19,8 +19,6 @@ from typing import Any
 
 from charonia.errors import CharoniaError, ShuttingDownError, UnavailableError
 from charonia.serving.conventions.convention import Convention, Part
-from charonia.serving.lifecycle.readiness import Readiness
-from charonia.serving.lifecycle.server_watch import ServerWatch
 from charonia.serving.messages.relay import (
     Acknowledgement,
     Cancellation,
@@ -39,6 +37,7 @@ from charonia.serving.requests.outlets import (
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.tensors import INTERNAL_ERROR, read_request
 from charonia.sockets.connection import Connection
+from charonia.supervision.models.watches import Readiness, ServerWatch
 
 LOST = "the connection to the scheduler has ended; the request is lost"
 

@@ -24,8 +24,8 @@ from charonia.serving.conventions.trtllm.text import (
     TextModel,
 )
 from charonia.serving.hosts.front import FrontHost
-from charonia.serving.requests.open_calls import OpenCalls
 from charonia.serving.requests.quota import Quota
+from charonia.supervision.open_calls import OpenCalls
 from charonia.text.tokenizer import Tokenizer
 
 _FACADES: Mapping[str, type[Facade]] = {

@@ -23,9 +23,6 @@ from charonia.errors import ConfigError
 from charonia.metrics.page_socket import METRICS_SOCKET, MetricsServer, SchedulerMetrics
 from charonia.metrics.triton_page import MetricsExporter
 from charonia.serving.hosts.engine import MODEL_FILE
-from charonia.serving.lifecycle.grpc_control import GrpcControl
-from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, Handover
-from charonia.serving.lifecycle.server_options import ServerOptions
 from charonia.serving.messages.executor import BlsExecutor
 from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.messages.reload import (
@@ -42,6 +39,9 @@ from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import RawRequest, read_request
 from charonia.serving.requests.tokenizing import Tokenizing
+from charonia.supervision.models.grpc_control import GrpcControl
+from charonia.supervision.models.handover import HANDOVER_SOCKET, Handover
+from charonia.supervision.models.server_options import ServerOptions
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer
 

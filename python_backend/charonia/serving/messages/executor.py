@@ -1,12 +1,12 @@
 """The engine in another Triton model, as an Executor: plans and results by socket.
 
 Owns the connection to the engine and its time limits. Must not know what is in a plan, nor how an
-engine is loaded: that is `engine_model`'s.
+engine is loaded: that is `engine_repair`'s.
 
     submit() ──► socket ──► engine ──► socket ──► result()      every step
-    a second connection: does the engine live                   every second, see `engine_liveness`
-    a question to Triton: does the server shut down             with requests: `server_watch`
-    open(): a thread finds the engine, or has it loaded         see `engine_model`
+    a second connection: does the engine live                   every second, see `EngineWatch`
+    a question to Triton: does the server shut down             with requests: `ServerWatch`
+    open(): a thread finds the engine, or has it loaded         see `engine_repair`
 
 A message over BLS crosses tritonserver, which costs five or six wake-ups of sleeping threads each
 way and some 0.4 ms of its processor time. All these processes are on one machine, so what is said
@@ -40,12 +40,17 @@ from charonia.protocol import (
     decode_reply,
     encode,
 )
-from charonia.serving.lifecycle.engine_liveness import HUNG_UP, UNLOADED, EngineWatch, start_time
-from charonia.serving.lifecycle.engine_model import EngineModel, ModelControl
-from charonia.serving.lifecycle.readiness import Readiness
-from charonia.serving.lifecycle.server_watch import ServerWatch
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import SOCKET_SUFFIX, connect, peer_pid
+from charonia.supervision.models.engine_repair import EngineModel, ModelLoader
+from charonia.supervision.models.watches import (
+    HUNG_UP,
+    UNLOADED,
+    EngineWatch,
+    Readiness,
+    ServerWatch,
+)
+from charonia.supervision.process_table import start_time
 
 STEPS_SOCKET = f"steps{SOCKET_SUFFIX}"
 _HELLO_TIMEOUT_S = 10.0
@@ -109,7 +114,7 @@ class BlsExecutor:
         pb_utils: Any,
         engine_model: str,
         engine_dir: Path,
-        control: ModelControl,
+        control: ModelLoader,
         *,
         has_requests: Callable[[], bool],
         log: Callable[[str], None],

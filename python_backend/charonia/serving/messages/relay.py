@@ -37,14 +37,14 @@ from charonia.errors import (
     split_answer,
 )
 from charonia.events import RareLog, event
-from charonia.serving.lifecycle.engine_liveness import start_time
-from charonia.serving.lifecycle.readiness import clean
 from charonia.serving.requests.outlets import Outlet
 from charonia.serving.requests.tensors import Array, Outputs, RawRequest
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen, peer_pid
 from charonia.sockets.server import Server
+from charonia.supervision.models.watches import clean
+from charonia.supervision.process_table import start_time
 
 REQUESTS_SOCKET = f"requests{SOCKET_SUFFIX}"
 """Beside the scheduler's model.py."""

@@ -40,9 +40,9 @@ from charonia.serving.conventions.schema import (
     PromptLimits,
     parse,
 )
-from charonia.serving.lifecycle.probing import Prober
 from charonia.serving.requests.cancellations import Cancellations
 from charonia.serving.requests.outlets import Outlet, failing_with_errors
+from charonia.serving.requests.probing import Prober
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import INTERNAL_ERROR, Outputs, RawRequest

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from charonia.serving.requests.open_calls import OpenCalls
+from charonia.supervision.open_calls import OpenCalls
 
 REPOSITORY = Path(__file__).parents[2]
 FREE_MUTEX = re.compile(rb"\0{4}.{4}\0{8}[\x90\x91]\0{23}", re.DOTALL)

@@ -1,0 +1,140 @@
+"""A gateway beside the server: started, started again when it ends, and stopped with it.
+
+Owns that process. Must not know what a gateway does: it is the command `charonia gateway`.
+
+It outlives restarts of tritonserver, and its clients are told meanwhile that no server is there.
+"""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from charonia.errors import LaunchError
+from charonia.events import event
+from charonia.launch.server import processes
+
+BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+STABLE_S = 60.0
+STOP_S = 10.0
+_NEEDED = ("fastapi", "httptools", "uvicorn")
+
+
+class GatewayProcess:
+    """A gateway as a context manager.
+
+    Args:
+        server: `host:port` of gRPC. tokenizer: of the model that it serves.
+        model_names: see `charonia gateway`; there must be one.
+        address, port: to listen on; 0 takes a free port.
+        drain_s: in which its requests may finish. chat_template: see `charonia gateway`.
+        log: takes a line of its log, from a thread, and of what becomes of it.
+
+    Raises:
+        LaunchError: the port is taken, or the template or a package is not there.
+
+    Attributes:
+        url: where it listens.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        tokenizer: Path,
+        model_names: Sequence[str],
+        *,
+        address: str,
+        port: int,
+        drain_s: float,
+        chat_template: Path | None = None,
+        log: Callable[[str], None],
+    ) -> None:
+        if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+            raise LaunchError(
+                f"the gateway needs {', '.join(missing)}: pip install 'charonia[gateway]'"
+            )
+        if chat_template is not None and not chat_template.is_file():
+            raise LaunchError(f"no chat template {chat_template}")
+        self._reserved = None
+        if port:
+            processes.check_port(address, port, "gateway")
+        else:
+            self._reserved = processes.ReservedPorts(address, 1)
+            (port,) = self._reserved.ports
+        host = f"[{address}]" if ":" in address else address
+        self.url = f"http://{host}:{port}"
+        self._command = [
+            *(
+                sys.executable,
+                "-m",
+                "charonia.launch.commands.cli",
+                "gateway",
+                f"--server={server}",
+            ),
+            *(f"--tokenizer={tokenizer}", f"--host={address}", f"--port={port}"),
+            *(f"--drain-timeout={drain_s}", "--served-model-name", *model_names),
+            *([] if chat_template is None else [f"--chat-template={chat_template}"]),
+        ]
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="charonia-gateway", daemon=True)
+
+    def drain(self) -> None:
+        """Have it take no more requests, and end once it has none."""
+        self._end(signal.SIGTERM)
+
+    def __enter__(self) -> "GatewayProcess":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end(signal.SIGINT)
+        self._thread.join(STOP_S)
+        self._end(signal.SIGKILL)
+        self._thread.join()
+        if self._reserved is not None:
+            self._reserved.close()
+
+    def _end(self, number: signal.Signals) -> None:
+        with self._lock:
+            self._stop.set()
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(number)
+
+    def _run(self) -> None:
+        """Keep it running. The kernel kills it when this thread ends, see `start_leader`."""
+        num_failures = 0
+        while (process := self._start()) is not None:
+            started = time.monotonic()
+            assert process.stdout is not None
+            with process.stdout as lines:
+                for line in lines:
+                    self._log(line.decode(errors="replace").rstrip("\n"))
+            code = process.wait()
+            if self._stop.is_set():
+                return
+            num_failures = 0 if time.monotonic() - started > STABLE_S else num_failures + 1
+            self._log(event("gateway_restarting", code=code))
+            if num_failures:
+                self._stop.wait(min(BACKOFF_S * 2.0 ** (num_failures - 1), MAX_BACKOFF_S))
+
+    def _start(self) -> "subprocess.Popen[bytes] | None":
+        with self._lock:
+            if self._stop.is_set():
+                return None
+            self._process = processes.start_leader(self._command, dict(os.environ))
+            return self._process

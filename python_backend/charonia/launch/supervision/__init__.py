@@ -1,1 +1,0 @@
-"""Keeps a server alive: who looks at it, who judges what they see, and who repairs."""

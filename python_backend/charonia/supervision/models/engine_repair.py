@@ -1,0 +1,126 @@
+"""The engine as one of Triton's models: whether it is loaded, and having another one loaded.
+
+Owns the order in which that is done, and the end of the processes that are left of an engine. Must
+not know plans, how an engine is spoken to, or how a model is loaded.
+
+A server that is shutting down is asked for nothing.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from charonia.errors import EngineDiedError
+from charonia.protocol import EngineInfo
+from charonia.supervision.models.watches import Readiness, clean
+from charonia.supervision.process_table import start_time
+
+RELOAD_MARK = "reload.mark"
+_KILL_TIMEOUT_S = 10.0
+
+
+class ModelLoader(Protocol):
+    """Loads and unloads models of this Triton; each call waits until it has.
+
+    Attributes:
+        refusal: why it does not; None where it does.
+    """
+
+    refusal: str | None
+
+    def load(self, model: str) -> None:
+        """Any exception says that it is not loaded."""
+
+    def unload(self, model: str) -> None:
+        """Any exception says that it may still be loaded."""
+
+    def close(self) -> None:
+        """End the call under way, if there is one, with an error."""
+
+
+class EngineModel:
+    """The engine's model in the Triton that this process belongs to.
+
+    Args:
+        name: of the model. readiness: of it. directory: its version directory.
+        control: loads and unloads it.
+    """
+
+    def __init__(
+        self, name: str, readiness: Readiness, directory: Path, control: ModelLoader
+    ) -> None:
+        self._name = name
+        self._readiness = readiness
+        self._control = control
+        self._mark = directory / RELOAD_MARK
+
+    def replace(self, processes: dict[int, int], reach: Callable[[], EngineInfo]) -> EngineInfo:
+        """Kill what is left of the engine, unload its model and load it again.
+
+        Args:
+            processes: of the old engine, see `kill_processes`.
+            reach: connects to the new one; where that is an EngineDiedError, it is unloaded.
+
+        Raises:
+            EngineDiedError: it cannot be loaded, or Triton loads nothing on a model's order.
+            ServerStoppingError, ServerStartingError: nothing can be loaded any more, or yet.
+        """
+        if self._control.refusal is not None:
+            raise EngineDiedError(self._control.refusal)
+        self._readiness.check_server()
+        kill_processes(processes)
+        own_pid = os.getpid()
+        try:
+            self._mark.write_text(f"{own_pid} {start_time(own_pid)}", encoding="ascii")
+            self._control.unload(self._name)
+            self._readiness.check_server()
+            self._control.load(self._name)
+            return self._reach(reach)
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            raise EngineDiedError(clean(str(error))) from None
+        finally:
+            # One that stays says nothing once this process has gone.
+            with contextlib.suppress(OSError):
+                self._mark.unlink(missing_ok=True)
+
+    def _reach(self, reach: Callable[[], EngineInfo]) -> EngineInfo:
+        try:
+            return reach()
+        except EngineDiedError:
+            self._readiness.check_server()
+            self._control.unload(self._name)
+            raise
+
+
+def is_reload(engine_dir: Path) -> bool:
+    """Whether a living scheduler is loading the engine of this directory again."""
+    try:
+        pid, started = (engine_dir / RELOAD_MARK).read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return False
+    return str(start_time(int(pid))) == started
+
+
+def kill_processes(processes: dict[int, int]) -> None:
+    """SIGKILL processes, given as pid and start time, and wait until they have ended.
+
+    A pid that belongs to another process by now is left alone.
+
+    Raises:
+        EngineDiedError: one does not end.
+    """
+    living = {pid for pid, started in processes.items() if start_time(pid) == started}
+    for pid in living:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while living := {pid for pid in living if start_time(pid) == processes[pid]}:
+        if time.monotonic() > deadline:
+            raise EngineDiedError(f"{len(living)} processes of the engine do not end")
+        time.sleep(0.005)

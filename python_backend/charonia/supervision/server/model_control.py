@@ -1,0 +1,96 @@
+"""Triton's model control, for one running server: what state a model is in, and loading it anew.
+
+Owns these calls, each of which waits for its answer. Must not know when a model counts as lost.
+
+All goes over gRPC: a load over HTTP disturbs the streams of other connections, and HTTP's few
+threads can be kept busy by clients.
+"""
+
+import contextlib
+import threading
+import time
+
+import psutil
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
+
+from charonia.errors import LaunchError
+from charonia.supervision.process_table import is_stopped
+from charonia.supervision.server.protocols import RunningServer
+
+_ANSWER_S = 2.0
+_LEAST_S = 0.001  # no deadline at all would be for ever
+
+
+class ModelControl:
+    """Over one server, which must be running.
+
+    Args:
+        stop: once set, nothing more is unloaded or loaded: another server may run in its place.
+    """
+
+    def __init__(self, server: RunningServer, stop: threading.Event) -> None:
+        self._server = server
+        self._stop = stop
+
+    def is_loaded(self, model: str) -> bool | None:
+        """Whether a model is loaded at this moment; None when tritonserver does not answer."""
+        with self._client() as client:
+            try:
+                return bool(client.is_model_ready(model, client_timeout=_ANSWER_S))
+            except InferenceServerException:
+                return None
+
+    def is_served(self, model: str) -> bool:
+        """Whether Triton means to serve a model: nobody has unloaded it, or is loading it now."""
+        return self._state(model) in ("READY", None)
+
+    def is_load_orphaned(self, model: str) -> bool:
+        """Whether tritonserver loads a model in Python of which no process runs.
+
+        So it is for a moment in every load. But where the process is killed as it starts,
+        tritonserver (2.51.0) may wait for it for ever, and so does whoever ordered the load.
+        """
+        return self._state(model) == "LOADING" and all(
+            is_stopped(process.pid) for process in self._processes(model)
+        )
+
+    def reload(self, model: str, *, timeout_s: float) -> list[psutil.Process]:
+        """Unload a model and load it again.
+
+        Processes of it that live finish what they have in hand, and end.
+
+        Returns:
+            The processes that it has since.
+
+        Raises:
+            LaunchError: it could not be loaded within `timeout_s` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        before = self._processes(model)
+        with self._client() as client:
+            for call in (client.unload_model, client.load_model):
+                if self._stop.is_set():
+                    raise LaunchError(f"{model} is not loaded again: tritonserver ends")
+                left_s = max(deadline - time.monotonic(), _LEAST_S)
+                try:
+                    call(
+                        self._server.control_name(model),
+                        headers=self._server.api_headers,
+                        client_timeout=left_s,
+                    )
+                except InferenceServerException as error:
+                    raise LaunchError(
+                        f"{model} could not be loaded again: {error.message()}"
+                    ) from None
+        return [one for one in self._processes(model) if one not in before]
+
+    def _state(self, model: str) -> str | None:
+        """As tritonserver's index has it; None when it does not say, or does not answer."""
+        return self._server.model_states(_ANSWER_S).get(model)
+
+    def _processes(self, model: str) -> list[psutil.Process]:
+        return self._server.stubs().get(model, [])
+
+    def _client(self) -> contextlib.closing[tritonclient.grpc.InferenceServerClient]:
+        return contextlib.closing(tritonclient.grpc.InferenceServerClient(self._server.grpc_url))

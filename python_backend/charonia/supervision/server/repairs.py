@@ -1,0 +1,218 @@
+"""Repairs a running server: brings lost models back alone, or says that only a restart helps.
+
+Owns what is done about a loss, and how often. Must not know how a loss is noticed (`judge`).
+Nothing here waits: all that takes time is asked for in the background, and its answer taken at a
+later turn.
+
+::
+
+    loss ─► is the model to be served? ──no──► its operator's; asked again `probe_interval_s` later
+                   │ yes
+                   ├─ the scheduler, or lost too often ───────────────────► restart of the server
+                   └─ kill what is lost ─► unload, load, one model at a time ──fails──┘
+                                              └─► its new processes are looked after
+
+Only the lost ones of several processes are killed. The others finish what they have in hand, and
+Triton ends them; not so where a request was lost with a process, so what is left after `drain_s` is
+killed as well. Calls that a lost process was still to answer are orphaned: only the end of the
+server ends them.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import psutil
+
+from charonia.errors import LaunchError
+from charonia.events import event
+from charonia.supervision.server.background import in_background
+from charonia.supervision.server.judge import Loss, SupervisionLimits, Watchdog
+from charonia.supervision.server.model_control import ModelControl
+
+_RUNNING = ("charonia_requests_running", "charonia_requests_waiting")
+
+
+class OrphanedCalls:
+    """Calls that a lost process was still to answer, and when the server is restarted for them.
+
+    They can end in no other way than with the server (`supervision/open_calls.py`).
+
+    Args:
+        metrics: gives charonia's metrics by name; None where they cannot be read.
+        timeout_s: after that the server is restarted, also while other requests run.
+        log: gets one line per model.
+    """
+
+    def __init__(
+        self,
+        metrics: Callable[[], dict[str, float] | None],
+        timeout_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._log = log
+        self._since: dict[str, float] = {}
+        self._asked: Future[bool] | None = None
+
+    def note(self, model: str, num_calls: int, now: float) -> None:
+        """A process of a model was lost, with so many calls still open."""
+        if num_calls and model not in self._since:
+            self._since[model] = now
+            self._log(event("calls_stranded", model=model, calls=num_calls))
+
+    def look(self, now: float) -> str | None:
+        """Why the server must be restarted at this moment, or None."""
+        if not self._since:
+            return None
+        is_idle = False
+        if self._asked is None:
+            self._asked = in_background(self._is_idle)
+        elif self._asked.done():
+            is_idle, self._asked = self._asked.result(), None
+        for model, since in self._since.items():
+            if is_idle or now - since > self._timeout_s:
+                return f"calls of the lost {model} process can end in no other way"
+        return None
+
+    def _is_idle(self) -> bool:
+        found = self._metrics() or {}
+        return all(found.get(name) == 0 for name in _RUNNING)
+
+
+@dataclass
+class _Case:
+    """A loss that is seen to; `reloaded` are the processes that take the place of the lost."""
+
+    loss: Loss
+    since: float
+    is_served: Future[bool]
+    reloaded: Future[list[psutil.Process]] | None = None
+
+
+class Repairs:
+    """Brings back the models of one started server.
+
+    Args:
+        scheduler: name of the model that is never brought back alone.
+        on_change: called with a model's name when other processes are looked after.
+        log: gets one line per event.
+    """
+
+    def __init__(
+        self,
+        control: ModelControl,
+        watchdog: Watchdog,
+        orphaned: OrphanedCalls,
+        *,
+        scheduler: str,
+        limits: SupervisionLimits,
+        on_change: Callable[[str], None],
+        log: Callable[[str], None],
+    ) -> None:
+        self._control = control
+        self._watchdog = watchdog
+        self._orphaned = orphaned
+        self._scheduler = scheduler
+        self._limits = limits
+        self._on_change = on_change
+        self._log = log
+        self._cases: dict[str, _Case] = {}
+        self._unserved: dict[str, float] = {}  # when that was seen
+        self._reloads: dict[str, list[float]] = {}  # when they began
+
+    def is_seen_to(self, model: str, now: float) -> bool:
+        """Whether nothing is to be done about a loss of this model now."""
+        unserved = self._unserved.get(model)
+        is_unserved = unserved is not None and now - unserved < self._limits.probe_interval_s
+        return model in self._cases or is_unserved
+
+    def begin(self, loss: Loss, now: float) -> None:
+        """See to a loss."""
+        asked = in_background(lambda: self._control.is_served(loss.model))
+        self._cases[loss.model] = _Case(loss, now, asked)
+
+    def adopt(self, model: str, now: float) -> None:
+        """Somebody else has brought a model back."""
+        _kill(member.process for member in self._watchdog.members(model) if member.is_lost)
+        self._note_open_calls(model, now)
+        self._watchdog.adopt(model, now)
+        self._on_change(model)
+
+    def look(self, now: float) -> str | None:
+        """Go on with what is under way. Returns why the server must be restarted, or None."""
+        _kill(self._watchdog.lingering(now, self._limits.drain_s))
+        for case in list(self._cases.values()):
+            reason = self._go_on(case, now) if case.reloaded is None else self._end(case, now)
+            if reason is not None:
+                return reason
+        return None
+
+    def _go_on(self, case: _Case, now: float) -> str | None:
+        """Decide what becomes of a loss, once it is known whether its model is to be served."""
+        loss = case.loss
+        if not case.is_served.done():
+            return None
+        if not case.is_served.result():
+            self._note_open_calls(loss.model, now)
+            self._unserved[loss.model] = now
+            del self._cases[loss.model]
+            return None
+        if loss.model == self._scheduler:
+            self._log_loss(loss)
+            return f"the {self._scheduler} process {loss.describe()}"
+        if any(other.reloaded is not None for other in self._cases.values()):
+            return None  # one at a time
+        self._log_loss(loss)
+        return self._reload(case, now)
+
+    def _reload(self, case: _Case, now: float) -> str | None:
+        model, limits = case.loss.model, self._limits
+        recent = [at for at in self._reloads.get(model, ()) if now - at < limits.stable_s]
+        if len(recent) >= limits.max_reloads:
+            return f"the {model} process was lost {len(recent) + 1} times in a short time"
+        self._reloads[model] = [*recent, now]
+        members = self._watchdog.members(model)
+        lost = [member for member in members if member.is_lost]
+        doomed = members if case.loss.kind == "hung" or not lost else lost
+        _kill(member.process for member in doomed)
+        case.reloaded = in_background(
+            lambda: self._control.reload(model, timeout_s=limits.replace_s)
+        )
+        return None
+
+    def _end(self, case: _Case, now: float) -> str | None:
+        """Look after the new processes, once they are there."""
+        assert case.reloaded is not None
+        if not case.reloaded.done():
+            return None
+        model = case.loss.model
+        try:
+            processes = case.reloaded.result()
+        except LaunchError as error:
+            return str(error)
+        del self._cases[model]
+        self._note_open_calls(model, now)
+        self._watchdog.take(model, processes, now)
+        self._on_change(model)
+        self._log(event("model_back", model=model, seconds=time.monotonic() - case.since))
+        if not processes:
+            self._log(event("model_unwatched", model=model))
+        return None
+
+    def _note_open_calls(self, model: str, now: float) -> None:
+        """Of its lost processes; nobody takes calls any more that are not counted."""
+        lost = [member for member in self._watchdog.members(model) if member.is_lost]
+        self._orphaned.note(model, sum(member.num_open_calls for member in lost), now)
+
+    def _log_loss(self, loss: Loss) -> None:
+        self._log(event("process_lost", model=loss.model, kind=loss.kind, pid=loss.pid))
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()  # ends stopped ones, too
