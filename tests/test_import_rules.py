@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -178,17 +178,49 @@ def test_the_modules_of_the_control_plane_import_each_other_in_no_circle() -> No
     TopologicalSorter(imports).prepare()  # which raises CycleError
 
 
-def test_the_rooms_of_the_control_plane_import_each_other_in_no_circle() -> None:
-    rooms: dict[str, set[str]] = {}
-    for name, imported in imports_among("control").items():
-        room = name.split(".")[2:3]
-        rooms.setdefault("".join(room), set()).update(
-            other for one in imported for other in one.split(".")[2:3] if [other] != room
-        )
-    assert rooms["scheduling"] >= {"cache", "drafts", "estimators", "policies", "state"}
-    assert rooms["state"] == set()
-    del rooms[""]  # the package itself, which names what others may use
-    TopologicalSorter(rooms).prepare()
+LAYERED = {"control", "launch", "serving", "supervision"}
+"""Parts whose folders have an order: who is started or watched knows nothing of who does so."""
+# A convention makes requests, and the scheduler's own requests are read by its convention.
+MUTUAL = ("charonia.serving.conventions", "charonia.serving.requests")
+
+
+def folder_of(module: str) -> str | None:
+    """A folder of a layered part, or a module beside its folders: `charonia.launch.server`."""
+    names = module.split(".")
+    is_layered = names[0] == "charonia" and len(names) > 2 and names[1] in LAYERED
+    return ".".join(names[:3]) if is_layered else None
+
+
+def folder_imports(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Which folder imports which others, of modules by name."""
+    found: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        if (own := folder_of(module)) is not None:
+            others = {folder_of(name) for name, _ in imports_of(source)} - {own, None}
+            found.setdefault(own, set()).update(other for other in others if other is not None)
+    return found
+
+
+def test_the_folders_of_layered_parts_import_each_other_in_no_circle() -> None:
+    sources = {}
+    for path in SOURCES:
+        name = ".".join(("charonia", *path.relative_to(PACKAGE).with_suffix("").parts))
+        sources[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    imports = folder_imports(sources)
+    assert "charonia.supervision.server" in imports["charonia.launch.server"]
+    assert imports["charonia.control.state"] == set()
+    one, other = MUTUAL
+    imports[one] -= {other}
+    TopologicalSorter(imports).prepare()  # which raises CycleError
+
+
+def test_a_circle_of_folders_would_be_noticed() -> None:
+    sources = {
+        "charonia.launch.server.run": "from charonia.supervision.server.probes import Probe",
+        "charonia.supervision.server.watch": "def f():\n    from charonia.launch.server import run",
+    }
+    with pytest.raises(CycleError):
+        TopologicalSorter(folder_imports(sources)).prepare()
 
 
 def test_every_rule_is_about_a_part_that_exists() -> None:
@@ -220,6 +252,8 @@ def test_every_rule_is_about_a_part_that_exists() -> None:
         ("serving", "def load():\n    import torch"),
         ("serving", "from charonia.control import BlockPool"),
         ("serving", "from charonia.launch import serve"),
+        ("supervision", "from charonia.launch.server.tritonserver import TritonServer"),
+        ("supervision", "from charonia.serving.messages import executor"),
         ("config", "from charonia.protocol import SamplingParams"),
         ("errors", "import msgspec"),
         ("gateway", "from charonia.core.service import EngineService"),
@@ -261,6 +295,7 @@ print(*(name for name in sys.argv[2:] if name in sys.modules))
         ("charonia.text", ["torch"]),
         ("charonia.core", ["torch", "numpy"]),
         ("charonia.embedding", ["torch", "usearch"]),
+        ("charonia.supervision", ["torch"]),
         ("charonia.serving", ["torch", "usearch"]),
         ("charonia.gateway", ["torch"]),
     ],

@@ -194,8 +194,8 @@ def test_calls_in_a_lost_generate_end_once_no_other_request_is_disturbed(
     call.wait_over(ENDS_S)
     assert call.error is not None
     supervised.wait_serving(STARTS_S)
-    stranded = events(supervised.lines[num_lines:], "calls_stranded")
-    assert stranded == [{"model": "generate", "calls": "1"}]
+    orphaned = events(supervised.lines[num_lines:], "calls_stranded")
+    assert orphaned == [{"model": "generate", "calls": "1"}]
     check_every_door(supervised)
 
 

@@ -183,7 +183,7 @@ def test_the_lost_process_alone_is_killed_and_what_was_replaced_counts_no_more(
     assert scene.watchdog.lingering(LIMITS.drain_s + 1, LIMITS.drain_s) == [second.process]
 
 
-def test_calls_that_came_until_a_process_was_killed_are_stranded(
+def test_calls_that_came_until_a_process_was_killed_are_orphaned(
     scene: Scene, start: Callable[[], StandIn]
 ) -> None:
     first, second = scene.table.members
