@@ -11,8 +11,9 @@ from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.conventions.schema import GenerateCall, OutputOptions
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.serving.requests.sessions import Sessions
-from charonia.serving.requests.tensors import Outputs, RawRequest, refuse_all
+from charonia.serving.requests.tensors import refuse_all
 from support.calls import parse
 from support.pb_utils import PbUtils
 from support.waiting import WAIT_S

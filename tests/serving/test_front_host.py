@@ -19,7 +19,7 @@ from charonia.errors import (
 from charonia.serving.hosts.front import LOST, FrontHost
 from charonia.serving.messages.relay import Message, RelayedOutlet, RelayedRequest, post
 from charonia.serving.requests.quota import Quota
-from charonia.serving.requests.tensors import Outputs, RawRequest
+from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.sockets.connection import Connection
 from support.fronts import answer_to, new_front, text_request
 from support.pb_utils import InferenceResponse, PbUtils, Request, request_of

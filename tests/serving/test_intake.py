@@ -27,8 +27,8 @@ from charonia.protocol import EngineInfo
 from charonia.serving.requests.cancellations import MAX_NAMES, Cancellations
 from charonia.serving.requests.intake import Intake
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.sessions import Sessions
-from charonia.serving.requests.tensors import RawRequest
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 from support.calls import SEALER

@@ -23,7 +23,7 @@ from charonia.serving.messages.relay import (
     decode_answer,
     encode,
 )
-from charonia.serving.requests.tensors import RawRequest
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.sockets import connection
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection

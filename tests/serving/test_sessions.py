@@ -22,13 +22,13 @@ from charonia.errors import (
 from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests import sessions
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import Outputs
 from charonia.serving.requests.sessions import (
     LOST_RESPONSE_S,
     MAX_UNDER_WAY,
     SHARED_UNDER_WAY,
     Sessions,
 )
-from charonia.serving.requests.tensors import Outputs
 from charonia.text.tokenizer import Tokenizer
 from support.waiting import WAIT_S, Clock, eventually
 

@@ -14,7 +14,7 @@ from charonia.protocol import EngineInfo, Hello, KVLayout, StepPlan, decode_repl
 from charonia.serving.messages.executor import STEPS_SOCKET
 from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
 from charonia.serving.requests.outlets import Outlet
-from charonia.serving.requests.tensors import RawRequest
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.sockets.local import connect
 from support.waiting import WAIT_S
 

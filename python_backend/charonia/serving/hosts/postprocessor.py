@@ -28,7 +28,7 @@ from charonia.serving.messages.relay import (
     encode,
 )
 from charonia.serving.requests.outlets import answered
-from charonia.serving.requests.tensors import Array
+from charonia.serving.requests.raw_request import Array
 from charonia.sockets.channel import Channel
 
 _KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")

@@ -38,9 +38,10 @@ from charonia.serving.metrics.triton_page import MetricsExporter
 from charonia.serving.requests.intake import Intake
 from charonia.serving.requests.outlets import Outlet, TritonOutlet
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.sessions import Sessions
-from charonia.serving.requests.tensors import RawRequest, read_request
+from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import Tokenizing
 from charonia.text.draft import check_draft_tokenizer
 from charonia.text.tokenizer import Tokenizer

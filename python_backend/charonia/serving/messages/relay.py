@@ -40,7 +40,7 @@ from charonia.events import RareLog, event
 from charonia.serving.lifecycle.engine_liveness import start_time
 from charonia.serving.lifecycle.readiness import clean
 from charonia.serving.requests.outlets import Outlet
-from charonia.serving.requests.tensors import Array, Outputs, RawRequest
+from charonia.serving.requests.raw_request import Array, Outputs, RawRequest
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import SOCKET_SUFFIX, connect, is_same_user, listen, peer_pid

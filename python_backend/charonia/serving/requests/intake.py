@@ -43,9 +43,10 @@ from charonia.serving.conventions.schema import (
 from charonia.serving.lifecycle.probing import Prober
 from charonia.serving.requests.cancellations import Cancellations
 from charonia.serving.requests.outlets import Outlet, failing_with_errors
+from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.sessions import Sessions
-from charonia.serving.requests.tensors import INTERNAL_ERROR, Outputs, RawRequest
+from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 
