@@ -17,7 +17,8 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.serving.hosts.front import LOST, FrontHost
-from charonia.serving.messages.relay import Message, RelayedOutlet, RelayedRequest, post
+from charonia.serving.messages.relay import Message, RelayedRequest, post
+from charonia.serving.messages.relay_server import RelayedOutlet
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.sockets.connection import Connection

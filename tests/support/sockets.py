@@ -12,7 +12,8 @@ import pytest
 
 from charonia.protocol import EngineInfo, Hello, KVLayout, StepPlan, decode_reply, encode
 from charonia.serving.messages.executor import STEPS_SOCKET
-from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.messages.relay import REQUESTS_SOCKET
+from charonia.serving.messages.relay_server import RelayServer
 from charonia.serving.requests.outlets import Outlet
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.sockets.local import connect

@@ -19,6 +19,7 @@ from typing import Any
 
 from charonia.errors import CharoniaError, ShuttingDownError, UnavailableError
 from charonia.serving.conventions.convention import Convention, Part
+from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.lifecycle.readiness import Readiness
 from charonia.serving.lifecycle.server_watch import ServerWatch
 from charonia.serving.messages.relay import (
@@ -26,7 +27,6 @@ from charonia.serving.messages.relay import (
     Cancellation,
     RelayedAnswer,
     RelayedRequest,
-    SchedulerAddress,
     ServerStopping,
     decode_answer,
     post,

@@ -20,11 +20,11 @@ import numpy as np
 
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.conventions.interface import CHUNK_PREFIX, REQUEST_KEY
+from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.messages.relay import (
     Cancellation,
     Delivery,
     Parting,
-    SchedulerAddress,
     encode,
 )
 from charonia.serving.requests.outlets import answered

@@ -25,7 +25,8 @@ from charonia.serving.lifecycle.grpc_control import GrpcControl
 from charonia.serving.lifecycle.handover import HANDOVER_SOCKET, Handover
 from charonia.serving.lifecycle.server_options import ServerOptions
 from charonia.serving.messages.executor import BlsExecutor
-from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.messages.relay import REQUESTS_SOCKET
+from charonia.serving.messages.relay_server import RelayServer
 from charonia.serving.messages.reload import (
     RELOAD_SOCKET,
     ReloadServer,
