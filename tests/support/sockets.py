@@ -12,7 +12,7 @@ import pytest
 
 from charonia.protocol import EngineInfo, Hello, KVLayout, StepPlan, decode_reply, encode
 from charonia.serving.messages.executor import STEPS_SOCKET
-from charonia.serving.messages.relay import REQUESTS_SOCKET
+from charonia.serving.messages.relay_client import requests_socket
 from charonia.serving.messages.relay_server import RelayServer
 from charonia.serving.requests.outlets import Outlet
 from charonia.serving.requests.raw_request import RawRequest
@@ -62,7 +62,7 @@ class SchedulerEnd:
     """
 
     def __init__(self, repository: Path) -> None:
-        self.path = repository / "scheduler" / "1" / REQUESTS_SOCKET
+        self.path = requests_socket(repository, "scheduler")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.taken: SimpleQueue[tuple[str, RawRequest, Outlet]] = SimpleQueue()
         self.cancelled: SimpleQueue[str] = SimpleQueue()

@@ -1,14 +1,13 @@
 """A model in front of the scheduler, such as `generate`: many requests at a time in one process.
 
-Owns what waits for answers, and the connection that brings them. Must not know anything of the
-scheduler but its name and the messages of `relay`, nor how clients speak: that is a `Convention`'s.
+Owns what waits for answers. Must not know anything of the scheduler but its name and what a
+`SchedulerClient` can say to it, nor how clients speak: that is a `Convention`'s.
 
 A decoupled front passes on streams, under another name than the scheduler's. One that is not
 decoupled answers each request once, later, through the response sender: so clients that cannot
 stream are served, for which Triton wants a model that is not decoupled.
 """
 
-import contextlib
 import secrets
 import threading
 import traceback
@@ -22,23 +21,16 @@ from charonia.serving.conventions.convention import Convention, Part
 from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.lifecycle.readiness import Readiness
 from charonia.serving.lifecycle.server_watch import ServerWatch
-from charonia.serving.messages.relay import (
-    Acknowledgement,
-    Cancellation,
-    RelayedAnswer,
-    RelayedRequest,
-    ServerStopping,
-    decode_answer,
-    post,
-)
+from charonia.serving.messages.relay import RelayedAnswer
+from charonia.serving.messages.relay_client import SchedulerClient
 from charonia.serving.requests.outlets import (
     CancellationPoller,
     TritonOutlet,
     failing_with_errors,
 )
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.tensors import INTERNAL_ERROR, read_request
-from charonia.sockets.connection import Connection
 
 LOST = "the connection to the scheduler has ended; the request is lost"
 
@@ -100,10 +92,10 @@ class FrontHost:
         self._convention = convention
         self._is_decoupled = is_decoupled
         self._log = log
-        self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
+        self._address = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._waiting: dict[str, _Waiting] = {}  # by part; all came through this connection
+        self._scheduler: SchedulerClient | None = None
+        self._waiting: dict[str, _Waiting] = {}  # by part; all were sent by this client
         self._clients: dict[str, _Client] = {}
         self._poller = CancellationPoller(self._on_cancelled, log=log)
         readiness = Readiness(pb_utils, scheduler_model)
@@ -128,13 +120,13 @@ class FrontHost:
         """Answer what is still waiting, and stop."""
         self._server.close()
         with self._lock:
-            connection = self._connection
+            scheduler = self._scheduler
             clients = self._take_all()
         for client in clients:
             self._end(client, ShuttingDownError())
         self._poller.close()
-        if connection is not None:
-            connection.close()
+        if scheduler is not None:
+            scheduler.close()
 
     def _hand_in(self, request: Any, outlet: TritonOutlet) -> None:
         raw = read_request(request)
@@ -142,49 +134,41 @@ class FrontHost:
         client = _Client(secrets.token_hex(16), outlet, raw.num_bytes)
         self._quota.take(raw.num_bytes)
         try:
-            if self._connection is None:
+            if self._scheduler is None:
                 self._connect()
             with self._lock:
-                if self._connection is None:
+                if self._scheduler is None:
                     raise UnavailableError(LOST)
                 for request, part in parts:
-                    message = RelayedRequest(secrets.token_hex(16), request)
-                    self._post(self._connection, message, _Waiting(client, part))
+                    self._send(self._scheduler, request, _Waiting(client, part))
                 self._clients[client.key] = client
                 self._poller.add(client.key, outlet)
         except BaseException:
             self._quota.give_back(raw.num_bytes)
             raise
 
-    def _post(self, connection: Connection, message: RelayedRequest, waiting: _Waiting) -> None:
+    def _send(self, scheduler: SchedulerClient, raw: RawRequest, waiting: _Waiting) -> None:
         """Hand one part in; where that fails, those before it are cancelled. The lock is held."""
         client = waiting.client
         try:
-            post(connection, message)
+            key = scheduler.send(raw)
         except BaseException:
             for key in client.waiting:
                 del self._waiting[key]
-                with contextlib.suppress(UnavailableError):
-                    post(connection, Cancellation(key))
+                scheduler.cancel(key)
             raise
-        self._waiting[message.key] = waiting
-        client.waiting.add(message.key)
+        self._waiting[key] = waiting
+        client.waiting.add(key)
 
     def _connect(self) -> None:
-        channel = self._scheduler.connect()
-        connection = Connection(channel)
-        with self._lock:  # which `_on_end` waits for
-            try:
-                connection.follow(self._on_answer, self._on_end, log=self._log)
-            except OSError as error:
-                connection.close()
-                raise UnavailableError(f"no answer could be taken: {error.strerror}") from None
-            self._connection = connection
+        channel = self._address.connect()
+        with self._lock:  # which `on_end` waits for
+            self._scheduler = SchedulerClient(channel, self, log=self._log)
 
-    # ------------------------------------------------------------------ the connection's threads
+    # ------------------------------------------------------------------ the client's thread
 
-    def _on_answer(self, data: bytes) -> None:
-        answer = decode_answer(data)
+    def on_answer(self, answer: RelayedAnswer) -> None:
+        """As `AnswerEvents.on_answer`: pass it on."""
         with self._lock:
             waiting = self._waiting.get(answer.key)
             if waiting is None:
@@ -227,11 +211,14 @@ class FrontHost:
         client.num_passed_on += 1
         if not answer.is_final:
             waiting.num_passed_on += 1
-            self._tell(Acknowledgement(answer.key, waiting.num_passed_on))
+            with self._lock:
+                if self._scheduler is not None:
+                    self._scheduler.acknowledge(answer.key, waiting.num_passed_on)
 
-    def _on_end(self) -> None:
+    def on_end(self) -> None:
+        """As `AnswerEvents.on_end`: whoever waits gets no answer of the scheduler's any more."""
         with self._lock:
-            self._connection = None
+            self._scheduler = None
             clients = self._take_all()
         for client in clients:
             self._end(client, UnavailableError(LOST))
@@ -243,25 +230,14 @@ class FrontHost:
             if client is None:
                 return
             client.is_cancelled = True
-            keys = list(client.waiting)
-        for key in keys:
-            self._tell(Cancellation(key))
-
-    def _tell(self, message: Cancellation | Acknowledgement) -> None:
-        with self._lock:
-            if self._connection is not None:
-                # Where nobody takes it, the request is lost with the connection.
-                with contextlib.suppress(UnavailableError):
-                    post(self._connection, message)
+            if self._scheduler is not None:
+                for key in client.waiting:
+                    self._scheduler.cancel(key)
 
     def _tell_stopping(self) -> None:
-        """Have the scheduler end what the server waits for; where it takes no word, hang up."""
         with self._lock:
-            if self._connection is not None:
-                try:
-                    post(self._connection, ServerStopping())
-                except UnavailableError:
-                    self._connection.hang_up()
+            if self._scheduler is not None:
+                self._scheduler.note_server_stopping()
 
     def _take_all(self) -> list[_Client]:
         """Who waits. The caller holds the lock."""

@@ -13,7 +13,7 @@ import numpy as np
 from charonia.errors import UnavailableError, error_of, split_answer
 from charonia.events import RareLog, event
 from charonia.serving.lifecycle.readiness import clean
-from charonia.serving.messages.relay import REQUESTS_SOCKET
+from charonia.serving.messages.relay_client import requests_socket
 from charonia.sockets.channel import Channel
 from charonia.sockets.local import connect
 
@@ -37,7 +37,7 @@ class SchedulerAddress:
         self._pb_utils = pb_utils
         self._complain = RareLog(log)
         self._scheduler_model = scheduler_model
-        self._path = repository / scheduler_model / "1" / REQUESTS_SOCKET
+        self._path = requests_socket(repository, scheduler_model)
 
     def connect(self) -> Channel:
         """Connect, in the thread of `execute`.
