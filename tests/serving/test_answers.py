@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -45,14 +46,23 @@ class SlowOutlet:
         return False
 
 
+class Endless:
+    """A source of chunks that goes on, whoever wants no more."""
+
+    def cancel(self, key: str) -> None:
+        pass
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        pass
+
+
 def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_response() -> None:
     options = OutputOptions(is_streaming=True, has_echo=False, names=frozenset())
     sessions = Sessions(
         None,  # type: ignore[arg-type]
         2,
         Quota(9, 9),
-        cancel=lambda key: None,
-        cancel_samples=lambda key, indexes: None,
+        Endless(),
         log=lambda line: None,
     )
     outlet = SlowOutlet()

@@ -261,17 +261,10 @@ def test_closing_sends_the_answers_that_there_are_and_hangs_up(
         connect(server.path)
 
 
-def test_closing_what_was_never_started_waits_for_nothing(tmp_path: Path) -> None:
-    made = RelayServer(
-        tmp_path / REQUESTS_SOCKET,
-        lambda *request: None,
-        cancel=lambda key: None,
-        acknowledge=lambda key, number: None,
-        delivered=lambda key, number: None,
-        end_deliveries=lambda is_lost: None,
-        server_stopping=lambda: None,
-        log=lambda line: None,
-    )
+def test_closing_what_was_never_started_waits_for_nothing(
+    server: SchedulerEnd, tmp_path: Path
+) -> None:
+    made = RelayServer(tmp_path / REQUESTS_SOCKET, server, server, log=lambda line: None)
     early = connect(tmp_path / REQUESTS_SOCKET)
     made.close()
     assert early.receive(WAIT_S) is None

@@ -58,11 +58,16 @@ class Harness:
             Tokenizer(make_tokenizer()),
             num_threads,
             self.quota,
-            cancel=self.cancelled.append,
-            cancel_samples=lambda key, indexes: self.cancelled_samples.append((key, indexes)),
+            self,
             log=self.log.append,
             stream_interval=stream_interval,
         )
+
+    def cancel(self, key: str) -> None:
+        self.cancelled.append(key)
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        self.cancelled_samples.append((key, indexes))
 
     def settle(self, outlet: Any) -> None:
         """Wait until all that may be sent has been, where there is one sender: a stream's only

@@ -72,17 +72,26 @@ class SchedulerEnd:
         self.is_stopping = threading.Event()
         self.log: list[str] = []
         self.take = lambda *request: self.taken.put(request)
-        self.relay = RelayServer(
-            self.path,
-            lambda *request: self.take(*request),
-            cancel=self.cancelled.put,
-            acknowledge=lambda *answer: self.acknowledged.put(answer),
-            delivered=lambda *delivery: self.delivered.put(delivery),
-            end_deliveries=self.lost.put,
-            server_stopping=self.is_stopping.set,
-            log=self.log.append,
-        )
+        self.relay = RelayServer(self.path, self, self, log=self.log.append)
         self.relay.start()
+
+    def on_request(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
+        self.take(key, raw, outlet)
+
+    def on_cancelled(self, key: str) -> None:
+        self.cancelled.put(key)
+
+    def on_acknowledged(self, key: str, number: int) -> None:
+        self.acknowledged.put((key, number))
+
+    def on_server_stopping(self) -> None:
+        self.is_stopping.set()
+
+    def report(self, key: str, number: int) -> None:
+        self.delivered.put((key, number))
+
+    def stop_reports(self, is_lost: bool) -> None:
+        self.lost.put(is_lost)
 
     def next(self) -> tuple[str, RawRequest, Outlet]:
         """Wait for a request."""

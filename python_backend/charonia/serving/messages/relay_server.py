@@ -7,6 +7,7 @@ asks for.
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
 from charonia.serving.lifecycle.engine_liveness import start_time
@@ -75,20 +76,47 @@ class RelayedOutlet:
             self._connection.hang_up()  # nobody takes the answers of this connection
 
 
+class RelayEvents(Protocol):
+    """What fronts say; called in several threads, one for each connection."""
+
+    def on_request(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
+        """A request has come, whose answer goes to the outlet; that of an error, too."""
+        ...
+
+    def on_cancelled(self, key: str) -> None:
+        """The client of a request has gone, or its front has."""
+        ...
+
+    def on_acknowledged(self, key: str, number: int) -> None:
+        """A front has passed on so many answers to a request."""
+        ...
+
+    def on_server_stopping(self) -> None:
+        """A front has been told that the server is shutting down."""
+        ...
+
+
+class Deliveries(Protocol):
+    """Who is to know what `postprocessor` has handed on; called in the connection's thread."""
+
+    def report(self, key: str, number: int) -> None:
+        """Responses of a request, up to this one, have been handed on."""
+        ...
+
+    def stop_reports(self, is_lost: bool) -> None:
+        """A connection has ended through which reports came.
+
+        Args:
+            is_lost: its process has died without a word.
+        """
+        ...
+
+
 class RelayServer:
     """The scheduler's end: any number of connections.
 
     Args:
         path: where the socket is made; an old one is replaced.
-        take: gets each request: its key, itself, and where its answer goes. Called in several
-            threads; answers its own errors.
-        cancel: called with the key of a request to be cancelled.
-        acknowledge: called with the key of a request and the number of its answers that its front
-            has passed on.
-        delivered: called with the key of a request of which responses were handed on, and the
-            number of the last. end_deliveries: called when a connection has ended, through which
-            such words came; with whether its process has died without a word.
-        server_stopping: called when a front has been told that the server is shutting down.
         log: takes one line, from any thread.
 
     Raises:
@@ -98,21 +126,13 @@ class RelayServer:
     def __init__(
         self,
         path: Path,
-        take: Callable[[str, RawRequest, Outlet], None],
+        events: RelayEvents,
+        deliveries: Deliveries,
         *,
-        cancel: Callable[[str], None],
-        acknowledge: Callable[[str, int], None],
-        delivered: Callable[[str, int], None],
-        end_deliveries: Callable[[bool], None],
-        server_stopping: Callable[[], None],
         log: Callable[[str], None],
     ) -> None:
-        self._take = take
-        self._cancel = cancel
-        self._acknowledge = acknowledge
-        self._delivered = delivered
-        self._end_deliveries = end_deliveries
-        self._server_stopping = server_stopping
+        self._events = events
+        self._deliveries = deliveries
         self._server = Server(listen(path), is_same_user, self._serve, log=log)
 
     def start(self) -> None:
@@ -131,27 +151,27 @@ class RelayServer:
                 self._on_message(live, connection, peer, data)
         finally:
             if peer.hands_on:
-                self._end_deliveries(not peer.has_parted and peer.has_died())
+                self._deliveries.stop_reports(not peer.has_parted and peer.has_died())
             for key in list(live):
-                self._cancel(key)
+                self._events.on_cancelled(key)
 
     def _on_message(
         self, live: set[str], connection: Connection, peer: "_Peer", data: bytes
     ) -> None:
         match decode_message(data):
             case Acknowledgement(key, number):
-                self._acknowledge(key, number)
+                self._events.on_acknowledged(key, number)
             case Delivery(key, number):
                 peer.hands_on = True
-                self._delivered(key, number)
+                self._deliveries.report(key, number)
             case Parting():
                 peer.has_parted = True
             case ServerStopping():
-                self._server_stopping()
+                self._events.on_server_stopping()
             case Cancellation(key):
-                self._cancel(key)
+                self._events.on_cancelled(key)
             case RelayedRequest(key, raw):
-                self._take(key, raw, RelayedOutlet(connection, key, live))
+                self._events.on_request(key, raw, RelayedOutlet(connection, key, live))
 
 
 class _Peer:

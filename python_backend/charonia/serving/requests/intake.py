@@ -15,7 +15,7 @@ What is too long is refused by its size: the text is not decoded, and the ids ar
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,6 +60,23 @@ class _Tokens:
 
     prompt_ids: list[int]
     bad_words_ids: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What makes chunks of a prompt: it is tokenized, and then the engine's service has it."""
+
+    tokenizing: Tokenizing
+    service: EngineService
+
+    def cancel(self, key: str) -> None:
+        """End a request, wherever it is."""
+        if not self.tokenizing.cancel(key):
+            self.service.cancel(key)
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """End samples of a request that is tokenized."""
+        self.service.cancel_samples(key, indexes)
 
 
 class Intake:
@@ -128,11 +145,6 @@ class Intake:
                 case ProbeCall(wants_text):
                     answer = {"text_output": [self._prober.answer()]} if wants_text else {}
                     outlet.send(answer, is_final=True)
-
-    def cancel(self, key: str) -> None:
-        """End a request, wherever it is."""
-        if not self._tokenizing.cancel(key):
-            self._service.cancel(key)
 
     def _cancel_named(self, call: CancelCall) -> None:
         """Cancel all requests of a name, or samples of them, here and on their way."""

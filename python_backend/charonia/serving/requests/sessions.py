@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from charonia.core.output.outputs import Chunk
 from charonia.errors import (
@@ -210,12 +211,24 @@ class _Timer:
         return None
 
 
+class ChunkSource(Protocol):
+    """Where chunks come from."""
+
+    def cancel(self, key: str) -> None:
+        """End a request; its last chunk says so. Nothing happens when it is not there."""
+        ...
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """End samples of a request, likewise."""
+        ...
+
+
 class Sessions:
     """All live requests of the scheduler's process.
 
     Args:
-        quota: what all of them may hold. cancel: called with the key of a request to be ended,
-            once per request. cancel_samples: called with the key and indexes of samples, likewise.
+        quota: what all of them may hold.
+        source: told once of a request, or a sample, that nobody wants any more.
         log: takes one line, from any thread.
         stream_interval: tokens of a sample that are gathered for a response, after its first.
     """
@@ -225,17 +238,15 @@ class Sessions:
         tokenizer: Tokenizer,
         num_threads: int,
         quota: Quota,
+        source: ChunkSource,
         *,
-        cancel: Callable[[str], None],
-        cancel_samples: Callable[[str, Collection[int]], None],
         log: Callable[[str], None],
         stream_interval: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
         self._quota = quota
         self._stream_interval = stream_interval
-        self._cancel = cancel
-        self._cancel_samples = cancel_samples
+        self._source = source
         self._log = log
         self._sessions: dict[str, Session] = {}
         self._named: dict[str, Session] = {}  # those of them that stream named responses
@@ -319,7 +330,7 @@ class Sessions:
         with session.lock:
             is_news, session.is_cancelled = not session.is_cancelled, True
         if is_news:
-            self._cancel(key)
+            self._source.cancel(key)
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
         """End samples of a request at its client's wish; those it has not are passed over."""
@@ -331,7 +342,7 @@ class Sessions:
             news = own - session.cancelled_samples
             session.cancelled_samples |= own
         if news:
-            self._cancel_samples(key, news)
+            self._source.cancel_samples(key, news)
 
     def cancelled_samples(self, key: str) -> frozenset[int]:
         """Which samples of a live request were to be ended."""
@@ -543,6 +554,6 @@ class Sessions:
 
     def _give_up(self, session: Session) -> None:
         """Cancel a request whose response could not be made or sent, and tell the client."""
-        self._cancel(session.key)
+        self._source.cancel(session.key)
         self._end(session.key)
         fail(session.outlet, CharoniaError(INTERNAL_ERROR), self._log)
