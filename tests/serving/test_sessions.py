@@ -20,7 +20,7 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.serving.conventions.schema import OutputOptions
-from charonia.serving.requests import sessions
+from charonia.serving.requests import session, sessions
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import Outputs
 from charonia.serving.requests.sessions import (
@@ -81,7 +81,8 @@ class Harness:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """By which sessions wait."""
     clock = Clock()
-    monkeypatch.setattr(sessions, "time", clock)
+    for module in (session, sessions):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
