@@ -77,6 +77,12 @@ class Session:
         """Responses that were sent and not reported."""
         return self.num_sent - self.num_delivered
 
+    @property
+    def is_named(self) -> bool:
+        """Whether its responses have names, by which another model may report them."""
+        is_streaming = self.options.has_key and self.options.is_streaming
+        return is_streaming and not self.outlet.is_acknowledged
+
     def note_delivered(self, number: int) -> None:
         """Responses up to this one, counted from 1, were handed on. The caller holds the lock."""
         self.num_delivered = max(min(number, self.num_sent), self.num_delivered)

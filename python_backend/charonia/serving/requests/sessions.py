@@ -41,6 +41,7 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.serving.conventions.schema import OutputOptions
+from charonia.serving.requests.live_sessions import LiveSessions
 from charonia.serving.requests.outlets import CancellationPoller, Outlet, fail
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.responses import Answer, chunk_outputs
@@ -117,8 +118,7 @@ class Sessions:
         self._stream_interval = stream_interval
         self._source = source
         self._log = log
-        self._sessions: dict[str, Session] = {}
-        self._named: dict[str, Session] = {}  # those of them that stream named responses
+        self._live = LiveSessions()
         self._has_reporter = False
         self._lost_until = 0.0  # Triton is busy with what was lost, by the monotonic clock
         self._is_closing = False
@@ -159,15 +159,13 @@ class Sessions:
         session = Session(
             key, options, echo, outlet, name, num_bytes, num_samples, self._stream_interval
         )
-        if self._sessions.setdefault(key, session) is not session:
+        if not self._live.add(session):
             self._quota.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
         if outlet.is_acknowledged:
             session.reports = Reports.COMING
-        elif options.has_key and options.is_streaming:
-            self._named[key] = session
-            if self._has_reporter:
-                session.reports = Reports.EXPECTED
+        elif session.is_named and self._has_reporter:
+            session.reports = Reports.EXPECTED
         if outlet.is_polled:
             self._poller.add(key, outlet)
         return lambda chunk: self._take(session, chunk)
@@ -175,7 +173,7 @@ class Sessions:
     @property
     def num_live(self) -> int:
         """Requests whose client has not got its last response, or has it on its way."""
-        return len(self._sessions)
+        return len(self._live)
 
     @property
     def has_polled(self) -> bool:
@@ -189,11 +187,11 @@ class Sessions:
     def find(self, request_id: str, tenant: str) -> list[str]:
         """Keys of the live requests that a client of this tenant gave this id."""
         name = (request_id, tenant)
-        return [key for key, one in list(self._sessions.items()) if one.name == name]
+        return [one.key for one in self._live.all() if one.name == name]
 
     def cancel(self, key: str) -> None:
         """End a request at its client's wish; nothing happens when it is not live."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is None:
             return
         with session.lock:
@@ -203,7 +201,7 @@ class Sessions:
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
         """End samples of a request at its client's wish; those it has not are passed over."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is None:
             return
         with session.lock:
@@ -215,24 +213,24 @@ class Sessions:
 
     def cancelled_samples(self, key: str) -> frozenset[int]:
         """Which samples of a live request were to be ended."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         return frozenset() if session is None else session.cancelled_samples
 
     def is_cancelled(self, key: str) -> bool:
         """Whether a live request was to be ended."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         return session is not None and session.is_cancelled
 
     def abandon(self, key: str) -> None:
         """End a request whose client has gone; nothing happens when it is not live."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is not None:
             session.is_abandoned = True
             self.cancel(key)
 
     def acknowledge(self, key: str, number: int) -> None:
         """So many responses of this request have been taken by whoever passes them on."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is not None:
             with session.lock:
                 session.note_delivered(number)
@@ -241,7 +239,7 @@ class Sessions:
     def report(self, key: str, number: int) -> None:
         """All responses of this request up to one, counted from 1, have been handed on."""
         self._has_reporter = not self._is_closing
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is not None:
             with session.lock:
                 session.note_delivered(number)
@@ -260,7 +258,7 @@ class Sessions:
                 first report again, from a successor.
         """
         self._has_reporter = is_lost
-        live = [one for one in list(self._named.values()) if one.reports is not Reports.NONE]
+        live = [one for one in self._live.named() if one.reports is not Reports.NONE]
         if is_lost:
             num_lost = sum(one.num_under_way for one in live if one.reports is not Reports.LOST)
             # Last responses that were under way, too, are not known here any more.
@@ -284,11 +282,11 @@ class Sessions:
 
     def close(self) -> None:
         """End what is still live with an error, and stop the threads."""
-        for key, session in list(self._sessions.items()):
-            self._take(session, Chunk(key, error=ShuttingDownError()))
+        for session in self._live.all():
+            self._take(session, Chunk(session.key, error=ShuttingDownError()))
         self._wait_over(CLOSE_WAIT_S)
         self._is_closing = True
-        for session in list(self._sessions.values()):  # who waits for a report no longer does
+        for session in self._live.all():  # who waits for a report no longer does
             with session.lock:
                 session.reports = Reports.NONE
                 self._queue(session)
@@ -304,7 +302,7 @@ class Sessions:
     def _wait_over(self, timeout: float) -> None:
         """Wait until all have ended, at most for so many seconds."""
         deadline = time.monotonic() + timeout
-        while (self._sessions or self._poller.has_late_ends) and time.monotonic() < deadline:
+        while (len(self._live) or self._poller.has_late_ends) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _take(self, session: Session, chunk: Chunk) -> None:
@@ -314,7 +312,7 @@ class Sessions:
 
     def _queue(self, session: Session) -> None:
         """Have a sender thread take the session, if it may send. The caller holds its lock."""
-        if session.is_queued or self._sessions.get(session.key) is not session:
+        if session.is_queued or self._live.get(session.key) is not session:
             return
         max_under_way = self._max_under_way(session)
         if session.may_send(max_under_way):
@@ -337,7 +335,7 @@ class Sessions:
         """Responses of one session, of which not more may wait for a report."""
         if session.outlet.is_acknowledged:  # they wait in a socket, and not in Triton
             return MAX_UNDER_WAY
-        share = SHARED_UNDER_WAY // max(len(self._named), 1)
+        share = SHARED_UNDER_WAY // max(self._live.num_named, 1)
         return max(1, min(share, MAX_UNDER_WAY))
 
     def _run(self) -> None:
@@ -366,7 +364,7 @@ class Sessions:
                 return self._ready.get(timeout=_LOOK_S)
 
     def _look_again(self, key: str) -> None:
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is None:
             return
         with session.lock:
@@ -416,8 +414,7 @@ class Sessions:
 
     def _end(self, key: str) -> None:
         self._poller.remove(key)
-        self._named.pop(key, None)
-        session = self._sessions.pop(key, None)
+        session = self._live.remove(key)
         if session is not None:
             self._quota.give_back(session.num_bytes)
 
