@@ -55,14 +55,6 @@ NOTHING: Outputs = {"text_output": [""]}
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """The texts of a request as ids."""
-
-    prompt_ids: list[int]
-    bad_words_ids: list[list[int]]
-
-
-@dataclass(frozen=True)
 class Pipeline:
     """What makes chunks of a prompt: it is tokenized, and then the engine's service has it."""
 
@@ -201,7 +193,7 @@ class Intake:
             self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
-            tokens = self._tokenize(call) if _is_short(call) else None
+            request = self._tokenize(call) if _is_short(call) else None
             sink = self._sessions.open(
                 call.key,
                 call.options,
@@ -214,8 +206,8 @@ class Intake:
             )
         self._cancel_as_noted(call, arrived_at)
         try:
-            if tokens is not None:
-                self._submit(call, tokens, arrived_at, sink)
+            if request is not None:
+                self._submit(request, arrived_at, sink)
             else:
                 with self._counting(call.params):
                     self._tokenize_later(call, arrived_at, sink)
@@ -231,13 +223,23 @@ class Intake:
         elif samples := self._cancellations.samples(*name, arrived_at, call.params.n):
             self._sessions.cancel_samples(call.key, samples)
 
-    def _tokenize(self, call: GenerateCall) -> _Tokens:
+    def _tokenize(self, call: GenerateCall) -> GenerationRequest:
+        """The same with ids in the place of its texts."""
         if call.prompt_ids is not None:
             ids: list[int] = call.prompt_ids.tolist()
         else:
             assert call.text is not None
             ids = self._tokenizer.encode(call.text, check_length=self._check_length)
-        return _Tokens(ids, self._tokenizer.encode_bad_words(call.params.bad_words))
+        return GenerationRequest(
+            key=call.key,
+            request_id=call.request_id,
+            prompt_ids=ids,
+            params=call.params,
+            bad_words_ids=self._tokenizer.encode_bad_words(call.params.bad_words),
+            draft_ids=[] if call.draft_ids is None else call.draft_ids.tolist(),
+            return_cumulative_logprob=call.wants_cumulative_logprob,
+            timeout_s=call.timeout_s,
+        )
 
     def _check_drafts(self, call: GenerateCall) -> None:
         args = self._service.engine_args
@@ -263,12 +265,12 @@ class Intake:
         """Have the texts tokenized, and go on with their ids."""
         limit = call.time_limit
 
-        def go_on(outcome: _Tokens | CharoniaError) -> None:
+        def go_on(outcome: GenerationRequest | CharoniaError) -> None:
             try:
                 if isinstance(outcome, CharoniaError):
                     self._count_end(outcome, call.params)
                     raise outcome
-                self._submit(call, outcome, arrived_at, sink)
+                self._submit(outcome, arrived_at, sink)
             except CharoniaError as error:
                 sink(Chunk(call.key, error=error))
             except Exception:
@@ -294,23 +296,13 @@ class Intake:
         else:
             self._service.count_rejection(error, params)
 
-    def _submit(self, call: GenerateCall, tokens: _Tokens, arrived_at: float, sink: Sink) -> None:
-        request = GenerationRequest(
-            key=call.key,
-            request_id=call.request_id,
-            prompt_ids=tokens.prompt_ids,
-            params=call.params,
-            bad_words_ids=tokens.bad_words_ids,
-            draft_ids=[] if call.draft_ids is None else call.draft_ids.tolist(),
-            return_cumulative_logprob=call.wants_cumulative_logprob,
-            timeout_s=call.timeout_s,
-        )
+    def _submit(self, request: GenerationRequest, arrived_at: float, sink: Sink) -> None:
         self._service.submit(request, sink, arrived_at)
         # While the service did not know it yet:
-        if self._sessions.is_cancelled(call.key):
-            self._service.cancel(call.key)
-        elif samples := self._sessions.cancelled_samples(call.key):
-            self._service.cancel_samples(call.key, samples)
+        if self._sessions.is_cancelled(request.key):
+            self._service.cancel(request.key)
+        elif samples := self._sessions.cancelled_samples(request.key):
+            self._service.cancel_samples(request.key, samples)
 
 
 def _is_short(call: GenerateCall) -> bool:
