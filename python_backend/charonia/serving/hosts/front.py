@@ -12,12 +12,12 @@ import secrets
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from charonia.errors import CharoniaError, ShuttingDownError, UnavailableError
 from charonia.serving.conventions.convention import Convention, Part
+from charonia.serving.hosts.open_requests import ClientRequest, OpenPart, OpenRequests
 from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.lifecycle.readiness import Readiness
 from charonia.serving.lifecycle.server_watch import ServerWatch
@@ -33,34 +33,6 @@ from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.tensors import INTERNAL_ERROR, read_request
 
 LOST = "the connection to the scheduler has ended; the request is lost"
-
-
-@dataclass
-class _Client:
-    """A client's request that is not answered to its end.
-
-    Attributes:
-        num_bytes: of the request as it came. waiting: parts that are not answered to their end.
-        num_passed_on: answers of all parts. is_cancelled: the client has gone, or `error` is what
-            it is to be told.
-    """
-
-    key: str
-    outlet: TritonOutlet
-    num_bytes: int
-    waiting: set[str] = field(default_factory=set)
-    num_passed_on: int = 0
-    is_cancelled: bool = False
-    error: CharoniaError | None = None
-
-
-@dataclass
-class _Waiting:
-    """A part of a client's request; `num_passed_on` answers to it have gone on."""
-
-    client: _Client
-    part: Part
-    num_passed_on: int = 0
 
 
 class FrontHost:
@@ -95,14 +67,13 @@ class FrontHost:
         self._address = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
         self._lock = threading.Lock()
         self._scheduler: SchedulerClient | None = None
-        self._waiting: dict[str, _Waiting] = {}  # by part; all were sent by this client
-        self._clients: dict[str, _Client] = {}
         self._poller = CancellationPoller(self._on_cancelled, log=log)
+        self._open = OpenRequests(self._poller)  # all of it went through that client
         readiness = Readiness(pb_utils, scheduler_model)
         readiness.has_server_started = True  # or there were no requests
         self._server = ServerWatch(
             readiness.check_server,
-            has_requests=lambda: bool(self._clients),
+            has_requests=lambda: bool(self._open),
             on_stopping=self._tell_stopping,
             log=log,
         )
@@ -121,7 +92,7 @@ class FrontHost:
         self._server.close()
         with self._lock:
             scheduler = self._scheduler
-            clients = self._take_all()
+            clients = self._open.take_all()
         for client in clients:
             self._end(client, ShuttingDownError())
         self._poller.close()
@@ -131,7 +102,7 @@ class FrontHost:
     def _hand_in(self, request: Any, outlet: TritonOutlet) -> None:
         raw = read_request(request)
         parts = self._convention.split(raw)
-        client = _Client(secrets.token_hex(16), outlet, raw.num_bytes)
+        client = ClientRequest(secrets.token_hex(16), outlet, raw.num_bytes)
         self._quota.take(raw.num_bytes)
         try:
             if self._scheduler is None:
@@ -140,25 +111,21 @@ class FrontHost:
                 if self._scheduler is None:
                     raise UnavailableError(LOST)
                 for request, part in parts:
-                    self._send(self._scheduler, request, _Waiting(client, part))
-                self._clients[client.key] = client
-                self._poller.add(client.key, outlet)
+                    self._send(self._scheduler, request, OpenPart(client, part))
+                self._open.add(client)
         except BaseException:
             self._quota.give_back(raw.num_bytes)
             raise
 
-    def _send(self, scheduler: SchedulerClient, raw: RawRequest, waiting: _Waiting) -> None:
+    def _send(self, scheduler: SchedulerClient, raw: RawRequest, part: OpenPart) -> None:
         """Hand one part in; where that fails, those before it are cancelled. The lock is held."""
-        client = waiting.client
         try:
             key = scheduler.send(raw)
         except BaseException:
-            for key in client.waiting:
-                del self._waiting[key]
-                scheduler.cancel(key)
+            for sent in self._open.withdraw(part.client):
+                scheduler.cancel(sent)
             raise
-        self._waiting[key] = waiting
-        client.waiting.add(key)
+        self._open.add_part(key, part)
 
     def _connect(self) -> None:
         channel = self._address.connect()
@@ -170,33 +137,27 @@ class FrontHost:
     def on_answer(self, answer: RelayedAnswer) -> None:
         """As `AnswerEvents.on_answer`: pass it on."""
         with self._lock:
-            waiting = self._waiting.get(answer.key)
-            if waiting is None:
+            opened = self._open.take_answer(answer.key, is_final=answer.is_final)
+            if opened is None:
                 return
-            client = waiting.client
-            if answer.is_final:
-                del self._waiting[answer.key]
-                client.waiting.remove(answer.key)
+            client, part = opened.client, opened.part
             is_over = not client.waiting
-            if is_over:
-                self._poller.remove(client.key)
-                del self._clients[client.key]
         if not is_over:
-            self._pass_on(answer, waiting)
+            self._pass_on(answer, opened)
         elif (failure := client.error or answer.failure) is not None:
-            self._end(client, failure, waiting.part)
+            self._end(client, failure, part)
         else:
             with failing_with_errors(client.outlet, self._log):
-                outputs = waiting.part.answer(answer.outputs)
+                outputs = part.answer(answer.outputs)
                 if outputs is None:
                     client.outlet.end()
                 else:
                     client.outlet.send(outputs, is_final=True)
             self._quota.give_back(client.num_bytes)  # it counts until it is answered
 
-    def _pass_on(self, answer: RelayedAnswer, waiting: _Waiting) -> None:
+    def _pass_on(self, answer: RelayedAnswer, opened: OpenPart) -> None:
         """Pass on an answer that others follow, and say so where they are of the same part."""
-        client, part = waiting.client, waiting.part
+        client, part = opened.client, opened.part
         try:
             if (failure := answer.failure) is None:
                 outputs = part.answer(answer.outputs)
@@ -210,23 +171,23 @@ class FrontHost:
             self._on_cancelled(client.key)
         client.num_passed_on += 1
         if not answer.is_final:
-            waiting.num_passed_on += 1
+            opened.num_passed_on += 1
             with self._lock:
                 if self._scheduler is not None:
-                    self._scheduler.acknowledge(answer.key, waiting.num_passed_on)
+                    self._scheduler.acknowledge(answer.key, opened.num_passed_on)
 
     def on_end(self) -> None:
         """As `AnswerEvents.on_end`: whoever waits gets no answer of the scheduler's any more."""
         with self._lock:
             self._scheduler = None
-            clients = self._take_all()
+            clients = self._open.take_all()
         for client in clients:
             self._end(client, UnavailableError(LOST))
 
     def _on_cancelled(self, client_key: str) -> None:
         """The last answers, errors by then, come as any others."""
         with self._lock:
-            client = self._clients.get(client_key)
+            client = self._open.find(client_key)
             if client is None:
                 return
             client.is_cancelled = True
@@ -239,16 +200,7 @@ class FrontHost:
             if self._scheduler is not None:
                 self._scheduler.note_server_stopping()
 
-    def _take_all(self) -> list[_Client]:
-        """Who waits. The caller holds the lock."""
-        clients = list(self._clients.values())
-        for client in clients:
-            self._poller.remove(client.key)
-        self._clients.clear()
-        self._waiting.clear()
-        return clients
-
-    def _end(self, client: _Client, error: CharoniaError, part: Part | None = None) -> None:
+    def _end(self, client: ClientRequest, error: CharoniaError, part: Part | None = None) -> None:
         """End a request early; of a stream that is safe a little later, see the poller.
 
         Args:
