@@ -23,7 +23,7 @@ from charonia.serving.conventions.trtllm.facade import (
 )
 from charonia.serving.conventions.trtllm.rows import pack_words
 from charonia.serving.conventions.trtllm.tables import MAX_BATCH_SIZE, MODELS
-from charonia.serving.requests.tensors import NUMPY_TYPES
+from charonia.serving.requests.raw_request import NUMPY_TYPES
 from charonia.text.tokenizer import Tokenizer
 from support.e2e import (
     ANSWER_TIMEOUT_S,

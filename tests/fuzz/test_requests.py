@@ -14,7 +14,8 @@ from charonia.errors import InvalidRequestError, NotSupportedError
 from charonia.serving.conventions.interface import FLAGS
 from charonia.serving.conventions.parameters import PARAMETER_NAMES
 from charonia.serving.conventions.schema import Call, GenerateCall
-from charonia.serving.requests.tensors import RawRequest, read_request
+from charonia.serving.requests.raw_request import RawRequest
+from charonia.serving.requests.tensors import read_request
 from support.calls import parse
 from support.fuzzing import (
     DEEP,

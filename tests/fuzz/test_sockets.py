@@ -38,7 +38,7 @@ from charonia.protocol import (
 )
 from charonia.serving.messages import relay
 from charonia.serving.messages.reload import ReloadOrder, decode_order
-from charonia.serving.requests.tensors import RawRequest
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import connect, is_same_user, listen

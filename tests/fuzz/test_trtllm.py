@@ -17,7 +17,7 @@ from charonia.serving.conventions.schema import GenerateCall
 from charonia.serving.conventions.trtllm.facade import Facade, TextFacade, TokenFacade
 from charonia.serving.conventions.trtllm.tables import MODELS
 from charonia.serving.conventions.trtllm.text import Postprocessing, Preprocessing
-from charonia.serving.requests.tensors import NUMPY_TYPES, RawRequest
+from charonia.serving.requests.raw_request import NUMPY_TYPES, RawRequest
 from charonia.text.tokenizer import Tokenizer
 from support.calls import parse
 from support.fuzzing import only_clear_errors

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from charonia.errors import CharoniaError
-from charonia.serving.requests.tensors import Outputs
+from charonia.serving.requests.raw_request import Outputs
 from support.pb_utils import PbUtils
 
 

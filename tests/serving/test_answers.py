@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.conventions.schema import GenerateCall, OutputOptions
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.serving.requests.sessions import Sessions
-from charonia.serving.requests.tensors import Outputs, RawRequest, refuse_all
+from charonia.serving.requests.tensors import refuse_all
 from support.calls import parse
 from support.pb_utils import PbUtils
 from support.waiting import WAIT_S
@@ -44,14 +46,23 @@ class SlowOutlet:
         return False
 
 
+class Endless:
+    """A source of chunks that goes on, whoever wants no more."""
+
+    def cancel(self, key: str) -> None:
+        pass
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        pass
+
+
 def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_response() -> None:
     options = OutputOptions(is_streaming=True, has_echo=False, names=frozenset())
     sessions = Sessions(
         None,  # type: ignore[arg-type]
         2,
         Quota(9, 9),
-        cancel=lambda key: None,
-        cancel_samples=lambda key, indexes: None,
+        Endless(),
         log=lambda line: None,
     )
     outlet = SlowOutlet()

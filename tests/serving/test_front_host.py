@@ -17,10 +17,10 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.serving.hosts.front import LOST, FrontHost
-from charonia.serving.messages.relay import Message, RelayedOutlet, RelayedRequest, post
+from charonia.serving.messages.relay_client import SchedulerClient
+from charonia.serving.messages.relay_server import RelayedOutlet
 from charonia.serving.requests.quota import Quota
-from charonia.serving.requests.tensors import Outputs, RawRequest
-from charonia.sockets.connection import Connection
+from charonia.serving.requests.raw_request import Outputs, RawRequest
 from support.fronts import answer_to, new_front, text_request
 from support.pb_utils import InferenceResponse, PbUtils, Request, request_of
 from support.sockets import SchedulerEnd, refuse_threads
@@ -403,17 +403,18 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
     quota: Quota,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    num_posted = 0
+    num_sent = 0
 
-    def post_one(connection: Connection, message: Message) -> None:
-        nonlocal num_posted
-        if isinstance(message, RelayedRequest):
-            num_posted += 1
-            if num_posted == 2:
-                raise UnavailableError("the scheduler takes nothing")
-        post(connection, message)
+    send = SchedulerClient.send
 
-    monkeypatch.setattr("charonia.serving.hosts.front.post", post_one)
+    def send_one(client: SchedulerClient, raw: RawRequest) -> str:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent == 2:
+            raise UnavailableError("the scheduler takes nothing")
+        return send(client, raw)
+
+    monkeypatch.setattr(SchedulerClient, "send", send_one)
     request = text_request()
     pair_host.execute([request])
     assert answer_to(request) == (

@@ -25,10 +25,10 @@ from charonia.errors import (
 )
 from charonia.protocol import EngineInfo
 from charonia.serving.requests.cancellations import MAX_NAMES, Cancellations
-from charonia.serving.requests.intake import Intake
+from charonia.serving.requests.intake import Intake, Pipeline
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.sessions import Sessions
-from charonia.serving.requests.tensors import RawRequest
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 from support.calls import SEALER
@@ -82,15 +82,14 @@ class Bench:
         )
         self.log: list[str] = []
         self.quota = Quota(8, 10**6)
+        self.tokenizing = Tokenizing(1, Quota(2, 10**6), log=self.log.append)
         self.sessions = Sessions(
             self.tokenizer,
             2,
             self.quota,
-            cancel=lambda key: self.intake.cancel(key),
-            cancel_samples=self.service.cancel_samples,
+            Pipeline(self.tokenizing, self.service),
             log=self.log.append,
         )
-        self.tokenizing = Tokenizing(1, Quota(2, 10**6), log=self.log.append)
         self.intake = Intake(
             self.service,
             self.sessions,

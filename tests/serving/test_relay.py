@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from charonia.errors import UnavailableError
-from charonia.serving.messages import relay
+from charonia.serving.messages import relay_server
 from charonia.serving.messages.relay import (
     REQUESTS_SOCKET,
     Cancellation,
     Delivery,
     RelayedAnswer,
     RelayedRequest,
-    RelayServer,
     decode_answer,
     encode,
 )
-from charonia.serving.requests.tensors import RawRequest
+from charonia.serving.messages.relay_server import RelayServer
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.sockets import connection
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
@@ -126,7 +126,7 @@ time.sleep(60)
 def test_what_a_process_had_in_hand_is_lost_when_it_dies_without_a_word(
     server: SchedulerEnd, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "_DEATH_S", WAIT_S)
+    monkeypatch.setattr(relay_server, "_DEATH_S", WAIT_S)
     command = [sys.executable, "-c", REPORTER, str(server.path), word]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -139,7 +139,7 @@ def test_what_a_process_had_in_hand_is_lost_when_it_dies_without_a_word(
 def test_a_process_that_ended_before_it_was_looked_at_has_lost_what_it_had(
     server: SchedulerEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "start_time", lambda pid: None)
+    monkeypatch.setattr(relay_server, "start_time", lambda pid: None)
     late = connect(server.path)
     late.send(encode(Delivery("k", 1)))
     late.close()
@@ -261,17 +261,10 @@ def test_closing_sends_the_answers_that_there_are_and_hangs_up(
         connect(server.path)
 
 
-def test_closing_what_was_never_started_waits_for_nothing(tmp_path: Path) -> None:
-    made = RelayServer(
-        tmp_path / REQUESTS_SOCKET,
-        lambda *request: None,
-        cancel=lambda key: None,
-        acknowledge=lambda key, number: None,
-        delivered=lambda key, number: None,
-        end_deliveries=lambda is_lost: None,
-        server_stopping=lambda: None,
-        log=lambda line: None,
-    )
+def test_closing_what_was_never_started_waits_for_nothing(
+    server: SchedulerEnd, tmp_path: Path
+) -> None:
+    made = RelayServer(tmp_path / REQUESTS_SOCKET, server, server, log=lambda line: None)
     early = connect(tmp_path / REQUESTS_SOCKET)
     made.close()
     assert early.receive(WAIT_S) is None

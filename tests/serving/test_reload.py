@@ -117,11 +117,16 @@ class Operator:
         self.server = ReloadServer(
             self.path,
             self.model_file,
-            self.taken.append,
-            drain=lambda: 3,
+            self,
             refusal=refusal,
             log=print,
         )
+
+    def reload(self, reload: Reload) -> None:
+        self.taken.append(reload)
+
+    def drain(self) -> int:
+        return 3
 
     def ask(self, message: ReloadOrder | ReloadQuestion) -> ReloadState:
         with contextlib.closing(connect(self.path)) as channel:

@@ -17,8 +17,9 @@ from charonia.serving.conventions.schema import (
     OutputOptions,
     PromptLimits,
 )
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.request_key import Sealer
-from charonia.serving.requests.tensors import RawRequest, error_response, read_request, tensor
+from charonia.serving.requests.tensors import error_response, read_request, tensor
 from support.calls import SEALER, parse
 
 ECHO_TEXT = (

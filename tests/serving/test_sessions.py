@@ -20,15 +20,15 @@ from charonia.errors import (
     ShuttingDownError,
 )
 from charonia.serving.conventions.schema import OutputOptions
-from charonia.serving.requests import sessions
+from charonia.serving.requests import session, sessions
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import Outputs
 from charonia.serving.requests.sessions import (
     LOST_RESPONSE_S,
     MAX_UNDER_WAY,
     SHARED_UNDER_WAY,
     Sessions,
 )
-from charonia.serving.requests.tensors import Outputs
 from charonia.text.tokenizer import Tokenizer
 from support.waiting import WAIT_S, Clock, eventually
 
@@ -58,11 +58,16 @@ class Harness:
             Tokenizer(make_tokenizer()),
             num_threads,
             self.quota,
-            cancel=self.cancelled.append,
-            cancel_samples=lambda key, indexes: self.cancelled_samples.append((key, indexes)),
+            self,
             log=self.log.append,
             stream_interval=stream_interval,
         )
+
+    def cancel(self, key: str) -> None:
+        self.cancelled.append(key)
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        self.cancelled_samples.append((key, indexes))
 
     def settle(self, outlet: Any) -> None:
         """Wait until all that may be sent has been, where there is one sender: a stream's only
@@ -76,7 +81,8 @@ class Harness:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """By which sessions wait."""
     clock = Clock()
-    monkeypatch.setattr(sessions, "time", clock)
+    for module in (session, sessions):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -503,7 +509,7 @@ def test_a_key_cannot_be_live_twice(harness: Harness, new_outlet: Any) -> None:
     with pytest.raises(InvalidRequestError, match="request_key belongs to a live request"):
         harness.sessions.open("k", STREAMING, str, new_outlet())
     sink(chunk(0, is_last=True))
-    eventually(lambda: "k" not in harness.sessions._sessions)
+    eventually(lambda: not harness.sessions.find("", ""))
     harness.sessions.open("k", STREAMING, str, new_outlet())
 
 

@@ -22,7 +22,7 @@ from charonia.serving.conventions.trtllm.facade import (
     STREAM_NEEDS_DECOUPLED,
 )
 from charonia.serving.conventions.trtllm.tables import MODELS, Refused
-from charonia.serving.requests.tensors import NUMPY_TYPES, RawRequest
+from charonia.serving.requests.raw_request import NUMPY_TYPES, RawRequest
 from support.trtllm import (
     PART_OF_CHARACTER,
     TEXT,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from charonia.errors import InvalidRequestError
 from charonia.serving.conventions.trtllm.rows import Row, pack_words
 from charonia.serving.conventions.trtllm.text import Postprocessing, Preprocessing
-from charonia.serving.requests.tensors import RawRequest
+from charonia.serving.requests.raw_request import RawRequest
 from support.trtllm import TOKENIZER, raw_request
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from charonia.serving.conventions.schema import Call, PromptLimits
 from charonia.serving.conventions.schema import parse as parse_call
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.request_key import Sealer
-from charonia.serving.requests.tensors import RawRequest
 
 SEALER = Sealer(bytes(32))
 WIDEST = PromptLimits()

@@ -12,9 +12,10 @@ import pytest
 
 from charonia.protocol import EngineInfo, Hello, KVLayout, StepPlan, decode_reply, encode
 from charonia.serving.messages.executor import STEPS_SOCKET
-from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.messages.relay_client import requests_socket
+from charonia.serving.messages.relay_server import RelayServer
 from charonia.serving.requests.outlets import Outlet
-from charonia.serving.requests.tensors import RawRequest
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.sockets.local import connect
 from support.waiting import WAIT_S
 
@@ -61,7 +62,7 @@ class SchedulerEnd:
     """
 
     def __init__(self, repository: Path) -> None:
-        self.path = repository / "scheduler" / "1" / REQUESTS_SOCKET
+        self.path = requests_socket(repository, "scheduler")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.taken: SimpleQueue[tuple[str, RawRequest, Outlet]] = SimpleQueue()
         self.cancelled: SimpleQueue[str] = SimpleQueue()
@@ -71,17 +72,26 @@ class SchedulerEnd:
         self.is_stopping = threading.Event()
         self.log: list[str] = []
         self.take = lambda *request: self.taken.put(request)
-        self.relay = RelayServer(
-            self.path,
-            lambda *request: self.take(*request),
-            cancel=self.cancelled.put,
-            acknowledge=lambda *answer: self.acknowledged.put(answer),
-            delivered=lambda *delivery: self.delivered.put(delivery),
-            end_deliveries=self.lost.put,
-            server_stopping=self.is_stopping.set,
-            log=self.log.append,
-        )
+        self.relay = RelayServer(self.path, self, self, log=self.log.append)
         self.relay.start()
+
+    def on_request(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
+        self.take(key, raw, outlet)
+
+    def on_cancelled(self, key: str) -> None:
+        self.cancelled.put(key)
+
+    def on_acknowledged(self, key: str, number: int) -> None:
+        self.acknowledged.put((key, number))
+
+    def on_server_stopping(self) -> None:
+        self.is_stopping.set()
+
+    def report(self, key: str, number: int) -> None:
+        self.delivered.put((key, number))
+
+    def stop_reports(self, is_lost: bool) -> None:
+        self.lost.put(is_lost)
 
     def next(self) -> tuple[str, RawRequest, Outlet]:
         """Wait for a request."""

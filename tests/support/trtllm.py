@@ -15,7 +15,7 @@ from charonia.serving.conventions.convention import Part
 from charonia.serving.conventions.parameters import parse_sampling_params
 from charonia.serving.conventions.trtllm.facade import Facade, TextFacade, TokenFacade
 from charonia.serving.conventions.trtllm.tables import MODELS
-from charonia.serving.requests.tensors import NUMPY_TYPES, Outputs, RawRequest
+from charonia.serving.requests.raw_request import NUMPY_TYPES, Outputs, RawRequest
 from charonia.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_dir(DEMO_CHECKPOINT)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from charonia.errors import CharoniaError, InvalidRequestError
-from charonia.serving.requests.tensors import Outputs, RawRequest
+from charonia.serving.requests.raw_request import Outputs, RawRequest
 
 
 class Part(Protocol):

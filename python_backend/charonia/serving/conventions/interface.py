@@ -2,10 +2,10 @@
 
 Everything that says it again follows from here. `make interface` writes the tensors of the
 config.pbtxt files and the tables of model_repository/README.md
-(`launch/commands/interface_files.py`), `tensors` takes the types from here and `schema` the flags,
+(`launch/commands/interface_files.py`), `raw_request` takes the types from here, `schema` the flags,
 and tests hold the client against it. Must not know values.
 
-To add an output: a line in `OUTPUTS`, a property of `schema.Answer` with its name that says what
+To add an output: a line in `OUTPUTS`, a property of `responses.Answer` with its name that says what
 it is in a response, and `make interface`.
 """
 

@@ -41,8 +41,8 @@ from charonia.serving.conventions.parameters import (
     tenant_of_header,
     without_headers,
 )
+from charonia.serving.requests.raw_request import Array, RawRequest
 from charonia.serving.requests.request_key import Sealer, arrival_of
-from charonia.serving.requests.tensors import Array, RawRequest
 
 ECHO_IN_STREAM = (
     "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."

@@ -1,73 +1,37 @@
 """A model in front of the scheduler, such as `generate`: many requests at a time in one process.
 
-Owns what waits for answers, and the connection that brings them. Must not know anything of the
-scheduler but its name and the messages of `relay`, nor how clients speak: that is a `Convention`'s.
+Owns what waits for answers. Must not know anything of the scheduler but its name and what a
+`SchedulerClient` can say to it, nor how clients speak: that is a `Convention`'s.
 
 A decoupled front passes on streams, under another name than the scheduler's. One that is not
 decoupled answers each request once, later, through the response sender: so clients that cannot
 stream are served, for which Triton wants a model that is not decoupled.
 """
 
-import contextlib
 import secrets
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from charonia.errors import CharoniaError, ShuttingDownError, UnavailableError
 from charonia.serving.conventions.convention import Convention, Part
-from charonia.serving.messages.relay import (
-    Acknowledgement,
-    Cancellation,
-    RelayedAnswer,
-    RelayedRequest,
-    SchedulerAddress,
-    ServerStopping,
-    decode_answer,
-    post,
-)
+from charonia.serving.hosts.open_requests import ClientRequest, OpenPart, OpenRequests
+from charonia.serving.hosts.scheduler_address import SchedulerAddress
+from charonia.serving.messages.relay import RelayedAnswer
+from charonia.serving.messages.relay_client import SchedulerClient
 from charonia.serving.requests.outlets import (
     CancellationPoller,
     TritonOutlet,
     failing_with_errors,
 )
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.tensors import INTERNAL_ERROR, read_request
-from charonia.sockets.connection import Connection
 from charonia.supervision.models.watches import Readiness, ServerWatch
 
 LOST = "the connection to the scheduler has ended; the request is lost"
-
-
-@dataclass
-class _Client:
-    """A client's request that is not answered to its end.
-
-    Attributes:
-        num_bytes: of the request as it came. waiting: parts that are not answered to their end.
-        num_passed_on: answers of all parts. is_cancelled: the client has gone, or `error` is what
-            it is to be told.
-    """
-
-    key: str
-    outlet: TritonOutlet
-    num_bytes: int
-    waiting: set[str] = field(default_factory=set)
-    num_passed_on: int = 0
-    is_cancelled: bool = False
-    error: CharoniaError | None = None
-
-
-@dataclass
-class _Waiting:
-    """A part of a client's request; `num_passed_on` answers to it have gone on."""
-
-    client: _Client
-    part: Part
-    num_passed_on: int = 0
 
 
 class FrontHost:
@@ -99,17 +63,16 @@ class FrontHost:
         self._convention = convention
         self._is_decoupled = is_decoupled
         self._log = log
-        self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
+        self._address = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._waiting: dict[str, _Waiting] = {}  # by part; all came through this connection
-        self._clients: dict[str, _Client] = {}
+        self._scheduler: SchedulerClient | None = None
         self._poller = CancellationPoller(self._on_cancelled, log=log)
+        self._open = OpenRequests(self._poller)  # all of it went through that client
         readiness = Readiness(pb_utils, scheduler_model)
         readiness.has_server_started = True  # or there were no requests
         self._server = ServerWatch(
             readiness.check_server,
-            has_requests=lambda: bool(self._clients),
+            has_requests=lambda: bool(self._open),
             on_stopping=self._tell_stopping,
             log=log,
         )
@@ -127,91 +90,73 @@ class FrontHost:
         """Answer what is still waiting, and stop."""
         self._server.close()
         with self._lock:
-            connection = self._connection
-            clients = self._take_all()
+            scheduler = self._scheduler
+            clients = self._open.take_all()
         for client in clients:
             self._end(client, ShuttingDownError())
         self._poller.close()
-        if connection is not None:
-            connection.close()
+        if scheduler is not None:
+            scheduler.close()
 
     def _hand_in(self, request: Any, outlet: TritonOutlet) -> None:
         raw = read_request(request)
         parts = self._convention.split(raw)
-        client = _Client(secrets.token_hex(16), outlet, raw.num_bytes)
+        client = ClientRequest(secrets.token_hex(16), outlet, raw.num_bytes)
         self._quota.take(raw.num_bytes)
         try:
-            if self._connection is None:
+            if self._scheduler is None:
                 self._connect()
             with self._lock:
-                if self._connection is None:
+                if self._scheduler is None:
                     raise UnavailableError(LOST)
                 for request, part in parts:
-                    message = RelayedRequest(secrets.token_hex(16), request)
-                    self._post(self._connection, message, _Waiting(client, part))
-                self._clients[client.key] = client
-                self._poller.add(client.key, outlet)
+                    self._send(self._scheduler, request, OpenPart(client, part))
+                self._open.add(client)
         except BaseException:
             self._quota.give_back(raw.num_bytes)
             raise
 
-    def _post(self, connection: Connection, message: RelayedRequest, waiting: _Waiting) -> None:
+    def _send(self, scheduler: SchedulerClient, raw: RawRequest, part: OpenPart) -> None:
         """Hand one part in; where that fails, those before it are cancelled. The lock is held."""
-        client = waiting.client
         try:
-            post(connection, message)
+            key = scheduler.send(raw)
         except BaseException:
-            for key in client.waiting:
-                del self._waiting[key]
-                with contextlib.suppress(UnavailableError):
-                    post(connection, Cancellation(key))
+            for sent in self._open.withdraw(part.client):
+                scheduler.cancel(sent)
             raise
-        self._waiting[message.key] = waiting
-        client.waiting.add(message.key)
+        self._open.add_part(key, part)
 
     def _connect(self) -> None:
-        channel = self._scheduler.connect()
-        connection = Connection(channel)
-        with self._lock:  # which `_on_end` waits for
-            try:
-                connection.follow(self._on_answer, self._on_end, log=self._log)
-            except OSError as error:
-                connection.close()
-                raise UnavailableError(f"no answer could be taken: {error.strerror}") from None
-            self._connection = connection
+        channel = self._address.connect()
+        with self._lock:  # which `on_end` waits for
+            self._scheduler = SchedulerClient(channel, self, log=self._log)
 
-    # ------------------------------------------------------------------ the connection's threads
+    # ------------------------------------------------------------------ the client's thread
 
-    def _on_answer(self, data: bytes) -> None:
-        answer = decode_answer(data)
+    def on_answer(self, answer: RelayedAnswer) -> None:
+        """As `AnswerEvents.on_answer`: pass it on."""
         with self._lock:
-            waiting = self._waiting.get(answer.key)
-            if waiting is None:
+            opened = self._open.take_answer(answer.key, is_final=answer.is_final)
+            if opened is None:
                 return
-            client = waiting.client
-            if answer.is_final:
-                del self._waiting[answer.key]
-                client.waiting.remove(answer.key)
+            client, part = opened.client, opened.part
             is_over = not client.waiting
-            if is_over:
-                self._poller.remove(client.key)
-                del self._clients[client.key]
         if not is_over:
-            self._pass_on(answer, waiting)
+            self._pass_on(answer, opened)
         elif (failure := client.error or answer.failure) is not None:
-            self._end(client, failure, waiting.part)
+            self._end(client, failure, part)
         else:
             with failing_with_errors(client.outlet, self._log):
-                outputs = waiting.part.answer(answer.outputs)
+                outputs = part.answer(answer.outputs)
                 if outputs is None:
                     client.outlet.end()
                 else:
                     client.outlet.send(outputs, is_final=True)
             self._quota.give_back(client.num_bytes)  # it counts until it is answered
 
-    def _pass_on(self, answer: RelayedAnswer, waiting: _Waiting) -> None:
+    def _pass_on(self, answer: RelayedAnswer, opened: OpenPart) -> None:
         """Pass on an answer that others follow, and say so where they are of the same part."""
-        client, part = waiting.client, waiting.part
+        client, part = opened.client, opened.part
         try:
             if (failure := answer.failure) is None:
                 outputs = part.answer(answer.outputs)
@@ -225,53 +170,36 @@ class FrontHost:
             self._on_cancelled(client.key)
         client.num_passed_on += 1
         if not answer.is_final:
-            waiting.num_passed_on += 1
-            self._tell(Acknowledgement(answer.key, waiting.num_passed_on))
+            opened.num_passed_on += 1
+            with self._lock:
+                if self._scheduler is not None:
+                    self._scheduler.acknowledge(answer.key, opened.num_passed_on)
 
-    def _on_end(self) -> None:
+    def on_end(self) -> None:
+        """As `AnswerEvents.on_end`: whoever waits gets no answer of the scheduler's any more."""
         with self._lock:
-            self._connection = None
-            clients = self._take_all()
+            self._scheduler = None
+            clients = self._open.take_all()
         for client in clients:
             self._end(client, UnavailableError(LOST))
 
     def _on_cancelled(self, client_key: str) -> None:
         """The last answers, errors by then, come as any others."""
         with self._lock:
-            client = self._clients.get(client_key)
+            client = self._open.find(client_key)
             if client is None:
                 return
             client.is_cancelled = True
-            keys = list(client.waiting)
-        for key in keys:
-            self._tell(Cancellation(key))
-
-    def _tell(self, message: Cancellation | Acknowledgement) -> None:
-        with self._lock:
-            if self._connection is not None:
-                # Where nobody takes it, the request is lost with the connection.
-                with contextlib.suppress(UnavailableError):
-                    post(self._connection, message)
+            if self._scheduler is not None:
+                for key in client.waiting:
+                    self._scheduler.cancel(key)
 
     def _tell_stopping(self) -> None:
-        """Have the scheduler end what the server waits for; where it takes no word, hang up."""
         with self._lock:
-            if self._connection is not None:
-                try:
-                    post(self._connection, ServerStopping())
-                except UnavailableError:
-                    self._connection.hang_up()
+            if self._scheduler is not None:
+                self._scheduler.note_server_stopping()
 
-    def _take_all(self) -> list[_Client]:
-        """Who waits. The caller holds the lock."""
-        clients = list(self._clients.values())
-        for client in clients:
-            self._poller.remove(client.key)
-        self._clients.clear()
-        self._waiting.clear()
-        return clients
-
-    def _end(self, client: _Client, error: CharoniaError, part: Part | None = None) -> None:
+    def _end(self, client: ClientRequest, error: CharoniaError, part: Part | None = None) -> None:
         """End a request early; of a stream that is safe a little later, see the poller.
 
         Args:

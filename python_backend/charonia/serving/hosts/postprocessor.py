@@ -8,7 +8,6 @@ has but a few of each request on this way, see `sessions`, and sends more when i
 been handed on.
 """
 
-import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -20,21 +19,15 @@ import numpy as np
 
 from charonia.errors import CharoniaError, InvalidRequestError
 from charonia.serving.conventions.interface import CHUNK_PREFIX, REQUEST_KEY
-from charonia.serving.messages.relay import (
-    Cancellation,
-    Delivery,
-    Parting,
-    SchedulerAddress,
-    encode,
-)
+from charonia.serving.hosts.scheduler_address import SchedulerAddress
+from charonia.serving.messages.relay import Cancellation, Delivery
+from charonia.serving.messages.relay_client import DeliveryClient
 from charonia.serving.requests.outlets import answered
-from charonia.serving.requests.tensors import Array
-from charonia.sockets.channel import Channel
+from charonia.serving.requests.raw_request import Array
 
 _KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
 _NUM_REMEMBERED = 4096
 """Cancelled requests that are remembered: no chunk of theirs asks for a second cancellation."""
-_SEND_TIMEOUT_S = 1.0
 _TRY_AGAIN_S = 5.0
 
 
@@ -52,7 +45,7 @@ class PostprocessorHost:
         self._pb_utils = pb_utils
         self._log = log
         self._scheduler = SchedulerAddress(pb_utils, scheduler_model, repository, log=log)
-        self._channel: Channel | None = None
+        self._client: DeliveryClient | None = None
         self._connect_at = 0.0  # not before, in seconds of the monotonic clock
         self._cancelled: dict[str, None] = {}  # in the order in which they were cancelled
 
@@ -65,10 +58,9 @@ class PostprocessorHost:
 
     def finalize(self) -> None:
         """Say that nothing is in hand any more, and hang up."""
-        if self._channel is not None:
-            with contextlib.suppress(OSError):
-                self._channel.send(encode(Parting()), _SEND_TIMEOUT_S)
-        self._disconnect()
+        if self._client is not None:
+            self._client.part()
+            self._client = None
 
     def _hand_on(self, request: Any) -> Any:
         outputs = []
@@ -98,21 +90,20 @@ class PostprocessorHost:
                 del self._cancelled[next(iter(self._cancelled))]
 
     def _send(self, message: Delivery | Cancellation) -> None:
-        data = encode(message)
-        if self._channel is not None:
+        if self._client is not None:
             try:
-                self._channel.send(data, _SEND_TIMEOUT_S)
+                self._client.tell(message)
             except OSError:
                 self._disconnect()  # there may be another scheduler by now
             else:
                 return
-        self._channel = self._scheduler.connect()
-        self._channel.send(data, _SEND_TIMEOUT_S)
+        self._client = DeliveryClient(self._scheduler.connect())
+        self._client.tell(message)
 
     def _disconnect(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self._client is not None:
+            self._client.hang_up()
+            self._client = None
 
 
 def _key_and_number(array: Array) -> tuple[str, int]:

@@ -8,7 +8,8 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 
 from charonia.config import PATH_PARAMETERS, EngineArgs, SchedulerArgs
 from charonia.core.recording.kv_events import KVEventPublisher, KVEvents
+from charonia.core.replica.reload import Reload
 from charonia.core.service import EngineService
 from charonia.embedding import PromptIndex, load_encoder
 from charonia.errors import ConfigError
@@ -24,7 +26,8 @@ from charonia.metrics.page_socket import METRICS_SOCKET, MetricsServer, Schedule
 from charonia.metrics.triton_page import MetricsExporter
 from charonia.serving.hosts.engine import MODEL_FILE
 from charonia.serving.messages.executor import BlsExecutor
-from charonia.serving.messages.relay import REQUESTS_SOCKET, RelayServer
+from charonia.serving.messages.relay import REQUESTS_SOCKET
+from charonia.serving.messages.relay_server import RelayServer
 from charonia.serving.messages.reload import (
     RELOAD_SOCKET,
     ReloadServer,
@@ -32,12 +35,13 @@ from charonia.serving.messages.reload import (
     check_same_tokenizer,
     fingerprint_tokenizer,
 )
-from charonia.serving.requests.intake import Intake
+from charonia.serving.requests.intake import Intake, Pipeline
 from charonia.serving.requests.outlets import Outlet, TritonOutlet
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.sessions import Sessions
-from charonia.serving.requests.tensors import RawRequest, read_request
+from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import Tokenizing
 from charonia.supervision.models.grpc_control import GrpcControl
 from charonia.supervision.models.handover import HANDOVER_SOCKET, Handover
@@ -54,6 +58,42 @@ def own_parameters(model_config: str) -> dict[str, str]:
     """The `parameters` of a model's config.pbtxt."""
     parameters: Mapping[str, Any] = json.loads(model_config).get("parameters", {})
     return {name: value["string_value"] for name, value in parameters.items()}
+
+
+@dataclass(frozen=True)
+class _Relayed:
+    """What becomes of what fronts say, as `RelayEvents`."""
+
+    intake: Intake
+    sessions: Sessions
+    executor: BlsExecutor
+
+    def on_request(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
+        self.intake.take(lambda: raw, outlet, key)
+
+    def on_cancelled(self, key: str) -> None:
+        self.sessions.abandon(key)
+
+    def on_acknowledged(self, key: str, number: int) -> None:
+        self.sessions.acknowledge(key, number)
+
+    def on_server_stopping(self) -> None:
+        self.executor.note_server_stopping()
+
+
+@dataclass(frozen=True)
+class _Reloadable:
+    """Carries the operator's orders out, as `Reloadable`."""
+
+    service: EngineService
+    sessions: Sessions
+
+    def reload(self, reload: Reload) -> None:
+        self.service.reload(reload)
+
+    def drain(self) -> int:
+        """How many are left, until their last responses are sent."""
+        return max(self.service.drain(), self.sessions.num_live)
 
 
 class SchedulerHost:
@@ -94,16 +134,6 @@ class SchedulerHost:
             server_options.check_forwarded(scheduler_args.tenant_header)
         if engine_args.speculative_config and engine_args.speculative_config.model:
             check_draft_tokenizer(self._tokenizer, Path(engine_args.speculative_config.model))
-        most_requests = scheduler_args.max_queue_size + engine_args.most_rows
-        self._sessions = Sessions(
-            self._tokenizer,
-            scheduler_args.num_sender_threads,
-            Quota(2 * most_requests, scheduler_args.max_queue_bytes),
-            cancel=self._cancel,
-            cancel_samples=self._cancel_samples,
-            log=log,
-            stream_interval=scheduler_args.stream_interval,
-        )
         self._executor = BlsExecutor(
             pb_utils,
             scheduler_args.engine_model,
@@ -136,6 +166,15 @@ class SchedulerHost:
             Quota(scheduler_args.max_queue_size, scheduler_args.max_queue_bytes),
             log=log,
         )
+        most_requests = scheduler_args.max_queue_size + engine_args.most_rows
+        self._sessions = Sessions(
+            self._tokenizer,
+            scheduler_args.num_sender_threads,
+            Quota(2 * most_requests, scheduler_args.max_queue_bytes),
+            Pipeline(self._tokenizing, self._service),
+            log=log,
+            stream_interval=scheduler_args.stream_interval,
+        )
         self._intake = Intake(
             self._service,
             self._sessions,
@@ -147,13 +186,18 @@ class SchedulerHost:
             log=log,
         )
         own_dir = Path(args["model_repository"]) / "1"
-        self._relay = self._listen(own_dir / REQUESTS_SOCKET)
+        with _needing_a_socket(REQUESTS_SOCKET):
+            self._relay = RelayServer(
+                own_dir / REQUESTS_SOCKET,
+                _Relayed(self._intake, self._sessions, self._executor),
+                self._sessions,
+                log=log,
+            )
         with _needing_a_socket(RELOAD_SOCKET):
             self._reload_server = ReloadServer(
                 own_dir / RELOAD_SOCKET,
                 model_file,
-                self._service.reload,
-                drain=self._drain,
+                _Reloadable(self._service, self._sessions),
                 refusal=self._executor.refusal,
                 log=log,
             )
@@ -210,10 +254,6 @@ class SchedulerHost:
             self._metrics_server.close()
             self._exporter.close()
 
-    def _drain(self) -> int:
-        """Take no more requests; how many are left, until their last responses are sent."""
-        return max(self._service.drain(), self._sessions.num_live)
-
     def _take_over(self) -> None:
         if not self._handover.take_over(TAKE_OVER_S):
             self._log(f"warning: an older scheduler does not end within {TAKE_OVER_S:g} s")
@@ -238,31 +278,9 @@ class SchedulerHost:
             except ConfigError as error:  # an older scheduler does not let go of the endpoint
                 self._log(f"warning: {error}; nobody is told what the prefix cache holds")
 
-    def _listen(self, path: Path) -> RelayServer:
-        with _needing_a_socket(path.name):
-            return RelayServer(
-                path,
-                self._take_relayed,
-                cancel=self._sessions.abandon,
-                acknowledge=self._sessions.acknowledge,
-                delivered=self._sessions.report,
-                end_deliveries=self._sessions.stop_reports,
-                server_stopping=self._executor.note_server_stopping,
-                log=self._log,
-            )
-
     def _read_metrics(self) -> SchedulerMetrics:
         self._exporter.update()
         return SchedulerMetrics(self._exporter.step_histograms())
-
-    def _take_relayed(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
-        self._intake.take(lambda: raw, outlet, key)
-
-    def _cancel(self, key: str) -> None:
-        self._intake.cancel(key)
-
-    def _cancel_samples(self, key: str, indexes: Collection[int]) -> None:
-        self._service.cancel_samples(key, indexes)
 
 
 def _prompt_index(args: SchedulerArgs) -> PromptIndex | None:

@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -93,14 +93,25 @@ def decode_order(data: bytes) -> ReloadOrder | ReloadQuestion | DrainOrder:
     return message
 
 
+class Reloadable(Protocol):
+    """What carries the operator's orders out."""
+
+    def reload(self, reload: Reload) -> None:
+        """Begin to go on with another engine."""
+        ...
+
+    def drain(self) -> int:
+        """Take no more requests; how many are left."""
+        ...
+
+
 class ReloadServer:
     """The scheduler's end.
 
     Args:
         path: where the socket is made; an old one is replaced.
         model_file: the engine's model.json.
-        drain: takes no more requests, and says how many are left.
-        reload: begins to carry an order out. refusal: why none can be; None where they can.
+        refusal: why no order to reload can be carried out; None where they can.
         log: takes one line, from any thread.
 
     Raises:
@@ -111,15 +122,13 @@ class ReloadServer:
         self,
         path: Path,
         model_file: Path,
-        reload: Callable[[Reload], None],
+        reloadable: Reloadable,
         *,
-        drain: Callable[[], int],
         refusal: str | None,
         log: Callable[[str], None],
     ) -> None:
         self._model_file = model_file
-        self._begin = reload
-        self._drain = drain
+        self._reloadable = reloadable
         self._refusal = refusal
         self._lock = threading.Lock()
         self._orders: list[Reload] = []  # all there ever were, by their number
@@ -139,7 +148,7 @@ class ReloadServer:
         try:
             message = decode_order(data)
             if isinstance(message, DrainOrder):
-                return msgspec.msgpack.encode(DrainState(self._drain()))
+                return msgspec.msgpack.encode(DrainState(self._reloadable.drain()))
             if isinstance(message, ReloadOrder):
                 number = self._take(message)
             else:
@@ -174,7 +183,7 @@ class ReloadServer:
                 drain=order.drain,
             )
             self._orders.append(reload)
-            self._begin(reload)
+            self._reloadable.reload(reload)
             return len(self._orders) - 1
 
     def _order(self, number: int) -> Reload:

@@ -15,7 +15,7 @@ What is too long is refused by its size: the text is not decoded, and the ids ar
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,9 +43,10 @@ from charonia.serving.conventions.schema import (
 from charonia.serving.requests.cancellations import Cancellations
 from charonia.serving.requests.outlets import Outlet, failing_with_errors
 from charonia.serving.requests.probing import Prober
+from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.serving.requests.request_key import Sealer
 from charonia.serving.requests.sessions import Sessions
-from charonia.serving.requests.tensors import INTERNAL_ERROR, Outputs, RawRequest
+from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 
@@ -54,11 +55,20 @@ NOTHING: Outputs = {"text_output": [""]}
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """The texts of a request as ids."""
+class Pipeline:
+    """What makes chunks of a prompt: it is tokenized, and then the engine's service has it."""
 
-    prompt_ids: list[int]
-    bad_words_ids: list[list[int]]
+    tokenizing: Tokenizing
+    service: EngineService
+
+    def cancel(self, key: str) -> None:
+        """End a request, wherever it is."""
+        if not self.tokenizing.cancel(key):
+            self.service.cancel(key)
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """End samples of a request that is tokenized."""
+        self.service.cancel_samples(key, indexes)
 
 
 class Intake:
@@ -128,11 +138,6 @@ class Intake:
                     answer = {"text_output": [self._prober.answer()]} if wants_text else {}
                     outlet.send(answer, is_final=True)
 
-    def cancel(self, key: str) -> None:
-        """End a request, wherever it is."""
-        if not self._tokenizing.cancel(key):
-            self._service.cancel(key)
-
     def _cancel_named(self, call: CancelCall) -> None:
         """Cancel all requests of a name, or samples of them, here and on their way."""
         self._cancellations.note(call.request_id, call.tenant, call.samples)
@@ -188,7 +193,7 @@ class Intake:
             self._service.check_tenant(call.params, self._tokenizing.num_of(tenant))
             self._check_drafts(call)
             self._check_length(1 if call.prompt_ids is None else call.prompt_ids.size)
-            tokens = self._tokenize(call) if _is_short(call) else None
+            request = self._tokenize(call) if _is_short(call) else None
             sink = self._sessions.open(
                 call.key,
                 call.options,
@@ -201,8 +206,8 @@ class Intake:
             )
         self._cancel_as_noted(call, arrived_at)
         try:
-            if tokens is not None:
-                self._submit(call, tokens, arrived_at, sink)
+            if request is not None:
+                self._submit(request, arrived_at, sink)
             else:
                 with self._counting(call.params):
                     self._tokenize_later(call, arrived_at, sink)
@@ -218,13 +223,23 @@ class Intake:
         elif samples := self._cancellations.samples(*name, arrived_at, call.params.n):
             self._sessions.cancel_samples(call.key, samples)
 
-    def _tokenize(self, call: GenerateCall) -> _Tokens:
+    def _tokenize(self, call: GenerateCall) -> GenerationRequest:
+        """The same with ids in the place of its texts."""
         if call.prompt_ids is not None:
             ids: list[int] = call.prompt_ids.tolist()
         else:
             assert call.text is not None
             ids = self._tokenizer.encode(call.text, check_length=self._check_length)
-        return _Tokens(ids, self._tokenizer.encode_bad_words(call.params.bad_words))
+        return GenerationRequest(
+            key=call.key,
+            request_id=call.request_id,
+            prompt_ids=ids,
+            params=call.params,
+            bad_words_ids=self._tokenizer.encode_bad_words(call.params.bad_words),
+            draft_ids=[] if call.draft_ids is None else call.draft_ids.tolist(),
+            return_cumulative_logprob=call.wants_cumulative_logprob,
+            timeout_s=call.timeout_s,
+        )
 
     def _check_drafts(self, call: GenerateCall) -> None:
         args = self._service.engine_args
@@ -250,12 +265,12 @@ class Intake:
         """Have the texts tokenized, and go on with their ids."""
         limit = call.time_limit
 
-        def go_on(outcome: _Tokens | CharoniaError) -> None:
+        def go_on(outcome: GenerationRequest | CharoniaError) -> None:
             try:
                 if isinstance(outcome, CharoniaError):
                     self._count_end(outcome, call.params)
                     raise outcome
-                self._submit(call, outcome, arrived_at, sink)
+                self._submit(outcome, arrived_at, sink)
             except CharoniaError as error:
                 sink(Chunk(call.key, error=error))
             except Exception:
@@ -281,23 +296,13 @@ class Intake:
         else:
             self._service.count_rejection(error, params)
 
-    def _submit(self, call: GenerateCall, tokens: _Tokens, arrived_at: float, sink: Sink) -> None:
-        request = GenerationRequest(
-            key=call.key,
-            request_id=call.request_id,
-            prompt_ids=tokens.prompt_ids,
-            params=call.params,
-            bad_words_ids=tokens.bad_words_ids,
-            draft_ids=[] if call.draft_ids is None else call.draft_ids.tolist(),
-            return_cumulative_logprob=call.wants_cumulative_logprob,
-            timeout_s=call.timeout_s,
-        )
+    def _submit(self, request: GenerationRequest, arrived_at: float, sink: Sink) -> None:
         self._service.submit(request, sink, arrived_at)
         # While the service did not know it yet:
-        if self._sessions.is_cancelled(call.key):
-            self._service.cancel(call.key)
-        elif samples := self._sessions.cancelled_samples(call.key):
-            self._service.cancel_samples(call.key, samples)
+        if self._sessions.is_cancelled(request.key):
+            self._service.cancel(request.key)
+        elif samples := self._sessions.cancelled_samples(request.key):
+            self._service.cancel_samples(request.key, samples)
 
 
 def _is_short(call: GenerateCall) -> bool:

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from charonia.errors import CharoniaError
-from charonia.serving.requests.tensors import INTERNAL_ERROR, Outputs, error_response, response
+from charonia.serving.requests.raw_request import Outputs
+from charonia.serving.requests.tensors import INTERNAL_ERROR, error_response, response
 
 
 class Outlet(Protocol):

@@ -29,22 +29,23 @@ import heapq
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from enum import Enum
+from collections.abc import Callable, Collection
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from charonia.core.output.outputs import Chunk
 from charonia.errors import (
     CharoniaError,
     InvalidRequestError,
-    RequestCancelledError,
     ShuttingDownError,
 )
 from charonia.serving.conventions.schema import OutputOptions
+from charonia.serving.requests.live_sessions import LiveSessions
 from charonia.serving.requests.outlets import CancellationPoller, Outlet, fail
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.responses import Answer, chunk_outputs
+from charonia.serving.requests.session import Reports, Session
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.text.tokenizer import Tokenizer
 
@@ -59,136 +60,6 @@ stopped is lost by then."""
 LOST_RESPONSE_S = 1.0
 """What Triton takes to find that there is no process for a response."""
 _LOOK_S = 0.25
-
-
-class Reports(Enum):
-    """What is known of who hands a session's responses on."""
-
-    NONE = "nobody says anything of them"
-    EXPECTED = "the first report is counted on, for a time"
-    COMING = "there are reports"
-    LOST = "what was under way never arrives"
-
-
-class Session:
-    """One live request.
-
-    Attributes:
-        name: request id and tenant. num_bytes: of the request as it came.
-        samples: how each stands, as its client knows it.
-        chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
-        is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
-        cancelled_samples: which of them nobody wants.
-        reports: of its responses. report_due_at: when the first one is counted on no longer, by the
-            monotonic clock; None while nothing waits for it.
-        send_end_at: when its end waits no longer, likewise.
-        num_sent: responses so far; num_delivered: those of them that were handed on.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        options: OutputOptions,
-        echo: Callable[[], str],
-        outlet: Outlet,
-        name: tuple[str, str],
-        num_bytes: int,
-        num_samples: int,
-        stream_interval: int,
-    ) -> None:
-        self.key = key
-        self.options = options
-        self.echo = echo
-        self.outlet = outlet
-        self.name = name
-        self.num_bytes = num_bytes
-        self.samples = [Chunk(key, index=index) for index in range(num_samples)]
-        self.chunks: list[Chunk] = []
-        self._stream_interval = stream_interval
-        self._num_awaited = [1] * num_samples  # tokens of each sample before a response is due
-        self._is_due = False
-        self.is_queued = False
-        self.is_cancelled = False
-        self.is_abandoned = False
-        self.cancelled_samples: frozenset[int] = frozenset()
-        self.reports = Reports.NONE
-        self.report_due_at: float | None = None
-        self.send_end_at: float | None = None
-        self.num_sent = 0
-        self.num_delivered = 0
-        self.lock = threading.Lock()
-
-    @property
-    def num_under_way(self) -> int:
-        """Responses that were sent and not reported."""
-        return self.num_sent - self.num_delivered
-
-    def note_delivered(self, number: int) -> None:
-        """Responses up to this one, counted from 1, were handed on. The caller holds the lock."""
-        self.num_delivered = max(min(number, self.num_sent), self.num_delivered)
-
-    def take(self, chunk: Chunk) -> None:
-        """Keep a chunk to be sent; nothing follows the last one. The caller holds the lock."""
-        if self.chunks and self.chunks[-1].is_final:
-            return
-        self.chunks.append(chunk)
-        self._num_awaited[chunk.index] -= len(chunk.token_ids)
-        if chunk.ends_sample or self._num_awaited[chunk.index] <= 0:
-            self._is_due = True
-
-    def give_out(self) -> list[Chunk]:
-        """What waits, for the next response. The caller holds the lock."""
-        chunks, self.chunks = self.chunks, []
-        for chunk in chunks:
-            if chunk.token_ids:
-                self._num_awaited[chunk.index] = self._stream_interval
-        self._is_due = False
-        self.num_sent += 1
-        return chunks
-
-    def may_send(self, max_under_way: int) -> bool:
-        """Whether what waits may go out now. The caller holds the lock."""
-        if not self.chunks:
-            return False
-        if self.chunks[-1].is_final:
-            return not self.waits_with_end()
-        if self.chunks[-1].error is not None:  # which all samples have, each in a chunk of its own
-            return False
-        return self.options.is_streaming and self._is_due and not self.is_full(max_under_way)
-
-    def is_full(self, max_under_way: int) -> bool:
-        """Whether a report must come before the next response."""
-        if self.reports is Reports.NONE:
-            return False
-        return self.reports is Reports.LOST or self.num_under_way >= max_under_way
-
-    def merged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """One chunk for each sample, of these and what was sent before."""
-        merged = []
-        for index, sample in enumerate(self.samples):
-            own = [chunk for chunk in chunks if chunk.index == index]
-            merged.append(Chunk.merge([sample, *own]) if own else sample)
-        self.samples = [chunk.emptied() for chunk in merged]
-        return merged
-
-    def keeps_output(self, error: CharoniaError) -> bool:
-        """Whether its client gets what there is instead of this error."""
-        is_cancelled = isinstance(error, RequestCancelledError)
-        return self.options.keeps_cancelled and is_cancelled and not self.is_abandoned
-
-    def waits_with_end(self) -> bool:
-        """Whether the last chunk must wait until Triton has done with the responses before it.
-
-        An ensemble that gets an error while it still hands on may count the request as live for
-        ever. And where these are lost, Triton waits for each in turn and then ends the request by
-        itself: until then anything more would but lengthen the row.
-        """
-        if not self.chunks or not self.chunks[-1].is_final:
-            return False
-        has_error = self.chunks[-1].error is not None and self.reports is not Reports.NONE
-        is_late = self.send_end_at is not None and self.send_end_at <= time.monotonic()
-        is_early = has_error or self.reports is Reports.LOST
-        return is_early and self.num_under_way > 0 and not is_late
 
 
 class _Timer:
@@ -210,12 +81,24 @@ class _Timer:
         return None
 
 
+class ChunkSource(Protocol):
+    """Where chunks come from."""
+
+    def cancel(self, key: str) -> None:
+        """End a request; its last chunk says so. Nothing happens when it is not there."""
+        ...
+
+    def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
+        """End samples of a request, likewise."""
+        ...
+
+
 class Sessions:
     """All live requests of the scheduler's process.
 
     Args:
-        quota: what all of them may hold. cancel: called with the key of a request to be ended,
-            once per request. cancel_samples: called with the key and indexes of samples, likewise.
+        quota: what all of them may hold.
+        source: told once of a request, or a sample, that nobody wants any more.
         log: takes one line, from any thread.
         stream_interval: tokens of a sample that are gathered for a response, after its first.
     """
@@ -225,20 +108,17 @@ class Sessions:
         tokenizer: Tokenizer,
         num_threads: int,
         quota: Quota,
+        source: ChunkSource,
         *,
-        cancel: Callable[[str], None],
-        cancel_samples: Callable[[str, Collection[int]], None],
         log: Callable[[str], None],
         stream_interval: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
         self._quota = quota
         self._stream_interval = stream_interval
-        self._cancel = cancel
-        self._cancel_samples = cancel_samples
+        self._source = source
         self._log = log
-        self._sessions: dict[str, Session] = {}
-        self._named: dict[str, Session] = {}  # those of them that stream named responses
+        self._live = LiveSessions()
         self._has_reporter = False
         self._lost_until = 0.0  # Triton is busy with what was lost, by the monotonic clock
         self._is_closing = False
@@ -279,15 +159,13 @@ class Sessions:
         session = Session(
             key, options, echo, outlet, name, num_bytes, num_samples, self._stream_interval
         )
-        if self._sessions.setdefault(key, session) is not session:
+        if not self._live.add(session):
             self._quota.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
         if outlet.is_acknowledged:
             session.reports = Reports.COMING
-        elif options.has_key and options.is_streaming:
-            self._named[key] = session
-            if self._has_reporter:
-                session.reports = Reports.EXPECTED
+        elif session.is_named and self._has_reporter:
+            session.reports = Reports.EXPECTED
         if outlet.is_polled:
             self._poller.add(key, outlet)
         return lambda chunk: self._take(session, chunk)
@@ -295,7 +173,7 @@ class Sessions:
     @property
     def num_live(self) -> int:
         """Requests whose client has not got its last response, or has it on its way."""
-        return len(self._sessions)
+        return len(self._live)
 
     @property
     def has_polled(self) -> bool:
@@ -309,21 +187,21 @@ class Sessions:
     def find(self, request_id: str, tenant: str) -> list[str]:
         """Keys of the live requests that a client of this tenant gave this id."""
         name = (request_id, tenant)
-        return [key for key, one in list(self._sessions.items()) if one.name == name]
+        return [one.key for one in self._live.all() if one.name == name]
 
     def cancel(self, key: str) -> None:
         """End a request at its client's wish; nothing happens when it is not live."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is None:
             return
         with session.lock:
             is_news, session.is_cancelled = not session.is_cancelled, True
         if is_news:
-            self._cancel(key)
+            self._source.cancel(key)
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
         """End samples of a request at its client's wish; those it has not are passed over."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is None:
             return
         with session.lock:
@@ -331,28 +209,28 @@ class Sessions:
             news = own - session.cancelled_samples
             session.cancelled_samples |= own
         if news:
-            self._cancel_samples(key, news)
+            self._source.cancel_samples(key, news)
 
     def cancelled_samples(self, key: str) -> frozenset[int]:
         """Which samples of a live request were to be ended."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         return frozenset() if session is None else session.cancelled_samples
 
     def is_cancelled(self, key: str) -> bool:
         """Whether a live request was to be ended."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         return session is not None and session.is_cancelled
 
     def abandon(self, key: str) -> None:
         """End a request whose client has gone; nothing happens when it is not live."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is not None:
             session.is_abandoned = True
             self.cancel(key)
 
     def acknowledge(self, key: str, number: int) -> None:
         """So many responses of this request have been taken by whoever passes them on."""
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is not None:
             with session.lock:
                 session.note_delivered(number)
@@ -361,7 +239,7 @@ class Sessions:
     def report(self, key: str, number: int) -> None:
         """All responses of this request up to one, counted from 1, have been handed on."""
         self._has_reporter = not self._is_closing
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is not None:
             with session.lock:
                 session.note_delivered(number)
@@ -380,7 +258,7 @@ class Sessions:
                 first report again, from a successor.
         """
         self._has_reporter = is_lost
-        live = [one for one in list(self._named.values()) if one.reports is not Reports.NONE]
+        live = [one for one in self._live.named() if one.reports is not Reports.NONE]
         if is_lost:
             num_lost = sum(one.num_under_way for one in live if one.reports is not Reports.LOST)
             # Last responses that were under way, too, are not known here any more.
@@ -404,11 +282,11 @@ class Sessions:
 
     def close(self) -> None:
         """End what is still live with an error, and stop the threads."""
-        for key, session in list(self._sessions.items()):
-            self._take(session, Chunk(key, error=ShuttingDownError()))
+        for session in self._live.all():
+            self._take(session, Chunk(session.key, error=ShuttingDownError()))
         self._wait_over(CLOSE_WAIT_S)
         self._is_closing = True
-        for session in list(self._sessions.values()):  # who waits for a report no longer does
+        for session in self._live.all():  # who waits for a report no longer does
             with session.lock:
                 session.reports = Reports.NONE
                 self._queue(session)
@@ -424,7 +302,7 @@ class Sessions:
     def _wait_over(self, timeout: float) -> None:
         """Wait until all have ended, at most for so many seconds."""
         deadline = time.monotonic() + timeout
-        while (self._sessions or self._poller.has_late_ends) and time.monotonic() < deadline:
+        while (len(self._live) or self._poller.has_late_ends) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def _take(self, session: Session, chunk: Chunk) -> None:
@@ -434,7 +312,7 @@ class Sessions:
 
     def _queue(self, session: Session) -> None:
         """Have a sender thread take the session, if it may send. The caller holds its lock."""
-        if session.is_queued or self._sessions.get(session.key) is not session:
+        if session.is_queued or self._live.get(session.key) is not session:
             return
         max_under_way = self._max_under_way(session)
         if session.may_send(max_under_way):
@@ -457,7 +335,7 @@ class Sessions:
         """Responses of one session, of which not more may wait for a report."""
         if session.outlet.is_acknowledged:  # they wait in a socket, and not in Triton
             return MAX_UNDER_WAY
-        share = SHARED_UNDER_WAY // max(len(self._named), 1)
+        share = SHARED_UNDER_WAY // max(self._live.num_named, 1)
         return max(1, min(share, MAX_UNDER_WAY))
 
     def _run(self) -> None:
@@ -486,7 +364,7 @@ class Sessions:
                 return self._ready.get(timeout=_LOOK_S)
 
     def _look_again(self, key: str) -> None:
-        session = self._sessions.get(key)
+        session = self._live.get(key)
         if session is None:
             return
         with session.lock:
@@ -536,13 +414,12 @@ class Sessions:
 
     def _end(self, key: str) -> None:
         self._poller.remove(key)
-        self._named.pop(key, None)
-        session = self._sessions.pop(key, None)
+        session = self._live.remove(key)
         if session is not None:
             self._quota.give_back(session.num_bytes)
 
     def _give_up(self, session: Session) -> None:
         """Cancel a request whose response could not be made or sent, and tell the client."""
-        self._cancel(session.key)
+        self._source.cancel(session.key)
         self._end(session.key)
         fail(session.outlet, CharoniaError(INTERNAL_ERROR), self._log)

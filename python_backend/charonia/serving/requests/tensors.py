@@ -5,54 +5,21 @@ mean: that is `schema`'s.
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from charonia.errors import CharoniaError, InvalidRequestError, NotSupportedError, shown
-from charonia.serving.conventions.interface import MODELS, OUTPUTS, Datatype
+from charonia.serving.conventions.interface import MODELS
+from charonia.serving.requests.raw_request import NUMPY_TYPES, Outputs, RawRequest, num_bytes_of
 
-Array = npt.NDArray[Any]
-Outputs = Mapping[str, Any]
-"""Values of a response by output name: a list of one dimension, or an array as it is to be sent."""
-
-NUMPY_TYPES: dict[Datatype, type] = {
-    "BOOL": np.bool_,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "INT32": np.int32,
-    "STRING": np.object_,
-    "UINT8": np.uint8,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
-}
 _TYPES = {one.name: NUMPY_TYPES[one.datatype] for model in MODELS.values() for one in model.outputs}
 MAX_REQUEST_BYTES = 2**26
 MAX_PARAMETER_BYTES = 2**20
 MAX_ID_BYTES = 1024
 """Of a request; each more than anybody needs."""
 INTERNAL_ERROR = "internal error; the server's log has the details"
-
-
-@dataclass(frozen=True)
-class RawRequest:
-    """A request as Triton gave it, safe to keep after `execute` returns.
-
-    Attributes:
-        tensors: the inputs that came, by name. parameters: its own parameters.
-        timeout_us: of gRPC, 0 where there is none. num_bytes: of all of it.
-        output_names: what the client wants to get; all outputs when it named none.
-    """
-
-    tensors: Mapping[str, Array]
-    parameters: Mapping[str, Any]
-    request_id: str = ""
-    timeout_us: int = 0
-    output_names: frozenset[str] = frozenset(one.name for one in OUTPUTS)
-    num_bytes: int = 0
 
 
 def read_request(request: Any) -> RawRequest:
@@ -104,11 +71,6 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             " name"
         )
     return names
-
-
-def num_bytes_of(array: Array) -> int:
-    """Bytes of what is in a tensor."""
-    return sum(map(len, array.flat)) if array.dtype == np.object_ else array.nbytes
 
 
 def _check_size(what: str, num_bytes: int, max_bytes: int) -> None:

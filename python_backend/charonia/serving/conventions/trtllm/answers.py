@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from charonia.serving.requests.tensors import Array, Outputs
+from charonia.serving.requests.raw_request import Array, Outputs
 
 
 def _int32(values: list[Any]) -> Array:

@@ -33,7 +33,7 @@ from charonia.serving.conventions.trtllm.retention import retention_of
 from charonia.serving.conventions.trtllm.rows import Row, rows_of
 from charonia.serving.conventions.trtllm.tables import MODELS
 from charonia.serving.conventions.trtllm.words import bias_of, check_words, within
-from charonia.serving.requests.tensors import Array, Outputs, RawRequest, num_bytes_of
+from charonia.serving.requests.raw_request import Array, Outputs, RawRequest, num_bytes_of
 from charonia.text.tokenizer import Tokenizer
 
 MAX_RETURN_SEQUENCES = 64

@@ -11,7 +11,7 @@ import numpy as np
 from charonia.errors import InvalidRequestError, NotSupportedError, shown
 from charonia.serving.conventions.schema import decoded
 from charonia.serving.conventions.trtllm.tables import FacadeTensors, Refused
-from charonia.serving.requests.tensors import NUMPY_TYPES, Array, RawRequest
+from charonia.serving.requests.raw_request import NUMPY_TYPES, Array, RawRequest
 
 PADDING = -1
 """In a word list, behind the last word's end."""

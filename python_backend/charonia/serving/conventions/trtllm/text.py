@@ -21,7 +21,8 @@ from charonia.serving.conventions.trtllm.tables import MODELS
 from charonia.serving.conventions.trtllm.words import bias_of, within
 from charonia.serving.requests.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.requests.quota import Quota
-from charonia.serving.requests.tensors import Array, Outputs, RawRequest, read_request
+from charonia.serving.requests.raw_request import Array, Outputs, RawRequest
+from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
 

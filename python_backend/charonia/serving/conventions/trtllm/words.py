@@ -11,7 +11,7 @@ import numpy as np
 from charonia.errors import InvalidRequestError
 from charonia.protocol import MAX_CHARACTERS, MAX_ENTRIES
 from charonia.serving.conventions.trtllm.rows import Row
-from charonia.serving.requests.tensors import Array, num_bytes_of
+from charonia.serving.requests.raw_request import Array, num_bytes_of
 from charonia.text.tokenizer import Tokenizer
 
 _MAX_BIAS_CHARACTERS = 2**16

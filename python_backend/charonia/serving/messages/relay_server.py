@@ -1,0 +1,198 @@
+"""The scheduler's end of the socket that `relay` describes: takes requests, and sends the answers.
+
+Owns the socket, each connection's requests, and what its end means. Must not know what a request
+asks for.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from charonia.errors import CharoniaError, InvalidRequestError, UnavailableError
+from charonia.serving.messages.relay import (
+    Acknowledgement,
+    Cancellation,
+    Delivery,
+    Parting,
+    RelayedAnswer,
+    RelayedRequest,
+    ServerStopping,
+    decode_message,
+    post,
+)
+from charonia.serving.requests.outlets import Outlet
+from charonia.serving.requests.raw_request import Outputs, RawRequest
+from charonia.sockets.channel import Channel
+from charonia.sockets.connection import Connection
+from charonia.sockets.local import is_same_user, listen, peer_pid
+from charonia.sockets.server import Server
+from charonia.supervision.process_table import start_time
+
+_DEATH_S = 0.2
+"""That a killed process may take to end once the kernel has closed its connections."""
+
+
+class RelayedOutlet:
+    """The outlet of a request that came through a connection.
+
+    Args:
+        live: keys of the connection's requests that are not answered yet.
+    """
+
+    is_polled = False
+    is_acknowledged = True
+
+    def __init__(self, connection: Connection, key: str, live: set[str]) -> None:
+        self._connection = connection
+        self._key = key
+        self._live = live
+        live.add(key)
+
+    def send(self, outputs: Outputs, *, is_final: bool) -> None:
+        """Send a response; one that is too long for a message becomes an error."""
+        self._post(RelayedAnswer(self._key, dict(outputs), is_final=is_final))
+
+    def fail(self, error: CharoniaError) -> None:
+        """Send an error."""
+        self._post(
+            RelayedAnswer(self._key, error=str(error), kind=error.kind, has_suffix=error.has_suffix)
+        )
+
+    def is_cancelled(self) -> bool:
+        """Whether the connection has ended. A cancellation comes by message."""
+        return self._connection.has_ended
+
+    def _post(self, answer: RelayedAnswer) -> None:
+        if answer.is_final:
+            self._live.discard(self._key)
+        try:
+            post(self._connection, answer)
+        except InvalidRequestError:
+            self.fail(UnavailableError("the answer is too long to be handed on in one piece"))
+            if not answer.is_final:
+                raise  # the request is to go no further
+        except UnavailableError:
+            self._connection.hang_up()  # nobody takes the answers of this connection
+
+
+class RelayEvents(Protocol):
+    """What fronts say; called in several threads, one for each connection."""
+
+    def on_request(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
+        """A request has come, whose answer goes to the outlet; that of an error, too."""
+        ...
+
+    def on_cancelled(self, key: str) -> None:
+        """The client of a request has gone, or its front has."""
+        ...
+
+    def on_acknowledged(self, key: str, number: int) -> None:
+        """A front has passed on so many answers to a request."""
+        ...
+
+    def on_server_stopping(self) -> None:
+        """A front has been told that the server is shutting down."""
+        ...
+
+
+class Deliveries(Protocol):
+    """Who is to know what `postprocessor` has handed on; called in the connection's thread."""
+
+    def report(self, key: str, number: int) -> None:
+        """Responses of a request, up to this one, have been handed on."""
+        ...
+
+    def stop_reports(self, is_lost: bool) -> None:
+        """A connection has ended through which reports came.
+
+        Args:
+            is_lost: its process has died without a word.
+        """
+        ...
+
+
+class RelayServer:
+    """The scheduler's end: any number of connections.
+
+    Args:
+        path: where the socket is made; an old one is replaced.
+        log: takes one line, from any thread.
+
+    Raises:
+        OSError: the socket cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        events: RelayEvents,
+        deliveries: Deliveries,
+        *,
+        log: Callable[[str], None],
+    ) -> None:
+        self._events = events
+        self._deliveries = deliveries
+        self._server = Server(listen(path), is_same_user, self._serve, log=log)
+
+    def start(self) -> None:
+        """Take connections; those made before have waited."""
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop listening, send the answers that there are, and hang up."""
+        self._server.close()
+
+    def _serve(self, connection: Connection) -> None:
+        live: set[str] = set()
+        peer = _Peer(connection.channel)
+        try:
+            for data in connection.messages():
+                self._on_message(live, connection, peer, data)
+        finally:
+            if peer.hands_on:
+                self._deliveries.stop_reports(not peer.has_parted and peer.has_died())
+            for key in list(live):
+                self._events.on_cancelled(key)
+
+    def _on_message(
+        self, live: set[str], connection: Connection, peer: "_Peer", data: bytes
+    ) -> None:
+        match decode_message(data):
+            case Acknowledgement(key, number):
+                self._events.on_acknowledged(key, number)
+            case Delivery(key, number):
+                peer.hands_on = True
+                self._deliveries.report(key, number)
+            case Parting():
+                peer.has_parted = True
+            case ServerStopping():
+                self._events.on_server_stopping()
+            case Cancellation(key):
+                self._events.on_cancelled(key)
+            case RelayedRequest(key, raw):
+                self._events.on_request(key, raw, RelayedOutlet(connection, key, live))
+
+
+class _Peer:
+    """The process at the other end of a connection.
+
+    Attributes:
+        hands_on: it has told of responses. has_parted: it has said that it ends.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.hands_on = False
+        self.has_parted = False
+        self._pid = peer_pid(channel)
+        self._started = start_time(self._pid)
+
+    def has_died(self) -> bool:
+        """Whether it ends, or has; asked when its connection has, which a kill ends first."""
+        deadline = time.monotonic() + _DEATH_S
+        # A process may have ended before this looked for the first time.
+        while self._started is not None and start_time(self._pid) == self._started:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True

@@ -1,0 +1,151 @@
+"""One live request of the scheduler: what waits to be sent, and whether it may be.
+
+Owns the chunks of one request between the engine and its client. Must not know threads, but that
+its lock is held, nor other sessions.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from charonia.core.output.outputs import Chunk
+from charonia.errors import CharoniaError, RequestCancelledError
+from charonia.serving.conventions.schema import OutputOptions
+from charonia.serving.requests.outlets import Outlet
+
+
+class Reports(Enum):
+    """What is known of who hands a session's responses on."""
+
+    NONE = "nobody says anything of them"
+    EXPECTED = "the first report is counted on, for a time"
+    COMING = "there are reports"
+    LOST = "what was under way never arrives"
+
+
+class Session:
+    """One live request.
+
+    Attributes:
+        name: request id and tenant. num_bytes: of the request as it came.
+        samples: how each stands, as its client knows it.
+        chunks: waiting to be sent; is_queued: the ready queue or a sender thread has the session.
+        is_cancelled: nobody wants it any more; is_abandoned: because its client has gone.
+        cancelled_samples: which of them nobody wants.
+        reports: of its responses. report_due_at: when the first one is counted on no longer, by the
+            monotonic clock; None while nothing waits for it.
+        send_end_at: when its end waits no longer, likewise.
+        num_sent: responses so far; num_delivered: those of them that were handed on.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        options: OutputOptions,
+        echo: Callable[[], str],
+        outlet: Outlet,
+        name: tuple[str, str],
+        num_bytes: int,
+        num_samples: int,
+        stream_interval: int,
+    ) -> None:
+        self.key = key
+        self.options = options
+        self.echo = echo
+        self.outlet = outlet
+        self.name = name
+        self.num_bytes = num_bytes
+        self.samples = [Chunk(key, index=index) for index in range(num_samples)]
+        self.chunks: list[Chunk] = []
+        self._stream_interval = stream_interval
+        self._num_awaited = [1] * num_samples  # tokens of each sample before a response is due
+        self._is_due = False
+        self.is_queued = False
+        self.is_cancelled = False
+        self.is_abandoned = False
+        self.cancelled_samples: frozenset[int] = frozenset()
+        self.reports = Reports.NONE
+        self.report_due_at: float | None = None
+        self.send_end_at: float | None = None
+        self.num_sent = 0
+        self.num_delivered = 0
+        self.lock = threading.Lock()
+
+    @property
+    def num_under_way(self) -> int:
+        """Responses that were sent and not reported."""
+        return self.num_sent - self.num_delivered
+
+    @property
+    def is_named(self) -> bool:
+        """Whether its responses have names, by which another model may report them."""
+        is_streaming = self.options.has_key and self.options.is_streaming
+        return is_streaming and not self.outlet.is_acknowledged
+
+    def note_delivered(self, number: int) -> None:
+        """Responses up to this one, counted from 1, were handed on. The caller holds the lock."""
+        self.num_delivered = max(min(number, self.num_sent), self.num_delivered)
+
+    def take(self, chunk: Chunk) -> None:
+        """Keep a chunk to be sent; nothing follows the last one. The caller holds the lock."""
+        if self.chunks and self.chunks[-1].is_final:
+            return
+        self.chunks.append(chunk)
+        self._num_awaited[chunk.index] -= len(chunk.token_ids)
+        if chunk.ends_sample or self._num_awaited[chunk.index] <= 0:
+            self._is_due = True
+
+    def give_out(self) -> list[Chunk]:
+        """What waits, for the next response. The caller holds the lock."""
+        chunks, self.chunks = self.chunks, []
+        for chunk in chunks:
+            if chunk.token_ids:
+                self._num_awaited[chunk.index] = self._stream_interval
+        self._is_due = False
+        self.num_sent += 1
+        return chunks
+
+    def may_send(self, max_under_way: int) -> bool:
+        """Whether what waits may go out now. The caller holds the lock."""
+        if not self.chunks:
+            return False
+        if self.chunks[-1].is_final:
+            return not self.waits_with_end()
+        if self.chunks[-1].error is not None:  # which all samples have, each in a chunk of its own
+            return False
+        return self.options.is_streaming and self._is_due and not self.is_full(max_under_way)
+
+    def is_full(self, max_under_way: int) -> bool:
+        """Whether a report must come before the next response."""
+        if self.reports is Reports.NONE:
+            return False
+        return self.reports is Reports.LOST or self.num_under_way >= max_under_way
+
+    def merged(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """One chunk for each sample, of these and what was sent before."""
+        merged = []
+        for index, sample in enumerate(self.samples):
+            own = [chunk for chunk in chunks if chunk.index == index]
+            merged.append(Chunk.merge([sample, *own]) if own else sample)
+        self.samples = [chunk.emptied() for chunk in merged]
+        return merged
+
+    def keeps_output(self, error: CharoniaError) -> bool:
+        """Whether its client gets what there is instead of this error."""
+        is_cancelled = isinstance(error, RequestCancelledError)
+        return self.options.keeps_cancelled and is_cancelled and not self.is_abandoned
+
+    def waits_with_end(self) -> bool:
+        """Whether the last chunk must wait until Triton has done with the responses before it.
+
+        An ensemble that gets an error while it still hands on may count the request as live for
+        ever. And where these are lost, Triton waits for each in turn and then ends the request by
+        itself: until then anything more would but lengthen the row.
+        """
+        if not self.chunks or not self.chunks[-1].is_final:
+            return False
+        has_error = self.chunks[-1].error is not None and self.reports is not Reports.NONE
+        is_late = self.send_end_at is not None and self.send_end_at <= time.monotonic()
+        is_early = has_error or self.reports is Reports.LOST
+        return is_early and self.num_under_way > 0 and not is_late
