@@ -37,7 +37,7 @@ from charonia.core.recording.kv_events import KVEvents
 from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN
 from charonia.core.replica.reload import Reload
 from charonia.core.replica.replica import Replica
-from charonia.core.scheduling import rejects_late
+from charonia.core.scheduler_factory import rejects_late
 from charonia.errors import (
     CharoniaError,
     LateRequestError,

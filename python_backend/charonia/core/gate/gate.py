@@ -19,7 +19,7 @@ from charonia.core.admission import GenerationRequest
 from charonia.core.gate.queue_order import Entry, QueueOrder
 from charonia.core.gate.queue_wait import QueueWait
 from charonia.core.gate.tenants import TenantArgs, Tenants
-from charonia.core.scheduling import rank_of
+from charonia.core.scheduler_factory import rank_of
 from charonia.errors import (
     InvalidRequestError,
     LateRequestError,

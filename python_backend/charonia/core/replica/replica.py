@@ -40,7 +40,7 @@ from charonia.core.replica.plan_time import PlanTime
 from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN, Recovery
 from charonia.core.replica.reload import Reload, misfit, take_over
 from charonia.core.replica.transitions import Event, State
-from charonia.core.scheduling import make_scheduler
+from charonia.core.scheduler_factory import make_scheduler
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
