@@ -287,7 +287,7 @@ def test_an_answer_larger_than_all_may_be_is_not_kept():
         assert bench.tokens(key) == alone(max_tokens=100)
 
 
-# ---------------------------------------------------------------------- single flight
+# ---------------------------------------------------------------------- shared computations
 
 
 def test_equal_requests_that_run_at_once_are_computed_once():
@@ -777,7 +777,7 @@ def test_samples_that_nobody_wants_any_more_are_computed_no_longer():
     counters = bench.core.metrics.counters
     assert counters["charonia_finished_total", "stop"] == 2
     assert counters["charonia_cancellations_total", ""] == 0
-    assert not bench.answers._flights
+    assert not bench.answers._computations
     bench.ask("c", **values)
     bench.run()
     assert bench.cached("c") is None
@@ -806,7 +806,7 @@ def test_who_does_without_the_last_sample_does_not_wait_for_an_engine(order):
         assert reasons(bench, key) == ["cancelled"] * 3
     bench.step()
     assert not bench.core.has_requests
-    assert not bench.answers._flights
+    assert not bench.answers._computations
 
 
 def test_who_does_without_the_last_sample_of_several_ends_at_once_while_an_engine_is_loaded():

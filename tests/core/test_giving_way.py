@@ -359,7 +359,7 @@ def test_one_that_gives_way_takes_its_computation_with_it_only_where_nobody_shar
     assert counters["charonia_finished_total", "queue_full"] == 2
     assert counters["charonia_finished_total", "length"] == 2
     answers = bench.answers
-    assert (answers._flights, answers._joinable, answers._subscribers) == ({}, {}, {})
+    assert (answers._computations, answers._joinable, answers._subscribers) == ({}, {}, {})
 
 
 def test_one_gives_way_while_an_answer_is_looked_for():
@@ -369,7 +369,7 @@ def test_one_gives_way_while_an_answer_is_looked_for():
     bench.run()
     assert bench.error("a").kind == "queue_full"
     assert bench.core.metrics.counters["charonia_answer_cache_misses_total", ""] == 0
-    assert (bench.answers._flights, bench.answers._joinable) == ({}, {})
+    assert (bench.answers._computations, bench.answers._joinable) == ({}, {})
 
 
 def test_all_samples_of_a_request_give_way():

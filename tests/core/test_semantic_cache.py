@@ -169,7 +169,7 @@ def test_whoever_leaves_while_it_is_looked_for_leaves_nothing_behind():
     bench.run()
     assert bench.num_generated == 0
     assert bench.misses == 0
-    assert (bench.answers._flights, bench.answers._joinable) == ({}, {})
+    assert (bench.answers._computations, bench.answers._joinable) == ({}, {})
     counters = bench.core.metrics.counters
     assert counters["charonia_cancellations_total", ""] == 1
     assert counters["charonia_finished_total", "timeout"] == 2

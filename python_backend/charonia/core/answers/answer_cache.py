@@ -6,7 +6,7 @@ Triton.
 
     add() ──► kept? ──────────────────────────► deliver(): all of it
           ├─► an equal one runs? join it ─────► deliver(): what came so far, and then what comes
-          └─► Flight ─► a similar prompt's? ──► deliver(): all of it, to each subscriber
+          └─► SharedComputation ─► a similar prompt's? ──► deliver(): all of it, to each subscriber
                 └─► EngineCore ─► take() ─────► deliver(): to each subscriber
                                    └─ complete ─► kept
 
@@ -30,8 +30,8 @@ from charonia.core.answers.answer_key import (
     scope_of_key,
 )
 from charonia.core.answers.answer_store import Answer, AnswerStore, Eviction
-from charonia.core.answers.flight import (
-    Flight,
+from charonia.core.answers.shared_computation import (
+    SharedComputation,
     Source,
     Subscriber,
     timing_of_cached,
@@ -94,11 +94,11 @@ class AnswerCache:
         self._log = log
         self._similar = similar
         self._threshold = args.semantic_cache_threshold or 1.0
-        self._flights: dict[str, Flight] = {}  # by the core's key
-        self._num_flights = 0  # so far
-        self._joinable: dict[bytes, Flight] = {}  # by that of the answer
+        self._computations: dict[str, SharedComputation] = {}  # by the core's key
+        self._num_computations = 0  # so far
+        self._joinable: dict[bytes, SharedComputation] = {}  # by that of the answer
         self._subscribers: dict[str, Subscriber] = {}
-        self._maybe_deserted: list[Flight] = []
+        self._maybe_deserted: list[SharedComputation] = []
         self._deadlines = Deadlines()
         self._seen: tuple[EngineInfo, EngineArgs, int] | None = None
         self._revision: bytes | None = None
@@ -129,8 +129,8 @@ class AnswerCache:
         if answer is not None:
             self._metrics.count("charonia_answer_cache_hits_total", label="exact")
             self._give_whole(subscriber, answer, Source("exact"))
-        elif (flight := self._flight_for(key, request)) is not None:
-            self._join(subscriber, flight)
+        elif (shared := self._computation_for(key, request)) is not None:
+            self._join(subscriber, shared)
         else:
             self._begin(subscriber, key)
 
@@ -140,9 +140,9 @@ class AnswerCache:
         if subscriber is None:
             self._core.cancel(key)
             return
-        flight = subscriber.flight
-        if flight.is_computed and len(flight.subscribers) == 1:
-            self._core.cancel(flight.key)  # it has what was held back, too
+        shared = subscriber.computation
+        if shared.is_computed and len(shared.subscribers) == 1:
+            self._core.cancel(shared.key)  # it has what was held back, too
         else:
             self._leave(subscriber, RequestCancelledError("the request was cancelled"))
         self._note_cancelled(subscriber)
@@ -152,8 +152,8 @@ class AnswerCache:
         subscriber = self._subscribers.get(key)
         if subscriber is None:
             self._core.end(key, error)
-        elif (flight := subscriber.flight).is_computed and len(flight.subscribers) == 1:
-            self._core.end(flight.key, error)
+        elif (shared := subscriber.computation).is_computed and len(shared.subscribers) == 1:
+            self._core.end(shared.key, error)
         else:
             self._leave(subscriber, error)
 
@@ -163,15 +163,15 @@ class AnswerCache:
         if subscriber is None:
             self._core.cancel_samples(key, indexes)
             return
-        params, flight = subscriber.request.params, subscriber.flight
+        params, shared = subscriber.request.params, subscriber.computation
         wanted = subscriber.open.intersection(indexes)
         if not wanted or params.num_samples > params.n:  # the best are not known yet
             return
-        if flight.is_computed and len(flight.subscribers) == 1:
-            self._close_to_others(flight)
+        if shared.is_computed and len(shared.subscribers) == 1:
+            self._close_to_others(shared)
             # With those that it left to others, who have gone: the core is to see the last one end.
             left = subscriber.open.difference(wanted)
-            self._core.cancel_samples(flight.key, set(range(params.n)) - left)
+            self._core.cancel_samples(shared.key, set(range(params.n)) - left)
         else:
             self._leave(subscriber, None, wanted)
         if not subscriber.open and subscriber.reason == "cancelled":
@@ -192,8 +192,8 @@ class AnswerCache:
 
     def close(self) -> None:
         """End what the core does not know; it ends all else."""
-        for flight in list(self._flights.values()):
-            for subscriber in [] if flight.is_computed else list(flight.subscribers):
+        for shared in list(self._computations.values()):
+            for subscriber in [] if shared.is_computed else list(shared.subscribers):
                 self._leave(subscriber, ShuttingDownError())
 
     def abandon(self, error: CharoniaError) -> None:
@@ -202,7 +202,7 @@ class AnswerCache:
         What is computed is not looked at: whatever made it useless must not keep anybody waiting.
         """
         subscribers, now = self._subscribers.values(), self._clock()
-        self._flights, self._joinable, self._subscribers = {}, {}, {}
+        self._computations, self._joinable, self._subscribers = {}, {}, {}
         self._maybe_deserted = []
         self._deadlines = Deadlines()
         for subscriber in subscribers:
@@ -228,39 +228,39 @@ class AnswerCache:
 
     def note_started(self, key: str) -> None:
         """The core has begun to compute a request."""
-        flight = self._flights.get(key)
-        if flight is None:
+        shared = self._computations.get(key)
+        if shared is None:
             self._on_started(key)
-        elif flight.started_at is None:
-            flight.started_at = self._clock()
-            for subscriber in flight.subscribers:
+        elif shared.started_at is None:
+            shared.started_at = self._clock()
+            for subscriber in shared.subscribers:
                 self._on_started(subscriber.key)
 
     def note_first_token(self, key: str) -> None:
         """What the core computes for several has its first token, which may be held back."""
-        flight = self._flights.get(key)
-        if flight is not None:
-            flight.has_token = True
-            for subscriber in flight.subscribers:
+        shared = self._computations.get(key)
+        if shared is not None:
+            shared.has_token = True
+            for subscriber in shared.subscribers:
                 self._observe_first_token(subscriber)
 
     def take(self, chunk: Chunk) -> None:
         """Take a chunk of the core's, and deliver it to all who want it."""
-        flight = self._flights.get(chunk.key)
-        if flight is None:
+        shared = self._computations.get(chunk.key)
+        if shared is None:
             if not chunk.key.endswith(SHARED):
                 self._deliver(chunk)
             return
         now = self._clock()
         if chunk.ends_sample:
-            flight.open.discard(chunk.index)
+            shared.open.discard(chunk.index)
         if chunk.error is None:
-            flight.pieces.add(chunk)
+            shared.pieces.add(chunk)
         if chunk.is_final:
             self._look()
-            self._end(flight, now)
-        for subscriber in list(flight.subscribers):
-            self._give(subscriber, flight, chunk, now)
+            self._end(shared, now)
+        for subscriber in list(shared.subscribers):
+            self._give(subscriber, shared, chunk, now)
 
     # ------------------------------------------------------------------ who gets what
 
@@ -284,22 +284,22 @@ class AnswerCache:
         if revision != self._revision:
             self._revision = revision
             self._joinable.clear()
-            for flight in self._flights.values():
-                flight.is_own = False
+            for shared in self._computations.values():
+                shared.is_own = False
 
     def _kept(self, key: bytes, request: GenerationRequest) -> Answer | None:
         if not self._core.is_up:  # the next engine may be another one
             return None
         return self._store.get(key, self._clock(), needs_scores=request.counts_logprobs)
 
-    def _flight_for(self, key: bytes, request: GenerationRequest) -> Flight | None:
+    def _computation_for(self, key: bytes, request: GenerationRequest) -> SharedComputation | None:
         """One that a request may join; None where it is better off alone."""
-        flight = self._joinable.get(key)
-        if flight is None or self._has_order(request):
+        shared = self._joinable.get(key)
+        if shared is None or self._has_order(request):
             return None
-        has_all = flight.request.counts_logprobs or not request.counts_logprobs
-        is_in_time = flight.request.params.priority <= request.params.priority
-        return flight if has_all and is_in_time else None
+        has_all = shared.request.counts_logprobs or not request.counts_logprobs
+        is_in_time = shared.request.params.priority <= request.params.priority
+        return shared if has_all and is_in_time else None
 
     def _has_order(self, request: GenerationRequest) -> bool:
         """Whether a request's deadline says when it is served, so that it cannot be another's."""
@@ -310,63 +310,65 @@ class AnswerCache:
         request, arrived_at = subscriber.request, subscriber.arrived_at
         may_join = not self._has_order(request)
         # Who came first may leave, and another one come with the same key.
-        self._num_flights += 1
-        name = f"{request.key}/{self._num_flights}{SHARED}"
+        self._num_computations += 1
+        name = f"{request.key}/{self._num_computations}{SHARED}"
         computed = replace(request, key=name, is_shared=True, timeout_s=None)
         if may_join:
             params = msgspec.structs.replace(request.params, deadline_ms=None)
             computed = replace(computed, params=params)
-        flight = Flight(computed.key, answer_key, computed, arrived_at, leader=subscriber)
-        self._flights[flight.key] = flight
+        shared = SharedComputation(
+            computed.key, answer_key, computed, arrived_at, leader=subscriber
+        )
+        self._computations[shared.key] = shared
         if may_join:
-            self._joinable[answer_key] = flight
-        self._subscribe(subscriber, flight)
-        if not self._looks_for_similar(flight):
-            self._compute(flight)
+            self._joinable[answer_key] = shared
+        self._subscribe(subscriber, shared)
+        if not self._looks_for_similar(shared):
+            self._compute(shared)
 
-    def _compute(self, flight: Flight) -> None:
+    def _compute(self, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_misses_total")
-        flight.is_computed = True
-        self._core.add(flight.request, flight.arrived_at)
+        shared.is_computed = True
+        self._core.add(shared.request, shared.arrived_at)
 
-    def _looks_for_similar(self, flight: Flight) -> bool:
+    def _looks_for_similar(self, shared: SharedComputation) -> bool:
         """Look for a prompt that means much the same, if that may be; see `_settle`."""
-        request, scope = flight.request, scope_of_key(flight.answer_key)
+        request, scope = shared.request, scope_of_key(shared.answer_key)
         if self._similar is None or request.params.prompt_logprobs is not None:
             return False  # another prompt has other log-probabilities
-        return self._similar.ask(scope, request.prompt_ids, partial(self._settle, flight))
+        return self._similar.ask(scope, request.prompt_ids, partial(self._settle, shared))
 
-    def _settle(self, flight: Flight, match: Match | None) -> None:
+    def _settle(self, shared: SharedComputation, match: Match | None) -> None:
         """What is nearest to a computation's prompt is known: take its answer, or compute one."""
-        if self._flights.get(flight.key) is not flight:
+        if self._computations.get(shared.key) is not shared:
             return  # nobody waits for it any more
         self._look()
         answer = None
         if match is not None:
-            flight.vector = match.vector
-            if match.key is not None and match.similarity >= self._threshold and flight.is_own:
-                answer = self._kept(match.key, flight.request)
+            shared.vector = match.vector
+            if match.key is not None and match.similarity >= self._threshold and shared.is_own:
+                answer = self._kept(match.key, shared.request)
         if match is None or answer is None:
-            self._compute(flight)
-            self._maybe_deserted.append(flight)  # of single samples
+            self._compute(shared)
+            self._maybe_deserted.append(shared)  # of single samples
             return
         self._metrics.count("charonia_answer_cache_hits_total", label="semantic")
-        self._drop(flight)
-        for subscriber in flight.subscribers:
+        self._drop(shared)
+        for subscriber in shared.subscribers:
             self._give_whole(subscriber, answer, Source("semantic", match.similarity))
 
-    def _join(self, subscriber: Subscriber, flight: Flight) -> None:
+    def _join(self, subscriber: Subscriber, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_hits_total", label="joined")
-        self._subscribe(subscriber, flight)
+        self._subscribe(subscriber, shared)
         self._on_joined(subscriber.key)
-        if flight.has_token:
+        if shared.has_token:
             self._observe_first_token(subscriber)
         now = self._clock()
-        for chunk in flight.pieces.so_far():
-            self._give(subscriber, flight, chunk, now)
+        for chunk in shared.pieces.so_far():
+            self._give(subscriber, shared, chunk, now)
 
-    def _subscribe(self, subscriber: Subscriber, flight: Flight) -> None:
-        subscriber.join(flight)
+    def _subscribe(self, subscriber: Subscriber, shared: SharedComputation) -> None:
+        subscriber.join(shared)
         self._subscribers[subscriber.key] = subscriber
         request, arrived_at = subscriber.request, subscriber.arrived_at
         if request.timeout_s is not None:
@@ -375,24 +377,26 @@ class AnswerCache:
         if request.params.deadline_ms is not None:
             self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
 
-    def _give(self, subscriber: Subscriber, flight: Flight, chunk: Chunk, now: float) -> None:
+    def _give(
+        self, subscriber: Subscriber, shared: SharedComputation, chunk: Chunk, now: float
+    ) -> None:
         """Deliver a chunk of a computation to one of its subscribers."""
         own = subscriber.take(chunk, now)
         if own is None:
             return
-        if own.timing is not None and subscriber is not flight.leader:
-            own = msgspec.structs.replace(own, timing=flight.timing_for(subscriber, own.timing))
+        if own.timing is not None and subscriber is not shared.leader:
+            own = msgspec.structs.replace(own, timing=shared.timing_for(subscriber, own.timing))
         if own.is_final:
             if not chunk.is_final:  # others want samples that it does without
                 own = msgspec.structs.replace(own, timing=self._timing_so_far(subscriber, now))
-                flight.subscribers.remove(subscriber)
-                self._maybe_deserted.append(flight)
+                shared.subscribers.remove(subscriber)
+                self._maybe_deserted.append(shared)
             self._forget(subscriber, own, now)
         self._deliver(own)
 
     def _timing_so_far(self, subscriber: Subscriber, now: float) -> Timing:
         """Of one who ends before the computation does."""
-        source = None if subscriber is subscriber.flight.leader else Source("joined")
+        source = None if subscriber is subscriber.computation.leader else Source("joined")
         queue_s, total_s = _queue_s(subscriber, now), now - subscriber.arrived_at
         return timing_of_cached(source, queue_s, subscriber.first_token_s, total_s)
 
@@ -419,39 +423,43 @@ class AnswerCache:
 
     # ------------------------------------------------------------------ ends
 
-    def _end(self, flight: Flight, now: float) -> None:
+    def _end(self, shared: SharedComputation, now: float) -> None:
         """A computation is over; its answer is kept where it is whole."""
-        self._drop(flight)
-        if flight.is_own and flight.pieces.is_complete(flight.request.params.n):
-            self._keep(flight, now)
+        self._drop(shared)
+        if shared.is_own and shared.pieces.is_complete(shared.request.params.n):
+            self._keep(shared, now)
 
-    def _keep(self, flight: Flight, now: float) -> None:
-        key, similar, has_scores = flight.answer_key, self._similar, flight.request.counts_logprobs
+    def _keep(self, shared: SharedComputation, now: float) -> None:
+        key, similar, has_scores = (
+            shared.answer_key,
+            self._similar,
+            shared.request.counts_logprobs,
+        )
         if not has_scores and self._store.get(key, now, needs_scores=True) is not None:
             return  # it serves more requests than this one would
-        has_vector = similar is not None and flight.vector is not None
+        has_vector = similar is not None and shared.vector is not None
         is_kept = self._store.put(
             key,
-            flight.pieces.encoded(),
+            shared.pieces.encoded(),
             now,
             has_scores=has_scores,
             num_more_bytes=similar.bytes_per_prompt if similar and has_vector else 0,
         )
         if similar is not None and is_kept:
             if has_vector:
-                similar.keep(scope_of_key(key), key, flight.vector)
+                similar.keep(scope_of_key(key), key, shared.vector)
             else:  # there may be one of an answer whose place this has taken
                 similar.forget(key)
 
-    def _drop(self, flight: Flight) -> None:
+    def _drop(self, shared: SharedComputation) -> None:
         """Know a computation no more."""
-        del self._flights[flight.key]
-        self._close_to_others(flight)
+        del self._computations[shared.key]
+        self._close_to_others(shared)
 
-    def _close_to_others(self, flight: Flight) -> None:
+    def _close_to_others(self, shared: SharedComputation) -> None:
         """Let nobody join a computation any more."""
-        if self._joinable.get(flight.answer_key) is flight:
-            del self._joinable[flight.answer_key]
+        if self._joinable.get(shared.answer_key) is shared:
+            del self._joinable[shared.answer_key]
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is over."""
@@ -459,7 +467,7 @@ class AnswerCache:
             subscriber = self._subscribers.get(key)
             if subscriber is None:  # it had another limit, which is over as well
                 continue
-            has_started = subscriber.flight.started_at is not None
+            has_started = subscriber.computation.started_at is not None
             if is_until_start and has_started:
                 continue
             error = self._core.overdue(is_until_start=is_until_start, has_started=has_started)
@@ -467,15 +475,15 @@ class AnswerCache:
 
     def _end_deserted(self) -> None:
         """End what is computed for nobody: samples that all do without, or all of it."""
-        flights, self._maybe_deserted = dict.fromkeys(self._maybe_deserted), []
-        for flight in flights:
-            if not flight.is_computed:
+        computations, self._maybe_deserted = dict.fromkeys(self._maybe_deserted), []
+        for shared in computations:
+            if not shared.is_computed:
                 continue
-            if not flight.subscribers:
-                self._core.end(flight.key, RequestCancelledError("nobody wants the other samples"))
-            elif unwanted := flight.open.difference(*(one.open for one in flight.subscribers)):
-                self._close_to_others(flight)
-                self._core.cancel_samples(flight.key, unwanted)
+            if not shared.subscribers:
+                self._core.end(shared.key, RequestCancelledError("nobody wants the other samples"))
+            elif unwanted := shared.open.difference(*(one.open for one in shared.subscribers)):
+                self._close_to_others(shared)
+                self._core.cancel_samples(shared.key, unwanted)
 
     def _leave(
         self,
@@ -489,13 +497,13 @@ class AnswerCache:
             error: None where its client wants no more. indexes: of the samples that end; None for
                 all, and with others it goes on.
         """
-        flight, now = subscriber.flight, self._clock()
+        shared, now = subscriber.computation, self._clock()
         indexes = subscriber.open if indexes is None else indexes
         if subscriber.open <= set(indexes):
-            flight.subscribers.remove(subscriber)
-            if not flight.subscribers:
-                self._drop(flight)
-        self._maybe_deserted.append(flight)
+            shared.subscribers.remove(subscriber)
+            if not shared.subscribers:
+                self._drop(shared)
+        self._maybe_deserted.append(shared)
         for chunk in subscriber.end(indexes, error, self._timing_so_far(subscriber, now)):
             if chunk.is_final:
                 self._forget(subscriber, chunk, now)
@@ -536,6 +544,6 @@ class AnswerCache:
 
 def _queue_s(subscriber: Subscriber, now: float) -> float:
     """How long it waited until something was computed for it, or its end."""
-    started_at = subscriber.flight.started_at if subscriber.has_flight else None
+    started_at = subscriber.computation.started_at if subscriber.has_computation else None
     started_at = now if started_at is None else started_at
     return max(0.0, started_at - subscriber.arrived_at)

@@ -3,9 +3,10 @@
 Owns what each of its subscribers has got so far, and the form in which it gets the rest. Must not
 know who may subscribe, nor what is kept of the answer.
 
-    core ──chunk──► Flight ──┬──► subscriber: the one for which it began
-                             ├──► subscriber: joined later, all from the beginning in one piece
-                             └──► subscriber: ...
+    core ──chunk──► SharedComputation ──┬──► subscriber: the one for which it began
+                                        ├──► subscriber: joined later, all from the beginning in
+                                        │                one piece
+                                        └──► subscriber: ...
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -96,7 +97,7 @@ class Subscriber:
 
     request: GenerationRequest
     arrived_at: float
-    _flight: "Flight | None" = None
+    _computation: "SharedComputation | None" = None
     open: set[int] = field(default_factory=set)
     reason: FinishReason = "cancelled"
     first_at: float | None = None
@@ -114,20 +115,20 @@ class Subscriber:
         return self.request.key
 
     @property
-    def has_flight(self) -> bool:
+    def has_computation(self) -> bool:
         """Whether it gets what is computed; else an answer that was kept."""
-        return self._flight is not None
+        return self._computation is not None
 
     @property
-    def flight(self) -> "Flight":
+    def computation(self) -> "SharedComputation":
         """Whose chunks it gets."""
-        assert self._flight is not None, "it gets an answer that was kept"
-        return self._flight
+        assert self._computation is not None, "it gets an answer that was kept"
+        return self._computation
 
-    def join(self, flight: "Flight") -> None:
+    def join(self, computation: "SharedComputation") -> None:
         """Get what comes of a computation."""
-        self._flight = flight
-        flight.subscribers.append(self)
+        self._computation = computation
+        computation.subscribers.append(self)
 
     @property
     def first_token_s(self) -> float | None:
@@ -190,7 +191,7 @@ class Subscriber:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class SharedComputation:
     """A request that is computed, for as many clients as want the same.
 
     Attributes:
