@@ -1,10 +1,10 @@
 """What the scheduler's side keeps of one engine: its requests' steps, and its life.
 
-Owns the scheduler, the executor, the steps in flight, the state of recovery and a reload that is
-carried out. Must not know text, clients, or requests that wait elsewhere: several replicas may
-stand under one layer of streams (`engine_core`).
+Owns the scheduler, the steps in flight, the search for an engine, the state of recovery and a
+reload that is carried out. Must not know text, clients, or requests that wait elsewhere: several
+replicas may stand under one layer of streams (`engine_core`).
 
-    add() ─► Scheduler ─ fill() ─► Executor ─ collect() ─► updates
+    add() ─► Scheduler ─ fill() ─► StepsInFlight ─ collect() ─► updates
                  ▲                    │ a step fails, the engine dies, hangs, is unloaded
                  │                    ▼
                  └─── follow() ◄── Recovery: one table of states    another engine, or none
@@ -14,16 +14,13 @@ Nothing here waits for an engine: it is looked for and loaded elsewhere (`Execut
 """
 
 import os
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
     NO_SHEDDING,
-    CostCurve,
     Late,
     Limits,
     LoadShedding,
@@ -36,16 +33,16 @@ from charonia.control import (
 from charonia.core.metrics.metrics import Metrics
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
-from charonia.core.replica.plan_time import PlanTime
+from charonia.core.replica.engine_search import EngineSearch
 from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN, Recovery
 from charonia.core.replica.reload import Reload, misfit, take_over
+from charonia.core.replica.steps_in_flight import EndedStep, StepsInFlight
 from charonia.core.replica.transitions import Event, State
 from charonia.core.scheduler_factory import make_scheduler
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
     EngineDownError,
-    EngineHungError,
     EngineUnloadedError,
     LateRequestError,
     RequestQuarantinedError,
@@ -55,24 +52,7 @@ from charonia.errors import (
     UnavailableError,
 )
 from charonia.events import event
-from charonia.protocol import EngineInfo, Executor, Opening, Pending
-
-DEADLINE_FACTOR = 10.0
-
-
-@dataclass(slots=True)
-class _Submitted:
-    """A step that the engine computes.
-
-    Attributes:
-        num_tokens: drafts included. at: when it was handed over.
-        since: when no other was ahead of it any more; None before.
-    """
-
-    pending: Pending
-    num_tokens: int
-    at: float
-    since: float | None = None
+from charonia.protocol import EngineInfo, Executor, Opening
 
 
 class Replica:
@@ -91,7 +71,6 @@ class Replica:
 
     Attributes:
         engine_args: of the engine as last seen.
-        last_step_at: when a step with tokens was last applied, None before the first.
     """
 
     def __init__(
@@ -122,26 +101,21 @@ class Replica:
         self._clock = clock
         self._log = log
         self._read_args = read_args or (lambda: engine_args)
-        self._wake = wake
         self._kv_events = kv_events
         self._hash_secret = hash_secret
         self._journal = journal
         self._stats = SchedulerStats()
         self._shedding = NO_SHEDDING
-        self._step_seconds = CostCurve()
-        self._plan_time = PlanTime()
-        self._plan_at = 0.0  # when to plan a step behind the only one in flight; 0 is at once
-        self._is_put_off = False  # whether that is later than it might be
+        self._steps = StepsInFlight(
+            executor, metrics, clock=clock, min_deadline_s=scheduler_args.min_step_deadline_s
+        )
+        self._search = EngineSearch(
+            executor, clock=clock, timeout_s=scheduler_args.load_timeout_s, wake=wake
+        )
         self._recovery = Recovery(metrics=metrics, clock=clock, log=log)
-        self._opening: Opening | None = None
-        self._opening_began_at = 0.0
-        self._is_opening_void = False  # whatever comes of it is not wanted any more
         self._reload: Reload | None = None  # that is carried out
         self._limits: Limits | None = None
         self._scheduler: Scheduler | None = None
-        self._in_flight: deque[_Submitted] = deque()
-        self.last_step_at: float | None = None
-        self._last_arrival = 0.0  # of a result, also of a step without tokens
 
     # ------------------------------------------------------------------ questions
 
@@ -153,13 +127,18 @@ class Replica:
     @property
     def is_busy(self) -> bool:
         """Whether steps are in flight."""
-        return bool(self._in_flight)
+        return len(self._steps) > 0
 
     @property
     def is_fed(self) -> bool:
         """Whether each stage of the engine has a step to compute."""
         limits = self._limits
-        return limits is not None and len(self._in_flight) >= limits.num_stages
+        return limits is not None and len(self._steps) >= limits.num_stages
+
+    @property
+    def last_step_at(self) -> float | None:
+        """When a step with tokens was last known to have ended, None before the first."""
+        return self._steps.last_step_at
 
     @property
     def down_reason(self) -> str | None:
@@ -255,30 +234,21 @@ class Replica:
         A step that overlaps is planned shortly before it is needed, so that it has who comes until
         then: see `plan_time`.
         """
-        scheduler = self._scheduler
+        scheduler, steps = self._scheduler, self._steps
         assert scheduler is not None, "fill() before there was an engine"
-        while len(self._in_flight) < scheduler.limits.max_steps_in_flight:
-            started = self._clock()
-            is_ahead = bool(self._in_flight)
-            if is_ahead and started < self._plan_at:
+        while len(steps) < scheduler.limits.max_steps_in_flight:
+            now = self._clock()
+            if not steps.is_plan_due(now):
                 return
-            self._plan_at = 0.0
-            plan = scheduler.plan(started)
+            steps.begin_plan(now)
+            plan = scheduler.plan(now)
             for late in scheduler.take_late():
                 self._fail(late.request.group.key, _late_error(late))
             if plan is None:
                 return
             for request in scheduler.take_started():
                 self._on_started(request.group.key)
-            submitted = self._clock()
-            num_tokens = sum(row.num_tokens + row.num_drafts for row in plan.rows)
-            if num_tokens:
-                self._metrics.histograms["charonia_plan_seconds"].observe(submitted - started)
-            self._in_flight.append(_Submitted(self._executor.submit(plan), num_tokens, submitted))
-            if is_ahead:
-                self._plan_time.note_plan(self._clock() - started)
-            else:
-                self._set_plan_time(submitted)
+            steps.submit(plan, may_plan_ahead=scheduler.may_plan_ahead)
 
     def collect(self, wait_s: float) -> list[Update]:
         """What the oldest step in flight did; nothing when it takes longer than `wait_s`.
@@ -286,26 +256,18 @@ class Replica:
         It returns as well when it is time to plan the step behind it. A failure of the step or of
         the engine is dealt with here.
         """
-        step = self._in_flight[0]
-        now = self._clock()
-        if step.since is None:
-            step.since = now
-        if self._plan_at:
-            wait_s = min(wait_s, max(0.0, self._plan_at - now))
         try:
-            return self._apply(step, wait_s)
-        except TimeoutError:
-            seconds = self._step_deadline_s(step.num_tokens)
-            if self._clock() - step.since >= seconds:
-                self._lose(EngineHungError(f"no answer of the engine within {seconds:g} s"))
+            step = self._steps.wait(wait_s)
         except StepFailedError as error:
-            self._in_flight.clear()
+            self._steps.give_up()
             if self._recovery.note_failed_step(error, self._num_live):
                 self._lose(StepFailedError("two steps failed in a row"))
             else:
                 self._recovery.doubt()  # it may be another engine by now
         except EngineDiedError as error:
             self._lose(error)
+        else:
+            return [] if step is None else self._commit(step)
         return []
 
     def watch(self) -> None:
@@ -315,66 +277,31 @@ class Replica:
         except EngineDiedError as error:
             self._lose(error)
 
-    def _apply(self, step: _Submitted, wait_s: float) -> list[Update]:
-        """Wait for a step, and commit what it did."""
-        assert self._scheduler is not None
-        result = step.pending.result(wait_s)
-        self._in_flight.popleft()
-        arrived = self._clock()
-        if self._in_flight or self._plan_at:
-            slack_s = arrived - self._in_flight[0].at if self._in_flight else 0.0
-            self._plan_time.note_slack(slack_s, is_put_off=self._is_put_off)
-        began = max(step.at, self._last_arrival)  # not before the one ahead of it has ended
-        transit_s = max(0.0, arrived - began - result.seconds)
-        if began == step.at:
-            self._plan_time.note_transit(transit_s)
-        self._last_arrival = arrived
+    def _commit(self, step: EndedStep) -> list[Update]:
+        """Take over what a step did."""
+        scheduler = self._scheduler
+        assert scheduler is not None
         if step.num_tokens:
             self._recovery.note_step()
-            self.last_step_at = arrived
-            self._metrics.histograms["charonia_step_seconds"].observe(result.seconds)
-            self._step_seconds.observe(step.num_tokens, result.seconds)
-        self._metrics.count_collectives(result.collectives or {})
-        updates = self._scheduler.apply(result, self._clock())
+        self._metrics.count_collectives(step.result.collectives or {})
+        updates = scheduler.apply(step.result, self._clock())
         if self._kv_events is not None:
             self._kv_events.flush()
-        self._set_plan_time(arrived)
-        self._metrics.count_phase("apply", self._clock() - arrived)
-        self._metrics.count_phase("transit", transit_s)
+        self._steps.set_plan_time(step.ended_at, may_plan_ahead=scheduler.may_plan_ahead)
+        self._metrics.count_phase("apply", self._clock() - step.ended_at)
         return updates
-
-    def _set_plan_time(self, began_at: float) -> None:
-        """Choose when to plan a step behind the one that has begun now, if it is the only one."""
-        assert self._scheduler is not None
-        self._plan_at, self._is_put_off = 0.0, False
-        if self._scheduler.may_plan_ahead and len(self._in_flight) == 1:
-            num_tokens = self._in_flight[0].num_tokens
-            if num_tokens and self._step_seconds.is_measured(num_tokens):
-                step_s = self._step_seconds.at(num_tokens)
-                plan_at = self._plan_time.due_at(began_at, step_s)
-                if plan_at > began_at:
-                    self._plan_at, self._is_put_off = plan_at, True
-
-    def _step_deadline_s(self, num_tokens: int) -> float:
-        """When to give a step up: far beyond what its tokens should take."""
-        predicted = self._step_seconds.at_most(num_tokens)
-        return max(self._scheduler_args.min_step_deadline_s, DEADLINE_FACTOR * predicted)
 
     # ------------------------------------------------------------------ the engine's life
 
     def follow(self) -> None:
         """Look for an engine or load one, if that is due, and see what has come of it."""
-        recovery = self._recovery
-        if self._opening is None and recovery.is_due:
-            self._opening_began_at = self._clock()
-            self._opening = self._executor.open(
-                replace=recovery.is_to_be_loaded, on_done=self._wake
-            )
-        if self._opening is not None and self._opening.is_done:
-            opening, self._opening = self._opening, None
+        recovery, search = self._recovery, self._search
+        if not search.is_under_way and recovery.is_due:
+            search.begin(replace=recovery.is_to_be_loaded)
+        if (opening := search.take_ended()) is not None:
             self._go_on_with(opening)
-        if self._is_opening_stuck and recovery.may(Event.STUCK):
-            self._give_up_opening()
+        if search.is_stuck and recovery.may(Event.STUCK):
+            self._give_up_search()
         if recovery.is_overdue:
             recovery.wait_no_longer(self._num_live)
             self._fail_all_if_down()
@@ -388,10 +315,10 @@ class Replica:
         if self._recovery.state is State.STOPPED:
             reload.fail(SHUTTING_DOWN)
             return True
-        if self._is_opening_stuck and self.down_reason is not None:
+        if self._search.is_stuck and self.down_reason is not None:
             reload.fail(self.down_reason)
             return True
-        if self._opening is not None or not self._recovery.may(Event.ORDERED):
+        if self._search.is_under_way or not self._recovery.may(Event.ORDERED):
             return False
         try:
             reload.install()
@@ -410,9 +337,9 @@ class Replica:
         The state is not touched: whatever made it useless must not keep anybody waiting.
         """
         self._scheduler = None
-        self._in_flight.clear()
+        self._steps.give_up()
         if self._recovery.state is State.RELOADING:
-            self._is_opening_void = self._opening is not None
+            self._search.discard()
             self._miss(error)
         else:
             self._recovery.doubt()
@@ -423,14 +350,13 @@ class Replica:
         """Let go of the engine."""
         if self._reload is not None:
             self._end_reload(self._reload.undo(SHUTTING_DOWN))
-        self._in_flight.clear()
+        self._steps.give_up()
         self._recovery.stop()
         self._executor.close()
 
     def _go_on_with(self, opening: Opening) -> None:
         """Serve with the engine that was opened, or take note that there is none."""
-        is_void, self._is_opening_void = self._is_opening_void, False
-        if is_void or self._recovery.state is State.STOPPED:
+        if self._recovery.state is State.STOPPED:
             return
         try:
             info = opening.result()
@@ -461,13 +387,7 @@ class Replica:
             self._end_reload(f"{reload.reason}; {self.down_reason}")
         self._fail_all_if_down()
 
-    @property
-    def _is_opening_stuck(self) -> bool:
-        """Whether an engine has been looked for or loaded for longer than may be."""
-        seconds = self._clock() - self._opening_began_at
-        return self._opening is not None and seconds >= self._scheduler_args.load_timeout_s
-
-    def _give_up_opening(self) -> None:
+    def _give_up_search(self) -> None:
         """Nobody waits any longer for what is being opened; it is welcome all the same, later.
 
         Unless a reload ordered it: that fails, and the configuration is the old one again.
@@ -475,7 +395,8 @@ class Replica:
         error = EngineDiedError(
             f"it was not loaded within {self._scheduler_args.load_timeout_s:g} s"
         )
-        self._is_opening_void |= self._recovery.state is State.RELOADING
+        if self._recovery.state is State.RELOADING:
+            self._search.discard()
         self._recovery.give_up(error, self._num_live)
         if self._reload is not None:
             reason = self._reload.reason or self._reload.undo(str(error))
@@ -501,7 +422,7 @@ class Replica:
 
     def _start_over(self) -> None:
         """Give up the steps in flight: the next engine computes everything anew."""
-        self._in_flight.clear()
+        self._steps.give_up()
         if self._scheduler is not None:
             self._scheduler.reset()
 
@@ -518,8 +439,7 @@ class Replica:
         if self._scheduler is not None and args == self.engine_args:
             self._scheduler.reset(limits, epoch=info.epoch, tiers=tiers)
         else:
-            # What was learned of the times of steps, and of drafts, was true of another engine.
-            self._step_seconds, self._plan_time = CostCurve(), PlanTime()
+            self._steps.forget_times()
             new = make_scheduler(
                 args,
                 self._scheduler_args,
