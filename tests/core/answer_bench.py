@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from charonia.core.admission import GenerationRequest
 from charonia.core.answers import AnswerCache
 from charonia.core.engine_core import EngineCore
-from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.tenants import Tenants
 from charonia.core.output.outputs import OutputStream
 from charonia.protocol import SamplingParams
@@ -85,29 +84,31 @@ class AnswerBench(Bench):
 
     def restart_scheduler(self) -> None:
         tenants = self._tenants or Tenants(log=self.lines.append)
-        self.core = EngineCore(
+        make_core = partial(
+            EngineCore,
             self.executor,
             self._engine_args,
             self._scheduler_args,
             partial(OutputStream, tokenizer=self.tokenizer),
-            deliver=lambda chunk: self.answers.take(chunk),
             clock=lambda: self.now,
             log=self.lines.append,
-            on_started=lambda key: self.answers.note_started(key),
-            on_first_token=lambda key: self.answers.note_first_token(key),
             tenants=tenants,
         )
         self.answers = AnswerCache(
-            self.core,
+            make_core,
             self._scheduler_args,
-            Attainment(tenants, self.core.metrics),
-            deliver=self._take,
-            on_started=self.started.append,
-            on_joined=self.joined.append,
+            self,
             clock=lambda: self.now,
             log=self.lines.append,
             similar=self.similar if self._scheduler_args.semantic_cache_threshold else None,
         )
+        self.core = self.answers.core
+
+    def on_started(self, key: str) -> None:
+        self.started.append(key)
+
+    def on_joined(self, key: str) -> None:
+        self.joined.append(key)
 
     def ask(self, key: str, prompt: list[int] | None = None, **values: Any) -> None:
         """Take a request in; what is no field of it is a sampling parameter."""

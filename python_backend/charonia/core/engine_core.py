@@ -3,11 +3,11 @@
 Owns every request from its coming to its end: those that wait until they can be placed on the
 replica, the streams of those that were, their time limits, and an operator's order of another
 engine. Has no thread and no queue; its caller adds requests, calls `step` and gets chunks through
-`deliver`. Must not know Triton, nor how a step or an engine fails: that is `replica`'s.
+`RequestEvents`. Must not know Triton, nor how a step or an engine fails: that is `replica`'s.
 
-    add() ──► held ──place──► Replica ──updates──► streams ──► deliver()
+    add() ──► held ──place──► Replica ──updates──► streams ──► on_chunk()
                 │                │ cannot go on       │
-                └────────────────┴── time, cancel ────┴──► deliver(): an error, once
+                └────────────────┴── time, cancel ────┴──► on_chunk(): an error, once
 
 `step` never waits for an engine, so that time runs and requests are cancelled in every state of it:
 
@@ -30,13 +30,14 @@ from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.deadlines import Deadlines
 from charonia.core.gate.tenants import Tenants
 from charonia.core.metrics.metrics import Metrics
-from charonia.core.output.outputs import Chunk, MakeStream
+from charonia.core.output.outputs import MakeStream
 from charonia.core.output.streams import OutputStreams
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
 from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN
 from charonia.core.replica.reload import Reload
 from charonia.core.replica.replica import Replica
+from charonia.core.request_events import RequestEvents
 from charonia.core.scheduler_factory import rejects_late
 from charonia.errors import (
     CharoniaError,
@@ -62,19 +63,20 @@ class _Held(NamedTuple):
 
 
 class EngineCore:
-    """Serves requests on any executor and survives its failures.
+    """Serves requests on any executor and survives its failures. Implements `ReplicaEvents`.
 
     Args:
         make_stream: makes the output of a sample, of text mostly.
-        deliver: called with every chunk, in this caller's thread; must return quickly.
+        events: told what becomes of each request.
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `step` has something to do that nobody else tells of.
-        on_started: called with a request's key when its first step begins, on_first_token: when a
-            shared one has its first token, be it held back.
         tenants: what holds for each; None has all alike.
         kv_events: told what the prefix cache holds; None where nobody listens.
         journal, hash_secret: see `Replica`.
+
+    Attributes:
+        metrics, attainment: of all requests since the start, and of each tenant's.
     """
 
     def __init__(
@@ -83,14 +85,12 @@ class EngineCore:
         engine_args: EngineArgs,
         scheduler_args: SchedulerArgs,
         make_stream: MakeStream,
+        events: RequestEvents,
         *,
-        deliver: Callable[[Chunk], None],
         clock: Callable[[], float],
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None = None,
         wake: Callable[[], None] = lambda: None,
-        on_started: Callable[[str], None] = lambda _: None,
-        on_first_token: Callable[[str], None] = lambda _: None,
         tenants: Tenants | None = None,
         kv_events: KVEvents | None = None,
         journal: Journal | None = None,
@@ -98,16 +98,13 @@ class EngineCore:
     ) -> None:
         tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
+        self.attainment = Attainment(tenants, self.metrics)
+        self._events = events
         self._scheduler_args = scheduler_args
         self._clock = clock
         self._log = log
         self._streams = OutputStreams(
-            make_stream,
-            self.metrics,
-            Attainment(tenants, self.metrics),
-            deliver=deliver,
-            clock=clock,
-            on_first_token=on_first_token,
+            make_stream, events, self.metrics, self.attainment, clock=clock
         )
         self._updates: list[Update] = []
         self._held: dict[str, _Held] = {}
@@ -118,9 +115,8 @@ class EngineCore:
             executor,
             engine_args,
             scheduler_args,
+            events=self,
             metrics=self.metrics,
-            fail=self._fail,
-            on_started=on_started,
             weight_of=tenants.weight_of,
             clock=clock,
             log=log,
@@ -201,7 +197,7 @@ class EngineCore:
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: GenerationRequest, arrived_at: float | None = None) -> None:
-        """Take a request in that was checked; what becomes of it comes through `deliver`.
+        """Take a request in that was checked; what becomes of it is told by events.
 
         Args:
             arrived_at: when it came, by the clock; None is now. Its time runs from then on.
@@ -378,6 +374,20 @@ class EngineCore:
                 self._deadlines.remove(key)
         self.metrics.count_phase("deliver", self._clock() - now)
 
+    # ------------------------------------------------------------------ from the replica
+
+    def on_started(self, key: str) -> None:
+        """See `ReplicaEvents`."""
+        self._events.on_started(key)
+
+    def on_failed(self, key: str, error: CharoniaError) -> None:
+        """See `ReplicaEvents`."""
+        if isinstance(error, RequestQuarantinedError):
+            request_id = self._streams.request_id(key)
+            self.metrics.count("charonia_requests_quarantined_total")
+            self._log(event("request_quarantined", key=key, request_id=request_id))
+        self._end(key, error)
+
     # ------------------------------------------------------------------ ends
 
     def _note_cancelled(self, key: str) -> None:
@@ -398,14 +408,6 @@ class EngineCore:
             self._deadlines.remove(request.key)
             del self._held[request.key]
             self._streams.cancel_unopened(request, held.arrived_at)
-
-    def _fail(self, key: str, error: CharoniaError) -> None:
-        """A request cannot go on where it is."""
-        if isinstance(error, RequestQuarantinedError):
-            request_id = self._streams.request_id(key)
-            self.metrics.count("charonia_requests_quarantined_total")
-            self._log(event("request_quarantined", key=key, request_id=request_id))
-        self._end(key, error)
 
     def _fail_all(self, error: CharoniaError) -> None:
         for key in [*self._streams, *self._held]:

@@ -4,11 +4,11 @@ Owns which requests are computed once for several clients, the time limits and t
 these, and when an answer is kept. Has no thread: its caller is the core's. Must not know steps, nor
 Triton.
 
-    add() ──► kept? ──────────────────────────► deliver(): all of it
-          ├─► an equal one runs? join it ─────► deliver(): what came so far, and then what comes
-          └─► SharedComputation ─► a similar prompt's? ──► deliver(): all of it, to each subscriber
-                └─► EngineCore ─► take() ─────► deliver(): to each subscriber
-                                   └─ complete ─► kept
+    add() ──► kept? ──────────────────────────► on_chunk(): all of it
+          ├─► an equal one runs? join it ─────► on_chunk(): what came so far, and then what comes
+          └─► SharedComputation ─► a similar prompt's? ─► on_chunk(): all of it, for each subscriber
+                └─► EngineCore ─► on_chunk() ─► on_chunk(): for each subscriber
+                                     └─ complete ─► kept
 
 A computation belongs to nobody. It has no time limit; its subscribers have theirs, and it ends when
 the last of them leaves. What is not cacheable passes through.
@@ -39,9 +39,10 @@ from charonia.core.answers.shared_computation import (
 )
 from charonia.core.answers.similar import Match, SimilarPrompts
 from charonia.core.engine_core import EngineCore
-from charonia.core.gate.attainment import Attainment, RequestEnd
+from charonia.core.gate.attainment import RequestEnd
 from charonia.core.gate.deadlines import Deadlines
 from charonia.core.output.outputs import Chunk, Timing
+from charonia.core.request_events import RequestEvents
 from charonia.errors import (
     CharoniaError,
     RequestCancelledError,
@@ -54,42 +55,36 @@ SHARED = "/shared"
 """Ends the core's name of what is computed for several."""
 
 
-class AnswerCache:
-    """Answers requests from others' answers, or has the core compute them.
+class AnswerCache(RequestEvents):
+    """Answers requests from others' answers, or has the core compute them, and listens to that.
 
     Args:
-        core: whose chunks come to `take`, and what it starts to `note_started`.
-        attainment: of the tenants.
-        deliver: called with every chunk, in this caller's thread; must return quickly.
-        on_started: called with a request's key when its first step begins, on_joined: when it waits
-            for no step of its own.
+        make_core: makes it, with whom its events are told to.
+        events: told what becomes of each request.
         clock: seconds, monotonic. log: takes one line.
         similar: finds prompts that mean much the same; None where only equal ones count.
+
+    Attributes:
+        core: what computes.
     """
 
     def __init__(
         self,
-        core: EngineCore,
+        make_core: Callable[[RequestEvents], EngineCore],
         args: SchedulerArgs,
-        attainment: Attainment,
+        events: RequestEvents,
         *,
-        deliver: Callable[[Chunk], None],
-        on_started: Callable[[str], None],
-        on_joined: Callable[[str], None],
         clock: Callable[[], float],
         log: Callable[[str], None],
         similar: SimilarPrompts | None = None,
     ) -> None:
-        self._core = core
+        self.core = make_core(self)
         self._is_on = args.answer_cache_bytes is not None
         self._store = AnswerStore(
             args.answer_cache_bytes or 0, args.answer_cache_ttl_s, self._note_evicted
         )
-        self._metrics = core.metrics
-        self._attainment = attainment
-        self._deliver = deliver
-        self._on_started = on_started
-        self._on_joined = on_joined
+        self._metrics = self.core.metrics
+        self._events = events
         self._clock = clock
         self._log = log
         self._similar = similar
@@ -114,14 +109,14 @@ class AnswerCache:
         return prompt_digest(request.prompt_ids) if is_cacheable and not request.is_probe else None
 
     def add(self, request: GenerationRequest, arrived_at: float, digest: bytes | None) -> None:
-        """Take a request in that was checked; what becomes of it comes through `deliver`.
+        """Take a request in that was checked; what becomes of it is told by events.
 
         Args:
             arrived_at: when it came, by the clock. digest: see `digest_of`.
         """
         self._look()
         if self._revision is None or digest is None:
-            self._core.add(request, arrived_at)
+            self.core.add(request, arrived_at)
             return
         key = scope_of(request.params, self._revision) + digest
         subscriber = Subscriber(request, arrived_at)
@@ -138,11 +133,11 @@ class AnswerCache:
         """End a request at its client's wish; one that is not live is none of our business."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
-            self._core.cancel(key)
+            self.core.cancel(key)
             return
         shared = subscriber.computation
         if shared.is_computed and len(shared.subscribers) == 1:
-            self._core.cancel(shared.key)  # it has what was held back, too
+            self.core.cancel(shared.key)  # it has what was held back, too
         else:
             self._leave(subscriber, RequestCancelledError("the request was cancelled"))
         self._note_cancelled(subscriber)
@@ -151,9 +146,9 @@ class AnswerCache:
         """End a request with an error; nothing happens when it is not live."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
-            self._core.end(key, error)
+            self.core.end(key, error)
         elif (shared := subscriber.computation).is_computed and len(shared.subscribers) == 1:
-            self._core.end(shared.key, error)
+            self.core.end(shared.key, error)
         else:
             self._leave(subscriber, error)
 
@@ -161,7 +156,7 @@ class AnswerCache:
         """End some samples of a request at its client's wish, without an error; see the core's."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
-            self._core.cancel_samples(key, indexes)
+            self.core.cancel_samples(key, indexes)
             return
         params, shared = subscriber.request.params, subscriber.computation
         wanted = subscriber.open.intersection(indexes)
@@ -171,7 +166,7 @@ class AnswerCache:
             self._close_to_others(shared)
             # With those that it left to others, who have gone: the core is to see the last one end.
             left = subscriber.open.difference(wanted)
-            self._core.cancel_samples(shared.key, set(range(params.n)) - left)
+            self.core.cancel_samples(shared.key, set(range(params.n)) - left)
         else:
             self._leave(subscriber, None, wanted)
         if not subscriber.open and subscriber.reason == "cancelled":
@@ -226,30 +221,30 @@ class AnswerCache:
         gauges["charonia_answer_cache_answers", ""] = len(self._store)
         gauges["charonia_answer_cache_bytes", ""] = self._store.num_bytes
 
-    def note_started(self, key: str) -> None:
-        """The core has begun to compute a request."""
+    def on_started(self, key: str) -> None:
+        """See `RequestEvents`."""
         shared = self._computations.get(key)
         if shared is None:
-            self._on_started(key)
+            self._events.on_started(key)
         elif shared.started_at is None:
             shared.started_at = self._clock()
             for subscriber in shared.subscribers:
-                self._on_started(subscriber.key)
+                self._events.on_started(subscriber.key)
 
-    def note_first_token(self, key: str) -> None:
-        """What the core computes for several has its first token, which may be held back."""
+    def on_first_token(self, key: str) -> None:
+        """See `RequestEvents`."""
         shared = self._computations.get(key)
         if shared is not None:
             shared.has_token = True
             for subscriber in shared.subscribers:
                 self._observe_first_token(subscriber)
 
-    def take(self, chunk: Chunk) -> None:
-        """Take a chunk of the core's, and deliver it to all who want it."""
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See `RequestEvents`; a chunk goes to all who want it."""
         shared = self._computations.get(chunk.key)
         if shared is None:
             if not chunk.key.endswith(SHARED):
-                self._deliver(chunk)
+                self._events.on_chunk(chunk)
             return
         now = self._clock()
         if chunk.ends_sample:
@@ -270,7 +265,7 @@ class AnswerCache:
         While there is none it is as if the last one served: what begins now is its own only if
         it is of the same revision.
         """
-        core = self._core
+        core = self.core
         if not (self._is_on and core.is_up):
             return
         info, args, limits = core.info, core.engine_args, core.limits
@@ -288,7 +283,7 @@ class AnswerCache:
                 shared.is_own = False
 
     def _kept(self, key: bytes, request: GenerationRequest) -> Answer | None:
-        if not self._core.is_up:  # the next engine may be another one
+        if not self.core.is_up:  # the next engine may be another one
             return None
         return self._store.get(key, self._clock(), needs_scores=request.counts_logprobs)
 
@@ -303,7 +298,7 @@ class AnswerCache:
 
     def _has_order(self, request: GenerationRequest) -> bool:
         """Whether a request's deadline says when it is served, so that it cannot be another's."""
-        is_by_deadline = self._core.engine_args.scheduling_policy == "deadline"
+        is_by_deadline = self.core.engine_args.scheduling_policy == "deadline"
         return is_by_deadline and request.params.deadline_ms is not None
 
     def _begin(self, subscriber: Subscriber, answer_key: bytes) -> None:
@@ -329,7 +324,7 @@ class AnswerCache:
     def _compute(self, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_misses_total")
         shared.is_computed = True
-        self._core.add(shared.request, shared.arrived_at)
+        self.core.add(shared.request, shared.arrived_at)
 
     def _looks_for_similar(self, shared: SharedComputation) -> bool:
         """Look for a prompt that means much the same, if that may be; see `_settle`."""
@@ -360,7 +355,7 @@ class AnswerCache:
     def _join(self, subscriber: Subscriber, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_hits_total", label="joined")
         self._subscribe(subscriber, shared)
-        self._on_joined(subscriber.key)
+        self._events.on_joined(subscriber.key)
         if shared.has_token:
             self._observe_first_token(subscriber)
         now = self._clock()
@@ -392,7 +387,7 @@ class AnswerCache:
                 shared.subscribers.remove(subscriber)
                 self._maybe_deserted.append(shared)
             self._forget(subscriber, own, now)
-        self._deliver(own)
+        self._events.on_chunk(own)
 
     def _timing_so_far(self, subscriber: Subscriber, now: float) -> Timing:
         """Of one who ends before the computation does."""
@@ -402,7 +397,7 @@ class AnswerCache:
 
     def _give_whole(self, subscriber: Subscriber, answer: Answer, source: Source) -> None:
         """Deliver an answer that was kept."""
-        self._on_joined(subscriber.key)
+        self._events.on_joined(subscriber.key)
         now = self._clock()
         waited_s = now - subscriber.arrived_at
         timing = timing_of_cached(source, waited_s, waited_s, waited_s)
@@ -414,7 +409,7 @@ class AnswerCache:
             if own.is_final:
                 own = msgspec.structs.replace(own, timing=timing)
                 self._forget(subscriber, own, now)
-            self._deliver(own)
+            self._events.on_chunk(own)
 
     def _note_evicted(self, key: bytes, why: Eviction) -> None:
         self._metrics.count("charonia_answer_cache_evicted_total", label=why)
@@ -470,7 +465,7 @@ class AnswerCache:
             has_started = subscriber.computation.started_at is not None
             if is_until_start and has_started:
                 continue
-            error = self._core.overdue(is_until_start=is_until_start, has_started=has_started)
+            error = self.core.overdue(is_until_start=is_until_start, has_started=has_started)
             self.end(key, error)
 
     def _end_deserted(self) -> None:
@@ -480,10 +475,10 @@ class AnswerCache:
             if not shared.is_computed:
                 continue
             if not shared.subscribers:
-                self._core.end(shared.key, RequestCancelledError("nobody wants the other samples"))
+                self.core.end(shared.key, RequestCancelledError("nobody wants the other samples"))
             elif unwanted := shared.open.difference(*(one.open for one in shared.subscribers)):
                 self._close_to_others(shared)
-                self._core.cancel_samples(shared.key, unwanted)
+                self.core.cancel_samples(shared.key, unwanted)
 
     def _leave(
         self,
@@ -507,7 +502,7 @@ class AnswerCache:
         for chunk in subscriber.end(indexes, error, self._timing_so_far(subscriber, now)):
             if chunk.is_final:
                 self._forget(subscriber, chunk, now)
-            self._deliver(chunk)
+            self._events.on_chunk(chunk)
 
     def _observe_first_token(self, subscriber: Subscriber) -> None:
         """There is a first token for a request, at this moment."""
@@ -531,7 +526,7 @@ class AnswerCache:
             num_prompt=len(request.prompt_ids),
             num_tokens=sum(subscriber.num_tokens),
         )
-        self._attainment.note_end(
+        self.core.attainment.note_end(
             RequestEnd(
                 tenant=request.params.tenant,
                 reason=reason,

@@ -12,6 +12,7 @@ from charonia.core.admission import GenerationRequest
 from charonia.core.gate.attainment import Attainment, RequestEnd
 from charonia.core.metrics.metrics import Metrics
 from charonia.core.output.outputs import Chunk, MakeStream, SampleStream, SampleStreams
+from charonia.core.request_events import RequestEvents
 from charonia.errors import CharoniaError
 
 
@@ -20,26 +21,24 @@ class OutputStreams:
 
     Args:
         make_stream: makes that of a sample.
-        deliver: called with every chunk; must return quickly. clock: seconds, monotonic.
-        on_first_token: called with the key of a shared request when it has its first token.
+        events: told of every chunk, and of a shared request's first token.
+        clock: seconds, monotonic.
     """
 
     def __init__(
         self,
         make_stream: MakeStream,
+        events: RequestEvents,
         metrics: Metrics,
         attainment: Attainment,
         *,
-        deliver: Callable[[Chunk], None],
         clock: Callable[[], float],
-        on_first_token: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._make_stream = make_stream
         self._metrics = metrics
         self._attainment = attainment
-        self._deliver = deliver
+        self._events = events
         self._clock = clock
-        self._on_first_token = on_first_token
         self._streams: dict[str, SampleStreams] = {}
         self._names: dict[str, tuple[str, str]] = {}  # key: request id and tenant
         self._shared: set[str] = set()  # keys of those that others count
@@ -127,7 +126,7 @@ class OutputStreams:
         if not streams.open:
             self._forget(key, streams.reason, now)
         for chunk in chunks:
-            self._deliver(chunk)
+            self._events.on_chunk(chunk)
         return index not in streams.open and update.finish_reason is None
 
     def cancel(self, key: str, indexes: Collection[int]) -> None:
@@ -138,7 +137,7 @@ class OutputStreams:
         if not streams.open:
             self._forget(key, streams.reason, now)
         for chunk in chunks:
-            self._deliver(chunk)
+            self._events.on_chunk(chunk)
 
     def fail(self, key: str, error: CharoniaError) -> None:
         """End a live request with an error."""
@@ -146,19 +145,19 @@ class OutputStreams:
         streams = self._streams[key]
         self._forget(key, error.kind, now)
         for chunk in streams.fail(error, now):
-            self._deliver(chunk)
+            self._events.on_chunk(chunk)
 
     def refuse(self, request: GenerationRequest, arrived_at: float, error: CharoniaError) -> None:
         """End a request with an error that was taken in and is not live."""
         self._forget_unopened(request, arrived_at, error.kind)
-        self._deliver(Chunk(request.key, error=error))
+        self._events.on_chunk(Chunk(request.key, error=error))
 
     def cancel_unopened(self, request: GenerationRequest, arrived_at: float) -> None:
         """End a request that was taken in and is not live, and of which no sample is wanted."""
         self._forget_unopened(request, arrived_at, "cancelled")
         num_samples = request.params.num_samples
         for index in range(num_samples):
-            self._deliver(
+            self._events.on_chunk(
                 Chunk(
                     request.key,
                     finish_reason="cancelled",
@@ -241,7 +240,7 @@ class OutputStreams:
         if last_at is None:
             key = stream.request.group.key
             if is_first and key in self._shared:
-                self._on_first_token(key)
+                self._events.on_first_token(key)
             elif is_first:
                 waited = now - stream.request.arrived_at
                 self._metrics.observe_request("charonia_time_to_first_token_seconds", waited)

@@ -15,6 +15,7 @@ Nothing here waits for an engine: it is looked for and loaded elsewhere (`Execut
 
 import os
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -55,12 +56,23 @@ from charonia.events import event
 from charonia.protocol import EngineInfo, Executor, Opening
 
 
+class ReplicaEvents(Protocol):
+    """What a replica tells of the requests that it has, by the keys of their groups."""
+
+    def on_started(self, key: str) -> None:
+        """The first step of a request begins."""
+        ...
+
+    def on_failed(self, key: str, error: CharoniaError) -> None:
+        """A request cannot go on here: to be ended now, with `finish` of all its samples."""
+        ...
+
+
 class Replica:
     """Runs requests on one engine, and on the next one when that is lost or replaced.
 
     Args:
-        fail: called with the key of a request that cannot go on here, and why; ends it.
-        on_started: called with the key of a request that its first step begins with.
+        events: told within calls, in their thread.
         weight_of: of a tenant, for fair shares.
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
@@ -79,9 +91,8 @@ class Replica:
         engine_args: EngineArgs,
         scheduler_args: SchedulerArgs,
         *,
+        events: ReplicaEvents,
         metrics: Metrics,
-        fail: Callable[[str, CharoniaError], None],
-        on_started: Callable[[str], None],
         weight_of: Callable[[str], float],
         clock: Callable[[], float],
         log: Callable[[str], None],
@@ -95,8 +106,7 @@ class Replica:
         self._executor = executor
         self._scheduler_args = scheduler_args
         self._metrics = metrics
-        self._fail = fail
-        self._on_started = on_started
+        self._events = events
         self._weight_of = weight_of
         self._clock = clock
         self._log = log
@@ -243,11 +253,11 @@ class Replica:
             steps.begin_plan(now)
             plan = scheduler.plan(now)
             for late in scheduler.take_late():
-                self._fail(late.request.group.key, _late_error(late))
+                self._events.on_failed(late.request.group.key, _late_error(late))
             if plan is None:
                 return
             for request in scheduler.take_started():
-                self._on_started(request.group.key)
+                self._events.on_started(request.group.key)
             steps.submit(plan, may_plan_ahead=scheduler.may_plan_ahead)
 
     def collect(self, wait_s: float) -> list[Update]:
@@ -417,7 +427,7 @@ class Replica:
         self._start_over()
         if guilty is not None:
             quarantine = "the request stops the engine each time it runs"
-            self._fail(guilty.group.key, RequestQuarantinedError(quarantine))
+            self._events.on_failed(guilty.group.key, RequestQuarantinedError(quarantine))
         self._fail_all_if_down()
 
     def _start_over(self) -> None:
@@ -434,7 +444,7 @@ class Replica:
         if self._scheduler is not None:
             for request in list(self._scheduler.requests):
                 if reason := misfit(request, info, limits):
-                    self._fail(request.group.key, UnavailableError(reason))
+                    self._events.on_failed(request.group.key, UnavailableError(reason))
         tiers = None if info.kept is None else Tiers(info.kept, self._stats)
         if self._scheduler is not None and args == self.engine_args:
             self._scheduler.reset(limits, epoch=info.epoch, tiers=tiers)
@@ -505,7 +515,7 @@ class Replica:
         """Nobody waits in vain for an engine."""
         if self.down_reason is not None and self._scheduler is not None:
             for request in list(self._scheduler.requests):
-                self._fail(request.group.key, self.unavailable)
+                self._events.on_failed(request.group.key, self.unavailable)
 
 
 def _late_error(late: Late) -> LateRequestError:
