@@ -1,8 +1,7 @@
 """Requests that may have another one's answer, above the core that computes all others.
 
-Owns which requests are computed once for several clients, the time limits and the end of each of
-these, and when an answer is kept. Has no thread: its caller is the core's. Must not know steps, nor
-Triton.
+Owns which requests are computed once for several clients, when each of these ends, and when an
+answer is kept. Has no thread: its caller is the core's. Must not know steps, nor Triton.
 
     add() ──► kept? ──────────────────────────► on_chunk(): all of it
           ├─► an equal one runs? join it ─────► on_chunk(): what came so far, and then what comes
@@ -27,9 +26,9 @@ from charonia.core.answers.answer_key import (
     prompt_digest,
     revision_of,
     scope_of,
-    scope_of_key,
 )
-from charonia.core.answers.answer_store import Answer, AnswerStore, Eviction
+from charonia.core.answers.answer_store import Answer
+from charonia.core.answers.kept_answers import KeptAnswers
 from charonia.core.answers.shared_computation import (
     SharedComputation,
     Source,
@@ -38,17 +37,15 @@ from charonia.core.answers.shared_computation import (
     whole_answer,
 )
 from charonia.core.answers.similar import Match, SimilarPrompts
+from charonia.core.answers.subscribers import Subscribers
 from charonia.core.engine_core import EngineCore
-from charonia.core.gate.attainment import RequestEnd
-from charonia.core.gate.deadlines import Deadlines
-from charonia.core.output.outputs import Chunk, Timing
+from charonia.core.output.outputs import Chunk
 from charonia.core.request_events import RequestEvents
 from charonia.errors import (
     CharoniaError,
     RequestCancelledError,
     ShuttingDownError,
 )
-from charonia.events import event
 from charonia.protocol import EngineInfo
 
 SHARED = "/shared"
@@ -80,21 +77,16 @@ class AnswerCache(RequestEvents):
     ) -> None:
         self.core = make_core(self)
         self._is_on = args.answer_cache_bytes is not None
-        self._store = AnswerStore(
-            args.answer_cache_bytes or 0, args.answer_cache_ttl_s, self._note_evicted
-        )
         self._metrics = self.core.metrics
+        self._kept = KeptAnswers(args, self._metrics, similar)
         self._events = events
         self._clock = clock
-        self._log = log
-        self._similar = similar
         self._threshold = args.semantic_cache_threshold or 1.0
         self._computations: dict[str, SharedComputation] = {}  # by the core's key
         self._num_computations = 0  # so far
         self._joinable: dict[bytes, SharedComputation] = {}  # by that of the answer
-        self._subscribers: dict[str, Subscriber] = {}
+        self._subscribers = Subscribers(self._metrics, self.core.attainment, clock=clock, log=log)
         self._maybe_deserted: list[SharedComputation] = []
-        self._deadlines = Deadlines()
         self._seen: tuple[EngineInfo, EngineArgs, int] | None = None
         self._revision: bytes | None = None
 
@@ -120,7 +112,7 @@ class AnswerCache(RequestEvents):
             return
         key = scope_of(request.params, self._revision) + digest
         subscriber = Subscriber(request, arrived_at)
-        answer = self._kept(key, request)
+        answer = self._kept_for(key, request)
         if answer is not None:
             self._metrics.count("charonia_answer_cache_hits_total", label="exact")
             self._give_whole(subscriber, answer, Source("exact"))
@@ -140,7 +132,7 @@ class AnswerCache(RequestEvents):
             self.core.cancel(shared.key)  # it has what was held back, too
         else:
             self._leave(subscriber, RequestCancelledError("the request was cancelled"))
-        self._note_cancelled(subscriber)
+        self._subscribers.note_cancelled(subscriber)
 
     def end(self, key: str, error: CharoniaError) -> None:
         """End a request with an error; nothing happens when it is not live."""
@@ -170,20 +162,7 @@ class AnswerCache(RequestEvents):
         else:
             self._leave(subscriber, None, wanted)
         if not subscriber.open and subscriber.reason == "cancelled":
-            self._note_cancelled(subscriber)
-
-    def _note_cancelled(self, subscriber: Subscriber) -> None:
-        """Count a request that its client has cancelled, and what it got until then."""
-        self._metrics.count("charonia_cancellations_total")
-        request, num_tokens = subscriber.request, sum(subscriber.num_tokens)
-        self._log(
-            event(
-                "request_cancelled",
-                key=request.key,
-                request_id=request.request_id,
-                tokens=num_tokens,
-            )
-        )
+            self._subscribers.note_cancelled(subscriber)
 
     def close(self) -> None:
         """End what the core does not know; it ends all else."""
@@ -196,12 +175,8 @@ class AnswerCache(RequestEvents):
 
         What is computed is not looked at: whatever made it useless must not keep anybody waiting.
         """
-        subscribers, now = self._subscribers.values(), self._clock()
-        self._computations, self._joinable, self._subscribers = {}, {}, {}
-        self._maybe_deserted = []
-        self._deadlines = Deadlines()
-        for subscriber in subscribers:
-            self._count_end(subscriber, error.kind, now)
+        self._computations, self._joinable, self._maybe_deserted = {}, {}, []
+        self._subscribers.abandon(error)
 
     # ------------------------------------------------------------------ from the core
 
@@ -214,12 +189,10 @@ class AnswerCache(RequestEvents):
         if self._is_on:
             self._look()
             now = self._clock()
-            self._store.expire(now)
+            self._kept.expire(now)
             self._expire(now)
             self._end_deserted()
-        gauges = self._metrics.gauges
-        gauges["charonia_answer_cache_answers", ""] = len(self._store)
-        gauges["charonia_answer_cache_bytes", ""] = self._store.num_bytes
+        self._kept.show_metrics()
 
     def on_started(self, key: str) -> None:
         """See `RequestEvents`."""
@@ -237,7 +210,7 @@ class AnswerCache(RequestEvents):
         if shared is not None:
             shared.has_token = True
             for subscriber in shared.subscribers:
-                self._observe_first_token(subscriber)
+                self._subscribers.note_first_token(subscriber)
 
     def on_chunk(self, chunk: Chunk) -> None:
         """See `RequestEvents`; a chunk goes to all who want it."""
@@ -282,10 +255,10 @@ class AnswerCache(RequestEvents):
             for shared in self._computations.values():
                 shared.is_own = False
 
-    def _kept(self, key: bytes, request: GenerationRequest) -> Answer | None:
+    def _kept_for(self, key: bytes, request: GenerationRequest) -> Answer | None:
         if not self.core.is_up:  # the next engine may be another one
             return None
-        return self._store.get(key, self._clock(), needs_scores=request.counts_logprobs)
+        return self._kept.get(key, request, self._clock())
 
     def _computation_for(self, key: bytes, request: GenerationRequest) -> SharedComputation | None:
         """One that a request may join; None where it is better off alone."""
@@ -318,20 +291,13 @@ class AnswerCache(RequestEvents):
         if may_join:
             self._joinable[answer_key] = shared
         self._subscribe(subscriber, shared)
-        if not self._looks_for_similar(shared):
+        if not self._kept.ask_for_similar(shared, partial(self._settle, shared)):
             self._compute(shared)
 
     def _compute(self, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_misses_total")
         shared.is_computed = True
         self.core.add(shared.request, shared.arrived_at)
-
-    def _looks_for_similar(self, shared: SharedComputation) -> bool:
-        """Look for a prompt that means much the same, if that may be; see `_settle`."""
-        request, scope = shared.request, scope_of_key(shared.answer_key)
-        if self._similar is None or request.params.prompt_logprobs is not None:
-            return False  # another prompt has other log-probabilities
-        return self._similar.ask(scope, request.prompt_ids, partial(self._settle, shared))
 
     def _settle(self, shared: SharedComputation, match: Match | None) -> None:
         """What is nearest to a computation's prompt is known: take its answer, or compute one."""
@@ -342,7 +308,7 @@ class AnswerCache(RequestEvents):
         if match is not None:
             shared.vector = match.vector
             if match.key is not None and match.similarity >= self._threshold and shared.is_own:
-                answer = self._kept(match.key, shared.request)
+                answer = self._kept_for(match.key, shared.request)
         if match is None or answer is None:
             self._compute(shared)
             self._maybe_deserted.append(shared)  # of single samples
@@ -357,20 +323,14 @@ class AnswerCache(RequestEvents):
         self._subscribe(subscriber, shared)
         self._events.on_joined(subscriber.key)
         if shared.has_token:
-            self._observe_first_token(subscriber)
+            self._subscribers.note_first_token(subscriber)
         now = self._clock()
         for chunk in shared.pieces.so_far():
             self._give(subscriber, shared, chunk, now)
 
     def _subscribe(self, subscriber: Subscriber, shared: SharedComputation) -> None:
         subscriber.join(shared)
-        self._subscribers[subscriber.key] = subscriber
-        request, arrived_at = subscriber.request, subscriber.arrived_at
-        if request.timeout_s is not None:
-            expires_at = arrived_at + request.timeout_s
-            self._deadlines.add(request.key, expires_at, is_until_start=True)
-        if request.params.deadline_ms is not None:
-            self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
+        self._subscribers.add(subscriber)
 
     def _give(
         self, subscriber: Subscriber, shared: SharedComputation, chunk: Chunk, now: float
@@ -383,17 +343,11 @@ class AnswerCache(RequestEvents):
             own = msgspec.structs.replace(own, timing=shared.timing_for(subscriber, own.timing))
         if own.is_final:
             if not chunk.is_final:  # others want samples that it does without
-                own = msgspec.structs.replace(own, timing=self._timing_so_far(subscriber, now))
+                own = msgspec.structs.replace(own, timing=subscriber.timing_so_far(now))
                 shared.subscribers.remove(subscriber)
                 self._maybe_deserted.append(shared)
-            self._forget(subscriber, own, now)
+            self._subscribers.end(subscriber, own, now)
         self._events.on_chunk(own)
-
-    def _timing_so_far(self, subscriber: Subscriber, now: float) -> Timing:
-        """Of one who ends before the computation does."""
-        source = None if subscriber is subscriber.computation.leader else Source("joined")
-        queue_s, total_s = _queue_s(subscriber, now), now - subscriber.arrived_at
-        return timing_of_cached(source, queue_s, subscriber.first_token_s, total_s)
 
     def _give_whole(self, subscriber: Subscriber, answer: Answer, source: Source) -> None:
         """Deliver an answer that was kept."""
@@ -401,20 +355,15 @@ class AnswerCache(RequestEvents):
         now = self._clock()
         waited_s = now - subscriber.arrived_at
         timing = timing_of_cached(source, waited_s, waited_s, waited_s)
-        self._observe_first_token(subscriber)
+        self._subscribers.note_first_token(subscriber)
         for chunk in whole_answer(answer.pieces(), subscriber.request):
             own = subscriber.take(chunk, now)
             if own is None:  # its client does without this sample
                 continue
             if own.is_final:
                 own = msgspec.structs.replace(own, timing=timing)
-                self._forget(subscriber, own, now)
+                self._subscribers.end(subscriber, own, now)
             self._events.on_chunk(own)
-
-    def _note_evicted(self, key: bytes, why: Eviction) -> None:
-        self._metrics.count("charonia_answer_cache_evicted_total", label=why)
-        if self._similar is not None:
-            self._similar.forget(key)
 
     # ------------------------------------------------------------------ ends
 
@@ -422,29 +371,7 @@ class AnswerCache(RequestEvents):
         """A computation is over; its answer is kept where it is whole."""
         self._drop(shared)
         if shared.is_own and shared.pieces.is_complete(shared.request.params.n):
-            self._keep(shared, now)
-
-    def _keep(self, shared: SharedComputation, now: float) -> None:
-        key, similar, has_scores = (
-            shared.answer_key,
-            self._similar,
-            shared.request.counts_logprobs,
-        )
-        if not has_scores and self._store.get(key, now, needs_scores=True) is not None:
-            return  # it serves more requests than this one would
-        has_vector = similar is not None and shared.vector is not None
-        is_kept = self._store.put(
-            key,
-            shared.pieces.encoded(),
-            now,
-            has_scores=has_scores,
-            num_more_bytes=similar.bytes_per_prompt if similar and has_vector else 0,
-        )
-        if similar is not None and is_kept:
-            if has_vector:
-                similar.keep(scope_of_key(key), key, shared.vector)
-            else:  # there may be one of an answer whose place this has taken
-                similar.forget(key)
+            self._kept.keep(shared, now)
 
     def _drop(self, shared: SharedComputation) -> None:
         """Know a computation no more."""
@@ -458,7 +385,7 @@ class AnswerCache(RequestEvents):
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is over."""
-        for key, is_until_start in self._deadlines.take_due(now):
+        for key, is_until_start in self._subscribers.take_due(now):
             subscriber = self._subscribers.get(key)
             if subscriber is None:  # it had another limit, which is over as well
                 continue
@@ -499,46 +426,7 @@ class AnswerCache(RequestEvents):
             if not shared.subscribers:
                 self._drop(shared)
         self._maybe_deserted.append(shared)
-        for chunk in subscriber.end(indexes, error, self._timing_so_far(subscriber, now)):
+        for chunk in subscriber.end(indexes, error, subscriber.timing_so_far(now)):
             if chunk.is_final:
-                self._forget(subscriber, chunk, now)
+                self._subscribers.end(subscriber, chunk, now)
             self._events.on_chunk(chunk)
-
-    def _observe_first_token(self, subscriber: Subscriber) -> None:
-        """There is a first token for a request, at this moment."""
-        subscriber.first_at = self._clock()
-        waited_s = subscriber.first_at - subscriber.arrived_at
-        self._metrics.observe_request("charonia_time_to_first_token_seconds", waited_s)
-
-    def _forget(self, subscriber: Subscriber, last: Chunk, now: float) -> None:
-        """A request is over, and is counted."""
-        self._subscribers.pop(subscriber.key, None)
-        self._deadlines.remove(subscriber.key)
-        reason = subscriber.reason if last.error is None else last.error.kind
-        self._count_end(subscriber, reason, now)
-
-    def _count_end(self, subscriber: Subscriber, reason: str, now: float) -> None:
-        request = subscriber.request
-        self._metrics.count_end(
-            reason,
-            queue_s=_queue_s(subscriber, now),
-            total_s=now - subscriber.arrived_at,
-            num_prompt=len(request.prompt_ids),
-            num_tokens=sum(subscriber.num_tokens),
-        )
-        self.core.attainment.note_end(
-            RequestEnd(
-                tenant=request.params.tenant,
-                reason=reason,
-                first_token_s=subscriber.first_token_s,
-                inter_token_s=subscriber.inter_token_s,
-                has_deadline=request.params.deadline_ms is not None,
-            )
-        )
-
-
-def _queue_s(subscriber: Subscriber, now: float) -> float:
-    """How long it waited until something was computed for it, or its end."""
-    started_at = subscriber.computation.started_at if subscriber.has_computation else None
-    started_at = now if started_at is None else started_at
-    return max(0.0, started_at - subscriber.arrived_at)

@@ -115,11 +115,6 @@ class Subscriber:
         return self.request.key
 
     @property
-    def has_computation(self) -> bool:
-        """Whether it gets what is computed; else an answer that was kept."""
-        return self._computation is not None
-
-    @property
     def computation(self) -> "SharedComputation":
         """Whose chunks it gets."""
         assert self._computation is not None, "it gets an answer that was kept"
@@ -147,6 +142,17 @@ class Subscriber:
             if self.num_tokens[index] > 1:
                 found.append((last_at - first_at) / (self.num_tokens[index] - 1))
         return max(found, default=None)
+
+    def queue_s(self, now: float) -> float:
+        """How long it waited until something was computed for it, or its end."""
+        started_at = None if self._computation is None else self._computation.started_at
+        return max(0.0, (now if started_at is None else started_at) - self.arrived_at)
+
+    def timing_so_far(self, now: float) -> Timing:
+        """Its timing, where it ends before the computation does."""
+        source = None if self is self.computation.leader else Source("joined")
+        total_s = now - self.arrived_at
+        return timing_of_cached(source, self.queue_s(now), self.first_token_s, total_s)
 
     def take(self, chunk: Chunk, now: float) -> Chunk | None:
         """A chunk as its client gets it; None where that wants no more of the sample."""
