@@ -34,6 +34,7 @@ from charonia.core.recording.kv_events import KVEvents
 from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN
 from charonia.core.replica.reload import Reload
 from charonia.core.replica.replica import Replica
+from charonia.core.replica.schedulers import Schedulers
 from charonia.core.request_events import RequestEvents
 from charonia.core.request_registry import LiveRequest, RequestRegistry
 from charonia.core.scheduler_factory import rejects_late
@@ -63,7 +64,7 @@ class EngineCore:
         wake: called from any thread when `step` has something to do that nobody else tells of.
         tenants: what holds for each; None has all alike.
         kv_events: told what the prefix cache holds; None where nobody listens.
-        journal, hash_secret: see `Replica`.
+        journal, hash_secret: see `Schedulers`.
 
     Attributes:
         metrics, attainment: of all requests since the start, and of each tenant's.
@@ -103,16 +104,20 @@ class EngineCore:
             executor,
             engine_args,
             scheduler_args,
-            events=self,
+            Schedulers(
+                scheduler_args,
+                weight_of=tenants.weight_of,
+                cache_events=kv_events,
+                journal=journal,
+                hash_secret=hash_secret,
+            ),
+            self,
             metrics=self.metrics,
-            weight_of=tenants.weight_of,
             clock=clock,
             log=log,
             read_args=read_args,
             wake=wake,
             kv_events=kv_events,
-            journal=journal,
-            hash_secret=hash_secret,
         )
         self._set_gauges()
 
@@ -121,12 +126,12 @@ class EngineCore:
     @property
     def is_up(self) -> bool:
         """Whether there is an engine to run steps on."""
-        return self._replica.is_serving
+        return self._replica.recovery.is_serving
 
     @property
     def down_reason(self) -> str | None:
         """Why requests do not wait for an engine; None while they do, or there is one."""
-        return self._replica.down_reason
+        return self._replica.recovery.down_reason
 
     @property
     def has_requests(self) -> bool:
@@ -140,7 +145,7 @@ class EngineCore:
         Raises:
             UnavailableError: none was ever there.
         """
-        return self._replica.info
+        return self._replica.recovery.known_info
 
     @property
     def limits(self) -> Limits:
@@ -167,7 +172,7 @@ class EngineCore:
         Raises:
             InvalidRequestError, NotSupportedError, UnavailableError.
         """
-        check(request, self._replica.engine_args, self._replica.info, self.limits)
+        check(request, self._replica.engine_args, self._replica.recovery.known_info, self.limits)
 
     def overdue(self, *, is_until_start: bool, has_started: bool) -> RequestTimeoutError:
         """What a request is told whose time is over.
@@ -228,7 +233,7 @@ class EngineCore:
         """Go on with the engine that `reload` configures: soon, or when all live is over."""
         if self._reload is not None:
             reload.fail("another reload is under way")
-        elif not self._replica.had_engine:
+        elif self._replica.recovery.info is None:
             reload.fail(NOT_READY)
         else:
             self._reload = reload
@@ -271,22 +276,22 @@ class EngineCore:
         replica = self._replica
         self.deliver()
         self._expire(self._clock())
-        if not replica.is_serving:
+        if not replica.recovery.is_serving:
             replica.follow()
         if self._reload is not None:
             self._go_on_with_reload(self._reload)
         if self._requests.held:
             self._place_held()
-        if replica.is_serving:
+        if replica.recovery.is_serving:
             replica.fill()
         self._deliver_updates()
-        was_serving, is_busy = replica.is_serving, replica.is_busy
+        was_serving, is_busy = replica.recovery.is_serving, replica.is_busy
         if is_busy:
             self._updates = replica.collect(RESULT_WAIT_S)
         elif was_serving:
             replica.watch()
         self._set_gauges()
-        return is_busy or was_serving != replica.is_serving
+        return is_busy or was_serving != replica.recovery.is_serving
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is over."""
@@ -323,7 +328,7 @@ class EngineCore:
             return  # it waits for the next engine
         if self.down_reason is not None:
             for key in list(self._requests.held):
-                self.end(key, self._replica.unavailable)
+                self.end(key, self._replica.recovery.unavailable)
         elif self.is_up:
             for live in list(self._requests.held.values()):
                 self._place(live)
@@ -335,7 +340,13 @@ class EngineCore:
             self._seed = replica.engine_args.seed
             self._next_seed = seeds_of(self._seed)
         try:
-            samples = admit(request, replica.info, replica.limits, live.arrived_at, self._next_seed)
+            samples = admit(
+                request,
+                replica.recovery.known_info,
+                replica.limits,
+                live.arrived_at,
+                self._next_seed,
+            )
             for sample in samples:
                 replica.add(sample)
         except CharoniaError as error:

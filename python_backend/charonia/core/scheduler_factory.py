@@ -41,6 +41,7 @@ from charonia.control.policies import (
 )
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.journaled_scheduler import JournaledScheduler
+from charonia.protocol import EngineInfo
 
 
 def make_scheduler(
@@ -83,6 +84,23 @@ def make_scheduler(
         tiers=tiers,
         cache_weight_of=weight_of if scheduler_args.fair_share else None,
     )
+
+
+def limits_of(info: EngineInfo, args: EngineArgs, log: Callable[[str], None]) -> Limits:
+    """What requests of an engine must stay within."""
+    limits = Limits.of_engine(
+        info,
+        async_scheduling=args.async_scheduling,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+    )
+    if limits.max_model_len < info.max_model_len:
+        log(
+            f"warning: max_model_len is lowered from {info.max_model_len} to "
+            f"{limits.max_model_len}: the KV cache has {info.num_blocks - 1} blocks of "
+            f"{info.kv.block_size} tokens"
+        )
+    return limits
 
 
 def rank_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> RankOf:

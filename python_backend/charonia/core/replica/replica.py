@@ -13,7 +13,6 @@ Nothing here waits for an engine: it is looked for and loaded elsewhere (`Execut
 `follow` sees what came of it. A step's result is waited for as long as the caller says.
 """
 
-import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,34 +20,29 @@ import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
-    NO_SHEDDING,
     Late,
     Limits,
     LoadShedding,
     Request,
     Scheduler,
-    SchedulerStats,
-    Tiers,
     Update,
 )
 from charonia.core.metrics.metrics import Metrics
-from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
 from charonia.core.replica.engine_search import EngineSearch
-from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN, Recovery
-from charonia.core.replica.reload import Reload, misfit, take_over
+from charonia.core.replica.recovery import SHUTTING_DOWN, Recovery
+from charonia.core.replica.reload import Reload, misfit
+from charonia.core.replica.schedulers import Schedulers
 from charonia.core.replica.steps_in_flight import EndedStep, StepsInFlight
 from charonia.core.replica.transitions import Event, State
-from charonia.core.scheduler_factory import make_scheduler
+from charonia.core.scheduler_factory import limits_of
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
-    EngineDownError,
     EngineUnloadedError,
     LateRequestError,
     RequestQuarantinedError,
     ServerStoppingError,
-    ShuttingDownError,
     StepFailedError,
     UnavailableError,
 )
@@ -73,16 +67,14 @@ class Replica:
 
     Args:
         events: told within calls, in their thread.
-        weight_of: of a tenant, for fair shares.
+        schedulers: that of each engine.
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `follow` has something to see.
         kv_events: told what the prefix cache holds; None where nobody listens.
-        hash_secret: key of the hash of blocks, where an engine brings none; None draws one.
-        journal: of all that the scheduler decides from; None where nobody writes one.
 
     Attributes:
-        engine_args: of the engine as last seen.
+        engine_args: of the engine as last seen. recovery: what there is of it.
     """
 
     def __init__(
@@ -90,49 +82,37 @@ class Replica:
         executor: Executor,
         engine_args: EngineArgs,
         scheduler_args: SchedulerArgs,
-        *,
+        schedulers: Schedulers,
         events: ReplicaEvents,
+        *,
         metrics: Metrics,
-        weight_of: Callable[[str], float],
         clock: Callable[[], float],
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None,
         wake: Callable[[], None],
         kv_events: KVEvents | None = None,
-        hash_secret: bytes | None = None,
-        journal: Journal | None = None,
     ) -> None:
         self.engine_args = engine_args
         self._executor = executor
         self._scheduler_args = scheduler_args
         self._metrics = metrics
         self._events = events
-        self._weight_of = weight_of
+        self._schedulers = schedulers
         self._clock = clock
         self._log = log
         self._read_args = read_args or (lambda: engine_args)
         self._kv_events = kv_events
-        self._hash_secret = hash_secret
-        self._journal = journal
-        self._stats = SchedulerStats()
-        self._shedding = NO_SHEDDING
         self._steps = StepsInFlight(
             executor, metrics, clock=clock, min_deadline_s=scheduler_args.min_step_deadline_s
         )
         self._search = EngineSearch(
             executor, clock=clock, timeout_s=scheduler_args.load_timeout_s, wake=wake
         )
-        self._recovery = Recovery(metrics=metrics, clock=clock, log=log)
+        self.recovery = Recovery(metrics=metrics, clock=clock, log=log)
         self._reload: Reload | None = None  # that is carried out
         self._limits: Limits | None = None
-        self._scheduler: Scheduler | None = None
 
     # ------------------------------------------------------------------ questions
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether there is an engine that steps can run on at this very moment."""
-        return self._recovery.is_serving
 
     @property
     def is_busy(self) -> bool:
@@ -151,57 +131,29 @@ class Replica:
         return self._steps.last_step_at
 
     @property
-    def down_reason(self) -> str | None:
-        """Why requests do not wait for an engine; None while they do, or there is one."""
-        return self._recovery.down_reason
-
-    @property
-    def unavailable(self) -> UnavailableError:
-        """What a request is told that does not wait for an engine."""
-        if self._recovery.state is State.STOPPED:
-            return ShuttingDownError()
-        return EngineDownError(self.down_reason or NOT_READY)
-
-    @property
-    def had_engine(self) -> bool:
-        """Whether there ever was an engine."""
-        return self._recovery.info is not None
-
-    @property
-    def info(self) -> EngineInfo:
-        """Of the engine as last seen.
-
-        Raises:
-            UnavailableError: none was ever there.
-        """
-        if self._recovery.info is None:
-            raise self.unavailable
-        return self._recovery.info
-
-    @property
     def limits(self) -> Limits:
         """Of the engine as last seen.
 
         Raises:
             UnavailableError: there is none that requests could wait for.
         """
-        if self.down_reason is not None or self._limits is None:
-            raise self.unavailable
+        if self.recovery.down_reason is not None or self._limits is None:
+            raise self.recovery.unavailable
         return self._limits
 
     @property
     def num_running(self) -> int:
         """Requests that have a row of the engine."""
-        return self._scheduler.num_running if self._scheduler else 0
+        return self._schedulers.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for one."""
-        return self._scheduler.num_waiting if self._scheduler else 0
+        return self._schedulers.num_waiting
 
     def show_metrics(self) -> None:
         """Bring up to date what the metrics say of this replica."""
-        self._metrics.gauges["charonia_engine_up", ""] = float(self.is_serving)
+        self._metrics.gauges["charonia_engine_up", ""] = float(self.recovery.is_serving)
         if self._scheduler is not None:
             self._metrics.show_scheduler(self._scheduler)
         if self._kv_events is not None:
@@ -217,15 +169,13 @@ class Replica:
             UnavailableError: it does not fit this engine.
         """
         assert self._scheduler is not None, "add() before there was an engine"
-        if reason := misfit(request, self.info, self._scheduler.limits):
+        if reason := misfit(request, self.recovery.known_info, self._scheduler.limits):
             raise UnavailableError(reason)
         self._scheduler.add(request)
 
     def shed(self, shedding: LoadShedding) -> None:
         """Have steps do without something from now on, on any engine."""
-        self._shedding = shedding
-        if self._scheduler is not None:
-            self._scheduler.shedding = shedding
+        self._schedulers.shed(shedding)
 
     def finish(self, key: str, *, is_complete: bool = False) -> None:
         """End one sample of a request; nothing happens when it is not here.
@@ -270,10 +220,10 @@ class Replica:
             step = self._steps.wait(wait_s)
         except StepFailedError as error:
             self._steps.give_up()
-            if self._recovery.note_failed_step(error, self._num_live):
+            if self.recovery.note_failed_step(error, self._num_live):
                 self._lose(StepFailedError("two steps failed in a row"))
             else:
-                self._recovery.doubt()  # it may be another engine by now
+                self.recovery.doubt()  # it may be another engine by now
         except EngineDiedError as error:
             self._lose(error)
         else:
@@ -290,9 +240,9 @@ class Replica:
     def _commit(self, step: EndedStep) -> list[Update]:
         """Take over what a step did."""
         scheduler = self._scheduler
-        assert scheduler is not None
+        assert scheduler is not None, "a step without a scheduler"
         if step.num_tokens:
-            self._recovery.note_step()
+            self.recovery.note_step()
         self._metrics.count_collectives(step.result.collectives or {})
         updates = scheduler.apply(step.result, self._clock())
         if self._kv_events is not None:
@@ -305,7 +255,7 @@ class Replica:
 
     def follow(self) -> None:
         """Look for an engine or load one, if that is due, and see what has come of it."""
-        recovery, search = self._recovery, self._search
+        recovery, search = self.recovery, self._search
         if not search.is_under_way and recovery.is_due:
             search.begin(replace=recovery.is_to_be_loaded)
         if (opening := search.take_ended()) is not None:
@@ -322,13 +272,13 @@ class Replica:
         Returns:
             Whether the order was taken, or has failed; False where it is too early for it.
         """
-        if self._recovery.state is State.STOPPED:
+        if self.recovery.state is State.STOPPED:
             reload.fail(SHUTTING_DOWN)
             return True
-        if self._search.is_stuck and self.down_reason is not None:
-            reload.fail(self.down_reason)
+        if self._search.is_stuck and self.recovery.down_reason is not None:
+            reload.fail(self.recovery.down_reason)
             return True
-        if self._search.is_under_way or not self._recovery.may(Event.ORDERED):
+        if self._search.is_under_way or not self.recovery.may(Event.ORDERED):
             return False
         try:
             reload.install()
@@ -337,7 +287,7 @@ class Replica:
             return True
         reload.begin(self._clock())
         self._reload = reload
-        self._recovery.order(self._num_live)
+        self.recovery.order(self._num_live)
         self._start_over()
         return True
 
@@ -346,13 +296,13 @@ class Replica:
 
         The state is not touched: whatever made it useless must not keep anybody waiting.
         """
-        self._scheduler = None
+        self._schedulers.drop()
         self._steps.give_up()
-        if self._recovery.state is State.RELOADING:
+        if self.recovery.state is State.RELOADING:
             self._search.discard()
             self._miss(error)
         else:
-            self._recovery.doubt()
+            self.recovery.doubt()
         if self._reload is not None:
             self._end_reload(str(error))
 
@@ -361,12 +311,12 @@ class Replica:
         if self._reload is not None:
             self._end_reload(self._reload.undo(SHUTTING_DOWN))
         self._steps.give_up()
-        self._recovery.stop()
+        self.recovery.stop()
         self._executor.close()
 
     def _go_on_with(self, opening: Opening) -> None:
         """Serve with the engine that was opened, or take note that there is none."""
-        if self._recovery.state is State.STOPPED:
+        if self.recovery.state is State.STOPPED:
             return
         try:
             info = opening.result()
@@ -374,16 +324,16 @@ class Replica:
         except CharoniaError as error:
             self._miss(error)
         except Exception:
-            self._recovery.back_off()  # whoever catches it will call again
+            self.recovery.back_off()  # whoever catches it will call again
             raise
         else:
             # What is kept is the tiers' from here on, who follow each change.
-            self._recovery.note_found(msgspec.structs.replace(info, kept=None), self._num_live)
+            self.recovery.note_found(msgspec.structs.replace(info, kept=None), self._num_live)
             if self._reload is not None:
                 self._settle_reload(self._reload)
 
     def _miss(self, error: CharoniaError) -> None:
-        if self._recovery.state is State.CHECKING and isinstance(error, EngineDiedError):
+        if self.recovery.state is State.CHECKING and isinstance(error, EngineDiedError):
             self._lose(error)
             return
         reload = self._reload
@@ -392,9 +342,9 @@ class Replica:
             reload.reason = reload.undo(str(error))
             if not isinstance(error, ServerStoppingError):
                 error = EngineDiedError(reload.reason)
-        self._recovery.note_missing(error, self._num_live)
-        if reload is not None and self.down_reason is not None:
-            self._end_reload(f"{reload.reason}; {self.down_reason}")
+        self.recovery.note_missing(error, self._num_live)
+        if reload is not None and self.recovery.down_reason is not None:
+            self._end_reload(f"{reload.reason}; {self.recovery.down_reason}")
         self._fail_all_if_down()
 
     def _give_up_search(self) -> None:
@@ -405,12 +355,12 @@ class Replica:
         error = EngineDiedError(
             f"it was not loaded within {self._scheduler_args.load_timeout_s:g} s"
         )
-        if self._recovery.state is State.RELOADING:
+        if self.recovery.state is State.RELOADING:
             self._search.discard()
-        self._recovery.give_up(error, self._num_live)
+        self.recovery.give_up(error, self._num_live)
         if self._reload is not None:
             reason = self._reload.reason or self._reload.undo(str(error))
-            self._end_reload(f"{reason}; {self.down_reason}")
+            self._end_reload(f"{reason}; {self.recovery.down_reason}")
         self._fail_all_if_down()
 
     def _lose(self, error: Exception) -> None:
@@ -418,11 +368,11 @@ class Replica:
         num_live = self._num_live
         guilty = None
         if isinstance(error, ServerStoppingError):
-            self._recovery.stop(num_live)
+            self.recovery.stop(num_live)
         elif isinstance(error, EngineUnloadedError):
-            self._recovery.unload(num_live)
+            self.recovery.unload(num_live)
         else:
-            self._recovery.lose(error, num_live)
+            self.recovery.lose(error, num_live)
             guilty = self._scheduler.blame() if self._scheduler is not None else None
         self._start_over()
         if guilty is not None:
@@ -433,57 +383,23 @@ class Replica:
     def _start_over(self) -> None:
         """Give up the steps in flight: the next engine computes everything anew."""
         self._steps.give_up()
-        if self._scheduler is not None:
-            self._scheduler.reset()
+        self._schedulers.reset()
 
     def _take_engine(self, info: EngineInfo) -> None:
         """Go on with this engine: its limits and arguments, and the requests that fit it."""
         # What is written down now may be meant for a later engine than one that is known.
-        args = self.engine_args if self._recovery.knows(info) else self._read_args()
-        limits = self._limits_of(info, args)
-        if self._scheduler is not None:
-            for request in list(self._scheduler.requests):
-                if reason := misfit(request, info, limits):
-                    self._events.on_failed(request.group.key, UnavailableError(reason))
-        tiers = None if info.kept is None else Tiers(info.kept, self._stats)
-        if self._scheduler is not None and args == self.engine_args:
-            self._scheduler.reset(limits, epoch=info.epoch, tiers=tiers)
-        else:
+        args = self.engine_args if self.recovery.knows(info) else self._read_args()
+        limits = limits_of(info, args, self._log)
+        for request in self._schedulers.requests:
+            if reason := misfit(request, info, limits):
+                self._events.on_failed(request.group.key, UnavailableError(reason))
+        is_like_before = self._scheduler is not None and args == self.engine_args
+        if not is_like_before:
             self._steps.forget_times()
-            new = make_scheduler(
-                args,
-                self._scheduler_args,
-                limits,
-                hash_secret=self._hash_secret or os.urandom(32),
-                epoch=info.epoch,
-                stats=self._stats,
-                weight_of=self._weight_of,
-                cache_events=self._kv_events,
-                tiers=tiers,
-                journal=self._journal,
-            )
-            if self._scheduler is not None:
-                take_over(self._scheduler, new)
-            self._scheduler = new
-            self._scheduler.shedding = self._shedding
+        self._schedulers.go_on_with(info, args, limits, is_like_before=is_like_before)
         self._limits = limits
         self.engine_args = args
         self._metrics.show_memory(info.memory)
-
-    def _limits_of(self, info: EngineInfo, args: EngineArgs) -> Limits:
-        limits = Limits.of_engine(
-            info,
-            async_scheduling=args.async_scheduling,
-            enable_prefix_caching=args.enable_prefix_caching,
-            enable_chunked_prefill=args.enable_chunked_prefill,
-        )
-        if limits.max_model_len < info.max_model_len:
-            self._log(
-                f"warning: max_model_len is lowered from {info.max_model_len} to "
-                f"{limits.max_model_len}: the KV cache has {info.num_blocks - 1} blocks of "
-                f"{info.kv.block_size} tokens"
-            )
-        return limits
 
     # ------------------------------------------------------------------ parts of a reload
 
@@ -508,14 +424,18 @@ class Replica:
     # ------------------------------------------------------------------ shared
 
     @property
+    def _scheduler(self) -> Scheduler | None:
+        return self._schedulers.present
+
+    @property
     def _num_live(self) -> int:
-        return self._scheduler.num_live if self._scheduler is not None else 0
+        return self._schedulers.num_live
 
     def _fail_all_if_down(self) -> None:
         """Nobody waits in vain for an engine."""
-        if self.down_reason is not None and self._scheduler is not None:
-            for request in list(self._scheduler.requests):
-                self._events.on_failed(request.group.key, self.unavailable)
+        if self.recovery.down_reason is not None:
+            for request in self._schedulers.requests:
+                self._events.on_failed(request.group.key, self.recovery.unavailable)
 
 
 def _late_error(late: Late) -> LateRequestError:
