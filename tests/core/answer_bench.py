@@ -9,10 +9,14 @@ from charonia.core.answers import AnswerCache
 from charonia.core.engine_core import EngineCore
 from charonia.core.gate.tenants import Tenants
 from charonia.core.output.outputs import OutputStream
+from charonia.core.replica.reload import Reload
 from charonia.protocol import SamplingParams
 from core.bench import Bench
+from support.echo import echo_run
 
 LOTS = 2**20
+PROMPT = [7] * 10
+OTHER_PROMPT = [8] * 10
 
 
 class Found(NamedTuple):
@@ -157,3 +161,37 @@ class AnswerBench(Bench):
         timing = self.chunks[key][-1].timing
         assert timing is not None
         return timing.get("cached")
+
+
+def alone(prompt=PROMPT, *, seed: int = 5, max_tokens: int = 20, vocab_size: int = 256):
+    return echo_run(prompt, seed=seed, max_tokens=max_tokens, vocab_size=vocab_size)
+
+
+def content(bench: Bench, key: str) -> list[tuple]:
+    """All that a client can see of an answer, by sample, however it was cut into pieces."""
+    samples = {}
+    for chunk in bench.chunks[key]:
+        parts = samples.setdefault(chunk.index, [])
+        parts.append(chunk)
+    return [
+        (
+            index,
+            "".join(one.text for one in parts),
+            [token_id for one in parts for token_id in one.token_ids],
+            [entry for one in parts for entry in one.logprobs or ()],
+            next((one.prompt_logprobs for one in parts if one.prompt_logprobs), None),
+            parts[-1].cumulative_logprob,
+            parts[-1].finish_reason,
+            parts[-1].num_prompt_tokens,
+        )
+        for index, parts in sorted(samples.items())
+    ]
+
+
+def reload_(bench: AnswerBench) -> None:
+    order = Reload(lambda: None, lambda: None, lambda: None)
+    bench.core.reload(order)
+    while not order.is_over:
+        bench.now += 0.01
+        bench.step()
+    bench.step()

@@ -8,8 +8,7 @@ from charonia.config import MIN_ANSWER_BYTES, SchedulerArgs
 from charonia.core.answers import SimilarPrompts
 from charonia.core.answers.similar import MAX_LOOKUPS
 from charonia.errors import ConfigError
-from core.answer_bench import LOTS, AnswerBench, Found
-from core.test_answer_cache import alone, content, reload_
+from core.answer_bench import LOTS, AnswerBench, Found, alone, content, reload_
 from core.test_service import Client, make_service, wait_until_up
 from support.echo import EchoExecutor, echo_run
 from support.waiting import WAIT_S, eventually
