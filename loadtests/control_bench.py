@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Policy
-from charonia.core.scheduling import policy_of
+from charonia.core.scheduler_factory import policy_of
 from charonia.launch.commands.simulate import POLICIES, with_policy
 from control_kinds import KINDS, Bench, Size, Timed
 from record import circumstances, output_stem

@@ -14,11 +14,12 @@ from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
 from charonia.core.inline import InlineExecutor
 from charonia.core.output.outputs import Chunk, OutputStream
+from charonia.core.request_events import RequestEvents
 from charonia.parallel.engine import load_engine
 from charonia.text.tokenizer import Tokenizer
 
 
-class Charonia:
+class Charonia(RequestEvents):
     """The engine core, stepped by whoever asks for completions.
 
     Attributes:
@@ -35,7 +36,7 @@ class Charonia:
             args,
             SchedulerArgs(),
             partial(OutputStream, tokenizer=Tokenizer.from_dir(Path(args.model))),
-            deliver=self._take,
+            self,
             clock=time.monotonic,
             log=print,
         )
@@ -61,7 +62,8 @@ class Charonia:
         if not line.startswith("loading weights"):
             self.notes.append(line)
 
-    def _take(self, chunk: Chunk) -> None:
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See `RequestEvents`."""
         if chunk.error is not None:
             raise chunk.error
         self._wave.add(int(chunk.key), chunk.token_ids)

@@ -27,6 +27,7 @@ from charonia.core.output.outputs import (
     merge_samples,
     name_logprobs,
 )
+from charonia.core.request_events import RequestEvents
 from charonia.errors import CharoniaError, ConfigError, InvalidRequestError
 from charonia.metrics.metrics import Metrics
 from charonia.parallel.engine import load_engine
@@ -63,6 +64,21 @@ class RequestOutput:
     timing: Timing | None = None
 
 
+class _Arrivals(RequestEvents):
+    """Where the chunks of each live request go.
+
+    Attributes:
+        of: by key.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[str, deque[Chunk]] = {}
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See `RequestEvents`."""
+        self.of[chunk.key].append(chunk)
+
+
 class LLM:
     """A model loaded into this process, for one thread at a time.
 
@@ -92,14 +108,14 @@ class LLM:
             log(line)
         if args.speculative_config and args.speculative_config.model:
             check_draft_tokenizer(self._tokenizer, Path(args.speculative_config.model))
-        self._chunks: dict[str, deque[Chunk]] = {}
+        self._arrivals = _Arrivals()
         self._keys = itertools.count()
         self._core = EngineCore(
             InlineExecutor(partial(load_engine, args, log=log)),
             args,
             SchedulerArgs(max_queue_size=2**31),
             partial(OutputStream, tokenizer=self._tokenizer),
-            deliver=lambda chunk: self._chunks[chunk.key].append(chunk),
+            self._arrivals,
             clock=time.monotonic,
             log=log,
         )
@@ -220,13 +236,13 @@ class LLM:
 
     def _start(self, request: GenerationRequest, arrived: deque[Chunk]) -> None:
         """Take a request in; its chunks go to `arrived`."""
-        self._chunks[request.key] = arrived
+        self._arrivals.of[request.key] = arrived
         self._core.add(request)
 
     def _stop(self, key: str) -> None:
-        if key in self._chunks:
+        if key in self._arrivals.of:
             self._core.cancel(key)
-            del self._chunks[key]
+            del self._arrivals.of[key]
 
     def _stream(self, request: GenerationRequest) -> Iterator[Chunk]:
         arrived: deque[Chunk] = deque()

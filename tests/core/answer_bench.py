@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 from charonia.core.admission import GenerationRequest
 from charonia.core.answers import AnswerCache
 from charonia.core.engine_core import EngineCore
-from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.tenants import Tenants
 from charonia.core.output.outputs import OutputStream
+from charonia.core.replica.reload import Reload
 from charonia.protocol import SamplingParams
 from core.bench import Bench
+from support.echo import echo_run
 
 LOTS = 2**20
+PROMPT = [7] * 10
+OTHER_PROMPT = [8] * 10
 
 
 class Found(NamedTuple):
@@ -85,29 +88,31 @@ class AnswerBench(Bench):
 
     def restart_scheduler(self) -> None:
         tenants = self._tenants or Tenants(log=self.lines.append)
-        self.core = EngineCore(
+        make_core = partial(
+            EngineCore,
             self.executor,
             self._engine_args,
             self._scheduler_args,
             partial(OutputStream, tokenizer=self.tokenizer),
-            deliver=lambda chunk: self.answers.take(chunk),
             clock=lambda: self.now,
             log=self.lines.append,
-            on_started=lambda key: self.answers.note_started(key),
-            on_first_token=lambda key: self.answers.note_first_token(key),
             tenants=tenants,
         )
         self.answers = AnswerCache(
-            self.core,
+            make_core,
             self._scheduler_args,
-            Attainment(tenants, self.core.metrics),
-            deliver=self._take,
-            on_started=self.started.append,
-            on_joined=self.joined.append,
+            self,
             clock=lambda: self.now,
             log=self.lines.append,
             similar=self.similar if self._scheduler_args.semantic_cache_threshold else None,
         )
+        self.core = self.answers.core
+
+    def on_started(self, key: str) -> None:
+        self.started.append(key)
+
+    def on_joined(self, key: str) -> None:
+        self.joined.append(key)
 
     def ask(self, key: str, prompt: list[int] | None = None, **values: Any) -> None:
         """Take a request in; what is no field of it is a sampling parameter."""
@@ -156,3 +161,37 @@ class AnswerBench(Bench):
         timing = self.chunks[key][-1].timing
         assert timing is not None
         return timing.get("cached")
+
+
+def alone(prompt=PROMPT, *, seed: int = 5, max_tokens: int = 20, vocab_size: int = 256):
+    return echo_run(prompt, seed=seed, max_tokens=max_tokens, vocab_size=vocab_size)
+
+
+def content(bench: Bench, key: str) -> list[tuple]:
+    """All that a client can see of an answer, by sample, however it was cut into pieces."""
+    samples = {}
+    for chunk in bench.chunks[key]:
+        parts = samples.setdefault(chunk.index, [])
+        parts.append(chunk)
+    return [
+        (
+            index,
+            "".join(one.text for one in parts),
+            [token_id for one in parts for token_id in one.token_ids],
+            [entry for one in parts for entry in one.logprobs or ()],
+            next((one.prompt_logprobs for one in parts if one.prompt_logprobs), None),
+            parts[-1].cumulative_logprob,
+            parts[-1].finish_reason,
+            parts[-1].num_prompt_tokens,
+        )
+        for index, parts in sorted(samples.items())
+    ]
+
+
+def reload_(bench: AnswerBench) -> None:
+    order = Reload(lambda: None, lambda: None, lambda: None)
+    bench.core.reload(order)
+    while not order.is_over:
+        bench.now += 0.01
+        bench.step()
+    bench.step()

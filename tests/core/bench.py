@@ -14,6 +14,7 @@ from charonia.core.gate.tenants import Tenants
 from charonia.core.output.outputs import Chunk, OutputStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
+from charonia.core.request_events import RequestEvents
 from charonia.errors import CharoniaError
 from charonia.protocol import SamplingParams
 from charonia.text.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ def byte_tokenizer() -> Tokenizer:
 FIXED = SpeculativeConfig(model="echo-draft", num_speculative_tokens=3, adaptive=False)
 
 
-class Bench:
+class Bench(RequestEvents):
     """A core on an echo engine, with a clock of its own and the chunks by request."""
 
     def __init__(
@@ -78,7 +79,7 @@ class Bench:
             self._engine_args,
             self._scheduler_args,
             partial(OutputStream, tokenizer=self.tokenizer),
-            deliver=self._take,
+            self,
             clock=lambda: self.now,
             log=self.lines.append,
             tenants=self._tenants,
@@ -86,7 +87,7 @@ class Bench:
             journal=self._journal,
         )
 
-    def _take(self, chunk: Chunk) -> None:
+    def on_chunk(self, chunk: Chunk) -> None:
         self.chunks[chunk.key].append(chunk)
         if chunk.is_final:
             self.ended_at[chunk.key] = self.now

@@ -111,9 +111,10 @@ def check_counts(bench: AnswerBench, arrivals: list[Visit], *, may_leave_before:
 
 def check_nothing_is_left(bench: AnswerBench) -> None:
     answers = bench.answers
-    assert (answers._flights, answers._joinable, answers._subscribers) == ({}, {}, {})
-    assert not answers._deadlines._points
-    assert bench.similar.known.keys() <= answers._store._answers.keys()
+    assert (answers._computations, answers._joinable) == ({}, {})
+    assert not answers._subscribers
+    assert not answers._subscribers._deadlines._points
+    assert bench.similar.known.keys() <= answers._kept._store._answers.keys()
     scheduler = bench.core._replica._scheduler
     assert scheduler is None or scheduler.kv.num_used == 0
 

@@ -21,21 +21,25 @@ waits = st.tuples(st.just("wait"), st.floats(0.0, 6.0), st.none())
 @given(st.lists(puts | gets | waits, max_size=60))
 def test_it_holds_what_a_list_of_all_answers_would(calls):
     """Against an oracle that remembers everything, in the order of its last use."""
-    evicted = []
-    store = AnswerStore(MAX_BYTES, TTL_S, lambda key, why: evicted.append((key, why)))
+    store = AnswerStore(MAX_BYTES, TTL_S)
     now, known = 0.0, {}  # key: content and end; the last used one is last
     for what, value, extra in calls:
         if what == "wait":
             now += value
-            store.expire(now)
-            known = {key: one for key, one in known.items() if one[1] > now}
+            over = [key for key, one in known.items() if one[1] <= now]
+            assert sorted(store.expire(now)) == sorted(over)
+            for key in over:
+                del known[key]
         elif what == "put":
             key, content = bytes([value]), bytes(extra)
-            assert store.put(key, content, now, has_scores=False)
+            evicted = store.put(key, content, now, has_scores=False)
             known.pop(key, None)
             known[key] = content, now + TTL_S
+            over = []
             while sum(len(one[0]) + ENTRY_BYTES for one in known.values()) > MAX_BYTES:
-                del known[next(iter(known))]
+                over.append(next(iter(known)))
+                del known[over[-1]]
+            assert evicted == over
         else:
             key = bytes([value])
             found = store.get(key, now, needs_scores=extra)
@@ -68,7 +72,7 @@ def test_pieces_are_the_chunks_of_each_sample_joined():
             own = [one for one in chunks[:number] if one.index == index]
             assert so_far.get(index) == (Chunk.merge(own) if own else None)
     assert taken.is_complete(2)
-    store = AnswerStore(2**20, 1.0, lambda key, why: None)
+    store = AnswerStore(2**20, 1.0)
     store.put(b"k", taken.encoded(), 0.0, has_scores=True)
     answer = store.get(b"k", 0.0, needs_scores=True)
     assert answer is not None
@@ -87,15 +91,15 @@ def test_pieces_are_the_chunks_of_each_sample_joined():
 def test_the_fewest_bytes_that_may_be_set_hold_the_smallest_answer_and_no_fewer_do():
     pieces = Pieces()
     pieces.add(Chunk("r", token_ids=(7,), finish_reason="stop"))
-    stores = [AnswerStore(size, 1e6, lambda key, why: None) for size in (MIN_ANSWER_BYTES, 813)]
+    stores = [AnswerStore(size, 1e6) for size in (MIN_ANSWER_BYTES, 813)]
     assert MIN_ANSWER_BYTES == 814
     kept = [store.put(b"k", pieces.encoded(), 0.0, has_scores=False) for store in stores]
-    assert kept == [True, False]
+    assert kept == [[], None]
 
 
 def test_what_is_said_of_its_bytes_is_what_it_takes():
     num_answers, content = 2000, 100
-    store = AnswerStore(2**30, 1e6, lambda key, why: None)
+    store = AnswerStore(2**30, 1e6)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     for number in range(num_answers):

@@ -113,8 +113,8 @@ def test_observations_that_nobody_drains_do_not_pile_up():
 class SnapshotBench(Bench):
     """Keeps what was counted at the moment of each request's last chunk."""
 
-    def _take(self, chunk):
-        super()._take(chunk)
+    def on_chunk(self, chunk):
+        super().on_chunk(chunk)
         if chunk.is_final:
             metrics = self.core.metrics
             self.at_end = {

@@ -9,6 +9,7 @@ from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
 from charonia.core.output.outputs import OutputStream
 from charonia.core.replica.recovery import SILENT_START_S
+from charonia.core.request_events import RequestEvents
 from charonia.errors import CharoniaError, UnavailableError
 from charonia.metrics.metric_table import FAILURES
 from core.bench import FIXED, Bench, byte_tokenizer, expected, hanging_bench
@@ -323,13 +324,18 @@ def test_a_scheduler_in_an_impossible_state_does_not_keep_its_requests_from_thei
     assert "IndexError" in str(bench.error("a"))
 
 
+class Unheard(RequestEvents):
+    def on_chunk(self, chunk):
+        pytest.fail("there was no request")
+
+
 def test_limits_that_contradict_each_other_are_told_and_not_taken_for_a_slow_start():
     core = EngineCore(
         EchoExecutor(max_num_batched_tokens=8, max_model_len=64),
         EngineArgs(model="echo", enable_chunked_prefill=False),
         SchedulerArgs(),
         partial(OutputStream, tokenizer=byte_tokenizer()),
-        deliver=lambda chunk: None,
+        Unheard(),
         clock=lambda: 0.0,
         log=lambda line: None,
     )

@@ -170,7 +170,7 @@ def test_who_is_refused_for_another_reason_takes_nobodys_place(tmp_path):
     door.now += 60.0
     with pytest.raises(LateRequestError):
         door.enter("c2", deadline_ms=10)
-    assert not door.gate._leaving
+    assert not door.gate._num_leaving
 
 
 def test_one_that_gives_way_makes_room_for_a_prompt_that_is_no_longer():
@@ -220,7 +220,7 @@ def test_one_that_is_to_leave_counts_no_more_and_is_not_chosen_twice():
     for key in ("a1", "a2", "b0", "b1"):
         gate.leave(key)
     assert gate.num_live == 0
-    assert (gate._leaving, gate._order._lines) == (set(), {})
+    assert (gate._num_leaving, gate._order._lines) == (0, {})
 
 
 def test_with_shares_nothing_is_kept_of_tenants_that_have_left():
@@ -333,7 +333,7 @@ def test_one_that_ends_by_itself_before_it_gives_way_ends_once(how):
     kind = {"cancel": "cancelled", "bug": "internal"}[how]
     assert client.wait("last")[-1].error.kind == kind
     assert service.drain() == 0
-    assert not service._gate._leaving
+    assert not service._gate._num_leaving
 
 
 # ---------------------------------------------------------------------- with others' answers
@@ -359,7 +359,8 @@ def test_one_that_gives_way_takes_its_computation_with_it_only_where_nobody_shar
     assert counters["charonia_finished_total", "queue_full"] == 2
     assert counters["charonia_finished_total", "length"] == 2
     answers = bench.answers
-    assert (answers._flights, answers._joinable, answers._subscribers) == ({}, {}, {})
+    assert (answers._computations, answers._joinable) == ({}, {})
+    assert not answers._subscribers
 
 
 def test_one_gives_way_while_an_answer_is_looked_for():
@@ -369,7 +370,7 @@ def test_one_gives_way_while_an_answer_is_looked_for():
     bench.run()
     assert bench.error("a").kind == "queue_full"
     assert bench.core.metrics.counters["charonia_answer_cache_misses_total", ""] == 0
-    assert (bench.answers._flights, bench.answers._joinable) == ({}, {})
+    assert (bench.answers._computations, bench.answers._joinable) == ({}, {})
 
 
 def test_all_samples_of_a_request_give_way():

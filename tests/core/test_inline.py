@@ -11,6 +11,7 @@ from charonia.core.admission import GenerationRequest
 from charonia.core.engine_core import EngineCore
 from charonia.core.inline import InlineExecutor
 from charonia.core.output.outputs import OutputStream
+from charonia.core.request_events import RequestEvents
 from charonia.errors import EngineDiedError
 from charonia.protocol import EngineInfo, SamplingParams, StepPlan, StepResult
 from core.bench import byte_tokenizer, expected
@@ -64,16 +65,17 @@ def test_a_lost_runner_is_gone_when_the_next_one_is_loaded(num_stages: int) -> N
     tokens: dict[str, list[int]] = {"a": [], "b": []}
     errors = []
 
-    def deliver(chunk) -> None:
-        tokens[chunk.key] += chunk.token_ids
-        errors.append(chunk.error)
+    class Client(RequestEvents):
+        def on_chunk(self, chunk) -> None:
+            tokens[chunk.key] += chunk.token_ids
+            errors.append(chunk.error)
 
     core = EngineCore(
         InlineExecutor(load),
         EngineArgs(model="echo"),
         SchedulerArgs(),
         partial(OutputStream, tokenizer=byte_tokenizer()),
-        deliver=deliver,
+        Client(),
         clock=lambda: now,
         log=lambda line: None,
     )

@@ -19,7 +19,7 @@ from charonia.control.scheduling.epoch import Epoch
 from charonia.core.admission import cache_scope
 from charonia.core.gate.tenants import Tenants
 from charonia.core.recording.journal import HEADER, Added, Applied, Blamed, Finished, Planned
-from charonia.core.scheduling import make_scheduler
+from charonia.core.scheduler_factory import make_scheduler
 from charonia.errors import ConfigError
 from charonia.protocol import CacheRange, SamplingParams, StepResult
 from charonia.simulate.replay import MAX_DIFFERENCES, Replay, read_journal

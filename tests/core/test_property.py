@@ -237,8 +237,8 @@ def check_answers(
             # Nothing is computed for nobody: a text that met its stop string is gone by now, or
             # goes with the last step that computes it.
             going_on = {each.key for each in scheduler.requests if not each.num_in_flight}
-            streams = bench.core._streams
-            assert going_on <= {name for key in streams for name in streams.open_samples(key)}
+            requests = bench.core._requests
+            assert going_on <= {name for key in requests for name in requests.get(key).open_samples}
         step += 1
         assert step < 3000, "a request hangs"
     for index, visit in enumerate(arrivals):

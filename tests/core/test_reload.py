@@ -444,7 +444,7 @@ def test_requests_run_out_of_time_also_while_no_try_is_due():
     bench.run(3)
     bench.executor.unload()
     bench.core.step()
-    bench.core._replica._recovery.back_off()
+    bench.core._replica.recovery.back_off()
     bench.now += 0.5
     assert not bench.connects()
     assert str(bench.error("a")) == "deadline_ms has passed"

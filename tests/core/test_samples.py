@@ -145,7 +145,7 @@ def test_who_cancels_one_sample_after_the_other_has_a_whole_answer_without_an_er
     bench.run(5)
     for index in (2, 0, 1):
         bench.core.cancel_samples("a", [index])
-    assert not bench.core._streams
+    assert not bench.core._requests
     bench.run()
     ends = [(one.index, one.is_final) for one in bench.chunks["a"] if one.ends_sample]
     assert ends == [(2, False), (0, False), (1, True)]

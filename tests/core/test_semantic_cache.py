@@ -8,8 +8,7 @@ from charonia.config import MIN_ANSWER_BYTES, SchedulerArgs
 from charonia.core.answers import SimilarPrompts
 from charonia.core.answers.similar import MAX_LOOKUPS
 from charonia.errors import ConfigError
-from core.answer_bench import LOTS, AnswerBench, Found
-from core.test_answer_cache import alone, content, reload_
+from core.answer_bench import LOTS, AnswerBench, Found, alone, content, reload_
 from core.test_service import Client, make_service, wait_until_up
 from support.echo import EchoExecutor, echo_run
 from support.waiting import WAIT_S, eventually
@@ -169,7 +168,7 @@ def test_whoever_leaves_while_it_is_looked_for_leaves_nothing_behind():
     bench.run()
     assert bench.num_generated == 0
     assert bench.misses == 0
-    assert (bench.answers._flights, bench.answers._joinable) == ({}, {})
+    assert (bench.answers._computations, bench.answers._joinable) == ({}, {})
     counters = bench.core.metrics.counters
     assert counters["charonia_cancellations_total", ""] == 1
     assert counters["charonia_finished_total", "timeout"] == 2

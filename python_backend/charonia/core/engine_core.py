@@ -1,13 +1,13 @@
 """The requests of all clients, above the replica that runs them.
 
-Owns every request from its coming to its end: those that wait until they can be placed on the
-replica, the streams of those that were, their time limits, and an operator's order of another
-engine. Has no thread and no queue; its caller adds requests, calls `step` and gets chunks through
-`deliver`. Must not know Triton, nor how a step or an engine fails: that is `replica`'s.
+Owns what becomes of every request (`request_registry` has them): when it is placed on the replica,
+when and why it ends, and an operator's order of another engine. Has no thread and no queue; its
+caller adds requests, calls `step` and is told of what comes by `RequestEvents`. Must not know
+Triton, nor how a step or an engine fails: that is `replica`'s.
 
-    add() ──► held ──place──► Replica ──updates──► streams ──► deliver()
+    add() ──► held ──place──► Replica ──updates──► RequestRegistry ──► on_chunk()
                 │                │ cannot go on       │
-                └────────────────┴── time, cancel ────┴──► deliver(): an error, once
+                └────────────────┴── time, cancel ────┴──► on_chunk(): an error, once
 
 `step` never waits for an engine, so that time runs and requests are cancelled in every state of it:
 
@@ -21,22 +21,22 @@ Mostly the next step is in flight, too, of the same rows or, in a pipeline, of o
 """
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Limits, LoadShedding, Update
 from charonia.core.admission import GenerationRequest, admit, check, seeds_of
 from charonia.core.gate.attainment import Attainment
-from charonia.core.gate.deadlines import Deadlines
 from charonia.core.gate.tenants import Tenants
-from charonia.core.output.outputs import Chunk, MakeStream
-from charonia.core.output.streams import OutputStreams
+from charonia.core.output.outputs import MakeStream
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
 from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN
 from charonia.core.replica.reload import Reload
 from charonia.core.replica.replica import Replica
-from charonia.core.scheduling import rejects_late
+from charonia.core.replica.schedulers import Schedulers
+from charonia.core.request_events import RequestEvents
+from charonia.core.request_registry import LiveRequest, RequestRegistry
+from charonia.core.scheduler_factory import rejects_late
 from charonia.errors import (
     CharoniaError,
     LateRequestError,
@@ -53,28 +53,21 @@ RESULT_WAIT_S = 0.1
 """How long a step is waited for before others' cancellations and time limits are looked at."""
 
 
-class _Held(NamedTuple):
-    """A request that waits to be placed, when it came, and which samples its client cancelled."""
-
-    request: GenerationRequest
-    arrived_at: float
-    cancelled: set[int]
-
-
 class EngineCore:
-    """Serves requests on any executor and survives its failures.
+    """Serves requests on any executor and survives its failures. Implements `ReplicaEvents`.
 
     Args:
         make_stream: makes the output of a sample, of text mostly.
-        deliver: called with every chunk, in this caller's thread; must return quickly.
+        events: told what becomes of each request.
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `step` has something to do that nobody else tells of.
-        on_started: called with a request's key when its first step begins, on_first_token: when a
-            shared one has its first token, be it held back.
         tenants: what holds for each; None has all alike.
         kv_events: told what the prefix cache holds; None where nobody listens.
-        journal, hash_secret: see `Replica`.
+        journal, hash_secret: see `Schedulers`.
+
+    Attributes:
+        metrics, attainment: of all requests since the start, and of each tenant's.
     """
 
     def __init__(
@@ -83,14 +76,12 @@ class EngineCore:
         engine_args: EngineArgs,
         scheduler_args: SchedulerArgs,
         make_stream: MakeStream,
+        events: RequestEvents,
         *,
-        deliver: Callable[[Chunk], None],
         clock: Callable[[], float],
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None = None,
         wake: Callable[[], None] = lambda: None,
-        on_started: Callable[[str], None] = lambda _: None,
-        on_first_token: Callable[[str], None] = lambda _: None,
         tenants: Tenants | None = None,
         kv_events: KVEvents | None = None,
         journal: Journal | None = None,
@@ -98,37 +89,35 @@ class EngineCore:
     ) -> None:
         tenants = tenants or Tenants(log=log)
         self.metrics = Metrics()
+        self.attainment = Attainment(tenants, self.metrics)
+        self._events = events
         self._scheduler_args = scheduler_args
         self._clock = clock
         self._log = log
-        self._streams = OutputStreams(
-            make_stream,
-            self.metrics,
-            Attainment(tenants, self.metrics),
-            deliver=deliver,
-            clock=clock,
-            on_first_token=on_first_token,
+        self._requests = RequestRegistry(
+            make_stream, events, self.metrics, self.attainment, clock=clock
         )
         self._updates: list[Update] = []
-        self._held: dict[str, _Held] = {}
         self._seed, self._next_seed = engine_args.seed, seeds_of(engine_args.seed)
-        self._deadlines = Deadlines()
         self._reload: Reload | None = None  # that was ordered and is not over
         self._replica = Replica(
             executor,
             engine_args,
             scheduler_args,
+            Schedulers(
+                scheduler_args,
+                weight_of=tenants.weight_of,
+                cache_events=kv_events,
+                journal=journal,
+                hash_secret=hash_secret,
+            ),
+            self,
             metrics=self.metrics,
-            fail=self._fail,
-            on_started=on_started,
-            weight_of=tenants.weight_of,
             clock=clock,
             log=log,
             read_args=read_args,
             wake=wake,
             kv_events=kv_events,
-            journal=journal,
-            hash_secret=hash_secret,
         )
         self._set_gauges()
 
@@ -137,17 +126,17 @@ class EngineCore:
     @property
     def is_up(self) -> bool:
         """Whether there is an engine to run steps on."""
-        return self._replica.is_serving
+        return self._replica.recovery.is_serving
 
     @property
     def down_reason(self) -> str | None:
         """Why requests do not wait for an engine; None while they do, or there is one."""
-        return self._replica.down_reason
+        return self._replica.recovery.down_reason
 
     @property
     def has_requests(self) -> bool:
         """Whether anything is live or computed, or chunks are still to be delivered."""
-        return any((self._streams, self._updates, self._held, self._replica.is_busy))
+        return any((self._requests, self._updates, self._replica.is_busy))
 
     @property
     def info(self) -> EngineInfo:
@@ -156,7 +145,7 @@ class EngineCore:
         Raises:
             UnavailableError: none was ever there.
         """
-        return self._replica.info
+        return self._replica.recovery.known_info
 
     @property
     def limits(self) -> Limits:
@@ -183,7 +172,7 @@ class EngineCore:
         Raises:
             InvalidRequestError, NotSupportedError, UnavailableError.
         """
-        check(request, self._replica.engine_args, self._replica.info, self.limits)
+        check(request, self._replica.engine_args, self._replica.recovery.known_info, self.limits)
 
     def overdue(self, *, is_until_start: bool, has_started: bool) -> RequestTimeoutError:
         """What a request is told whose time is over.
@@ -201,25 +190,19 @@ class EngineCore:
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: GenerationRequest, arrived_at: float | None = None) -> None:
-        """Take a request in that was checked; what becomes of it comes through `deliver`.
+        """Take a request in that was checked; what becomes of it is told by events.
 
         Args:
             arrived_at: when it came, by the clock; None is now. Its time runs from then on.
         """
-        arrived_at = self._clock() if arrived_at is None else arrived_at
-        self._streams.take_in(request)
-        self._held[request.key] = _Held(request, arrived_at, set())
-        if request.timeout_s is not None:
-            expires_at = arrived_at + request.timeout_s
-            self._deadlines.add(request.key, expires_at, is_until_start=True)
-        if request.params.deadline_ms is not None:
-            self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
+        self._requests.add(request, self._clock() if arrived_at is None else arrived_at)
 
     def cancel(self, key: str) -> None:
         """End a request at its client's wish; one that is not live is none of our business."""
-        if self._streams.knows(key):
-            self._note_cancelled(key)
-            self._end(key, RequestCancelledError("the request was cancelled"))
+        live = self._requests.get(key)
+        if live is not None:
+            self._note_cancelled(live)
+            self._end(live, RequestCancelledError("the request was cancelled"))
 
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
         """End some samples of a request at its client's wish, without an error.
@@ -227,21 +210,20 @@ class EngineCore:
         Those that are not there, or have ended, are none of our business. With `best_of` none is
         there before the end, as it is not known which it will be.
         """
-        if (held := self._held.get(key)) is not None:
-            self._cancel_held(held, indexes)
-        elif key in self._streams:
-            if self._streams.leaves_nothing(key, indexes):
-                self._note_cancelled(key)
-            for sample in self._streams.cancellable(key, indexes):
-                self._replica.finish(sample)
-            self._streams.cancel(key, indexes)
-            if key not in self._streams:
-                self._deadlines.remove(key)
+        live = self._requests.get(key)
+        if live is None:
+            return
+        if live.leaves_nothing(indexes):
+            self._note_cancelled(live)
+        for sample in live.cancellable(indexes):
+            self._replica.finish(sample)
+        self._requests.cancel_samples(live, indexes)
 
     def end(self, key: str, error: CharoniaError) -> None:
         """End a request that nobody waits for any more; nothing happens when it is not live."""
-        if self._streams.knows(key):
-            self._end(key, error)
+        live = self._requests.get(key)
+        if live is not None:
+            self._end(live, error)
 
     def shed(self, shedding: LoadShedding) -> None:
         """Have steps do without something from now on."""
@@ -251,7 +233,7 @@ class EngineCore:
         """Go on with the engine that `reload` configures: soon, or when all live is over."""
         if self._reload is not None:
             reload.fail("another reload is under way")
-        elif not self._replica.had_engine:
+        elif self._replica.recovery.info is None:
             reload.fail(NOT_READY)
         else:
             self._reload = reload
@@ -294,30 +276,33 @@ class EngineCore:
         replica = self._replica
         self.deliver()
         self._expire(self._clock())
-        if not replica.is_serving:
+        if not replica.recovery.is_serving:
             replica.follow()
         if self._reload is not None:
             self._go_on_with_reload(self._reload)
-        if self._held:
+        if self._requests.held:
             self._place_held()
-        if replica.is_serving:
+        if replica.recovery.is_serving:
             replica.fill()
         self._deliver_updates()
-        was_serving, is_busy = replica.is_serving, replica.is_busy
+        was_serving, is_busy = replica.recovery.is_serving, replica.is_busy
         if is_busy:
             self._updates = replica.collect(RESULT_WAIT_S)
         elif was_serving:
             replica.watch()
         self._set_gauges()
-        return is_busy or was_serving != replica.is_serving
+        return is_busy or was_serving != replica.recovery.is_serving
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is over."""
-        for key, is_until_start in self._deadlines.take_due(now):
-            has_started = self._streams.has_started(key)
+        for key, is_until_start in self._requests.take_due(now):
+            live = self._requests.get(key)
+            if live is None:  # it had another limit, which is over as well
+                continue
+            has_started = live.started_at is not None
             if is_until_start and has_started:
                 continue
-            self._end(key, self.overdue(is_until_start=is_until_start, has_started=has_started))
+            self._end(live, self.overdue(is_until_start=is_until_start, has_started=has_started))
 
     def _go_on_with_reload(self, reload: Reload) -> None:
         """Begin with it as soon as that may be; once it is over, those it holds are placed."""
@@ -327,10 +312,11 @@ class EngineCore:
             self._reload = None
 
     def _begin_reload(self, reload: Reload) -> None:
-        reload.num_live, reload.num_held = len(self._streams), len(self._held)
+        requests = self._requests
+        reload.num_live, reload.num_held = requests.num_open, len(requests.held)
         if reload.is_cancelled:
             reload.fail("it was cancelled while requests were finishing")
-        elif reload.drain and self.is_up and self._streams:
+        elif reload.drain and self.is_up and requests.num_open:
             reload.phase = "draining"
         else:
             self._deliver_updates()  # what is finished need not wait for another engine
@@ -341,29 +327,34 @@ class EngineCore:
         if self._reload is not None:
             return  # it waits for the next engine
         if self.down_reason is not None:
-            for key in list(self._held):
-                self._end(key, self._replica.unavailable)
+            for key in list(self._requests.held):
+                self.end(key, self._replica.recovery.unavailable)
         elif self.is_up:
-            for key, held in list(self._held.items()):
-                self._place(held)
-                del self._held[key]
-                if held.cancelled:
-                    self.cancel_samples(key, held.cancelled)
+            for live in list(self._requests.held.values()):
+                self._place(live)
 
-    def _place(self, held: _Held) -> None:
-        replica, request, arrived_at = self._replica, held.request, held.arrived_at
+    def _place(self, live: LiveRequest) -> None:
+        replica, request = self._replica, live.held
+        assert request is not None
         if replica.engine_args.seed != self._seed:  # another engine was loaded
             self._seed = replica.engine_args.seed
             self._next_seed = seeds_of(self._seed)
         try:
-            samples = admit(request, replica.info, replica.limits, arrived_at, self._next_seed)
+            samples = admit(
+                request,
+                replica.recovery.known_info,
+                replica.limits,
+                live.arrived_at,
+                self._next_seed,
+            )
             for sample in samples:
                 replica.add(sample)
         except CharoniaError as error:
-            self._deadlines.remove(request.key)
-            self._streams.refuse(request, arrived_at, error)
-        else:
-            self._streams.open(request, samples)
+            self._requests.fail(live, error)
+            return
+        self._requests.open(live, samples)
+        if live.cancelled:
+            self.cancel_samples(live.key, live.cancelled)
 
     def _deliver_updates(self) -> None:
         updates, self._updates = self._updates, []
@@ -371,55 +362,51 @@ class EngineCore:
             return
         now = self._clock()
         for update in updates:
-            key = update.request.group.key
-            if self._streams.take(update, now):
+            if self._requests.take(update, now):
                 self._replica.finish(update.request.key, is_complete=True)
-            if key not in self._streams:
-                self._deadlines.remove(key)
         self.metrics.count_phase("deliver", self._clock() - now)
+
+    # ------------------------------------------------------------------ from the replica
+
+    def on_started(self, key: str) -> None:
+        """See `ReplicaEvents`."""
+        self._events.on_started(key)
+
+    def on_failed(self, key: str, error: CharoniaError) -> None:
+        """See `ReplicaEvents`."""
+        live = self._requests.get(key)
+        if live is None:
+            return
+        if isinstance(error, RequestQuarantinedError):
+            self.metrics.count("charonia_requests_quarantined_total")
+            self._log(event("request_quarantined", key=key, request_id=live.request_id))
+        self._end(live, error)
 
     # ------------------------------------------------------------------ ends
 
-    def _note_cancelled(self, key: str) -> None:
+    def _note_cancelled(self, live: LiveRequest) -> None:
         """Count a request that its client cancels; what is shared has none of its own."""
-        if self._streams.is_shared(key):
+        if live.is_shared:
             return
         self.metrics.count("charonia_cancellations_total")
-        request_id, num_tokens = self._streams.request_id(key), self._streams.num_tokens(key)
-        self._log(event("request_cancelled", key=key, request_id=request_id, tokens=num_tokens))
-
-    def _cancel_held(self, held: _Held, indexes: Collection[int]) -> None:
-        """Have samples end as soon as they are placed, or at once where no other is wanted."""
-        request = held.request
-        held.cancelled.update(indexes)
-        num_samples = request.params.num_samples
-        if num_samples == request.params.n and held.cancelled.issuperset(range(num_samples)):
-            self._note_cancelled(request.key)
-            self._deadlines.remove(request.key)
-            del self._held[request.key]
-            self._streams.cancel_unopened(request, held.arrived_at)
-
-    def _fail(self, key: str, error: CharoniaError) -> None:
-        """A request cannot go on where it is."""
-        if isinstance(error, RequestQuarantinedError):
-            request_id = self._streams.request_id(key)
-            self.metrics.count("charonia_requests_quarantined_total")
-            self._log(event("request_quarantined", key=key, request_id=request_id))
-        self._end(key, error)
+        self._log(
+            event(
+                "request_cancelled",
+                key=live.key,
+                request_id=live.request_id,
+                tokens=live.num_tokens,
+            )
+        )
 
     def _fail_all(self, error: CharoniaError) -> None:
-        for key in [*self._streams, *self._held]:
-            self._end(key, error)
+        for key in list(self._requests):
+            self.end(key, error)
 
-    def _end(self, key: str, error: CharoniaError) -> None:
-        """End a live request, or one that is held, with an error."""
-        self._deadlines.remove(key)
-        if (held := self._held.pop(key, None)) is not None:
-            self._streams.refuse(held.request, held.arrived_at, error)
-        elif key in self._streams:
-            for sample in self._streams.open_samples(key):
-                self._replica.finish(sample)
-            self._streams.fail(key, error)
+    def _end(self, live: LiveRequest, error: CharoniaError) -> None:
+        """End a request with an error, whether it is held or placed."""
+        for sample in live.open_samples:
+            self._replica.finish(sample)
+        self._requests.fail(live, error)
 
     def _drop_reload(self, reason: str) -> None:
         if self._reload is not None and not self._reload.is_over:
@@ -428,6 +415,6 @@ class EngineCore:
 
     def _set_gauges(self) -> None:
         gauges, replica = self.metrics.gauges, self._replica
-        gauges["charonia_requests_waiting", ""] = replica.num_waiting + len(self._held)
+        gauges["charonia_requests_waiting", ""] = replica.num_waiting + len(self._requests.held)
         gauges["charonia_requests_running", ""] = replica.num_running
         replica.show_metrics()

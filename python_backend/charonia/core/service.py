@@ -18,7 +18,6 @@ from charonia.control import Limits
 from charonia.core.admission import GenerationRequest
 from charonia.core.answers import AnswerCache, PromptIndex, SimilarPrompts
 from charonia.core.engine_core import EngineCore
-from charonia.core.gate.attainment import Attainment
 from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
@@ -27,6 +26,7 @@ from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
 from charonia.core.recording.recorder import Recorder, RecordingExecutor
 from charonia.core.replica.reload import Reload
+from charonia.core.request_events import RequestEvents
 from charonia.errors import (
     CharoniaError,
     ConfigError,
@@ -66,7 +66,7 @@ class ServiceState:
     last_turn_at: float | None
 
 
-class EngineService:
+class EngineService(RequestEvents):
     """Serves requests of many threads on one engine.
 
     Args:
@@ -108,37 +108,27 @@ class EngineService:
             if scheduler_args.record_schedule:
                 has_token_ids = scheduler_args.record_token_ids
                 self._journal = Journal(directory, max_bytes, has_token_ids=has_token_ids, log=log)
-        self._core = EngineCore(
+        self._similar = None
+        if prompt_index is not None:
+            self._similar = SimilarPrompts(prompt_index, tokenizer.decode, post=self._post, log=log)
+        make_core = partial(
+            EngineCore,
             executor,
             engine_args,
             scheduler_args,
             partial(OutputStream, tokenizer=tokenizer),
-            deliver=lambda chunk: self._answers.take(chunk),
             clock=time.monotonic,
             log=log,
             read_args=read_args,
             wake=self._wake_up,
-            on_started=lambda key: self._answers.note_started(key),
-            on_first_token=lambda key: self._answers.note_first_token(key),
             tenants=self._tenants,
             kv_events=kv_events,
             journal=self._journal,
         )
-        self._similar = None
-        if prompt_index is not None:
-            self._similar = SimilarPrompts(prompt_index, tokenizer.decode, post=self._post, log=log)
-        self._attainment = Attainment(self._tenants, self._core.metrics)
         self._answers = AnswerCache(
-            self._core,
-            scheduler_args,
-            self._attainment,
-            deliver=self._deliver,
-            on_started=self._gate.note_started,
-            on_joined=self._gate.note_joined,
-            clock=time.monotonic,
-            log=log,
-            similar=self._similar,
+            make_core, scheduler_args, self, clock=time.monotonic, log=log, similar=self._similar
         )
+        self._core = self._answers.core
         self._degradation = Degradation(scheduler_args, self._tenants, self._core.metrics, log=log)
         self._looked_at = 0.0
         self._log = log
@@ -246,7 +236,7 @@ class EngineService:
             if not error.is_clients_doing:
                 # What was promised is counted by the thread that counts ends.
                 self._inbox.append(
-                    partial(self._attainment.note_refusal, tenant, has_deadline=has_deadline)
+                    partial(self._core.attainment.note_refusal, tenant, has_deadline=has_deadline)
                 )
 
     @property
@@ -346,12 +336,23 @@ class EngineService:
             self._inbox.append(call)
             self._wake.notify()
 
-    def _deliver(self, chunk: Chunk) -> None:
+    # ------------------------------------------------------------------ from the answers
+
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See `RequestEvents`."""
         sink = self._sinks[chunk.key]
         if chunk.is_final:
             self._gate.leave(chunk.key)
             del self._sinks[chunk.key]
         sink(chunk)
+
+    def on_started(self, key: str) -> None:
+        """See `RequestEvents`."""
+        self._gate.note_started(key)
+
+    def on_joined(self, key: str) -> None:
+        """See `RequestEvents`."""
+        self._gate.note_joined(key)
 
     # ------------------------------------------------------------------ the thread
 

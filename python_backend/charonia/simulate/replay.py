@@ -31,7 +31,7 @@ from charonia.core.recording.journal import (
     Weighed,
     planned,
 )
-from charonia.core.scheduling import make_scheduler
+from charonia.core.scheduler_factory import make_scheduler
 from charonia.errors import ConfigError
 from charonia.protocol import KeptBlocks, RowSampling
 

@@ -23,6 +23,7 @@ from charonia.core.gate.degradation import Degradation
 from charonia.core.gate.gate import Gate
 from charonia.core.gate.tenants import Tenants
 from charonia.core.output.outputs import Chunk, SampleStream
+from charonia.core.request_events import RequestEvents
 from charonia.core.service import LOOK_EVERY_S
 from charonia.errors import CharoniaError, ConfigError
 from charonia.protocol import EngineInfo, KVLayout, SamplingParams
@@ -166,7 +167,7 @@ class Outcome:
             )
 
 
-class Simulation:
+class Simulation(RequestEvents):
     """Runs traffic through one setting.
 
     Args:
@@ -209,10 +210,9 @@ class Simulation:
             setting.engine_args,
             replace(args, min_step_deadline_s=inf),  # no step is so long that this engine hangs
             self._stream_of,
-            deliver=self._take,
+            self,
             clock=self._clock,
             log=log,
-            on_started=self._note_started,
             tenants=tenants,
             hash_secret=f"{setting.seed}".encode(),  # some policies of eviction go by hashes
         )
@@ -319,7 +319,8 @@ class Simulation:
         self._requests[request.key] = request
         return _Counted(request, self._note_tokens)
 
-    def _note_started(self, key: str) -> None:
+    def on_started(self, key: str) -> None:
+        """See `RequestEvents`."""
         self._gate.note_started(key)
         served, request = self._live[key], self._requests.pop(key)
         served.started_at = self._clock.now
@@ -346,8 +347,8 @@ class Simulation:
         served.num_tokens += num_new
         self._service.note_output(request.tenant, num_new)
 
-    def _take(self, chunk: Chunk) -> None:
-        """Note a request's end, which its only chunk is."""
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See `RequestEvents`; a request's only chunk is its end."""
         served = self._live.pop(chunk.key)
         self._requests.pop(chunk.key, None)
         if served.started_at is None:

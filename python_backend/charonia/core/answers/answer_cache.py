@@ -1,14 +1,13 @@
 """Requests that may have another one's answer, above the core that computes all others.
 
-Owns which requests are computed once for several clients, the time limits and the end of each of
-these, and when an answer is kept. Has no thread: its caller is the core's. Must not know steps, nor
-Triton.
+Owns which requests are computed once for several clients, when each of these ends, and when an
+answer is kept. Has no thread: its caller is the core's. Must not know steps, nor Triton.
 
-    add() ──► kept? ──────────────────────────► deliver(): all of it
-          ├─► an equal one runs? join it ─────► deliver(): what came so far, and then what comes
-          └─► Flight ─► a similar prompt's? ──► deliver(): all of it, to each subscriber
-                └─► EngineCore ─► take() ─────► deliver(): to each subscriber
-                                   └─ complete ─► kept
+    add() ──► kept? ──────────────────────────► on_chunk(): all of it
+          ├─► an equal one runs? join it ─────► on_chunk(): what came so far, and then what comes
+          └─► SharedComputation ─► a similar prompt's? ─► on_chunk(): all of it, for each subscriber
+                └─► EngineCore ─► on_chunk() ─► on_chunk(): for each subscriber
+                                     └─ complete ─► kept
 
 A computation belongs to nobody. It has no time limit; its subscribers have theirs, and it ends when
 the last of them leaves. What is not cacheable passes through.
@@ -27,79 +26,67 @@ from charonia.core.answers.answer_key import (
     prompt_digest,
     revision_of,
     scope_of,
-    scope_of_key,
 )
-from charonia.core.answers.answer_store import Answer, AnswerStore, Eviction
-from charonia.core.answers.flight import (
-    Flight,
+from charonia.core.answers.answer_store import Answer
+from charonia.core.answers.kept_answers import KeptAnswers
+from charonia.core.answers.shared_computation import (
+    SharedComputation,
     Source,
     Subscriber,
     timing_of_cached,
     whole_answer,
 )
 from charonia.core.answers.similar import Match, SimilarPrompts
+from charonia.core.answers.subscribers import Subscribers
 from charonia.core.engine_core import EngineCore
-from charonia.core.gate.attainment import Attainment, RequestEnd
-from charonia.core.gate.deadlines import Deadlines
-from charonia.core.output.outputs import Chunk, Timing
+from charonia.core.output.outputs import Chunk
+from charonia.core.request_events import RequestEvents
 from charonia.errors import (
     CharoniaError,
     RequestCancelledError,
     ShuttingDownError,
 )
-from charonia.events import event
 from charonia.protocol import EngineInfo
 
 SHARED = "/shared"
 """Ends the core's name of what is computed for several."""
 
 
-class AnswerCache:
-    """Answers requests from others' answers, or has the core compute them.
+class AnswerCache(RequestEvents):
+    """Answers requests from others' answers, or has the core compute them, and listens to that.
 
     Args:
-        core: whose chunks come to `take`, and what it starts to `note_started`.
-        attainment: of the tenants.
-        deliver: called with every chunk, in this caller's thread; must return quickly.
-        on_started: called with a request's key when its first step begins, on_joined: when it waits
-            for no step of its own.
+        make_core: makes it, with whom its events are told to.
+        events: told what becomes of each request.
         clock: seconds, monotonic. log: takes one line.
         similar: finds prompts that mean much the same; None where only equal ones count.
+
+    Attributes:
+        core: what computes.
     """
 
     def __init__(
         self,
-        core: EngineCore,
+        make_core: Callable[[RequestEvents], EngineCore],
         args: SchedulerArgs,
-        attainment: Attainment,
+        events: RequestEvents,
         *,
-        deliver: Callable[[Chunk], None],
-        on_started: Callable[[str], None],
-        on_joined: Callable[[str], None],
         clock: Callable[[], float],
         log: Callable[[str], None],
         similar: SimilarPrompts | None = None,
     ) -> None:
-        self._core = core
+        self.core = make_core(self)
         self._is_on = args.answer_cache_bytes is not None
-        self._store = AnswerStore(
-            args.answer_cache_bytes or 0, args.answer_cache_ttl_s, self._note_evicted
-        )
-        self._metrics = core.metrics
-        self._attainment = attainment
-        self._deliver = deliver
-        self._on_started = on_started
-        self._on_joined = on_joined
+        self._metrics = self.core.metrics
+        self._kept = KeptAnswers(args, self._metrics, similar)
+        self._events = events
         self._clock = clock
-        self._log = log
-        self._similar = similar
         self._threshold = args.semantic_cache_threshold or 1.0
-        self._flights: dict[str, Flight] = {}  # by the core's key
-        self._num_flights = 0  # so far
-        self._joinable: dict[bytes, Flight] = {}  # by that of the answer
-        self._subscribers: dict[str, Subscriber] = {}
-        self._maybe_deserted: list[Flight] = []
-        self._deadlines = Deadlines()
+        self._computations: dict[str, SharedComputation] = {}  # by the core's key
+        self._num_computations = 0  # so far
+        self._joinable: dict[bytes, SharedComputation] = {}  # by that of the answer
+        self._subscribers = Subscribers(self._metrics, self.core.attainment, clock=clock, log=log)
+        self._maybe_deserted: list[SharedComputation] = []
         self._seen: tuple[EngineInfo, EngineArgs, int] | None = None
         self._revision: bytes | None = None
 
@@ -114,23 +101,23 @@ class AnswerCache:
         return prompt_digest(request.prompt_ids) if is_cacheable and not request.is_probe else None
 
     def add(self, request: GenerationRequest, arrived_at: float, digest: bytes | None) -> None:
-        """Take a request in that was checked; what becomes of it comes through `deliver`.
+        """Take a request in that was checked; what becomes of it is told by events.
 
         Args:
             arrived_at: when it came, by the clock. digest: see `digest_of`.
         """
         self._look()
         if self._revision is None or digest is None:
-            self._core.add(request, arrived_at)
+            self.core.add(request, arrived_at)
             return
         key = scope_of(request.params, self._revision) + digest
         subscriber = Subscriber(request, arrived_at)
-        answer = self._kept(key, request)
+        answer = self._kept_for(key, request)
         if answer is not None:
             self._metrics.count("charonia_answer_cache_hits_total", label="exact")
             self._give_whole(subscriber, answer, Source("exact"))
-        elif (flight := self._flight_for(key, request)) is not None:
-            self._join(subscriber, flight)
+        elif (shared := self._computation_for(key, request)) is not None:
+            self._join(subscriber, shared)
         else:
             self._begin(subscriber, key)
 
@@ -138,22 +125,22 @@ class AnswerCache:
         """End a request at its client's wish; one that is not live is none of our business."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
-            self._core.cancel(key)
+            self.core.cancel(key)
             return
-        flight = subscriber.flight
-        if flight.is_computed and len(flight.subscribers) == 1:
-            self._core.cancel(flight.key)  # it has what was held back, too
+        shared = subscriber.computation
+        if shared.is_computed and len(shared.subscribers) == 1:
+            self.core.cancel(shared.key)  # it has what was held back, too
         else:
             self._leave(subscriber, RequestCancelledError("the request was cancelled"))
-        self._note_cancelled(subscriber)
+        self._subscribers.note_cancelled(subscriber)
 
     def end(self, key: str, error: CharoniaError) -> None:
         """End a request with an error; nothing happens when it is not live."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
-            self._core.end(key, error)
-        elif (flight := subscriber.flight).is_computed and len(flight.subscribers) == 1:
-            self._core.end(flight.key, error)
+            self.core.end(key, error)
+        elif (shared := subscriber.computation).is_computed and len(shared.subscribers) == 1:
+            self.core.end(shared.key, error)
         else:
             self._leave(subscriber, error)
 
@@ -161,39 +148,26 @@ class AnswerCache:
         """End some samples of a request at its client's wish, without an error; see the core's."""
         subscriber = self._subscribers.get(key)
         if subscriber is None:
-            self._core.cancel_samples(key, indexes)
+            self.core.cancel_samples(key, indexes)
             return
-        params, flight = subscriber.request.params, subscriber.flight
+        params, shared = subscriber.request.params, subscriber.computation
         wanted = subscriber.open.intersection(indexes)
         if not wanted or params.num_samples > params.n:  # the best are not known yet
             return
-        if flight.is_computed and len(flight.subscribers) == 1:
-            self._close_to_others(flight)
+        if shared.is_computed and len(shared.subscribers) == 1:
+            self._close_to_others(shared)
             # With those that it left to others, who have gone: the core is to see the last one end.
             left = subscriber.open.difference(wanted)
-            self._core.cancel_samples(flight.key, set(range(params.n)) - left)
+            self.core.cancel_samples(shared.key, set(range(params.n)) - left)
         else:
             self._leave(subscriber, None, wanted)
         if not subscriber.open and subscriber.reason == "cancelled":
-            self._note_cancelled(subscriber)
-
-    def _note_cancelled(self, subscriber: Subscriber) -> None:
-        """Count a request that its client has cancelled, and what it got until then."""
-        self._metrics.count("charonia_cancellations_total")
-        request, num_tokens = subscriber.request, sum(subscriber.num_tokens)
-        self._log(
-            event(
-                "request_cancelled",
-                key=request.key,
-                request_id=request.request_id,
-                tokens=num_tokens,
-            )
-        )
+            self._subscribers.note_cancelled(subscriber)
 
     def close(self) -> None:
         """End what the core does not know; it ends all else."""
-        for flight in list(self._flights.values()):
-            for subscriber in [] if flight.is_computed else list(flight.subscribers):
+        for shared in list(self._computations.values()):
+            for subscriber in [] if shared.is_computed else list(shared.subscribers):
                 self._leave(subscriber, ShuttingDownError())
 
     def abandon(self, error: CharoniaError) -> None:
@@ -201,12 +175,8 @@ class AnswerCache:
 
         What is computed is not looked at: whatever made it useless must not keep anybody waiting.
         """
-        subscribers, now = self._subscribers.values(), self._clock()
-        self._flights, self._joinable, self._subscribers = {}, {}, {}
-        self._maybe_deserted = []
-        self._deadlines = Deadlines()
-        for subscriber in subscribers:
-            self._count_end(subscriber, error.kind, now)
+        self._computations, self._joinable, self._maybe_deserted = {}, {}, []
+        self._subscribers.abandon(error)
 
     # ------------------------------------------------------------------ from the core
 
@@ -219,48 +189,46 @@ class AnswerCache:
         if self._is_on:
             self._look()
             now = self._clock()
-            self._store.expire(now)
+            self._kept.expire(now)
             self._expire(now)
             self._end_deserted()
-        gauges = self._metrics.gauges
-        gauges["charonia_answer_cache_answers", ""] = len(self._store)
-        gauges["charonia_answer_cache_bytes", ""] = self._store.num_bytes
+        self._kept.show_metrics()
 
-    def note_started(self, key: str) -> None:
-        """The core has begun to compute a request."""
-        flight = self._flights.get(key)
-        if flight is None:
-            self._on_started(key)
-        elif flight.started_at is None:
-            flight.started_at = self._clock()
-            for subscriber in flight.subscribers:
-                self._on_started(subscriber.key)
+    def on_started(self, key: str) -> None:
+        """See `RequestEvents`."""
+        shared = self._computations.get(key)
+        if shared is None:
+            self._events.on_started(key)
+        elif shared.started_at is None:
+            shared.started_at = self._clock()
+            for subscriber in shared.subscribers:
+                self._events.on_started(subscriber.key)
 
-    def note_first_token(self, key: str) -> None:
-        """What the core computes for several has its first token, which may be held back."""
-        flight = self._flights.get(key)
-        if flight is not None:
-            flight.has_token = True
-            for subscriber in flight.subscribers:
-                self._observe_first_token(subscriber)
+    def on_first_token(self, key: str) -> None:
+        """See `RequestEvents`."""
+        shared = self._computations.get(key)
+        if shared is not None:
+            shared.has_token = True
+            for subscriber in shared.subscribers:
+                self._subscribers.note_first_token(subscriber)
 
-    def take(self, chunk: Chunk) -> None:
-        """Take a chunk of the core's, and deliver it to all who want it."""
-        flight = self._flights.get(chunk.key)
-        if flight is None:
+    def on_chunk(self, chunk: Chunk) -> None:
+        """See `RequestEvents`; a chunk goes to all who want it."""
+        shared = self._computations.get(chunk.key)
+        if shared is None:
             if not chunk.key.endswith(SHARED):
-                self._deliver(chunk)
+                self._events.on_chunk(chunk)
             return
         now = self._clock()
         if chunk.ends_sample:
-            flight.open.discard(chunk.index)
+            shared.open.discard(chunk.index)
         if chunk.error is None:
-            flight.pieces.add(chunk)
+            shared.pieces.add(chunk)
         if chunk.is_final:
             self._look()
-            self._end(flight, now)
-        for subscriber in list(flight.subscribers):
-            self._give(subscriber, flight, chunk, now)
+            self._end(shared, now)
+        for subscriber in list(shared.subscribers):
+            self._give(subscriber, shared, chunk, now)
 
     # ------------------------------------------------------------------ who gets what
 
@@ -270,7 +238,7 @@ class AnswerCache:
         While there is none it is as if the last one served: what begins now is its own only if
         it is of the same revision.
         """
-        core = self._core
+        core = self.core
         if not (self._is_on and core.is_up):
             return
         info, args, limits = core.info, core.engine_args, core.limits
@@ -284,198 +252,160 @@ class AnswerCache:
         if revision != self._revision:
             self._revision = revision
             self._joinable.clear()
-            for flight in self._flights.values():
-                flight.is_own = False
+            for shared in self._computations.values():
+                shared.is_own = False
 
-    def _kept(self, key: bytes, request: GenerationRequest) -> Answer | None:
-        if not self._core.is_up:  # the next engine may be another one
+    def _kept_for(self, key: bytes, request: GenerationRequest) -> Answer | None:
+        if not self.core.is_up:  # the next engine may be another one
             return None
-        return self._store.get(key, self._clock(), needs_scores=request.counts_logprobs)
+        return self._kept.get(key, request, self._clock())
 
-    def _flight_for(self, key: bytes, request: GenerationRequest) -> Flight | None:
+    def _computation_for(self, key: bytes, request: GenerationRequest) -> SharedComputation | None:
         """One that a request may join; None where it is better off alone."""
-        flight = self._joinable.get(key)
-        if flight is None or self._has_order(request):
+        shared = self._joinable.get(key)
+        if shared is None or self._has_order(request):
             return None
-        has_all = flight.request.counts_logprobs or not request.counts_logprobs
-        is_in_time = flight.request.params.priority <= request.params.priority
-        return flight if has_all and is_in_time else None
+        has_all = shared.request.counts_logprobs or not request.counts_logprobs
+        is_in_time = shared.request.params.priority <= request.params.priority
+        return shared if has_all and is_in_time else None
 
     def _has_order(self, request: GenerationRequest) -> bool:
         """Whether a request's deadline says when it is served, so that it cannot be another's."""
-        is_by_deadline = self._core.engine_args.scheduling_policy == "deadline"
+        is_by_deadline = self.core.engine_args.scheduling_policy == "deadline"
         return is_by_deadline and request.params.deadline_ms is not None
 
     def _begin(self, subscriber: Subscriber, answer_key: bytes) -> None:
         request, arrived_at = subscriber.request, subscriber.arrived_at
         may_join = not self._has_order(request)
         # Who came first may leave, and another one come with the same key.
-        self._num_flights += 1
-        name = f"{request.key}/{self._num_flights}{SHARED}"
+        self._num_computations += 1
+        name = f"{request.key}/{self._num_computations}{SHARED}"
         computed = replace(request, key=name, is_shared=True, timeout_s=None)
         if may_join:
             params = msgspec.structs.replace(request.params, deadline_ms=None)
             computed = replace(computed, params=params)
-        flight = Flight(computed.key, answer_key, computed, arrived_at, leader=subscriber)
-        self._flights[flight.key] = flight
+        shared = SharedComputation(
+            computed.key, answer_key, computed, arrived_at, leader=subscriber
+        )
+        self._computations[shared.key] = shared
         if may_join:
-            self._joinable[answer_key] = flight
-        self._subscribe(subscriber, flight)
-        if not self._looks_for_similar(flight):
-            self._compute(flight)
+            self._joinable[answer_key] = shared
+        self._subscribe(subscriber, shared)
+        if not self._kept.ask_for_similar(shared, partial(self._settle, shared)):
+            self._compute(shared)
 
-    def _compute(self, flight: Flight) -> None:
+    def _compute(self, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_misses_total")
-        flight.is_computed = True
-        self._core.add(flight.request, flight.arrived_at)
+        shared.is_computed = True
+        self.core.add(shared.request, shared.arrived_at)
 
-    def _looks_for_similar(self, flight: Flight) -> bool:
-        """Look for a prompt that means much the same, if that may be; see `_settle`."""
-        request, scope = flight.request, scope_of_key(flight.answer_key)
-        if self._similar is None or request.params.prompt_logprobs is not None:
-            return False  # another prompt has other log-probabilities
-        return self._similar.ask(scope, request.prompt_ids, partial(self._settle, flight))
-
-    def _settle(self, flight: Flight, match: Match | None) -> None:
+    def _settle(self, shared: SharedComputation, match: Match | None) -> None:
         """What is nearest to a computation's prompt is known: take its answer, or compute one."""
-        if self._flights.get(flight.key) is not flight:
+        if self._computations.get(shared.key) is not shared:
             return  # nobody waits for it any more
         self._look()
         answer = None
         if match is not None:
-            flight.vector = match.vector
-            if match.key is not None and match.similarity >= self._threshold and flight.is_own:
-                answer = self._kept(match.key, flight.request)
+            shared.vector = match.vector
+            if match.key is not None and match.similarity >= self._threshold and shared.is_own:
+                answer = self._kept_for(match.key, shared.request)
         if match is None or answer is None:
-            self._compute(flight)
-            self._maybe_deserted.append(flight)  # of single samples
+            self._compute(shared)
+            self._maybe_deserted.append(shared)  # of single samples
             return
         self._metrics.count("charonia_answer_cache_hits_total", label="semantic")
-        self._drop(flight)
-        for subscriber in flight.subscribers:
+        self._drop(shared)
+        for subscriber in shared.subscribers:
             self._give_whole(subscriber, answer, Source("semantic", match.similarity))
 
-    def _join(self, subscriber: Subscriber, flight: Flight) -> None:
+    def _join(self, subscriber: Subscriber, shared: SharedComputation) -> None:
         self._metrics.count("charonia_answer_cache_hits_total", label="joined")
-        self._subscribe(subscriber, flight)
-        self._on_joined(subscriber.key)
-        if flight.has_token:
-            self._observe_first_token(subscriber)
+        self._subscribe(subscriber, shared)
+        self._events.on_joined(subscriber.key)
+        if shared.has_token:
+            self._subscribers.note_first_token(subscriber)
         now = self._clock()
-        for chunk in flight.pieces.so_far():
-            self._give(subscriber, flight, chunk, now)
+        for chunk in shared.pieces.so_far():
+            self._give(subscriber, shared, chunk, now)
 
-    def _subscribe(self, subscriber: Subscriber, flight: Flight) -> None:
-        subscriber.join(flight)
-        self._subscribers[subscriber.key] = subscriber
-        request, arrived_at = subscriber.request, subscriber.arrived_at
-        if request.timeout_s is not None:
-            expires_at = arrived_at + request.timeout_s
-            self._deadlines.add(request.key, expires_at, is_until_start=True)
-        if request.params.deadline_ms is not None:
-            self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
+    def _subscribe(self, subscriber: Subscriber, shared: SharedComputation) -> None:
+        subscriber.join(shared)
+        self._subscribers.add(subscriber)
 
-    def _give(self, subscriber: Subscriber, flight: Flight, chunk: Chunk, now: float) -> None:
+    def _give(
+        self, subscriber: Subscriber, shared: SharedComputation, chunk: Chunk, now: float
+    ) -> None:
         """Deliver a chunk of a computation to one of its subscribers."""
         own = subscriber.take(chunk, now)
         if own is None:
             return
-        if own.timing is not None and subscriber is not flight.leader:
-            own = msgspec.structs.replace(own, timing=flight.timing_for(subscriber, own.timing))
+        if own.timing is not None and subscriber is not shared.leader:
+            own = msgspec.structs.replace(own, timing=shared.timing_for(subscriber, own.timing))
         if own.is_final:
             if not chunk.is_final:  # others want samples that it does without
-                own = msgspec.structs.replace(own, timing=self._timing_so_far(subscriber, now))
-                flight.subscribers.remove(subscriber)
-                self._maybe_deserted.append(flight)
-            self._forget(subscriber, own, now)
-        self._deliver(own)
-
-    def _timing_so_far(self, subscriber: Subscriber, now: float) -> Timing:
-        """Of one who ends before the computation does."""
-        source = None if subscriber is subscriber.flight.leader else Source("joined")
-        queue_s, total_s = _queue_s(subscriber, now), now - subscriber.arrived_at
-        return timing_of_cached(source, queue_s, subscriber.first_token_s, total_s)
+                own = msgspec.structs.replace(own, timing=subscriber.timing_so_far(now))
+                shared.subscribers.remove(subscriber)
+                self._maybe_deserted.append(shared)
+            self._subscribers.end(subscriber, own, now)
+        self._events.on_chunk(own)
 
     def _give_whole(self, subscriber: Subscriber, answer: Answer, source: Source) -> None:
         """Deliver an answer that was kept."""
-        self._on_joined(subscriber.key)
+        self._events.on_joined(subscriber.key)
         now = self._clock()
         waited_s = now - subscriber.arrived_at
         timing = timing_of_cached(source, waited_s, waited_s, waited_s)
-        self._observe_first_token(subscriber)
+        self._subscribers.note_first_token(subscriber)
         for chunk in whole_answer(answer.pieces(), subscriber.request):
             own = subscriber.take(chunk, now)
             if own is None:  # its client does without this sample
                 continue
             if own.is_final:
                 own = msgspec.structs.replace(own, timing=timing)
-                self._forget(subscriber, own, now)
-            self._deliver(own)
-
-    def _note_evicted(self, key: bytes, why: Eviction) -> None:
-        self._metrics.count("charonia_answer_cache_evicted_total", label=why)
-        if self._similar is not None:
-            self._similar.forget(key)
+                self._subscribers.end(subscriber, own, now)
+            self._events.on_chunk(own)
 
     # ------------------------------------------------------------------ ends
 
-    def _end(self, flight: Flight, now: float) -> None:
+    def _end(self, shared: SharedComputation, now: float) -> None:
         """A computation is over; its answer is kept where it is whole."""
-        self._drop(flight)
-        if flight.is_own and flight.pieces.is_complete(flight.request.params.n):
-            self._keep(flight, now)
+        self._drop(shared)
+        if shared.is_own and shared.pieces.is_complete(shared.request.params.n):
+            self._kept.keep(shared, now)
 
-    def _keep(self, flight: Flight, now: float) -> None:
-        key, similar, has_scores = flight.answer_key, self._similar, flight.request.counts_logprobs
-        if not has_scores and self._store.get(key, now, needs_scores=True) is not None:
-            return  # it serves more requests than this one would
-        has_vector = similar is not None and flight.vector is not None
-        is_kept = self._store.put(
-            key,
-            flight.pieces.encoded(),
-            now,
-            has_scores=has_scores,
-            num_more_bytes=similar.bytes_per_prompt if similar and has_vector else 0,
-        )
-        if similar is not None and is_kept:
-            if has_vector:
-                similar.keep(scope_of_key(key), key, flight.vector)
-            else:  # there may be one of an answer whose place this has taken
-                similar.forget(key)
-
-    def _drop(self, flight: Flight) -> None:
+    def _drop(self, shared: SharedComputation) -> None:
         """Know a computation no more."""
-        del self._flights[flight.key]
-        self._close_to_others(flight)
+        del self._computations[shared.key]
+        self._close_to_others(shared)
 
-    def _close_to_others(self, flight: Flight) -> None:
+    def _close_to_others(self, shared: SharedComputation) -> None:
         """Let nobody join a computation any more."""
-        if self._joinable.get(flight.answer_key) is flight:
-            del self._joinable[flight.answer_key]
+        if self._joinable.get(shared.answer_key) is shared:
+            del self._joinable[shared.answer_key]
 
     def _expire(self, now: float) -> None:
         """End the requests whose time is over."""
-        for key, is_until_start in self._deadlines.take_due(now):
+        for key, is_until_start in self._subscribers.take_due(now):
             subscriber = self._subscribers.get(key)
             if subscriber is None:  # it had another limit, which is over as well
                 continue
-            has_started = subscriber.flight.started_at is not None
+            has_started = subscriber.computation.started_at is not None
             if is_until_start and has_started:
                 continue
-            error = self._core.overdue(is_until_start=is_until_start, has_started=has_started)
+            error = self.core.overdue(is_until_start=is_until_start, has_started=has_started)
             self.end(key, error)
 
     def _end_deserted(self) -> None:
         """End what is computed for nobody: samples that all do without, or all of it."""
-        flights, self._maybe_deserted = dict.fromkeys(self._maybe_deserted), []
-        for flight in flights:
-            if not flight.is_computed:
+        computations, self._maybe_deserted = dict.fromkeys(self._maybe_deserted), []
+        for shared in computations:
+            if not shared.is_computed:
                 continue
-            if not flight.subscribers:
-                self._core.end(flight.key, RequestCancelledError("nobody wants the other samples"))
-            elif unwanted := flight.open.difference(*(one.open for one in flight.subscribers)):
-                self._close_to_others(flight)
-                self._core.cancel_samples(flight.key, unwanted)
+            if not shared.subscribers:
+                self.core.end(shared.key, RequestCancelledError("nobody wants the other samples"))
+            elif unwanted := shared.open.difference(*(one.open for one in shared.subscribers)):
+                self._close_to_others(shared)
+                self.core.cancel_samples(shared.key, unwanted)
 
     def _leave(
         self,
@@ -489,53 +419,14 @@ class AnswerCache:
             error: None where its client wants no more. indexes: of the samples that end; None for
                 all, and with others it goes on.
         """
-        flight, now = subscriber.flight, self._clock()
+        shared, now = subscriber.computation, self._clock()
         indexes = subscriber.open if indexes is None else indexes
         if subscriber.open <= set(indexes):
-            flight.subscribers.remove(subscriber)
-            if not flight.subscribers:
-                self._drop(flight)
-        self._maybe_deserted.append(flight)
-        for chunk in subscriber.end(indexes, error, self._timing_so_far(subscriber, now)):
+            shared.subscribers.remove(subscriber)
+            if not shared.subscribers:
+                self._drop(shared)
+        self._maybe_deserted.append(shared)
+        for chunk in subscriber.end(indexes, error, subscriber.timing_so_far(now)):
             if chunk.is_final:
-                self._forget(subscriber, chunk, now)
-            self._deliver(chunk)
-
-    def _observe_first_token(self, subscriber: Subscriber) -> None:
-        """There is a first token for a request, at this moment."""
-        subscriber.first_at = self._clock()
-        waited_s = subscriber.first_at - subscriber.arrived_at
-        self._metrics.observe_request("charonia_time_to_first_token_seconds", waited_s)
-
-    def _forget(self, subscriber: Subscriber, last: Chunk, now: float) -> None:
-        """A request is over, and is counted."""
-        self._subscribers.pop(subscriber.key, None)
-        self._deadlines.remove(subscriber.key)
-        reason = subscriber.reason if last.error is None else last.error.kind
-        self._count_end(subscriber, reason, now)
-
-    def _count_end(self, subscriber: Subscriber, reason: str, now: float) -> None:
-        request = subscriber.request
-        self._metrics.count_end(
-            reason,
-            queue_s=_queue_s(subscriber, now),
-            total_s=now - subscriber.arrived_at,
-            num_prompt=len(request.prompt_ids),
-            num_tokens=sum(subscriber.num_tokens),
-        )
-        self._attainment.note_end(
-            RequestEnd(
-                tenant=request.params.tenant,
-                reason=reason,
-                first_token_s=subscriber.first_token_s,
-                inter_token_s=subscriber.inter_token_s,
-                has_deadline=request.params.deadline_ms is not None,
-            )
-        )
-
-
-def _queue_s(subscriber: Subscriber, now: float) -> float:
-    """How long it waited until something was computed for it, or its end."""
-    started_at = subscriber.flight.started_at if subscriber.has_flight else None
-    started_at = now if started_at is None else started_at
-    return max(0.0, started_at - subscriber.arrived_at)
+                self._subscribers.end(subscriber, chunk, now)
+            self._events.on_chunk(chunk)

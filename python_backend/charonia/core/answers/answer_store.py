@@ -8,7 +8,6 @@ An answer lies here as MessagePack, so that its bytes are those that it takes, b
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -116,15 +115,11 @@ class AnswerStore:
 
     Args:
         max_bytes: that all may take. ttl_s: for how long each is kept.
-        on_evicted: called with the key of an answer that is given up, and why.
     """
 
-    def __init__(
-        self, max_bytes: int, ttl_s: float, on_evicted: Callable[[bytes, Eviction], None]
-    ) -> None:
+    def __init__(self, max_bytes: int, ttl_s: float) -> None:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._on_evicted = on_evicted
         self._answers: OrderedDict[bytes, Answer] = OrderedDict()  # the last used one is last
         self._by_age: deque[tuple[int, bytes]] = deque()  # numbers and keys; some have gone
         self._next_number = 0
@@ -148,43 +143,48 @@ class AnswerStore:
 
     def put(
         self, key: bytes, content: bytes, now: float, *, has_scores: bool, num_more_bytes: int = 0
-    ) -> bool:
+    ) -> list[bytes] | None:
         """Keep an answer instead of what there is with this key.
 
         Args:
             num_more_bytes: that it takes elsewhere.
 
         Returns:
-            Whether it is kept: it is not where it is larger than all may be.
+            The keys of those that gave way to it; None where it is larger than all may be, and not
+            kept.
         """
         num_bytes = len(content) + ENTRY_BYTES + num_more_bytes
         answer = Answer(content, num_bytes, has_scores, now + self._ttl_s, self._next_number)
         if answer.num_bytes > self._max_bytes:
-            return False
+            return None
         self._next_number += 1
         if (before := self._answers.pop(key, None)) is not None:
             self.num_bytes -= before.num_bytes
         self._answers[key] = answer
         self._by_age.append((answer.number, key))
         self.num_bytes += answer.num_bytes
+        evicted = []
         while self.num_bytes > self._max_bytes:
-            self._evict(next(iter(self._answers)), "bytes")
+            evicted.append(next(iter(self._answers)))
+            self._evict(evicted[-1])
         if len(self._by_age) > 2 * len(self._answers) + 64:
             live = {answer.number for answer in self._answers.values()}
             self._by_age = deque(one for one in self._by_age if one[0] in live)
-        return True
+        return evicted
 
-    def expire(self, now: float) -> None:
-        """Give up what has been kept for long enough."""
+    def expire(self, now: float) -> list[bytes]:
+        """Give up what has been kept for long enough; its keys."""
+        evicted = []
         while self._by_age:
             number, key = self._by_age[0]
             answer = self._answers.get(key)
             if answer is not None and answer.number == number:
                 if answer.expires_at > now:
-                    return
-                self._evict(key, "age")
+                    break
+                self._evict(key)
+                evicted.append(key)
             self._by_age.popleft()
+        return evicted
 
-    def _evict(self, key: bytes, why: Eviction) -> None:
+    def _evict(self, key: bytes) -> None:
         self.num_bytes -= self._answers.pop(key).num_bytes
-        self._on_evicted(key, why)

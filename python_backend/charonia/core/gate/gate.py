@@ -19,7 +19,7 @@ from charonia.core.admission import GenerationRequest
 from charonia.core.gate.queue_order import Entry, QueueOrder
 from charonia.core.gate.queue_wait import QueueWait
 from charonia.core.gate.tenants import TenantArgs, Tenants
-from charonia.core.scheduling import rank_of
+from charonia.core.scheduler_factory import rank_of
 from charonia.errors import (
     InvalidRequestError,
     LateRequestError,
@@ -88,8 +88,7 @@ class Gate:
         self._busy: dict[str, _Account] = {}  # those that have live requests
         self._idle: LazyHeap[str] = LazyHeap()  # the others, who came longest ago is first
         self._live: dict[str, Entry] = {}
-        self._waiting: set[str] = set()
-        self._leaving: set[str] = set()  # those of the live ones that are to give way
+        self._num_leaving = 0  # of the live ones, those that are to give way
         self._lock = threading.Lock()
 
     def num_of_tenants(self) -> dict[str, tuple[int, int]]:
@@ -190,25 +189,28 @@ class Gate:
     def note_started(self, key: str) -> None:
         """A request waits no longer."""
         with self._lock:
-            self._leaving.discard(key)
-            self._wait_no_longer(key, has_started=True)
+            if (entry := self._live.get(key)) is not None:
+                self._go_on(entry)
+                self._wait_no_longer(entry, has_started=True)
 
     def note_joined(self, key: str) -> None:
         """A request waits for no step of its own: it gets what another one's steps give."""
         with self._lock:
-            self._wait_no_longer(key, has_started=False)
+            if (entry := self._live.get(key)) is not None:
+                self._wait_no_longer(entry, has_started=False)
 
     def is_leaving(self, key: str) -> bool:
         """Whether a request still is to give way: it is live, and has not started meanwhile."""
-        return key in self._leaving
+        entry = self._live.get(key)
+        return entry is not None and entry.is_leaving
 
     def leave(self, key: str) -> None:
         """A request has had its end; nothing happens when it is not in."""
         with self._lock:
-            self._leaving.discard(key)
-            self._wait_no_longer(key, has_started=False)
             entry = self._live.pop(key, None)
             if entry is not None:
+                self._go_on(entry)
+                self._wait_no_longer(entry, has_started=False)
                 account = self._busy[entry.tenant]
                 lived_s = self._clock() - entry.entered_at
                 mean_s = lived_s if account.life_s is None else account.life_s
@@ -240,7 +242,7 @@ class Gate:
         )
 
     def _is_full(self, num_queued: int) -> bool:
-        return num_queued - len(self._leaving) >= self._args.max_queue_size
+        return num_queued - self._num_leaving >= self._args.max_queue_size
 
     def _check_room(self, entry: Entry, num_queued: int) -> tuple[str, Entry | None]:
         """Which limit is reached, and who is to give way, if anybody must.
@@ -269,7 +271,6 @@ class Gate:
         account.num_live += 1
         self._busy[entry.tenant] = account
         self._live[entry.key] = entry
-        self._waiting.add(entry.key)
         self._order.add(entry)
         self._count_waiting(account, 1, entry.num_tokens)
         for wait in (self._wait, account.wait):
@@ -278,21 +279,27 @@ class Gate:
 
     def _give_way(self, last: Entry, maximum: str) -> Leaver:
         """Count one as waiting no longer, which is live until it has been told."""
-        self._wait_no_longer(last.key, has_started=False)
-        self._leaving.add(last.key)
+        self._wait_no_longer(last, has_started=False)
+        last.is_leaving = True
+        self._num_leaving += 1
         wait_s = self._wait_of(self._busy[last.tenant]).seconds(last.priority, self._clock())
         return Leaver(last.key, QueueFullError.of_leaver(maximum, wait_s))
 
     def _wait_of(self, account: _Account) -> QueueWait:
         return account.wait if self._args.fair_share else self._wait
 
-    def _wait_no_longer(self, key: str, *, has_started: bool) -> None:
-        if key not in self._waiting:
+    def _go_on(self, entry: Entry) -> None:
+        """One that was to give way goes on, or has had its end."""
+        if entry.is_leaving:
+            entry.is_leaving = False
+            self._num_leaving -= 1
+
+    def _wait_no_longer(self, entry: Entry, *, has_started: bool) -> None:
+        if not entry.is_waiting:
             return
-        self._waiting.remove(key)
-        self._order.remove(self._live[key])
-        entry, now = self._live[key], self._clock()
-        account = self._busy[entry.tenant]
+        entry.is_waiting = False
+        self._order.remove(entry)
+        account, now = self._busy[entry.tenant], self._clock()
         self._count_waiting(account, -1, -entry.num_tokens)
         for wait in (self._wait, account.wait):
             if has_started:

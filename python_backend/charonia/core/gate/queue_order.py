@@ -6,18 +6,21 @@ what each tenant has waiting for its weight. Must not know when a queue is full.
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from charonia.control.policies import RankOf, by_arrival
 
 
-class Entry(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Entry:
     """A request that was let in, or is about to be.
 
     Attributes:
         num_tokens: of its prompt. entered_at: when it was let in, arrived_at: when it came.
         number: how many came before it.
         priority, expires_at: as `control.Request` has them.
+        is_waiting: whether it waits for its first step. is_leaving: whether it is to give way
+            instead; neither of both once that has begun.
     """
 
     key: str
@@ -28,6 +31,8 @@ class Entry(NamedTuple):
     priority: int
     arrived_at: float
     expires_at: float
+    is_waiting: bool = True
+    is_leaving: bool = False
 
     @property
     def is_demoted(self) -> bool:

@@ -354,6 +354,10 @@ class SampleStreams:
         """The request of the first sample."""
         return self.streams[0].request
 
+    def keys_of(self, indexes: Collection[int]) -> list[str]:
+        """The control plane's names of these samples."""
+        return [self.streams[index].request.key for index in indexes]
+
     @property
     def num_tokens(self) -> int:
         """That all samples have together."""

@@ -15,10 +15,13 @@ from charonia.core.replica.transitions import TRANSITIONS, Event, State, next_st
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
+    EngineDownError,
     EngineHungError,
     EngineUnloadedError,
     ServerStoppingError,
+    ShuttingDownError,
     StepFailedError,
+    UnavailableError,
 )
 from charonia.events import event
 from charonia.metrics.metrics import Metrics
@@ -89,6 +92,24 @@ class Recovery:
                 return SHUTTING_DOWN
             case _:
                 return None
+
+    @property
+    def unavailable(self) -> UnavailableError:
+        """What a request is told that does not wait for an engine."""
+        if self._state is State.STOPPED:
+            return ShuttingDownError()
+        return EngineDownError(self.down_reason or NOT_READY)
+
+    @property
+    def known_info(self) -> EngineInfo:
+        """Of the engine as last seen.
+
+        Raises:
+            UnavailableError: none was ever there.
+        """
+        if self.info is None:
+            raise self.unavailable
+        return self.info
 
     @property
     def is_to_be_loaded(self) -> bool:

@@ -1,10 +1,10 @@
 """What the scheduler's side keeps of one engine: its requests' steps, and its life.
 
-Owns the scheduler, the executor, the steps in flight, the state of recovery and a reload that is
-carried out. Must not know text, clients, or requests that wait elsewhere: several replicas may
-stand under one layer of streams (`engine_core`).
+Owns the scheduler, the steps in flight, the search for an engine, the state of recovery and a
+reload that is carried out. Must not know text, clients, or requests that wait elsewhere: several
+replicas may stand under one layer of streams (`engine_core`).
 
-    add() ─► Scheduler ─ fill() ─► Executor ─ collect() ─► updates
+    add() ─► Scheduler ─ fill() ─► StepsInFlight ─ collect() ─► updates
                  ▲                    │ a step fails, the engine dies, hangs, is unloaded
                  │                    ▼
                  └─── follow() ◄── Recovery: one table of states    another engine, or none
@@ -13,85 +13,68 @@ Nothing here waits for an engine: it is looked for and loaded elsewhere (`Execut
 `follow` sees what came of it. A step's result is waited for as long as the caller says.
 """
 
-import os
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import (
-    NO_SHEDDING,
-    CostCurve,
     Late,
     Limits,
     LoadShedding,
     Request,
     Scheduler,
-    SchedulerStats,
-    Tiers,
     Update,
 )
-from charonia.core.recording.journal import Journal
 from charonia.core.recording.kv_events import KVEvents
-from charonia.core.replica.plan_time import PlanTime
-from charonia.core.replica.recovery import NOT_READY, SHUTTING_DOWN, Recovery
-from charonia.core.replica.reload import Reload, misfit, take_over
+from charonia.core.replica.engine_search import EngineSearch
+from charonia.core.replica.recovery import SHUTTING_DOWN, Recovery
+from charonia.core.replica.reload import Reload, misfit
+from charonia.core.replica.schedulers import Schedulers
+from charonia.core.replica.steps_in_flight import EndedStep, StepsInFlight
 from charonia.core.replica.transitions import Event, State
-from charonia.core.scheduling import make_scheduler
+from charonia.core.scheduler_factory import limits_of
 from charonia.errors import (
     CharoniaError,
     EngineDiedError,
-    EngineDownError,
-    EngineHungError,
     EngineUnloadedError,
     LateRequestError,
     RequestQuarantinedError,
     ServerStoppingError,
-    ShuttingDownError,
     StepFailedError,
     UnavailableError,
 )
 from charonia.events import event
 from charonia.metrics.metrics import Metrics
-from charonia.protocol import EngineInfo, Executor, Opening, Pending
-
-DEADLINE_FACTOR = 10.0
+from charonia.protocol import EngineInfo, Executor, Opening
 
 
-@dataclass(slots=True)
-class _Submitted:
-    """A step that the engine computes.
+class ReplicaEvents(Protocol):
+    """What a replica tells of the requests that it has, by the keys of their groups."""
 
-    Attributes:
-        num_tokens: drafts included. at: when it was handed over.
-        since: when no other was ahead of it any more; None before.
-    """
+    def on_started(self, key: str) -> None:
+        """The first step of a request begins."""
+        ...
 
-    pending: Pending
-    num_tokens: int
-    at: float
-    since: float | None = None
+    def on_failed(self, key: str, error: CharoniaError) -> None:
+        """A request cannot go on here: to be ended now, with `finish` of all its samples."""
+        ...
 
 
 class Replica:
     """Runs requests on one engine, and on the next one when that is lost or replaced.
 
     Args:
-        fail: called with the key of a request that cannot go on here, and why; ends it.
-        on_started: called with the key of a request that its first step begins with.
-        weight_of: of a tenant, for fair shares.
+        events: told within calls, in their thread.
+        schedulers: that of each engine.
         clock: seconds, monotonic. log: takes one line.
         read_args: what the engine of this moment was loaded with; None is always `engine_args`.
         wake: called from any thread when `follow` has something to see.
         kv_events: told what the prefix cache holds; None where nobody listens.
-        hash_secret: key of the hash of blocks, where an engine brings none; None draws one.
-        journal: of all that the scheduler decides from; None where nobody writes one.
 
     Attributes:
-        engine_args: of the engine as last seen.
-        last_step_at: when a step with tokens was last applied, None before the first.
+        engine_args: of the engine as last seen. recovery: what there is of it.
     """
 
     def __init__(
@@ -99,95 +82,53 @@ class Replica:
         executor: Executor,
         engine_args: EngineArgs,
         scheduler_args: SchedulerArgs,
+        schedulers: Schedulers,
+        events: ReplicaEvents,
         *,
         metrics: Metrics,
-        fail: Callable[[str, CharoniaError], None],
-        on_started: Callable[[str], None],
-        weight_of: Callable[[str], float],
         clock: Callable[[], float],
         log: Callable[[str], None],
         read_args: Callable[[], EngineArgs] | None,
         wake: Callable[[], None],
         kv_events: KVEvents | None = None,
-        hash_secret: bytes | None = None,
-        journal: Journal | None = None,
     ) -> None:
         self.engine_args = engine_args
         self._executor = executor
         self._scheduler_args = scheduler_args
         self._metrics = metrics
-        self._fail = fail
-        self._on_started = on_started
-        self._weight_of = weight_of
+        self._events = events
+        self._schedulers = schedulers
         self._clock = clock
         self._log = log
         self._read_args = read_args or (lambda: engine_args)
-        self._wake = wake
         self._kv_events = kv_events
-        self._hash_secret = hash_secret
-        self._journal = journal
-        self._stats = SchedulerStats()
-        self._shedding = NO_SHEDDING
-        self._step_seconds = CostCurve()
-        self._plan_time = PlanTime()
-        self._plan_at = 0.0  # when to plan a step behind the only one in flight; 0 is at once
-        self._is_put_off = False  # whether that is later than it might be
-        self._recovery = Recovery(metrics=metrics, clock=clock, log=log)
-        self._opening: Opening | None = None
-        self._opening_began_at = 0.0
-        self._is_opening_void = False  # whatever comes of it is not wanted any more
+        self._steps = StepsInFlight(
+            executor, metrics, clock=clock, min_deadline_s=scheduler_args.min_step_deadline_s
+        )
+        self._search = EngineSearch(
+            executor, clock=clock, timeout_s=scheduler_args.load_timeout_s, wake=wake
+        )
+        self.recovery = Recovery(metrics=metrics, clock=clock, log=log)
         self._reload: Reload | None = None  # that is carried out
         self._limits: Limits | None = None
-        self._scheduler: Scheduler | None = None
-        self._in_flight: deque[_Submitted] = deque()
-        self.last_step_at: float | None = None
-        self._last_arrival = 0.0  # of a result, also of a step without tokens
 
     # ------------------------------------------------------------------ questions
 
     @property
-    def is_serving(self) -> bool:
-        """Whether there is an engine that steps can run on at this very moment."""
-        return self._recovery.is_serving
-
-    @property
     def is_busy(self) -> bool:
         """Whether steps are in flight."""
-        return bool(self._in_flight)
+        return len(self._steps) > 0
 
     @property
     def is_fed(self) -> bool:
         """Whether each stage of the engine has a step to compute."""
         limits = self._limits
-        return limits is not None and len(self._in_flight) >= limits.num_stages
+        return limits is not None and len(self._steps) >= limits.num_stages
 
     @property
-    def down_reason(self) -> str | None:
-        """Why requests do not wait for an engine; None while they do, or there is one."""
-        return self._recovery.down_reason
-
-    @property
-    def unavailable(self) -> UnavailableError:
-        """What a request is told that does not wait for an engine."""
-        if self._recovery.state is State.STOPPED:
-            return ShuttingDownError()
-        return EngineDownError(self.down_reason or NOT_READY)
-
-    @property
-    def had_engine(self) -> bool:
-        """Whether there ever was an engine."""
-        return self._recovery.info is not None
-
-    @property
-    def info(self) -> EngineInfo:
-        """Of the engine as last seen.
-
-        Raises:
-            UnavailableError: none was ever there.
-        """
-        if self._recovery.info is None:
-            raise self.unavailable
-        return self._recovery.info
+    def last_step_at(self) -> float | None:
+        """When a step with tokens was last known to have ended, None before the first."""
+        return self._steps.last_step_at
 
     @property
     def limits(self) -> Limits:
@@ -196,23 +137,23 @@ class Replica:
         Raises:
             UnavailableError: there is none that requests could wait for.
         """
-        if self.down_reason is not None or self._limits is None:
-            raise self.unavailable
+        if self.recovery.down_reason is not None or self._limits is None:
+            raise self.recovery.unavailable
         return self._limits
 
     @property
     def num_running(self) -> int:
         """Requests that have a row of the engine."""
-        return self._scheduler.num_running if self._scheduler else 0
+        return self._schedulers.num_running
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for one."""
-        return self._scheduler.num_waiting if self._scheduler else 0
+        return self._schedulers.num_waiting
 
     def show_metrics(self) -> None:
         """Bring up to date what the metrics say of this replica."""
-        self._metrics.gauges["charonia_engine_up", ""] = float(self.is_serving)
+        self._metrics.gauges["charonia_engine_up", ""] = float(self.recovery.is_serving)
         if self._scheduler is not None:
             self._metrics.show_scheduler(self._scheduler)
         if self._kv_events is not None:
@@ -228,15 +169,13 @@ class Replica:
             UnavailableError: it does not fit this engine.
         """
         assert self._scheduler is not None, "add() before there was an engine"
-        if reason := misfit(request, self.info, self._scheduler.limits):
+        if reason := misfit(request, self.recovery.known_info, self._scheduler.limits):
             raise UnavailableError(reason)
         self._scheduler.add(request)
 
     def shed(self, shedding: LoadShedding) -> None:
         """Have steps do without something from now on, on any engine."""
-        self._shedding = shedding
-        if self._scheduler is not None:
-            self._scheduler.shedding = shedding
+        self._schedulers.shed(shedding)
 
     def finish(self, key: str, *, is_complete: bool = False) -> None:
         """End one sample of a request; nothing happens when it is not here.
@@ -255,30 +194,21 @@ class Replica:
         A step that overlaps is planned shortly before it is needed, so that it has who comes until
         then: see `plan_time`.
         """
-        scheduler = self._scheduler
+        scheduler, steps = self._scheduler, self._steps
         assert scheduler is not None, "fill() before there was an engine"
-        while len(self._in_flight) < scheduler.limits.max_steps_in_flight:
-            started = self._clock()
-            is_ahead = bool(self._in_flight)
-            if is_ahead and started < self._plan_at:
+        while len(steps) < scheduler.limits.max_steps_in_flight:
+            now = self._clock()
+            if not steps.is_plan_due(now):
                 return
-            self._plan_at = 0.0
-            plan = scheduler.plan(started)
+            steps.begin_plan(now)
+            plan = scheduler.plan(now)
             for late in scheduler.take_late():
-                self._fail(late.request.group.key, _late_error(late))
+                self._events.on_failed(late.request.group.key, _late_error(late))
             if plan is None:
                 return
             for request in scheduler.take_started():
-                self._on_started(request.group.key)
-            submitted = self._clock()
-            num_tokens = sum(row.num_tokens + row.num_drafts for row in plan.rows)
-            if num_tokens:
-                self._metrics.histograms["charonia_plan_seconds"].observe(submitted - started)
-            self._in_flight.append(_Submitted(self._executor.submit(plan), num_tokens, submitted))
-            if is_ahead:
-                self._plan_time.note_plan(self._clock() - started)
-            else:
-                self._set_plan_time(submitted)
+                self._events.on_started(request.group.key)
+            steps.submit(plan, may_plan_ahead=scheduler.may_plan_ahead)
 
     def collect(self, wait_s: float) -> list[Update]:
         """What the oldest step in flight did; nothing when it takes longer than `wait_s`.
@@ -286,26 +216,18 @@ class Replica:
         It returns as well when it is time to plan the step behind it. A failure of the step or of
         the engine is dealt with here.
         """
-        step = self._in_flight[0]
-        now = self._clock()
-        if step.since is None:
-            step.since = now
-        if self._plan_at:
-            wait_s = min(wait_s, max(0.0, self._plan_at - now))
         try:
-            return self._apply(step, wait_s)
-        except TimeoutError:
-            seconds = self._step_deadline_s(step.num_tokens)
-            if self._clock() - step.since >= seconds:
-                self._lose(EngineHungError(f"no answer of the engine within {seconds:g} s"))
+            step = self._steps.wait(wait_s)
         except StepFailedError as error:
-            self._in_flight.clear()
-            if self._recovery.note_failed_step(error, self._num_live):
+            self._steps.give_up()
+            if self.recovery.note_failed_step(error, self._num_live):
                 self._lose(StepFailedError("two steps failed in a row"))
             else:
-                self._recovery.doubt()  # it may be another engine by now
+                self.recovery.doubt()  # it may be another engine by now
         except EngineDiedError as error:
             self._lose(error)
+        else:
+            return [] if step is None else self._commit(step)
         return []
 
     def watch(self) -> None:
@@ -315,66 +237,31 @@ class Replica:
         except EngineDiedError as error:
             self._lose(error)
 
-    def _apply(self, step: _Submitted, wait_s: float) -> list[Update]:
-        """Wait for a step, and commit what it did."""
-        assert self._scheduler is not None
-        result = step.pending.result(wait_s)
-        self._in_flight.popleft()
-        arrived = self._clock()
-        if self._in_flight or self._plan_at:
-            slack_s = arrived - self._in_flight[0].at if self._in_flight else 0.0
-            self._plan_time.note_slack(slack_s, is_put_off=self._is_put_off)
-        began = max(step.at, self._last_arrival)  # not before the one ahead of it has ended
-        transit_s = max(0.0, arrived - began - result.seconds)
-        if began == step.at:
-            self._plan_time.note_transit(transit_s)
-        self._last_arrival = arrived
+    def _commit(self, step: EndedStep) -> list[Update]:
+        """Take over what a step did."""
+        scheduler = self._scheduler
+        assert scheduler is not None, "a step without a scheduler"
         if step.num_tokens:
-            self._recovery.note_step()
-            self.last_step_at = arrived
-            self._metrics.histograms["charonia_step_seconds"].observe(result.seconds)
-            self._step_seconds.observe(step.num_tokens, result.seconds)
-        self._metrics.count_collectives(result.collectives or {})
-        updates = self._scheduler.apply(result, self._clock())
+            self.recovery.note_step()
+        self._metrics.count_collectives(step.result.collectives or {})
+        updates = scheduler.apply(step.result, self._clock())
         if self._kv_events is not None:
             self._kv_events.flush()
-        self._set_plan_time(arrived)
-        self._metrics.count_phase("apply", self._clock() - arrived)
-        self._metrics.count_phase("transit", transit_s)
+        self._steps.set_plan_time(step.ended_at, may_plan_ahead=scheduler.may_plan_ahead)
+        self._metrics.count_phase("apply", self._clock() - step.ended_at)
         return updates
-
-    def _set_plan_time(self, began_at: float) -> None:
-        """Choose when to plan a step behind the one that has begun now, if it is the only one."""
-        assert self._scheduler is not None
-        self._plan_at, self._is_put_off = 0.0, False
-        if self._scheduler.may_plan_ahead and len(self._in_flight) == 1:
-            num_tokens = self._in_flight[0].num_tokens
-            if num_tokens and self._step_seconds.is_measured(num_tokens):
-                step_s = self._step_seconds.at(num_tokens)
-                plan_at = self._plan_time.due_at(began_at, step_s)
-                if plan_at > began_at:
-                    self._plan_at, self._is_put_off = plan_at, True
-
-    def _step_deadline_s(self, num_tokens: int) -> float:
-        """When to give a step up: far beyond what its tokens should take."""
-        predicted = self._step_seconds.at_most(num_tokens)
-        return max(self._scheduler_args.min_step_deadline_s, DEADLINE_FACTOR * predicted)
 
     # ------------------------------------------------------------------ the engine's life
 
     def follow(self) -> None:
         """Look for an engine or load one, if that is due, and see what has come of it."""
-        recovery = self._recovery
-        if self._opening is None and recovery.is_due:
-            self._opening_began_at = self._clock()
-            self._opening = self._executor.open(
-                replace=recovery.is_to_be_loaded, on_done=self._wake
-            )
-        if self._opening is not None and self._opening.is_done:
-            opening, self._opening = self._opening, None
+        recovery, search = self.recovery, self._search
+        if not search.is_under_way and recovery.is_due:
+            search.begin(replace=recovery.is_to_be_loaded)
+        if (opening := search.take_ended()) is not None:
             self._go_on_with(opening)
-        if self._is_opening_stuck and recovery.may(Event.STUCK):
-            self._give_up_opening()
+        if search.is_stuck and recovery.may(Event.STUCK):
+            self._give_up_search()
         if recovery.is_overdue:
             recovery.wait_no_longer(self._num_live)
             self._fail_all_if_down()
@@ -385,13 +272,13 @@ class Replica:
         Returns:
             Whether the order was taken, or has failed; False where it is too early for it.
         """
-        if self._recovery.state is State.STOPPED:
+        if self.recovery.state is State.STOPPED:
             reload.fail(SHUTTING_DOWN)
             return True
-        if self._is_opening_stuck and self.down_reason is not None:
-            reload.fail(self.down_reason)
+        if self._search.is_stuck and self.recovery.down_reason is not None:
+            reload.fail(self.recovery.down_reason)
             return True
-        if self._opening is not None or not self._recovery.may(Event.ORDERED):
+        if self._search.is_under_way or not self.recovery.may(Event.ORDERED):
             return False
         try:
             reload.install()
@@ -400,7 +287,7 @@ class Replica:
             return True
         reload.begin(self._clock())
         self._reload = reload
-        self._recovery.order(self._num_live)
+        self.recovery.order(self._num_live)
         self._start_over()
         return True
 
@@ -409,13 +296,13 @@ class Replica:
 
         The state is not touched: whatever made it useless must not keep anybody waiting.
         """
-        self._scheduler = None
-        self._in_flight.clear()
-        if self._recovery.state is State.RELOADING:
-            self._is_opening_void = self._opening is not None
+        self._schedulers.drop()
+        self._steps.give_up()
+        if self.recovery.state is State.RELOADING:
+            self._search.discard()
             self._miss(error)
         else:
-            self._recovery.doubt()
+            self.recovery.doubt()
         if self._reload is not None:
             self._end_reload(str(error))
 
@@ -423,14 +310,13 @@ class Replica:
         """Let go of the engine."""
         if self._reload is not None:
             self._end_reload(self._reload.undo(SHUTTING_DOWN))
-        self._in_flight.clear()
-        self._recovery.stop()
+        self._steps.give_up()
+        self.recovery.stop()
         self._executor.close()
 
     def _go_on_with(self, opening: Opening) -> None:
         """Serve with the engine that was opened, or take note that there is none."""
-        is_void, self._is_opening_void = self._is_opening_void, False
-        if is_void or self._recovery.state is State.STOPPED:
+        if self.recovery.state is State.STOPPED:
             return
         try:
             info = opening.result()
@@ -438,16 +324,16 @@ class Replica:
         except CharoniaError as error:
             self._miss(error)
         except Exception:
-            self._recovery.back_off()  # whoever catches it will call again
+            self.recovery.back_off()  # whoever catches it will call again
             raise
         else:
             # What is kept is the tiers' from here on, who follow each change.
-            self._recovery.note_found(msgspec.structs.replace(info, kept=None), self._num_live)
+            self.recovery.note_found(msgspec.structs.replace(info, kept=None), self._num_live)
             if self._reload is not None:
                 self._settle_reload(self._reload)
 
     def _miss(self, error: CharoniaError) -> None:
-        if self._recovery.state is State.CHECKING and isinstance(error, EngineDiedError):
+        if self.recovery.state is State.CHECKING and isinstance(error, EngineDiedError):
             self._lose(error)
             return
         reload = self._reload
@@ -456,18 +342,12 @@ class Replica:
             reload.reason = reload.undo(str(error))
             if not isinstance(error, ServerStoppingError):
                 error = EngineDiedError(reload.reason)
-        self._recovery.note_missing(error, self._num_live)
-        if reload is not None and self.down_reason is not None:
-            self._end_reload(f"{reload.reason}; {self.down_reason}")
+        self.recovery.note_missing(error, self._num_live)
+        if reload is not None and self.recovery.down_reason is not None:
+            self._end_reload(f"{reload.reason}; {self.recovery.down_reason}")
         self._fail_all_if_down()
 
-    @property
-    def _is_opening_stuck(self) -> bool:
-        """Whether an engine has been looked for or loaded for longer than may be."""
-        seconds = self._clock() - self._opening_began_at
-        return self._opening is not None and seconds >= self._scheduler_args.load_timeout_s
-
-    def _give_up_opening(self) -> None:
+    def _give_up_search(self) -> None:
         """Nobody waits any longer for what is being opened; it is welcome all the same, later.
 
         Unless a reload ordered it: that fails, and the configuration is the old one again.
@@ -475,11 +355,12 @@ class Replica:
         error = EngineDiedError(
             f"it was not loaded within {self._scheduler_args.load_timeout_s:g} s"
         )
-        self._is_opening_void |= self._recovery.state is State.RELOADING
-        self._recovery.give_up(error, self._num_live)
+        if self.recovery.state is State.RELOADING:
+            self._search.discard()
+        self.recovery.give_up(error, self._num_live)
         if self._reload is not None:
             reason = self._reload.reason or self._reload.undo(str(error))
-            self._end_reload(f"{reason}; {self.down_reason}")
+            self._end_reload(f"{reason}; {self.recovery.down_reason}")
         self._fail_all_if_down()
 
     def _lose(self, error: Exception) -> None:
@@ -487,73 +368,38 @@ class Replica:
         num_live = self._num_live
         guilty = None
         if isinstance(error, ServerStoppingError):
-            self._recovery.stop(num_live)
+            self.recovery.stop(num_live)
         elif isinstance(error, EngineUnloadedError):
-            self._recovery.unload(num_live)
+            self.recovery.unload(num_live)
         else:
-            self._recovery.lose(error, num_live)
+            self.recovery.lose(error, num_live)
             guilty = self._scheduler.blame() if self._scheduler is not None else None
         self._start_over()
         if guilty is not None:
             quarantine = "the request stops the engine each time it runs"
-            self._fail(guilty.group.key, RequestQuarantinedError(quarantine))
+            self._events.on_failed(guilty.group.key, RequestQuarantinedError(quarantine))
         self._fail_all_if_down()
 
     def _start_over(self) -> None:
         """Give up the steps in flight: the next engine computes everything anew."""
-        self._in_flight.clear()
-        if self._scheduler is not None:
-            self._scheduler.reset()
+        self._steps.give_up()
+        self._schedulers.reset()
 
     def _take_engine(self, info: EngineInfo) -> None:
         """Go on with this engine: its limits and arguments, and the requests that fit it."""
         # What is written down now may be meant for a later engine than one that is known.
-        args = self.engine_args if self._recovery.knows(info) else self._read_args()
-        limits = self._limits_of(info, args)
-        if self._scheduler is not None:
-            for request in list(self._scheduler.requests):
-                if reason := misfit(request, info, limits):
-                    self._fail(request.group.key, UnavailableError(reason))
-        tiers = None if info.kept is None else Tiers(info.kept, self._stats)
-        if self._scheduler is not None and args == self.engine_args:
-            self._scheduler.reset(limits, epoch=info.epoch, tiers=tiers)
-        else:
-            # What was learned of the times of steps, and of drafts, was true of another engine.
-            self._step_seconds, self._plan_time = CostCurve(), PlanTime()
-            new = make_scheduler(
-                args,
-                self._scheduler_args,
-                limits,
-                hash_secret=self._hash_secret or os.urandom(32),
-                epoch=info.epoch,
-                stats=self._stats,
-                weight_of=self._weight_of,
-                cache_events=self._kv_events,
-                tiers=tiers,
-                journal=self._journal,
-            )
-            if self._scheduler is not None:
-                take_over(self._scheduler, new)
-            self._scheduler = new
-            self._scheduler.shedding = self._shedding
+        args = self.engine_args if self.recovery.knows(info) else self._read_args()
+        limits = limits_of(info, args, self._log)
+        for request in self._schedulers.requests:
+            if reason := misfit(request, info, limits):
+                self._events.on_failed(request.group.key, UnavailableError(reason))
+        is_like_before = self._scheduler is not None and args == self.engine_args
+        if not is_like_before:
+            self._steps.forget_times()
+        self._schedulers.go_on_with(info, args, limits, is_like_before=is_like_before)
         self._limits = limits
         self.engine_args = args
         self._metrics.show_memory(info.memory)
-
-    def _limits_of(self, info: EngineInfo, args: EngineArgs) -> Limits:
-        limits = Limits.of_engine(
-            info,
-            async_scheduling=args.async_scheduling,
-            enable_prefix_caching=args.enable_prefix_caching,
-            enable_chunked_prefill=args.enable_chunked_prefill,
-        )
-        if limits.max_model_len < info.max_model_len:
-            self._log(
-                f"warning: max_model_len is lowered from {info.max_model_len} to "
-                f"{limits.max_model_len}: the KV cache has {info.num_blocks - 1} blocks of "
-                f"{info.kv.block_size} tokens"
-            )
-        return limits
 
     # ------------------------------------------------------------------ parts of a reload
 
@@ -578,14 +424,18 @@ class Replica:
     # ------------------------------------------------------------------ shared
 
     @property
+    def _scheduler(self) -> Scheduler | None:
+        return self._schedulers.present
+
+    @property
     def _num_live(self) -> int:
-        return self._scheduler.num_live if self._scheduler is not None else 0
+        return self._schedulers.num_live
 
     def _fail_all_if_down(self) -> None:
         """Nobody waits in vain for an engine."""
-        if self.down_reason is not None and self._scheduler is not None:
-            for request in list(self._scheduler.requests):
-                self._fail(request.group.key, self.unavailable)
+        if self.recovery.down_reason is not None:
+            for request in self._schedulers.requests:
+                self._events.on_failed(request.group.key, self.recovery.unavailable)
 
 
 def _late_error(late: Late) -> LateRequestError:

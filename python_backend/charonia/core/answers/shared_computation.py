@@ -3,9 +3,10 @@
 Owns what each of its subscribers has got so far, and the form in which it gets the rest. Must not
 know who may subscribe, nor what is kept of the answer.
 
-    core ──chunk──► Flight ──┬──► subscriber: the one for which it began
-                             ├──► subscriber: joined later, all from the beginning in one piece
-                             └──► subscriber: ...
+    core ──chunk──► SharedComputation ──┬──► subscriber: the one for which it began
+                                        ├──► subscriber: joined later, all from the beginning in
+                                        │                one piece
+                                        └──► subscriber: ...
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -96,7 +97,7 @@ class Subscriber:
 
     request: GenerationRequest
     arrived_at: float
-    _flight: "Flight | None" = None
+    _computation: "SharedComputation | None" = None
     open: set[int] = field(default_factory=set)
     reason: FinishReason = "cancelled"
     first_at: float | None = None
@@ -114,20 +115,15 @@ class Subscriber:
         return self.request.key
 
     @property
-    def has_flight(self) -> bool:
-        """Whether it gets what is computed; else an answer that was kept."""
-        return self._flight is not None
-
-    @property
-    def flight(self) -> "Flight":
+    def computation(self) -> "SharedComputation":
         """Whose chunks it gets."""
-        assert self._flight is not None, "it gets an answer that was kept"
-        return self._flight
+        assert self._computation is not None, "it gets an answer that was kept"
+        return self._computation
 
-    def join(self, flight: "Flight") -> None:
+    def join(self, computation: "SharedComputation") -> None:
         """Get what comes of a computation."""
-        self._flight = flight
-        flight.subscribers.append(self)
+        self._computation = computation
+        computation.subscribers.append(self)
 
     @property
     def first_token_s(self) -> float | None:
@@ -146,6 +142,17 @@ class Subscriber:
             if self.num_tokens[index] > 1:
                 found.append((last_at - first_at) / (self.num_tokens[index] - 1))
         return max(found, default=None)
+
+    def queue_s(self, now: float) -> float:
+        """How long it waited until something was computed for it, or its end."""
+        started_at = None if self._computation is None else self._computation.started_at
+        return max(0.0, (now if started_at is None else started_at) - self.arrived_at)
+
+    def timing_so_far(self, now: float) -> Timing:
+        """Its timing, where it ends before the computation does."""
+        source = None if self is self.computation.leader else Source("joined")
+        total_s = now - self.arrived_at
+        return timing_of_cached(source, self.queue_s(now), self.first_token_s, total_s)
 
     def take(self, chunk: Chunk, now: float) -> Chunk | None:
         """A chunk as its client gets it; None where that wants no more of the sample."""
@@ -190,7 +197,7 @@ class Subscriber:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class SharedComputation:
     """A request that is computed, for as many clients as want the same.
 
     Attributes:

@@ -6,17 +6,23 @@ Owns the choice. Must not know what any of it does.
 from collections.abc import Callable
 from functools import partial
 
-from charonia.config import EngineArgs, SchedulerArgs
+from charonia.config import EngineArgs, SchedulerArgs, SpeculativeConfig
 from charonia.control import (
+    AdaptiveDepth,
     CacheEvents,
+    Drafter,
+    FixedDepth,
     Limits,
+    NgramDrafter,
     PeakMemory,
     Policy,
     PrefixSharing,
     PromptBudget,
     Scheduler,
     SchedulerStats,
+    Speculation,
     StepSize,
+    SuffixDrafter,
     Tiers,
 )
 from charonia.control.cache.eviction import EVICTIONS
@@ -35,7 +41,7 @@ from charonia.control.policies import (
 )
 from charonia.core.recording.journal import Journal
 from charonia.core.recording.journaled_scheduler import JournaledScheduler
-from charonia.core.replica.drafting import make_speculation
+from charonia.protocol import EngineInfo
 
 
 def make_scheduler(
@@ -67,7 +73,7 @@ def make_scheduler(
         hash_secret=hash_secret,
         epoch=epoch,
         stats=stats,
-        speculation=make_speculation(engine_args.speculative_config),
+        speculation=_speculation(engine_args.speculative_config),
         policy=policy_of(engine_args, scheduler_args, weight_of),
         prompt_budget=_prompt_budget(engine_args, scheduler_args),
         peak_memory=_peak_memory(scheduler_args),
@@ -78,6 +84,23 @@ def make_scheduler(
         tiers=tiers,
         cache_weight_of=weight_of if scheduler_args.fair_share else None,
     )
+
+
+def limits_of(info: EngineInfo, args: EngineArgs, log: Callable[[str], None]) -> Limits:
+    """What requests of an engine must stay within."""
+    limits = Limits.of_engine(
+        info,
+        async_scheduling=args.async_scheduling,
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+    )
+    if limits.max_model_len < info.max_model_len:
+        log(
+            f"warning: max_model_len is lowered from {info.max_model_len} to "
+            f"{limits.max_model_len}: the KV cache has {info.num_blocks - 1} blocks of "
+            f"{info.kv.block_size} tokens"
+        )
+    return limits
 
 
 def rank_of(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> RankOf:
@@ -112,6 +135,23 @@ def policy_of(
     if scheduler_args.fair_share:
         return fair(rank, weight_of, displacement, deadlines)
     return ranked(rank, displacement, deadlines)
+
+
+def _speculation(config: SpeculativeConfig | None) -> Speculation | None:
+    """None where there is to be none."""
+    if config is None:
+        return None
+    drafter: Drafter | None = None
+    if config.method == "ngram":
+        drafter = NgramDrafter(*config.prompt_lookup)
+    elif config.method == "suffix":
+        drafter = SuffixDrafter()
+    has_draft_model = config.has_draft_model
+    return Speculation(
+        max_drafts=config.max_drafts,
+        policy=AdaptiveDepth(has_draft_model=has_draft_model) if config.adaptive else FixedDepth(),
+        drafter=drafter,
+    )
 
 
 def _prompt_budget(engine_args: EngineArgs, scheduler_args: SchedulerArgs) -> PromptBudget | None:

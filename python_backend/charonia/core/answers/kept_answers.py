@@ -1,0 +1,88 @@
+"""Answers that are kept, and their prompts, by which similar ones are found.
+
+Owns that both are kept and given up together, and what is counted of that. Must not know who gets
+an answer.
+"""
+
+from collections.abc import Callable, Iterable
+
+from charonia.config import SchedulerArgs
+from charonia.core.admission import GenerationRequest
+from charonia.core.answers.answer_key import scope_of_key
+from charonia.core.answers.answer_store import Answer, AnswerStore, Eviction
+from charonia.core.answers.shared_computation import SharedComputation
+from charonia.core.answers.similar import Match, SimilarPrompts
+from charonia.metrics.metrics import Metrics
+
+
+class KeptAnswers:
+    """The answers, by key, and the prompts of those that have a vector.
+
+    Args:
+        similar: finds prompts that mean much the same; None where only equal ones count.
+    """
+
+    def __init__(
+        self, args: SchedulerArgs, metrics: Metrics, similar: SimilarPrompts | None
+    ) -> None:
+        self._store = AnswerStore(args.answer_cache_bytes or 0, args.answer_cache_ttl_s)
+        self._metrics = metrics
+        self._similar = similar
+
+    def get(self, key: bytes, request: GenerationRequest, now: float) -> Answer | None:
+        """The answer with a key, if it has all that a request asks for."""
+        return self._store.get(key, now, needs_scores=request.counts_logprobs)
+
+    def ask_for_similar(
+        self, shared: SharedComputation, done: Callable[[Match | None], None]
+    ) -> bool:
+        """Look for a prompt that means much the same as a computation's.
+
+        Args:
+            done: is posted with what there is; None where it could not be looked for.
+
+        Returns:
+            Whether it is looked for.
+        """
+        request, scope = shared.request, scope_of_key(shared.answer_key)
+        if self._similar is None or request.params.prompt_logprobs is not None:
+            return False  # another prompt has other log-probabilities
+        return self._similar.ask(scope, request.prompt_ids, done)
+
+    def keep(self, shared: SharedComputation, now: float) -> None:
+        """Keep the whole answer of a computation that is over."""
+        key, similar, has_scores = shared.answer_key, self._similar, shared.request.counts_logprobs
+        if not has_scores and self._store.get(key, now, needs_scores=True) is not None:
+            return  # it serves more requests than this one would
+        has_vector = similar is not None and shared.vector is not None
+        evicted = self._store.put(
+            key,
+            shared.pieces.encoded(),
+            now,
+            has_scores=has_scores,
+            num_more_bytes=similar.bytes_per_prompt if similar and has_vector else 0,
+        )
+        if evicted is None:
+            return  # it is too large
+        self._note_evicted(evicted, "bytes")
+        if similar is not None:
+            if has_vector:
+                similar.keep(scope_of_key(key), key, shared.vector)
+            else:  # there may be one of an answer whose place this has taken
+                similar.forget(key)
+
+    def expire(self, now: float) -> None:
+        """Give up what has been kept for long enough."""
+        self._note_evicted(self._store.expire(now), "age")
+
+    def show_metrics(self) -> None:
+        """Bring up to date what the metrics say of them."""
+        gauges = self._metrics.gauges
+        gauges["charonia_answer_cache_answers", ""] = len(self._store)
+        gauges["charonia_answer_cache_bytes", ""] = self._store.num_bytes
+
+    def _note_evicted(self, keys: Iterable[bytes], why: Eviction) -> None:
+        for key in keys:
+            self._metrics.count("charonia_answer_cache_evicted_total", label=why)
+            if self._similar is not None:
+                self._similar.forget(key)

@@ -1,0 +1,112 @@
+"""The live requests that get what a shared computation gives: their time, their end, their counts.
+
+Owns the one place where such a request ends and is counted, as `core.request_registry` does for
+those that are computed each for itself. Must not know when or why one ends, nor who gets what.
+"""
+
+from collections.abc import Callable
+
+from charonia.core.answers.shared_computation import Subscriber
+from charonia.core.gate.attainment import Attainment, RequestEnd
+from charonia.core.gate.deadlines import Deadlines
+from charonia.core.output.outputs import Chunk
+from charonia.errors import CharoniaError
+from charonia.events import event
+from charonia.metrics.metrics import Metrics
+
+
+class Subscribers:
+    """All subscribers, by the keys of their requests.
+
+    Args:
+        clock: seconds, monotonic. log: takes one line.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        attainment: Attainment,
+        *,
+        clock: Callable[[], float],
+        log: Callable[[str], None],
+    ) -> None:
+        self._metrics = metrics
+        self._attainment = attainment
+        self._clock = clock
+        self._log = log
+        self._by_key: dict[str, Subscriber] = {}
+        self._deadlines = Deadlines()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._by_key)
+
+    def get(self, key: str) -> Subscriber | None:
+        """The subscriber with a key; None where there is none."""
+        return self._by_key.get(key)
+
+    def add(self, subscriber: Subscriber) -> None:
+        """One lives from now on. Its time runs from its arrival."""
+        request, arrived_at = subscriber.request, subscriber.arrived_at
+        self._by_key[request.key] = subscriber
+        if request.timeout_s is not None:
+            expires_at = arrived_at + request.timeout_s
+            self._deadlines.add(request.key, expires_at, is_until_start=True)
+        if request.params.deadline_ms is not None:
+            self._deadlines.add(request.key, arrived_at + request.params.deadline_ms / 1000)
+
+    def take_due(self, now: float) -> list[tuple[str, bool]]:
+        """Whose time is over: the keys, and whether it was the time until the first step."""
+        return self._deadlines.take_due(now)
+
+    def note_first_token(self, subscriber: Subscriber) -> None:
+        """There is a first token for one, at this moment."""
+        subscriber.first_at = self._clock()
+        waited_s = subscriber.first_at - subscriber.arrived_at
+        self._metrics.observe_request("charonia_time_to_first_token_seconds", waited_s)
+
+    def note_cancelled(self, subscriber: Subscriber) -> None:
+        """Count one that its client has cancelled, and what it got until then."""
+        self._metrics.count("charonia_cancellations_total")
+        request, num_tokens = subscriber.request, sum(subscriber.num_tokens)
+        self._log(
+            event(
+                "request_cancelled",
+                key=request.key,
+                request_id=request.request_id,
+                tokens=num_tokens,
+            )
+        )
+
+    def end(self, subscriber: Subscriber, last: Chunk, now: float) -> None:
+        """Forget one whose last chunk this is, and count it; it may have got a kept answer."""
+        self._by_key.pop(subscriber.key, None)
+        self._deadlines.remove(subscriber.key)
+        reason = subscriber.reason if last.error is None else last.error.kind
+        self._count_end(subscriber, reason, now)
+
+    def abandon(self, error: CharoniaError) -> None:
+        """Forget all, and count them as ended with an error."""
+        subscribers, now = self._by_key.values(), self._clock()
+        self._by_key, self._deadlines = {}, Deadlines()
+        for subscriber in subscribers:
+            self._count_end(subscriber, error.kind, now)
+
+    def _count_end(self, subscriber: Subscriber, reason: str, now: float) -> None:
+        request = subscriber.request
+        self._metrics.count_end(
+            reason,
+            queue_s=subscriber.queue_s(now),
+            total_s=now - subscriber.arrived_at,
+            num_prompt=len(request.prompt_ids),
+            num_tokens=sum(subscriber.num_tokens),
+        )
+        self._attainment.note_end(
+            RequestEnd(
+                tenant=request.params.tenant,
+                reason=reason,
+                first_token_s=subscriber.first_token_s,
+                inter_token_s=subscriber.inter_token_s,
+                has_deadline=request.params.deadline_ms is not None,
+            )
+        )

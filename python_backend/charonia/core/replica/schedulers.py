@@ -1,0 +1,119 @@
+"""The scheduler of the engine that is there, and what goes on with the next engine's.
+
+Owns the present scheduler, and the change to another one with all live requests. Must not know
+steps in flight, nor why an engine is replaced.
+"""
+
+import os
+from collections.abc import Callable
+
+from charonia.config import EngineArgs, SchedulerArgs
+from charonia.control import (
+    NO_SHEDDING,
+    CacheEvents,
+    Limits,
+    LoadShedding,
+    Request,
+    Scheduler,
+    SchedulerStats,
+    Tiers,
+)
+from charonia.core.recording.journal import Journal
+from charonia.core.replica.reload import take_over
+from charonia.core.scheduler_factory import make_scheduler
+from charonia.protocol import EngineInfo
+
+
+class Schedulers:
+    """The schedulers of one replica, of one engine after the other.
+
+    Args:
+        scheduler_args, weight_of, cache_events, journal: see `make_scheduler`.
+        hash_secret: key of the hash of blocks, where an engine brings none; None draws one.
+
+    Attributes:
+        present: that of the engine that is there, or was last; None before one, and after `drop`.
+    """
+
+    def __init__(
+        self,
+        scheduler_args: SchedulerArgs,
+        *,
+        weight_of: Callable[[str], float],
+        cache_events: CacheEvents | None = None,
+        journal: Journal | None = None,
+        hash_secret: bytes | None = None,
+    ) -> None:
+        self._scheduler_args = scheduler_args
+        self._weight_of = weight_of
+        self._cache_events = cache_events
+        self._journal = journal
+        self._hash_secret = hash_secret
+        self._stats = SchedulerStats()
+        self._shedding = NO_SHEDDING
+        self.present: Scheduler | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """All samples that are live."""
+        return [] if self.present is None else list(self.present.requests)
+
+    @property
+    def num_live(self) -> int:
+        """How many these are."""
+        return 0 if self.present is None else self.present.num_live
+
+    @property
+    def num_running(self) -> int:
+        """Those that have a row of the engine."""
+        return 0 if self.present is None else self.present.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that wait for one."""
+        return 0 if self.present is None else self.present.num_waiting
+
+    def shed(self, shedding: LoadShedding) -> None:
+        """Have steps do without something from now on, on any engine."""
+        self._shedding = shedding
+        if self.present is not None:
+            self.present.shedding = shedding
+
+    def reset(self) -> None:
+        """Have the next engine compute all that is live anew."""
+        if self.present is not None:
+            self.present.reset()
+
+    def drop(self) -> None:
+        """Forget the present one and all that it has, without a look at it."""
+        self.present = None
+
+    def go_on_with(
+        self, info: EngineInfo, args: EngineArgs, limits: Limits, *, is_like_before: bool
+    ) -> None:
+        """Go on with an engine that all live requests fit.
+
+        Args:
+            is_like_before: whether it has the arguments of the one before it.
+        """
+        tiers = None if info.kept is None else Tiers(info.kept, self._stats)
+        before = self.present
+        if before is not None and is_like_before:
+            before.reset(limits, epoch=info.epoch, tiers=tiers)
+            return
+        new = make_scheduler(
+            args,
+            self._scheduler_args,
+            limits,
+            hash_secret=self._hash_secret or os.urandom(32),
+            epoch=info.epoch,
+            stats=self._stats,
+            weight_of=self._weight_of,
+            cache_events=self._cache_events,
+            tiers=tiers,
+            journal=self._journal,
+        )
+        if before is not None:
+            take_over(before, new)
+        self.present = new
+        new.shedding = self._shedding

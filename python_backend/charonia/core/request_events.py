@@ -1,0 +1,35 @@
+"""What becomes of requests, told upwards: calls go down from layer to layer, events come up.
+
+Owns their names. Must not know who tells them, nor who listens.
+
+    EngineService ─ add, cancel ─► AnswerCache ─ add, cancel ─► EngineCore ─ add, finish ─► Replica
+                  ◄─ RequestEvents ─           ◄─ RequestEvents ─          ◄─ ReplicaEvents ─
+"""
+
+from abc import ABC, abstractmethod
+
+from charonia.core.output.outputs import Chunk
+
+
+class RequestEvents(ABC):
+    """What is told of requests to whoever gave them.
+
+    All are called within a call of theirs or of `step`, in that thread, and must return quickly.
+    Whoever listens may leave out all but the chunks.
+    """
+
+    @abstractmethod
+    def on_chunk(self, chunk: Chunk) -> None:
+        """There is output of a request, or its end, which is the last that is told of it."""
+
+    def on_started(self, key: str) -> None:
+        """A request's first step begins."""
+        return
+
+    def on_joined(self, key: str) -> None:
+        """A request waits for no step of its own: it gets what another one's steps give."""
+        return
+
+    def on_first_token(self, key: str) -> None:
+        """What is computed for several has its first token, which may be held back."""
+        return

@@ -1,0 +1,287 @@
+"""The live requests of the core: one entry for each, from its coming to its end.
+
+Owns the entries, their time limits, their output, and the one place where a request ends and is
+counted. Must not know steps, nor why a request ends.
+
+    add() ──► held ──open()──► open ──take()──► on_chunk()
+                │                │
+                └─ fail(), cancel(), the last chunk of take() ──► on_chunk(), once with an end
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from charonia.control import Request, Update
+from charonia.core.admission import GenerationRequest
+from charonia.core.gate.attainment import Attainment, RequestEnd
+from charonia.core.gate.deadlines import Deadlines
+from charonia.core.output.outputs import Chunk, MakeStream, SampleStreams
+from charonia.core.request_events import RequestEvents
+from charonia.errors import CharoniaError
+from charonia.metrics.metrics import Metrics
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request that has had no end.
+
+    Attributes:
+        key, request_id, tenant, is_probe, is_shared: as `GenerationRequest` has them.
+        arrived_at: when it came, in seconds. num_prompt: tokens of its prompt.
+        has_deadline: whether it has a `deadline_ms`.
+        held: what is asked for, as long as it waits to be placed; None from then on.
+        cancelled: samples that its client cancelled meanwhile.
+        streams: the output of its samples, once it is placed.
+    """
+
+    key: str
+    request_id: str
+    tenant: str
+    is_probe: bool
+    is_shared: bool
+    arrived_at: float
+    num_prompt: int
+    has_deadline: bool
+    held: GenerationRequest | None
+    cancelled: set[int] = field(default_factory=set)
+    streams: SampleStreams | None = None
+
+    @classmethod
+    def of(cls, request: GenerationRequest, arrived_at: float) -> "LiveRequest":
+        """The entry of a request that has come."""
+        return cls(
+            key=request.key,
+            request_id=request.request_id,
+            tenant=request.params.tenant,
+            is_probe=request.is_probe,
+            is_shared=request.is_shared,
+            arrived_at=arrived_at,
+            num_prompt=len(request.prompt_ids),
+            has_deadline=request.params.deadline_ms is not None,
+            held=request,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has generated so far."""
+        return 0 if self.streams is None else self.streams.num_tokens
+
+    @property
+    def started_at(self) -> float | None:
+        """When its first step began, None before."""
+        return None if self.streams is None else self.streams.first.started_at
+
+    @property
+    def open_samples(self) -> list[str]:
+        """The control plane's names of the samples that go on."""
+        return [] if self.streams is None else self.streams.keys_of(sorted(self.streams.open))
+
+    def cancellable(self, indexes: Collection[int]) -> list[str]:
+        """Likewise of those of these samples that can be cancelled alone."""
+        if self.streams is None:
+            return []
+        return self.streams.keys_of(self.streams.cancellable(indexes))
+
+    def leaves_nothing(self, indexes: Collection[int]) -> bool:
+        """Whether it ends with these samples, and none of it ended by itself."""
+        if self.held is not None:
+            params, cancelled = self.held.params, self.cancelled.union(indexes)
+            return params.num_samples == params.n and cancelled.issuperset(range(params.n))
+        streams = self.streams
+        assert streams is not None
+        ends = len(streams.cancellable(indexes)) == len(streams.open)
+        return ends and streams.reason == "cancelled"
+
+
+class RequestRegistry:
+    """From a request's coming to its last chunk.
+
+    Args:
+        make_stream: makes the output of a sample.
+        events: told of every chunk, and of a shared request's first token.
+        clock: seconds, monotonic.
+
+    Attributes:
+        held: the requests that wait to be placed, by key, in the order of their coming.
+    """
+
+    def __init__(
+        self,
+        make_stream: MakeStream,
+        events: RequestEvents,
+        metrics: Metrics,
+        attainment: Attainment,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._make_stream = make_stream
+        self._events = events
+        self._metrics = metrics
+        self._attainment = attainment
+        self._clock = clock
+        self._gaps = metrics.histograms["charonia_inter_token_seconds"]
+        self._live: dict[str, LiveRequest] = {}
+        self.held: dict[str, LiveRequest] = {}
+        self._deadlines = Deadlines()
+
+    # ------------------------------------------------------------------ questions
+
+    def __len__(self) -> int:
+        """How many are live."""
+        return len(self._live)
+
+    @property
+    def num_open(self) -> int:
+        """How many of them are placed."""
+        return len(self._live) - len(self.held)
+
+    def get(self, key: str) -> LiveRequest | None:
+        """A live request; None where there is none."""
+        return self._live.get(key)
+
+    def __iter__(self) -> Iterator[str]:
+        """Keys of all that are live, in the order of their coming."""
+        return iter(self._live)
+
+    # ------------------------------------------------------------------ from first to last
+
+    def add(self, request: GenerationRequest, arrived_at: float) -> None:
+        """Take a request in, which is held until `open`. Its time runs from its arrival."""
+        live = LiveRequest.of(request, arrived_at)
+        self._live[live.key] = self.held[live.key] = live
+        if request.timeout_s is not None:
+            expires_at = arrived_at + request.timeout_s
+            self._deadlines.add(live.key, expires_at, is_until_start=True)
+        if request.params.deadline_ms is not None:
+            self._deadlines.add(live.key, arrived_at + request.params.deadline_ms / 1000)
+
+    def open(self, live: LiveRequest, samples: Sequence[Request]) -> None:
+        """Begin the output of a request that was held."""
+        assert live.held is not None
+        live.streams = SampleStreams(samples, live.held.params, self._make_stream)
+        live.held = None
+        del self.held[live.key]
+
+    def take_due(self, now: float) -> list[tuple[str, bool]]:
+        """Whose time is over: the keys, and whether it was the time until the first step."""
+        return self._deadlines.take_due(now)
+
+    def take(self, update: Update, now: float) -> bool:
+        """Tell what a step committed, if it is a live request's and there is text or an end.
+
+        Returns:
+            Whether a stop string ended the sample, of which the control plane does not know.
+        """
+        index = update.request.index
+        live = self._live.get(update.request.group.key)
+        if live is None or (streams := live.streams) is None or index not in streams.open:
+            return False
+        stream = streams.streams[index]
+        num_tokens, last_at = stream.num_tokens, stream.last_token_at
+        is_first = last_at is None and not streams.num_tokens
+        chunks = streams.take(update, now)
+        num_new = stream.num_tokens - num_tokens
+        if num_new and not live.is_probe:
+            self._observe_tokens(live, num_new, last_at, now, is_first=is_first)
+        if not streams.open:
+            self._end(live, streams.reason, now)
+        for chunk in chunks:
+            self._events.on_chunk(chunk)
+        return index not in streams.open and update.finish_reason is None
+
+    def cancel_samples(self, live: LiveRequest, indexes: Collection[int]) -> None:
+        """End those of these samples that can be cancelled alone.
+
+        Those of a request that is held end once it is placed, or at once where it wants no other.
+        """
+        now, streams = self._clock(), live.streams
+        if streams is not None:
+            chunks = streams.cancel(indexes, now)
+            if not streams.open:
+                self._end(live, streams.reason, now)
+        else:
+            is_over = live.leaves_nothing(indexes)
+            live.cancelled.update(indexes)
+            chunks = _cancelled(live) if is_over else []
+            if is_over:
+                self._end(live, "cancelled", now)
+        for chunk in chunks:
+            self._events.on_chunk(chunk)
+
+    def fail(self, live: LiveRequest, error: CharoniaError) -> None:
+        """End a request with an error."""
+        now, streams = self._clock(), live.streams
+        self._end(live, error.kind, now)
+        chunks = [Chunk(live.key, error=error)] if streams is None else streams.fail(error, now)
+        for chunk in chunks:
+            self._events.on_chunk(chunk)
+
+    def _end(self, live: LiveRequest, reason: str, now: float) -> None:
+        """Forget a request, and count it: each ends here, once, before its last chunk is told."""
+        del self._live[live.key]
+        self.held.pop(live.key, None)
+        self._deadlines.remove(live.key)
+        streams, num_tokens = live.streams, live.num_tokens
+        if streams is not None and not live.is_probe:
+            self._attainment.note_computed(live.tenant, live.num_prompt, num_tokens)
+        if live.is_probe or live.is_shared:
+            return
+        # At the end, so that requests whose time ran out in the queue are seen as well.
+        left_queue_at = now if live.started_at is None else live.started_at
+        self._metrics.count_end(
+            reason,
+            queue_s=left_queue_at - live.arrived_at,
+            total_s=now - live.arrived_at,
+            num_prompt=live.num_prompt,
+            num_tokens=num_tokens,
+        )
+        self._attainment.note_end(
+            RequestEnd(
+                tenant=live.tenant,
+                reason=reason,
+                first_token_s=None if streams is None else streams.first_token_s,
+                inter_token_s=None if streams is None else streams.inter_token_s,
+                has_deadline=live.has_deadline,
+            )
+        )
+
+    def _observe_tokens(
+        self,
+        live: LiveRequest,
+        num_tokens: int,
+        last_at: float | None,
+        now: float,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Count tokens of a sample that a client gets.
+
+        Args:
+            last_at: when there were some of it before. is_first: there were none of any sample.
+        """
+        self._metrics.count("charonia_generation_tokens_total", num_tokens)
+        if last_at is not None:
+            self._gaps.observe((now - last_at) / num_tokens, num_tokens)
+            return
+        if is_first and live.is_shared:
+            self._events.on_first_token(live.key)
+        elif is_first:
+            waited = now - live.arrived_at
+            self._metrics.observe_request("charonia_time_to_first_token_seconds", waited)
+        self._gaps.observe(0.0, num_tokens - 1)
+
+
+def _cancelled(live: LiveRequest) -> list[Chunk]:
+    """The last chunks of a request that was never placed, and of which no sample is wanted."""
+    assert live.held is not None
+    num_samples = live.held.params.num_samples
+    return [
+        Chunk(
+            live.key,
+            finish_reason="cancelled",
+            num_prompt_tokens=live.num_prompt,
+            index=index,
+            num_open=num_samples - 1 - index,
+        )
+        for index in range(num_samples)
+    ]
