@@ -28,7 +28,7 @@ from charonia.launch.server.run import running_server
 from checkpoint import SHAPES, make_checkpoint
 from record import circumstances, output_stem, positive
 from report import markdown_table
-from sides import Trace
+from sides import SideError, Trace
 from triton_side import complete
 
 BAR = 2.0
@@ -66,6 +66,30 @@ class Case:
         return self.beside_p99 / self.alone_p99
 
 
+async def wait_until_begun(streams: Sequence[asyncio.Task[Trace]], traces: Sequence[Trace]) -> None:
+    """Wait for the first token of every stream.
+
+    Args:
+        traces: what each of the streams notes its tokens in.
+
+    Raises:
+        Exception: whatever a stream failed with.
+        SideError: a stream ended without a token.
+    """
+    while not all(trace.arrivals for trace in traces):
+        raise_failure(streams)
+        if any(stream.done() and not stream.result().arrivals for stream in streams):
+            raise SideError("a stream ended without a token")
+        await asyncio.sleep(0.01)
+
+
+def raise_failure(streams: Sequence[asyncio.Task[Trace]]) -> None:
+    """Raise what a stream failed with, if one did."""
+    for stream in streams:
+        if stream.done():
+            stream.result()
+
+
 async def measure(url: str, setting: str, options: argparse.Namespace) -> Case:
     """Stream alone, and beside long prompts."""
     drawn = random.Random(0)
@@ -86,14 +110,14 @@ async def measure(url: str, setting: str, options: argparse.Namespace) -> Case:
                 )
                 for trace in traces
             ]
-            while not all(trace.arrivals for trace in traces):
-                await asyncio.sleep(0.01)
+            await wait_until_begun(streams, traces)
             begun = time.perf_counter() - started
             await asyncio.sleep(ALONE_S)
             sent = time.perf_counter() - started
             other = await complete(client, prompt(options.length), 1, {}, started)
             until = other.arrivals[0]
             ttfts.append(until - sent)
+            raise_failure(streams)
             for stream in streams:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
