@@ -45,7 +45,7 @@ from ways import vllm_ways
 SHAPES = ("llama-135m", "llama-1b")
 HERE = Path(__file__).resolve().parent
 CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
-WAKE_TOKENS = 4
+WAKE_PROMPT_TOKENS, WAKE_TOKENS = 32, 4
 Tokens = dict[str, list[list[int]]]
 """By label, the greedy tokens of every request of a repetition."""
 
@@ -76,8 +76,8 @@ def _run(options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]) -
     # Prompt and output must fit; the sides size their caches by it.
     lengths = [options.prompt_tokens + options.new_tokens]
     if "long" in options.cases:
-        lengths += [length + WAKE_TOKENS for length in options.long_tokens]
-    lengths += [each.most_tokens + WAKE_TOKENS for each in traffic]
+        lengths += [length + 1 for length in options.long_tokens]
+    lengths += [each.most_tokens for each in traffic]
     max_model_len = -(-max(lengths) // 64) * 64
     settings = {"model": str(model), "dtype": options.dtype, "max_model_len": max_model_len}
     launcher = Launcher(settings, CACHE)
@@ -192,7 +192,8 @@ def _turn(found: SideSet, entry: Entry, asked: Waves) -> list[WaveTrace]:
     """A short completion that does not count, because the side was stopped; then the work."""
 
     def work(side: Side) -> list[WaveTrace]:
-        side.run([[Request(asked[0][0].prompt[::-1], WAKE_TOKENS)]], entry.sampling)
+        prompt = asked[0][0].prompt[::-1]
+        side.run([[Request(prompt[:WAKE_PROMPT_TOKENS], WAKE_TOKENS)]], entry.sampling)
         return side.run(asked, entry.sampling)
 
     return found.turn(entry.side, work)
