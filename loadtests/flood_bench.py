@@ -45,6 +45,7 @@ from charonia.traces import StepRecord, TraceRequest, read_requests, read_steps
 from checkpoint import SHAPES, make_checkpoint
 from record import circumstances, output_stem
 from report import markdown_table
+from triton_inputs import infer_input
 
 WEIGHTS = {"light": 1.0, "middle": 2.0, "heavy": 4.0}
 URGENT = "heavy"
@@ -144,23 +145,23 @@ class Flood:
     def _prompt(self) -> grpc_aio.InferInput:
         if self._way == "scheduler":
             ids = [self._drawn.randrange(10, 1000) for _ in range(20)]
-            return _tensor("input_ids", "INT32", ids)
+            return infer_input("input_ids", "INT32", ids)
         text = "".join(self._drawn.choice("abcdefgh ") for _ in range(20))
-        return _tensor("text_input", "BYTES", [text])
+        return infer_input("text_input", "BYTES", [text])
 
     async def _ask(
         self, client: grpc_aio.InferenceServerClient, sampling: str, answer: Answer
     ) -> None:
         inputs = [
             self._prompt(),
-            _tensor("sampling_parameters", "BYTES", [sampling]),
-            _tensor("return_num_output_tokens", "BOOL", [True]),
+            infer_input("sampling_parameters", "BYTES", [sampling]),
+            infer_input("return_num_output_tokens", "BOOL", [True]),
         ]
         if self._way == "generate":
             result = await client.infer("generate", inputs)
             answer.num_tokens = int(result.as_numpy("num_output_tokens")[0])
             return
-        inputs.append(_tensor("stream", "BOOL", [True]))
+        inputs.append(infer_input("stream", "BOOL", [True]))
 
         async def requests():
             yield {"model_name": self._way, "inputs": inputs}
@@ -169,13 +170,6 @@ class Flood:
             if error is not None:
                 raise error
             answer.num_tokens += int(result.as_numpy("num_output_tokens")[0])
-
-
-def _tensor(name: str, kind: str, values: list[Any]) -> grpc_aio.InferInput:
-    array = np.array(values, dtype={"BOOL": bool, "INT32": np.int32}.get(kind, object))
-    tensor = grpc_aio.InferInput(name, [len(values)], kind)
-    tensor.set_data_from_numpy(array)
-    return tensor
 
 
 class Record:

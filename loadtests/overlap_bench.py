@@ -28,7 +28,7 @@ import psutil
 from tqdm import tqdm
 
 from bars import verdict
-from charonia import demo
+from charonia.config import DEMO_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
 from figures import Figures, decode_figures, median_figures, ratio
 from record import circumstances, output_stem, positive
@@ -116,7 +116,7 @@ def measure(model: str, options: argparse.Namespace) -> Results:
 
 def _start(stack: contextlib.ExitStack, model: str) -> dict[str, Side]:
     if model == "demo":
-        checkpoint = Path(demo.__file__).parent / "checkpoints" / "charonia-demo"
+        checkpoint = DEMO_CHECKPOINT
     else:
         checkpoint = make_checkpoint(SHAPES[model], CACHE / model)
     settings: dict[str, Any] = {

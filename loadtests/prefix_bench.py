@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tritonclient.grpc as triton_grpc
 from tqdm import tqdm
 
@@ -37,6 +36,7 @@ from charonia_client import AsyncClient, Client
 from medians import median_interval
 from record import circumstances, output_stem, positive
 from report import markdown_table
+from triton_inputs import infer_input
 
 LEAST_RATIO, NO_LOSS, LEAST_SHARE = 5.0, 1.0, 0.8
 BLOCK_TOKENS = 16
@@ -83,10 +83,10 @@ class _Stream:
         """Milliseconds to the first token, and how many tokens of the prompt were cached."""
         parameters = json.dumps({"max_tokens": 1, "temperature": 0})
         inputs = [
-            _tensor("input_ids", "INT32", np.array(prompt, dtype=np.int32)),
-            _tensor("stream", "BOOL", np.array([True])),
-            _tensor("sampling_parameters", "BYTES", np.array([parameters], dtype=object)),
-            _tensor("return_timing", "BOOL", np.array([True])),
+            infer_input("input_ids", "INT32", prompt),
+            infer_input("stream", "BOOL", [True]),
+            infer_input("sampling_parameters", "BYTES", [parameters]),
+            infer_input("return_timing", "BOOL", [True]),
         ]
         started = time.perf_counter()
         self._client.async_stream_infer("scheduler", inputs)
@@ -100,12 +100,6 @@ class _Stream:
         """Close the stream and its connection."""
         self._client.stop_stream()
         self._client.close()
-
-
-def _tensor(name: str, kind: str, values: np.ndarray) -> triton_grpc.InferInput:
-    tensor = triton_grpc.InferInput(name, list(values.shape), kind)
-    tensor.set_data_from_numpy(values)
-    return tensor
 
 
 def measure_pairs(url: str, num_pairs: int, num_prefix: int) -> list[Pair]:

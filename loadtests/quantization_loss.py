@@ -15,10 +15,10 @@ from typing import Any
 from tqdm import tqdm
 
 from charonia import LLM, SamplingParams
+from charonia.config import DEMO_CHECKPOINT
 from charonia.demo.corpus import load_corpus, standard_library
 from charonia.text.tokenizer import Tokenizer
 
-CHECKPOINTS = Path(__file__).parents[1] / "python_backend/charonia/demo/checkpoints"
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "float32, int8 weights": {"dtype": "float32", "quantization": "int8"},
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, default=CHECKPOINTS / "charonia-demo")
+    parser.add_argument("--model", type=Path, default=DEMO_CHECKPOINT)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     options = parser.parse_args()
