@@ -29,18 +29,29 @@ from typing import Any
 
 from tqdm import tqdm
 
-from alone import Alone, probe, rates_alone
-from cases import CASES, NOT_IN_TRACES, Entry, Round, make_rounds
-from circles import circling_share
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
+from isolated_runs import IsolatedRuns, probe, rates_alone
+from lifecycle import Launcher, SideSet, start_sides
 from limits import Machine, ModelCost
 from plot import write_plot
 from record import circumstances, output_stem, positive
 from report import Report, RoundResult, as_markdown
-from sides import BASE, NAMES, SPECS, VLLM, Request, Side, SideError, Waves, WaveTrace, Worker
-from sideset import Launcher, SideSet, start_sides
+from systems_under_test import (
+    BASE,
+    NAMES,
+    SPECS,
+    VLLM,
+    Request,
+    Side,
+    SideError,
+    Waves,
+    WaveTrace,
+    Worker,
+)
+from text_repetition import circling_share
 from traffic import Traffic, TrafficError, read_traffic
-from ways import vllm_ways
+from vllm_variants import vllm_variants
+from workloads import CASES, NOT_IN_TRACES, Entry, Round, make_rounds
 
 SHAPES = ("llama-135m", "llama-1b")
 HERE = Path(__file__).resolve().parent
@@ -98,9 +109,9 @@ def _run(options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]) -
     return report
 
 
-def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alone:
+def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> IsolatedRuns:
     """Take the fastest way to run vLLM, and have it and charonia alone on the machine."""
-    alone = Alone()
+    alone = IsolatedRuns()
     vocab_size = min(options.vocab, _vocab_size(model))
     rounds = _rounds(options, ["decode"], [BASE])
     for name in (BASE, VLLM):
@@ -110,13 +121,13 @@ def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alon
             continue  # start_sides says so
         _say(f"alone on the machine: {name}")
         if name == VLLM:
-            ways = vllm_ways(SPECS[VLLM].python.parents[1])
+            variants = vllm_variants(SPECS[VLLM].python.parents[1])
             alone.probes = probe(
-                lambda way: launcher.start(VLLM, way), ways, rounds, vocab_size, _say
+                lambda one: launcher.start(VLLM, one), variants, rounds, vocab_size, _say
             )
             if not alone.probes[0].rates:
                 continue  # it fails in every way; start_sides says why
-            launcher.ways[VLLM] = alone.probes[0].way
+            launcher.variants[VLLM] = alone.probes[0].variant
         try:
             with contextlib.closing(launcher.start(name)) as side:
                 alone.controls[name] = rates_alone(

@@ -37,7 +37,6 @@ HERE = Path(__file__).resolve().parent
 # It shares attacks and checkpoints with the end-to-end tests.
 sys.path.append(str(HERE.parent / "tests"))
 
-from bars import Verdict, verdict  # noqa: E402
 from charonia.errors import CharoniaError  # noqa: E402
 from charonia.launch.server.run import running_server  # noqa: E402
 from medians import median_interval  # noqa: E402
@@ -49,6 +48,7 @@ from support.hostile.catalogue import ATTACKS  # noqa: E402
 from support.hostile.target import Attack, Target  # noqa: E402
 from support.hostile.trial import Arena, Outcome, excess_of  # noqa: E402
 from support.leftovers import leftovers  # noqa: E402
+from thresholds import Verdict, verdict  # noqa: E402
 
 STEP_S = 0.01
 MAX_SLOWDOWN = 1.5

@@ -27,7 +27,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bars import verdict
 from charonia.config import DEMO_CHECKPOINT, EngineArgs
 from charonia.data.runner import Runner
 from charonia.protocol import BlockCopy, NewRow, RowSampling, RowStep, StepPlan
@@ -37,6 +36,7 @@ from medians import median_interval
 from quantization_loss import predictions, windows
 from record import circumstances, output_stem, positive
 from report import markdown_table
+from thresholds import verdict
 
 CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 BASE, FORMATS = "bfloat16", ("int8", "fp8", "int4")

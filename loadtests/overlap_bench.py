@@ -27,13 +27,13 @@ import matplotlib
 import psutil
 from tqdm import tqdm
 
-from bars import verdict
 from charonia.config import DEMO_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
 from figures import Figures, decode_figures, median_figures, ratio
 from record import circumstances, output_stem, positive
 from report import markdown_table
-from sides import BASE, SPECS, Request, Side, Waves, WorkerSide
+from systems_under_test import BASE, SPECS, Request, Side, Waves, WorkerSide
+from thresholds import verdict
 from triton_side import TritonSide
 
 matplotlib.use("Agg")

@@ -30,11 +30,11 @@ from typing import Any
 import matplotlib
 from tqdm import tqdm
 
-from bars import verdict
 from checkpoint import SHAPES, make_checkpoint
 from figures import Ratio, ratio
 from record import circumstances, output_stem, positive
-from sides import Request, SideError, Worker
+from systems_under_test import Request, SideError, Worker
+from thresholds import verdict
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

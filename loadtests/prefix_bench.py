@@ -29,13 +29,13 @@ from typing import Any
 import tritonclient.grpc as triton_grpc
 from tqdm import tqdm
 
-from bars import verdict
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import AsyncClient, Client
 from medians import median_interval
 from record import circumstances, output_stem, positive
 from report import markdown_table
+from thresholds import verdict
 from triton_inputs import infer_input
 
 LEAST_RATIO, NO_LOSS, LEAST_SHARE = 5.0, 1.0, 0.8

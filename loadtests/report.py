@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from alone import Alone
-from bars import Verdict, verdict
-from cases import SAMPLED, Round
 from figures import Figures, Ratio, median_figures, ratio
+from isolated_runs import IsolatedRuns
 from limits import Machine, ModelCost, Work, achieved_gb_s, output_limit, prompt_limit
 from medians import CONFIDENCE
-from sides import BASE, INT8, LLAMA_CPP, Q8_0, QUANTIZED, TRITON, VLLM
+from systems_under_test import BASE, INT8, LLAMA_CPP, Q8_0, QUANTIZED, TRITON, VLLM
+from thresholds import Verdict, verdict
+from workloads import SAMPLED, Round
 
 _OVER_VLLM = {("decode", 1): 1.7, ("decode", 8): 1.5, ("decode", 32): 1.3}
 """What decoding must reach over vLLM, by concurrency; anything else must be as fast."""
@@ -121,7 +121,7 @@ class Report:
     agreement: dict[str, Any] = field(default_factory=dict)
     idle: dict[str, Any] = field(default_factory=dict)
     circling: float = 0.0
-    alone: Alone = field(default_factory=Alone)
+    alone: IsolatedRuns = field(default_factory=IsolatedRuns)
 
     def as_json(self) -> dict[str, Any]:
         """For the file: the parts above and what the tables are made of."""
@@ -259,13 +259,13 @@ def _control_table(report: Report) -> str:
     return markdown_table(["side", *_heads(decode)], rows)
 
 
-def _way_table(alone: Alone) -> str:
+def _way_table(alone: IsolatedRuns) -> str:
     counts = list(alone.probes[0].rates)
     rows = []
     for each in alone.probes:
         medians = [f"{statistics.median(each.rates[count]):.1f}" for count in counts if each.rates]
-        failed = f"{each.way.name} (failed: {each.failure})"
-        rows.append([each.way.name if each.rates else failed, *(medians or [""] * len(counts))])
+        failed = f"{each.variant.name} (failed: {each.failure})"
+        rows.append([each.variant.name if each.rates else failed, *(medians or [""] * len(counts))])
     return markdown_table(["way", *map(str, counts)], rows)
 
 

@@ -27,13 +27,13 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from bars import verdict
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import AsyncClient
 from figures import ratio
 from record import circumstances, output_stem, positive
 from report import markdown_table
+from thresholds import verdict
 
 NUM_SAMPLES = 4
 PROMPTS = (64, 512, 900)

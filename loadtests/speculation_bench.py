@@ -7,7 +7,8 @@
 Timed are output tokens per second of a whole turn, a second or two of work. In each repetition all
 entries of a round have their turn with the same new prompts, in a new random order; a ratio is that
 of two turns of one repetition. Before what counts, each row completes 500 tokens. EOS is ignored
-and nothing is cached across requests. Text that goes in circles counts nowhere (circles.py).
+and nothing is cached across requests. Text that goes in circles counts nowhere
+(text_repetition.py).
 
   synthetic    llama-135m's shape and a small random draft model over Triton, drafts accepted with
                probability 0.8, against the same server asked not to speculate
@@ -28,18 +29,18 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from cases import Entry
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
 from figures import WrongOutputError, check_counts
+from lifecycle import SideSet
 from record import circumstances, output_stem, positive
-from sides import Request, Side, SideError, WaveTrace, WorkerSide
-from sideset import SideSet
 from speculation.plot import write_plot
 from speculation.prompts import HeldOutFiles, random_prompts
 from speculation.report import EntryResult, Report, RoundResult, as_markdown
 from speculation.served import ServedSide, ServedTrace
 from speculation.trials import CASES, DEMO_CONCURRENCY, DRAFT_SHAPE, Group, Pair, Round, make_groups
+from systems_under_test import Request, Side, SideError, WaveTrace, WorkerSide
+from workloads import Entry
 
 CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 WAKE_TOKENS = 4

@@ -28,7 +28,7 @@ from charonia.launch.server.run import running_server
 from checkpoint import SHAPES, make_checkpoint
 from record import circumstances, output_stem, positive
 from report import markdown_table
-from sides import SideError, Trace
+from systems_under_test import SideError, Trace
 from triton_side import complete
 
 BAR = 2.0

@@ -16,7 +16,7 @@ import psutil
 import tritonclient.grpc.aio as grpc_aio
 
 from charonia.launch.server.run import running_server
-from sides import TRITON, Trace, Waves, WaveTrace
+from systems_under_test import TRITON, Trace, Waves, WaveTrace
 from triton_inputs import infer_input
 
 START_TIMEOUT_S = 600.0
@@ -41,7 +41,7 @@ class TritonSide:
         self.notes = ["gRPC streams; the client's process computes beside the server"]
 
     def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
-        """See `sides.Side`."""
+        """See `systems_under_test.Side`."""
         return asyncio.run(self._run(waves, sampling or {}))
 
     def processes(self) -> list[psutil.Process]:

@@ -7,8 +7,8 @@ import grpc
 import pytest
 import tritonclient.grpc.aio as grpc_aio
 
-from sides import SideError, Trace
 from stall_bench import wait_until_begun
+from systems_under_test import SideError, Trace
 from triton_side import complete
 
 

@@ -1,4 +1,4 @@
-"""The sides of the benchmark: how the driver asks each for the same work, and what it gets back.
+"""The systems under test, the sides of a benchmark: how each is asked, and what comes back.
 
 Owns the driver's end of the workers' protocol (see workers/worker.py), which processes a side is
 made of, and where each side's Python and worker are. Must not know what is measured, or why.

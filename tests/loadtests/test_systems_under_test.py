@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sides import BASE, SPECS, WORKERS, Request, SideError, WorkerSide
+from systems_under_test import BASE, SPECS, WORKERS, Request, SideError, WorkerSide
 
 COUNTING = f"""
 import sys
