@@ -29,13 +29,13 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench_plot import write_plot
+from bench_report import Report, RoundResult, as_markdown
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
 from isolated_runs import IsolatedRuns, probe, rates_alone
 from lifecycle import Launcher, SideSet, start_sides
 from limits import Machine, ModelCost
-from plot import write_plot
 from record import circumstances, output_stem, positive
-from report import Report, RoundResult, as_markdown
 from systems_under_test import (
     BASE,
     NAMES,

@@ -43,12 +43,12 @@ sys.path.append(str(HERE.parent / "tests"))
 from charonia.errors import CharoniaError  # noqa: E402
 from charonia.launch.server.repository import RepositoryOptions  # noqa: E402
 from faults.campaign import Campaign, schedule  # noqa: E402
+from faults.campaign_plot import write_plot  # noqa: E402
+from faults.campaign_report import Report, as_markdown  # noqa: E402
 from faults.clients import Clients, ClientsError  # noqa: E402
 from faults.footprint import own_temporary_directory, processes_of, ranks_of  # noqa: E402
 from faults.kinds import KINDS, Arguments  # noqa: E402
 from faults.outcome import Outcome  # noqa: E402
-from faults.plot import write_plot  # noqa: E402
-from faults.report import Report, as_markdown  # noqa: E402
 from faults.target import Target, TargetError, serving_target  # noqa: E402
 from record import circumstances, output_stem, positive  # noqa: E402
 from support.checkpoints import VOCAB_SIZE, make_checkpoint  # noqa: E402

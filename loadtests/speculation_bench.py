@@ -34,10 +34,10 @@ from checkpoint import SHAPES, make_checkpoint
 from figures import WrongOutputError, check_counts
 from lifecycle import SideSet
 from record import circumstances, output_stem, positive
-from speculation.plot import write_plot
 from speculation.prompts import HeldOutFiles, random_prompts
-from speculation.report import EntryResult, Report, RoundResult, as_markdown
 from speculation.served import ServedSide, ServedTrace
+from speculation.speculation_plot import write_plot
+from speculation.speculation_report import EntryResult, Report, RoundResult, as_markdown
 from speculation.trials import CASES, DEMO_CONCURRENCY, DRAFT_SHAPE, Group, Pair, Round, make_groups
 from systems_under_test import Request, Side, SideError, WaveTrace, WorkerSide
 from workloads import Entry

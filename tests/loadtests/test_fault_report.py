@@ -8,11 +8,11 @@ import pytest
 
 from faults.calls import WAYS_IN, Answer, make_requests
 from faults.campaign import schedule
+from faults.campaign_plot import write_plot
+from faults.campaign_report import Report, as_markdown
 from faults.footprint import Footprint, ProcessFootprint
 from faults.kinds import KINDS
 from faults.outcome import FaultRecord, Outcome, Rest, Spread
-from faults.plot import write_plot
-from faults.report import Report, as_markdown
 from faults.strikes import STRIKES
 from faults.verdicts import MAX_SHM_BYTES_PER_DEATH, verdicts
 from support.live_stream import WRONG_ANSWER

@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-from report import Report, RoundResult, limit_of
+from bench_report import Report, RoundResult, limit_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

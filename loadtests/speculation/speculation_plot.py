@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib
 
-from speculation.report import Report, RoundResult
+from speculation.speculation_report import Report, RoundResult
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

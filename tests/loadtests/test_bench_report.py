@@ -5,11 +5,11 @@ from itertools import permutations
 
 import pytest
 
+from bench_plot import write_plot
+from bench_report import Report, RoundResult, as_markdown
 from figures import WrongOutputError, decode_figures, median_figures, ratio
 from isolated_runs import IsolatedRuns, Probe
 from limits import Machine, ModelCost
-from plot import write_plot
-from report import Report, RoundResult, as_markdown
 from systems_under_test import INT8, Q8_0, TRITON, VLLM, Request, Trace, WaveTrace
 from traffic import Traffic
 from vllm_variants import Variant

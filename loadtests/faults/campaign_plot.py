@@ -7,8 +7,8 @@ from typing import Any
 
 import matplotlib
 
+from faults.campaign_report import Report
 from faults.kinds import KINDS
-from faults.report import Report
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
