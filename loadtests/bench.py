@@ -17,13 +17,12 @@ import argparse
 import contextlib
 import json
 import random
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,13 @@ from tqdm import tqdm
 
 from bench_plot import write_plot
 from bench_report import Report, RoundResult, as_markdown
+from command_line import add_output, exit_on_sigterm, make_parser, positive
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
 from isolated_runs import IsolatedRuns, probe, rates_alone
 from lifecycle import Launcher, SideSet, start_sides
 from limits import Machine, ModelCost
-from record import circumstances, output_stem, positive
+from paths import CACHE, LOADTESTS
+from record import circumstances, output_stem, write_record
 from systems_under_test import (
     BASE,
     NAMES,
@@ -54,8 +55,6 @@ from vllm_variants import vllm_variants
 from workloads import CASES, NOT_IN_TRACES, Entry, Round, make_rounds
 
 SHAPES = ("llama-135m", "llama-1b")
-HERE = Path(__file__).resolve().parent
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 WAKE_PROMPT_TOKENS, WAKE_TOKENS = 32, 4
 Tokens = dict[str, list[list[int]]]
 """By label, the greedy tokens of every request of a repetition."""
@@ -68,19 +67,14 @@ def main() -> None:
     traffic = _traffic(options, parser)
     what = options.model.name if options.model else options.shape
     stem = output_stem(options.output, "bench" if what == SHAPES[0] else f"bench-{what}")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("bench: ended by SIGTERM")
-    )  # closes the sides
+    exit_on_sigterm("bench")
     try:
         report = _run(options, _model(options, parser), traffic)
     except (SideError, WrongOutputError) as error:
         raise SystemExit(f"bench: {error}") from None
     print(as_markdown(report))
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
-    files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-    write_plot(report, files[1])
-    print(f"\nwritten: {files[0].name}, {files[1].name}")
+    written = write_record(stem, report.as_json(), draw=partial(write_plot, report))
+    print(f"\n{written}")
 
 
 def _run(options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]) -> Report:
@@ -253,7 +247,8 @@ def _model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Path
         return options.model.resolve()
     directory = CACHE / options.shape
     subprocess.run(
-        [sys.executable, str(HERE / "checkpoint.py"), options.shape, str(directory)], check=True
+        [sys.executable, str(LOADTESTS / "checkpoint.py"), options.shape, str(directory)],
+        check=True,
     )
     return directory
 
@@ -308,9 +303,7 @@ def _about(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     number = {"type": positive, "metavar": "N"}
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, metavar="DIR", help="measure this checkpoint")
@@ -362,13 +355,7 @@ def _parser() -> argparse.ArgumentParser:
         "--vocab", default=4096, help="prompts' token ids are below this (default: 4096)", **number
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-bench[-MODEL], "
-        "numbered where that exists)",
-    )
+    add_output(parser, "bench[-MODEL]", "png")
     return parser
 
 

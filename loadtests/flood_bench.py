@@ -18,7 +18,6 @@ Times are the scheduler's own, from what it records (`record_dir`): beside so ma
 in Python sees everything late.
 """
 
-import argparse
 import asyncio
 import json
 import math
@@ -43,7 +42,9 @@ from charonia.core.recording.recorder import REQUESTS, STEPS
 from charonia.launch.server.run import running_server
 from charonia.traces import StepRecord, TraceRequest, read_requests, read_steps
 from checkpoint import SHAPES, make_checkpoint
-from record import circumstances, output_stem
+from command_line import add_output, make_parser
+from paths import CACHE
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 from triton_inputs import infer_input
 
@@ -53,7 +54,6 @@ WAYS = ("scheduler", "llm", "generate")
 ROWS = 16
 MAX_TOKENS = 48
 NUM_IDLE = 30
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 QUEUE = 1024
 WAIT_FOR_RECORD_S = 2.5
 SENDING_S = 1.0
@@ -380,16 +380,12 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def main() -> int:
     """Flood as the command line says; returns whether anything was bad."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=2000, metavar="N", help="default: 2000")
     parser.add_argument("--urgent", type=int, default=200, metavar="N", help="default: 200")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--model", choices=["demo", *SHAPES], default="demo")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-flood, beside this"
-    )
+    add_output(parser, "flood")
     options = parser.parse_args()
     stem = output_stem(options.output, "flood")
     about = circumstances("flood_bench.py")
@@ -398,9 +394,7 @@ def main() -> int:
         model = make_checkpoint(SHAPES[options.model], CACHE / options.model)
     verdicts = flood(options.ways, options.requests, options.urgent, model)
     found = about | {"model": options.model} | {"verdicts": [asdict(one) for one in verdicts]}
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
     return int(not all(one.is_good for one in verdicts))
 
 

@@ -15,11 +15,9 @@ so that a ratio is that of two neighbours. The prompt is computed once per forma
 are copied to the other rows.
 """
 
-import argparse
 import json
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,13 +30,14 @@ from charonia.data.runner import Runner
 from charonia.protocol import BlockCopy, NewRow, RowSampling, RowStep, StepPlan
 from charonia.text.tokenizer import Tokenizer
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, make_parser, positive
 from medians import median_interval
+from paths import CACHE
 from quantization_loss import predictions, windows
-from record import circumstances, output_stem, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 from thresholds import verdict
 
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 BASE, FORMATS = "bfloat16", ("int8", "fp8", "int4")
 MOST_CHANGE = {"int8": 0.1, "fp8": 0.5, "int4": 2.0}
 """Of the perplexity, in percent."""
@@ -241,14 +240,10 @@ def report(found: dict[str, Format]) -> str:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="default: 15")
     parser.add_argument("--windows", type=positive, default=64, metavar="N", help="default: 64")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-kv, beside this"
-    )
+    add_output(parser, "kv")
     options = parser.parse_args()
     stem = output_stem(options.output, "kv")
     about = circumstances("kv_bench.py")
@@ -256,7 +251,6 @@ def main() -> None:
     measure_rates(found, options.rounds)
     measure_loss(found, options.windows)
     print(report(found))
-    path = stem.with_name(f"{stem.name}.json")
     fields = {
         name: {key: value for key, value in asdict(one).items() if key not in ("logprobs", "best")}
         | {
@@ -266,8 +260,7 @@ def main() -> None:
         }
         for name, one in found.items()
     }
-    path.write_text(json.dumps(about | {"formats": fields}, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, about | {'formats': fields})}")
 
 
 if __name__ == "__main__":

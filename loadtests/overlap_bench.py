@@ -14,12 +14,11 @@ tritonserver, the scheduler and the client take, the engine lacks.
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import statistics
-import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,10 @@ from tqdm import tqdm
 
 from charonia.config import DEMO_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, make_parser, positive
 from figures import Figures, decode_figures, median_figures, ratio
-from record import circumstances, output_stem, positive
+from paths import CACHE
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 from systems_under_test import BASE, SPECS, Request, Side, Waves, WorkerSide
 from thresholds import verdict
@@ -39,7 +40,6 @@ from triton_side import TritonSide
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 ON, OFF, ALONE = "overlap", "one at a time", "without Triton"
 SIDES = (ON, OFF, ALONE)
 MODELS = ("demo", "llama-135m")
@@ -84,12 +84,9 @@ def main() -> None:
         f"{model}, {count}": {name: vars(turns) for name, turns in case.items()}
         for (model, count), case in results.items()
     }
-    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
-    files[0].write_text(
-        json.dumps({**about, "results": recorded}, indent=1) + "\n", encoding="utf-8"
-    )
-    write_plot(results, files[1])
-    print(f"\nwritten: {files[0].name}, {files[1].name}")
+    found = {**about, "results": recorded}
+    written = write_record(stem, found, draw=partial(write_plot, results))
+    print(f"\n{written}")
 
 
 def measure(model: str, options: argparse.Namespace) -> Results:
@@ -235,16 +232,12 @@ def write_plot(results: Results, path: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--concurrency", nargs="+", type=positive, default=list(GOALS))
     parser.add_argument("--repetitions", type=positive, default=9, metavar="N", help="default: 9")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: 0")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-overlap, beside this"
-    )
+    add_output(parser, "overlap", "png")
     return parser
 
 

@@ -12,7 +12,6 @@ much sooner does the first token come of a prefix that another server has kept i
 this one was started?
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -23,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import tritonclient.grpc as triton_grpc
@@ -32,8 +30,9 @@ from tqdm import tqdm
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import AsyncClient, Client
+from command_line import add_output, make_parser, positive
 from medians import median_interval
-from record import circumstances, output_stem, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 from thresholds import verdict
 from triton_inputs import infer_input
@@ -243,9 +242,7 @@ def report(
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--pairs", type=positive, default=51, metavar="N", help="default: 51")
     parser.add_argument(
         "--prefix", type=positive, default=512, metavar="N", help="tokens, default: 512"
@@ -253,9 +250,7 @@ def main() -> None:
     parser.add_argument(
         "--conversations", type=positive, default=20, metavar="N", help="default: 20"
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-prefix, beside this"
-    )
+    add_output(parser, "prefix")
     options = parser.parse_args()
     stem = output_stem(options.output, "prefix")
     about = circumstances("prefix_bench.py")
@@ -270,9 +265,7 @@ def main() -> None:
         "restarted": [asdict(pair) for pair in restarted],
         "conversations": [asdict(one) for one in conversations],
     }
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

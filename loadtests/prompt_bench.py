@@ -33,8 +33,9 @@ from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.traces import StepRecord, read_steps
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, make_parser, positive
 from faults.footprint import ranks_of
-from record import circumstances, output_stem, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 from triton_inputs import infer_input
 
@@ -238,23 +239,17 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS, metavar="N")
     parser.add_argument("--repetitions", type=positive, default=3, metavar="N", help="default: 3")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-prompt, beside this"
-    )
+    add_output(parser, "prompt")
     options = parser.parse_args()
     stem = output_stem(options.output, "prompt")
     about = circumstances("prompt_bench.py")
     cases = run(options)
     print(table(cases))
-    path = stem.with_name(f"{stem.name}.json")
     found = about | {"model": MODEL, "cases": [asdict(case) for case in cases]}
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ are the times between their tokens from the sending of such a prompt to that one
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
@@ -26,7 +25,8 @@ from tqdm import tqdm
 
 from charonia.launch.server.run import running_server
 from checkpoint import SHAPES, make_checkpoint
-from record import circumstances, output_stem, positive
+from command_line import add_output, make_parser, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 from systems_under_test import SideError, Trace
 from triton_side import complete
@@ -178,9 +178,7 @@ def table(cases: Sequence[Case], *, with_bar: bool) -> str:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--length", type=positive, default=4000, metavar="N", help="tokens of a prompt (4000)"
     )
@@ -195,12 +193,7 @@ def main() -> None:
         metavar="N",
         help="prompt tokens of a step, in place of a target",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="default: results/DATE-stall or DATE-chunks, beside this",
-    )
+    add_output(parser, "stall or DATE-chunks")
     options = parser.parse_args()
     if options.length > MAX_LENGTH - 8:  # the first one is answered with 8 tokens
         parser.error(f"--length: {options.length} is more than {MAX_LENGTH - 8}")
@@ -209,9 +202,7 @@ def main() -> None:
     cases = [run(name, values, options) for name, values in settings_of(options).items()]
     print(table(cases, with_bar=not options.chunks))
     found = about | {"cases": [asdict(case) | {"ratio": case.ratio} for case in cases]}
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from isolated_runs import NUM_FINALS, PROBES, Probe, probe, rates_alone
-from systems_under_test import BASE, WORKERS, WorkerSide
+from paths import WORKERS
+from systems_under_test import BASE, WorkerSide
 from vllm_variants import Variant, vllm_variants
 from workloads import make_rounds
 
