@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
 from bench_report import Report, RoundResult, limit_of
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
+from plot import machine_and_day, make_figure, open_frame, save
 
 _COLORS = {
     "charonia": "#1f5fa8",
@@ -39,9 +35,8 @@ def write_plot(report: Report, path: Path) -> None:
         ("traces: TTFT p99, ms", traces, "ttft_ms_p99"),
     ]
     panels = [panel for panel in panels if panel[1]]
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(3.9 * len(panels), 4.2), layout="constrained", squeeze=False
-    )
+    figure = make_figure(3.9 * len(panels), 4.2)
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for axis, (title, results, name) in zip(axes[0], panels, strict=True):
         _draw_panel(axis, title, results, name)
         has_limit = name == "tokens_per_second" and results[0].round.traffic is None
@@ -62,10 +57,8 @@ def write_plot(report: Report, path: Path) -> None:
     title = [about["model"]]
     if decode or prefill:
         title.append(f"{about['prompt_tokens']} prompt and {about['new_tokens']} new tokens")
-    title += [f"{about['machine'].get('CPU(s)', '?')} cores", about["date"][:10]]
-    figure.suptitle(", ".join(title), fontsize=11)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    figure.suptitle(", ".join([*title, machine_and_day(about)]), fontsize=11)
+    save(figure, path)
 
 
 def _draw_panel(axis: Any, title: str, results: Sequence[RoundResult], name: str) -> None:
@@ -97,4 +90,4 @@ def _draw_panel(axis: Any, title: str, results: Sequence[RoundResult], name: str
     axis.set_title(title, fontsize=10)
     axis.set_xticks(range(len(results)), [result.round.size for result in results])
     axis.set_xlabel("prompts at once")
-    axis.spines[["top", "right"]].set_visible(False)
+    open_frame(axis)

@@ -29,7 +29,6 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
@@ -40,6 +39,7 @@ from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import Shape, shape
 from charonia.traces import TraceRequest, block_length, read_requests
 from command_line import add_output, make_parser, positive
+from plot import make_figure, save
 from record import circumstances, output_stem, write_record
 from report import markdown_table
 
@@ -270,9 +270,8 @@ def _rates(of_size: Mapping[str, CacheRun], policies: Sequence[str]) -> list[str
 def write_plot(found: Sequence[CacheRun], path: Path) -> None:
     """Hit rates over cache sizes, a panel for each traffic."""
     names = [name for name in SIZES if any(run.traffic == name for run in found)]
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(6 * len(names), 5), layout="constrained", squeeze=False
-    )
+    figure = make_figure(6 * len(names), 5)
+    axes = figure.subplots(1, len(names), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         for policy in (*EVICTIONS, *OPTIMA):
             points = sorted(
@@ -288,8 +287,7 @@ def write_plot(found: Sequence[CacheRun], path: Path) -> None:
         axis.set_xlabel("cache, million tokens")
         axis.set_ylabel("prompt tokens found, %")
     axes[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _write(stem: Path, about: dict[str, Any], found: Sequence[CacheRun]) -> str:

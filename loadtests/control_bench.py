@@ -18,7 +18,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
@@ -27,6 +26,7 @@ from charonia.core.scheduling import policy_of
 from charonia.launch.commands.simulate import POLICIES, with_policy
 from command_line import add_output, make_parser
 from control_kinds import KINDS, Bench, Size, Timed
+from plot import make_figure, save
 from record import circumstances, output_stem, write_record
 from report import markdown_table
 
@@ -135,14 +135,8 @@ def write_plot(cases: Sequence[Case], path: Path) -> None:
     """Milliseconds of a step against what waits, a line per policy."""
     kinds = list(dict.fromkeys((case.kind, case.expected_peak) for case in cases))
     tenants = list(dict.fromkeys(case.tenants for case in cases))
-    figure, axes = plt.subplots(
-        len(kinds),
-        len(tenants),
-        figsize=(5.5 * len(tenants), 3.5 * len(kinds)),
-        sharey="row",
-        squeeze=False,
-    )
-    figure.set_layout_engine("constrained")
+    figure = make_figure(5.5 * len(tenants), 3.5 * len(kinds))
+    axes = figure.subplots(len(kinds), len(tenants), sharey="row", squeeze=False)
     for axis, ((kind, expected_peak), num_tenants) in zip(
         axes.flat, product(kinds, tenants), strict=True
     ):
@@ -162,7 +156,7 @@ def write_plot(cases: Sequence[Case], path: Path) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel(f"plan() + apply() of {cases[0].rows} rows, ms")
     axes[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def main() -> None:

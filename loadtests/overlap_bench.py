@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import psutil
 from tqdm import tqdm
 
@@ -31,14 +30,12 @@ from checkpoint import SHAPES, make_checkpoint
 from command_line import add_output, make_parser, positive
 from figures import Figures, decode_figures, median_figures, ratio
 from paths import CACHE
+from plot import draw_ratios, make_figure, save
 from record import circumstances, output_stem, write_record
 from report import markdown_table
 from systems_under_test import BASE, SPECS, Request, Side, Waves, WorkerSide
 from thresholds import verdict
 from triton_side import TritonSide
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 ON, OFF, ALONE = "overlap", "one at a time", "without Triton"
 SIDES = (ON, OFF, ALONE)
@@ -207,28 +204,20 @@ _PARTS = ("engine", "scheduler", "server and others", "client")
 
 def write_plot(results: Results, path: Path) -> None:
     """Tokens per second as a share of those without Triton; whiskers are all repetitions."""
-    figure, axis = pyplot.subplots(figsize=(1.6 * len(results) + 2, 4), layout="constrained")
+    figure = make_figure(1.6 * len(results) + 2, 4)
+    axis = figure.subplots()
     for place, name in enumerate((OFF, ON)):
         found = [
             ratio(case[name].all_of("tokens_per_second"), case[ALONE].all_of("tokens_per_second"))
             for case in results.values()
         ]
-        axis.bar(
-            [index + 0.4 * place - 0.2 for index in range(len(found))],
-            [one.median for one in found],
-            0.38,
-            yerr=[
-                [one.median - one.lowest for one in found],
-                [one.highest - one.median for one in found],
-            ],
-            label=name,
-        )
+        places = [index + 0.4 * place - 0.2 for index in range(len(found))]
+        draw_ratios(axis, places, found, 0.38, name)
     axis.axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
     axis.set_xticks(range(len(results)), [f"{model}\n{count} at once" for model, count in results])
     axis.set_ylabel("output tokens/s behind Triton, share of those without it")
     axis.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _parser() -> argparse.ArgumentParser:

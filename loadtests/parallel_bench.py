@@ -25,20 +25,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from tqdm import tqdm
 
 from checkpoint import SHAPES, make_checkpoint
 from command_line import add_output, exit_on_sigterm, make_parser, positive
 from figures import Ratio, ratio
 from paths import CACHE
+from plot import draw_ratios, machine_and_day, make_figure, open_frame, save
 from record import circumstances, output_stem, write_record
 from report import markdown_table
 from systems_under_test import Request, SideError, Worker
 from thresholds import verdict
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 SHAPE = "llama-125m"
 GOAL = 1.7
@@ -190,18 +187,14 @@ def as_markdown(results: Results) -> str:
 
 def write_plot(results: Results, about: dict[str, Any], path: Path) -> None:
     """Gains beside the goal, and where the first rank's time went."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    figure = make_figure(12, 4.4)
+    left, right = figure.subplots(1, 2)
     names = [name for name in next(iter(results.values())) if name != BASE]
     width = 0.8 / max(len(names), 1)
     for index, name in enumerate(names):
         places = [at + (index - (len(names) - 1) / 2) * width for at in range(len(results))]
         gained = [gains(row)[name] for row in results.values()]
-        medians = [one.median for one in gained]
-        spread = [
-            [one.median - one.lowest for one in gained],
-            [one.highest - one.median for one in gained],
-        ]
-        left.bar(places, medians, width * 0.92, yerr=spread, label=name, capsize=3)
+        draw_ratios(left, places, gained, width * 0.92, name)
     left.axhline(1.0, color="black", lw=0.6, ls="dashed")
     left.axhline(GOAL, color="#c0392b", lw=0.8, ls="dotted", label=f"goal of TP 2: {GOAL}")
     left.set_xticks(range(len(results)), [f"{count} at once" for count in results])
@@ -210,11 +203,9 @@ def write_plot(results: Results, about: dict[str, Any], path: Path) -> None:
     left.legend(frameon=False, fontsize=8, loc="upper center", ncols=len(names) + 1)
     _draw_phases(right, results)
     for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    cores = about["machine"].get("CPU(s)", "?")
-    figure.suptitle(f"{SHAPE}, bfloat16, {cores} cores, {about['date'][:10]}", fontsize=11)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        open_frame(axis)
+    figure.suptitle(f"{SHAPE}, bfloat16, {machine_and_day(about)}", fontsize=11)
+    save(figure, path)
 
 
 def _draw_phases(axis: Any, results: Results) -> None:

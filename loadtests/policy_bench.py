@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
@@ -29,6 +28,7 @@ from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import ADVERSARY, Shape, shape
 from charonia.traces import TraceRequest, block_length, read_requests
 from command_line import add_output, make_parser
+from plot import make_figure, save
 from record import circumstances, output_stem, write_record
 
 STEP_TIMES = "step=8ms,token=20us,context=1ns,host=1ms,transit=0.5ms,gap=0.2ms"
@@ -127,7 +127,8 @@ def runs(
 
 def write_plot(found: dict[str, list[RunReport]], path: Path) -> None:
     """For each traffic: what requests waited, and how many were in time, by policy."""
-    figure, axes = plt.subplots(1, 4, figsize=(18, 5), layout="constrained")
+    figure = make_figure(18, 5)
+    axes = figure.subplots(1, 4)
     parts = (
         ("TTFT p99, s", lambda one: one.overall.ttft.p99),
         ("TTFT p99 of the worst tenant but the adversary, s", _p99_of_others),
@@ -154,7 +155,7 @@ def write_plot(found: dict[str, list[RunReport]], path: Path) -> None:
         axis.set_yscale("log")
     axes[3].axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
     axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def _p99_of_others(one: RunReport) -> float:
