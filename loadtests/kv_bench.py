@@ -100,7 +100,6 @@ class Decoder:
         self._epoch, self._step = self._runner.info().epoch + 1, 0
         self._blocks = [list(range(1 + row, 1 + ROWS * row_blocks, ROWS)) for row in range(ROWS)]
         self._prompt = [1 + 7 * i % 40_000 for i in range(CONTEXT - 2 * STEPS)]
-        self._has_rows = False
         joins = [self._row(0, num_computed=0)]
         self._execute(joins=joins, rows=[RowStep(0, len(self._prompt))])
         copies = [
