@@ -49,7 +49,8 @@ def _draw_ratios(axis: Any, results: Sequence[RoundResult]) -> None:
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
     handles = [axis.plot([], [], color=color, label=name)[0] for name, color in _COLORS.items()]
-    axis.legend(handles=handles, frameon=False, fontsize=7)
+    # With a place that is named matplotlib does not warn when finding it takes long.
+    axis.legend(handles=handles, loc="best", frameon=False, fontsize=7)
     axis.set_title("ratio of output tokens/s; | is the bar", fontsize=10)
     open_frame(axis)
 
@@ -69,5 +70,5 @@ def _draw_sweep(axis: Any, model: str, results: Sequence[RoundResult]) -> None:
         axis.axhline(adaptive, color=color, ls="dashed", lw=1)
     axis.set_title(f"{model}: rate over depth 0's\n(dashed: adaptive)", fontsize=10)
     axis.set_xlabel("drafts per step")
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(loc="best", frameon=False, fontsize=8)
     open_frame(axis)
