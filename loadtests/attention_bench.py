@@ -12,14 +12,11 @@ take turns, so that what is read comes from memory where all layers together exc
 cache. What the machine reads and multiplies is measured between the cases, as `bench.py` does it.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -32,10 +29,12 @@ from charonia.data.ops.native.build import best_isa, load_kernels
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.protocol import KVLayout
-from record import circumstances, output_stem, positive
+from command_line import add_output, make_parser, positive
+from paths import WORKERS
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 
-sys.path.insert(0, str(Path(__file__).parent / "workers"))
+sys.path.insert(0, str(WORKERS))
 from limits_worker import Limits
 
 NUM_LAYERS = 30
@@ -161,9 +160,7 @@ def chunk(text: str) -> tuple[int, int]:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--heads", type=int, default=9)
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--head-dim", type=int, default=64)
@@ -182,9 +179,7 @@ def main() -> None:
             *((length, 4096) for length in (16, 128, 512, 2048)),
         ],
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-attention, beside this"
-    )
+    add_output(parser, "attention")
     options = parser.parse_args()
     stem = output_stem(options.output, "attention")
     about = circumstances("attention_bench.py")
@@ -219,10 +214,8 @@ def main() -> None:
     ]
     print(f"{best_isa()}, {threads}, {options.kv_cache_dtype}; {NUM_LAYERS} layers take turns")
     print(f"\n{decode_table(cases)}\n\n{prompt_table(cases)}")
-    path = stem.with_name(f"{stem.name}.json")
     found = about | {"isa": best_isa(), "cases": [asdict(case) for case in cases]}
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

@@ -17,35 +17,45 @@ import argparse
 import contextlib
 import json
 import random
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from alone import Alone, probe, rates_alone
-from cases import CASES, NOT_IN_TRACES, Entry, Round, make_rounds
-from circles import circling_share
+from bench_plot import write_plot
+from bench_report import Report, RoundResult, as_markdown
+from command_line import add_output, exit_on_sigterm, make_parser, positive
 from figures import Figures, WrongOutputError, common_prefix, decode_figures, prefill_figures
+from isolated_runs import IsolatedRuns, probe, rates_alone
+from lifecycle import Launcher, SideSet, start_sides
 from limits import Machine, ModelCost
-from plot import write_plot
-from record import circumstances, output_stem, positive
-from report import Report, RoundResult, as_markdown
-from sides import BASE, NAMES, SPECS, VLLM, Request, Side, SideError, Waves, WaveTrace, Worker
-from sideset import Launcher, SideSet, start_sides
+from paths import CACHE, LOADTESTS
+from record import circumstances, output_stem, write_record
+from systems_under_test import (
+    BASE,
+    NAMES,
+    SPECS,
+    VLLM,
+    Request,
+    Side,
+    SideError,
+    Waves,
+    WaveTrace,
+    Worker,
+)
+from text_repetition import circling_share
 from traffic import Traffic, TrafficError, read_traffic
-from ways import vllm_ways
+from vllm_variants import vllm_variants
+from workloads import CASES, NOT_IN_TRACES, Entry, Round, make_rounds
 
 SHAPES = ("llama-135m", "llama-1b")
-HERE = Path(__file__).resolve().parent
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
-WAKE_TOKENS = 4
+WAKE_PROMPT_TOKENS, WAKE_TOKENS = 32, 4
 Tokens = dict[str, list[list[int]]]
 """By label, the greedy tokens of every request of a repetition."""
 
@@ -57,27 +67,22 @@ def main() -> None:
     traffic = _traffic(options, parser)
     what = options.model.name if options.model else options.shape
     stem = output_stem(options.output, "bench" if what == SHAPES[0] else f"bench-{what}")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("bench: ended by SIGTERM")
-    )  # closes the sides
+    exit_on_sigterm("bench")
     try:
         report = _run(options, _model(options, parser), traffic)
     except (SideError, WrongOutputError) as error:
         raise SystemExit(f"bench: {error}") from None
     print(as_markdown(report))
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
-    files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-    write_plot(report, files[1])
-    print(f"\nwritten: {files[0].name}, {files[1].name}")
+    written = write_record(stem, report.as_json(), draw=partial(write_plot, report))
+    print(f"\n{written}")
 
 
 def _run(options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]) -> Report:
     # Prompt and output must fit; the sides size their caches by it.
     lengths = [options.prompt_tokens + options.new_tokens]
     if "long" in options.cases:
-        lengths += [length + WAKE_TOKENS for length in options.long_tokens]
-    lengths += [each.most_tokens + WAKE_TOKENS for each in traffic]
+        lengths += [length + 1 for length in options.long_tokens]
+    lengths += [each.most_tokens for each in traffic]
     max_model_len = -(-max(lengths) // 64) * 64
     settings = {"model": str(model), "dtype": options.dtype, "max_model_len": max_model_len}
     launcher = Launcher(settings, CACHE)
@@ -98,9 +103,9 @@ def _run(options: argparse.Namespace, model: Path, traffic: Sequence[Traffic]) -
     return report
 
 
-def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alone:
+def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> IsolatedRuns:
     """Take the fastest way to run vLLM, and have it and charonia alone on the machine."""
-    alone = Alone()
+    alone = IsolatedRuns()
     vocab_size = min(options.vocab, _vocab_size(model))
     rounds = _rounds(options, ["decode"], [BASE])
     for name in (BASE, VLLM):
@@ -110,13 +115,13 @@ def _alone(launcher: Launcher, options: argparse.Namespace, model: Path) -> Alon
             continue  # start_sides says so
         _say(f"alone on the machine: {name}")
         if name == VLLM:
-            ways = vllm_ways(SPECS[VLLM].python.parents[1])
+            variants = vllm_variants(SPECS[VLLM].python.parents[1])
             alone.probes = probe(
-                lambda way: launcher.start(VLLM, way), ways, rounds, vocab_size, _say
+                lambda one: launcher.start(VLLM, one), variants, rounds, vocab_size, _say
             )
             if not alone.probes[0].rates:
                 continue  # it fails in every way; start_sides says why
-            launcher.ways[VLLM] = alone.probes[0].way
+            launcher.variants[VLLM] = alone.probes[0].variant
         try:
             with contextlib.closing(launcher.start(name)) as side:
                 alone.controls[name] = rates_alone(
@@ -192,7 +197,8 @@ def _turn(found: SideSet, entry: Entry, asked: Waves) -> list[WaveTrace]:
     """A short completion that does not count, because the side was stopped; then the work."""
 
     def work(side: Side) -> list[WaveTrace]:
-        side.run([[Request(asked[0][0].prompt[::-1], WAKE_TOKENS)]], entry.sampling)
+        prompt = asked[0][0].prompt[::-1]
+        side.run([[Request(prompt[:WAKE_PROMPT_TOKENS], WAKE_TOKENS)]], entry.sampling)
         return side.run(asked, entry.sampling)
 
     return found.turn(entry.side, work)
@@ -241,7 +247,8 @@ def _model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Path
         return options.model.resolve()
     directory = CACHE / options.shape
     subprocess.run(
-        [sys.executable, str(HERE / "checkpoint.py"), options.shape, str(directory)], check=True
+        [sys.executable, str(LOADTESTS / "checkpoint.py"), options.shape, str(directory)],
+        check=True,
     )
     return directory
 
@@ -296,9 +303,7 @@ def _about(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     number = {"type": positive, "metavar": "N"}
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, metavar="DIR", help="measure this checkpoint")
@@ -350,13 +355,7 @@ def _parser() -> argparse.ArgumentParser:
         "--vocab", default=4096, help="prompts' token ids are below this (default: 4096)", **number
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-bench[-MODEL], "
-        "numbered where that exists)",
-    )
+    add_output(parser, "bench[-MODEL]", "png")
     return parser
 
 

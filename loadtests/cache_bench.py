@@ -19,18 +19,16 @@ Each policy's block operations per second of processor time are those of the sam
 time: finding or allocating, holding or publishing, and releasing a block are one operation each.
 """
 
-import argparse
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
@@ -40,7 +38,10 @@ from charonia.simulate.simulator import Setting, Simulation
 from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import Shape, shape
 from charonia.traces import TraceRequest, block_length, read_requests
-from record import circumstances, output_stem, positive
+from command_line import add_output, make_parser, positive
+from plot import make_figure, save
+from record import circumstances, output_stem, write_record
+from report import markdown_table
 
 NUM_ROWS, BUDGET = 256, 8192
 UTILIZATION = 0.8
@@ -229,50 +230,48 @@ def runs(
 def table(found: Sequence[CacheRun]) -> str:
     """Hit rates in percent, and operations per second."""
     policies = [name for name in (*EVICTIONS, *OPTIMA) if any(r.policy == name for r in found)]
-    lines = [
-        "Hit rates, % of prompt tokens; the best but for the optima is bold.",
-        "Held: % of the blocks, by requests that run.",
-        "",
-        f"| traffic | tokens | {' | '.join(policies)} | held |",
-        f"| --- | --- |{' --- |' * len(policies)} --- |",
-    ]
+    rows = []
     for name, sizes in SIZES.items():
         for num_tokens in sizes:
             of_size = {
                 run.policy: run for run in found if (run.traffic, run.tokens) == (name, num_tokens)
             }
-            if not of_size:
-                continue
-            best = max(
-                (run.hit_rate for run in of_size.values() if run.policy not in OPTIMA), default=0
-            )
-            cells = []
-            for policy in policies:
-                run = of_size.get(policy)
-                shown = "" if run is None else f"{100 * run.hit_rate:.1f}"
-                is_best = run is not None and policy not in OPTIMA and run.hit_rate == best
-                cells.append(f"**{shown}**" if is_best else shown)
-            rest = of_size.get(OPTIMUM_OF_REST)
-            cells.append(f"{100 * rest.held:.1f}" if rest and rest.held is not None else "")
-            lines.append(f"| {name} | {num_tokens / 1e6:g} M | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| policy | block operations per second, the fewest of all runs |",
-        "| --- | --- |",
+            if of_size:
+                rows.append([name, f"{num_tokens / 1e6:g} M", *_rates(of_size, policies)])
+    speeds = {
+        policy: [r.operations_per_s for r in found if r.policy == policy and r.operations_per_s]
+        for policy in policies
+    }
+    parts = [
+        "Hit rates, % of prompt tokens; the best but for the optima is bold.\n"
+        "Held: % of the blocks, by requests that run.",
+        markdown_table(["traffic", "tokens", *policies, "held"], rows),
+        markdown_table(
+            ["policy", "block operations per second, the fewest of all runs"],
+            [[policy, f"{min(each):,.0f}"] for policy, each in speeds.items() if each],
+        ),
     ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _rates(of_size: Mapping[str, CacheRun], policies: Sequence[str]) -> list[str]:
+    """The cells of one cache size: what each policy found, and what requests held."""
+    best = max((run.hit_rate for run in of_size.values() if run.policy not in OPTIMA), default=0.0)
+    cells = []
     for policy in policies:
-        speeds = [r.operations_per_s for r in found if r.policy == policy and r.operations_per_s]
-        if speeds:
-            lines.append(f"| {policy} | {min(speeds):,.0f} |")
-    return "\n".join(lines) + "\n"
+        run = of_size.get(policy)
+        shown = "" if run is None else f"{100 * run.hit_rate:.1f}"
+        is_best = run is not None and policy not in OPTIMA and run.hit_rate == best
+        cells.append(f"**{shown}**" if is_best else shown)
+    rest = of_size.get(OPTIMUM_OF_REST)
+    return [*cells, f"{100 * rest.held:.1f}" if rest and rest.held is not None else ""]
 
 
 def write_plot(found: Sequence[CacheRun], path: Path) -> None:
     """Hit rates over cache sizes, a panel for each traffic."""
     names = [name for name in SIZES if any(run.traffic == name for run in found)]
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(6 * len(names), 5), layout="constrained", squeeze=False
-    )
+    figure = make_figure(6 * len(names), 5)
+    axes = figure.subplots(1, len(names), squeeze=False)
     for axis, name in zip(axes[0], names, strict=True):
         for policy in (*EVICTIONS, *OPTIMA):
             points = sorted(
@@ -288,31 +287,22 @@ def write_plot(found: Sequence[CacheRun], path: Path) -> None:
         axis.set_xlabel("cache, million tokens")
         axis.set_ylabel("prompt tokens found, %")
     axes[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
-def _write(stem: Path, about: dict[str, Any], found: Sequence[CacheRun]) -> None:
-    stem.with_name(f"{stem.name}.md").write_text(table(found), encoding="utf-8")
+def _write(stem: Path, about: dict[str, Any], found: Sequence[CacheRun]) -> str:
     content = about | {"runs": [asdict(run) for run in found]}
-    stem.with_name(f"{stem.name}.json").write_text(
-        json.dumps(content, indent=1) + "\n", encoding="utf-8"
-    )
-    write_plot(found, stem.with_name(f"{stem.name}.png"))
+    return write_record(stem, content, draw=partial(write_plot, found), table=table(found))
 
 
 def main() -> None:
     """Simulate as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), metavar="DIR")
     parser.add_argument("--traffic", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--policies", nargs="+", choices=EVICTIONS, default=list(EVICTIONS))
     parser.add_argument("--processes", type=positive, default=2, metavar="N")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-cache, beside this"
-    )
+    add_output(parser, "cache", "png", "md")
     options = parser.parse_args()
     stem = output_stem(options.output, "cache")
     about = circumstances("cache_bench.py")
@@ -323,9 +313,9 @@ def main() -> None:
     going = runs(options.traffic, options.policies, options.traces, options.processes)
     for run in tqdm(going, total=total, unit="run"):
         found.append(run)
-        _write(stem, about, found)
+        written = _write(stem, about, found)
     print(table(found))
-    print(f"written: {stem.name}.md, .json and .png")
+    print(written)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ channel. The three take turns, round trip by round trip. Printed are microsecond
   gloo           torch.distributed's broadcast, which knows no lengths: they must be agreed upon
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import socket
@@ -32,7 +30,9 @@ from charonia.parallel.messages import Forward, decode, encode, forward_of
 from charonia.parallel.peer import SPIN_S, Peer
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
-from record import circumstances, positive
+from command_line import make_parser, positive
+from record import circumstances, write_record
+from report import markdown_table
 
 NUM_ROWS, NUM_BLOCKS, BLOCK_SIZE = 32, 16, 16
 WARM_UP = 200
@@ -107,11 +107,9 @@ def answer(connection: socket.socket, memory: int, port: int, repetitions: int) 
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--repetitions", type=positive, default=2000, metavar="N")
-    parser.add_argument("--output", type=Path, help="write JSON there, too")
+    parser.add_argument("--output", type=Path, metavar="STEM", help="write STEM.json, too")
     options = parser.parse_args()
     memory = os.memfd_create("channel bench")
     kernels = load_kernels(supported_isas()[0], print)
@@ -128,16 +126,16 @@ def main() -> None:
     seconds = measure(channels(0, near, memory, port), options.repetitions)
     other.join()
     print(f"{len(encode(announcement()))} bytes there and back, microseconds\n")
-    print("| channel | median | 90 % below |\n| --- | --- | --- |")
-    found = {}
+    rows, found = [], {}
     for name, values in seconds.items():
         median = 1e6 * statistics.median(values)
         tenth = 1e6 * statistics.quantiles(values, n=10)[-1]
         found[name] = {"median_us": median, "p90_us": tenth}
-        print(f"| {name} | {median:.0f} | {tenth:.0f} |")
+        rows.append([name, f"{median:.0f}", f"{tenth:.0f}"])
+    print(markdown_table(["channel", "median", "90 % below"], rows))
     if options.output is not None:
         about = circumstances("channel_bench.py") | {"round_trips": found}
-        options.output.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        print(f"\n{write_record(options.output, about)}")
 
 
 if __name__ == "__main__":

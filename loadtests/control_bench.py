@@ -10,8 +10,6 @@ kind of a case, see `control_kinds.py`; that it did is asserted step by step. Wh
 rows, there are cases in which all must have room until their ends, with `PeakMemory`.
 """
 
-import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +18,16 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from charonia.config import EngineArgs, SchedulerArgs
 from charonia.control import Policy
 from charonia.core.scheduler_factory import policy_of
 from charonia.launch.commands.simulate import POLICIES, with_policy
+from command_line import add_output, make_parser
 from control_kinds import KINDS, Bench, Size, Timed
-from record import circumstances, output_stem
+from plot import make_figure, save
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 
 GOAL_MS = 0.5
@@ -136,14 +135,8 @@ def write_plot(cases: Sequence[Case], path: Path) -> None:
     """Milliseconds of a step against what waits, a line per policy."""
     kinds = list(dict.fromkeys((case.kind, case.expected_peak) for case in cases))
     tenants = list(dict.fromkeys(case.tenants for case in cases))
-    figure, axes = plt.subplots(
-        len(kinds),
-        len(tenants),
-        figsize=(5.5 * len(tenants), 3.5 * len(kinds)),
-        sharey="row",
-        squeeze=False,
-    )
-    figure.set_layout_engine("constrained")
+    figure = make_figure(5.5 * len(tenants), 3.5 * len(kinds))
+    axes = figure.subplots(len(kinds), len(tenants), sharey="row", squeeze=False)
     for axis, ((kind, expected_peak), num_tenants) in zip(
         axes.flat, product(kinds, tenants), strict=True
     ):
@@ -163,14 +156,12 @@ def write_plot(cases: Sequence[Case], path: Path) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel(f"plan() + apply() of {cases[0].rows} rows, ms")
     axes[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=256, metavar="N", help="default: 256")
     parser.add_argument(
         "--waiting", type=int, nargs="+", default=[0, 10, 100, 1_000, 10_000], metavar="N"
@@ -180,9 +171,7 @@ def main() -> None:
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--steps", type=int, default=200, metavar="N", help="default: 200")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-control, beside this"
-    )
+    add_output(parser, "control", "png")
     options = parser.parse_args()
     stem = output_stem(options.output, "control")
     about = circumstances("control_bench.py")
@@ -194,11 +183,9 @@ def main() -> None:
         size = Size(options.rows, waiting, tenants, options.steps)
         cases += measure(kind, size, expected_peak=expected_peak)
     print(table(cases))
-    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
     found = about | {"cases": [asdict(case) for case in cases]}
-    files[0].write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    write_plot(cases, files[1])
-    print(f"\nwritten: {files[0].name}, {files[1].name}")
+    written = write_record(stem, found, draw=partial(write_plot, cases))
+    print(f"\n{written}")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ The exit code is 0 only where all of that holds.
 """
 
 import argparse
-import json
-import signal
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -27,18 +25,20 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-# It shares streams, checkpoints and `charonia serve` as a command with the end-to-end tests.
-sys.path.append(str(HERE.parent / "tests"))
+from paths import TESTS
 
-from charonia.errors import CharoniaError  # noqa: E402
-from charonia.launch.server.run import running_server  # noqa: E402
-from endurance.loads import holding, loads  # noqa: E402
-from endurance.stops import stops  # noqa: E402
-from endurance.trials import Holding, Report, Trial, as_markdown  # noqa: E402
-from record import circumstances, output_stem  # noqa: E402
-from support.checkpoints import make_checkpoint  # noqa: E402
-from support.e2e import one_torch_thread  # noqa: E402
+# It shares streams, checkpoints and `charonia serve` as a command with the end-to-end tests.
+sys.path.append(str(TESTS))
+
+from charonia.errors import CharoniaError
+from charonia.launch.server.run import running_server
+from command_line import add_output, exit_on_sigterm, make_parser
+from endurance.loads import holding, loads
+from endurance.stops import stops
+from endurance.trials import Holding, Report, Trial, as_markdown
+from record import circumstances, output_stem, write_record
+from support.checkpoints import make_checkpoint
+from support.e2e import one_torch_thread
 
 MAX_MODEL_LEN = 4096
 SETTINGS = ("num_gpu_blocks_override=2049", "max_num_seqs=32")
@@ -47,9 +47,8 @@ SETTINGS = ("num_gpu_blocks_override=2049", "max_num_seqs=32")
 def main() -> None:
     """Run as the command line says."""
     options = _parser().parse_args()
-    path = options.output or output_stem(None, "endurance").with_suffix(".json")
-    # Stops the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("endurance_run: ended by SIGTERM"))
+    stem = output_stem(options.output, "endurance")
+    exit_on_sigterm("endurance_run")
     about = {
         **circumstances("endurance_run.py"),
         "versions": {name: version(name) for name in ("charonia", "nvidia-pytriton", "torch")},
@@ -67,9 +66,7 @@ def main() -> None:
             print(f"endurance_run: {error}", file=sys.stderr)
     report = Report(about, trials, options.stops + options.loads, before, after)
     print(as_markdown(report))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, report.as_json())}")
     if not report.holds:
         raise SystemExit("endurance_run: not all holds that must")
 
@@ -97,21 +94,13 @@ def _collect(trials: list[Trial], run: Iterable[Trial], total: int) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     for name in ("stops", "loads"):
         parser.add_argument(
             f"--{name}", type=int, default=100, metavar="N", help="how many (default: 100)"
         )
     parser.add_argument("--seed", type=int, default=0, help="of order and moments (default: 0)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="where the JSON goes (default: loadtests/results/DATE-endurance.json, numbered "
-        "where that exists)",
-    )
+    add_output(parser, "endurance")
     return parser
 
 

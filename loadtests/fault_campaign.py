@@ -21,12 +21,12 @@ import contextlib
 import json
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-# It shares streams, checkpoints and the engine that fails on order with the end-to-end tests.
-sys.path.append(str(HERE.parent / "tests"))
+from paths import TESTS
 
-from charonia.errors import CharoniaError  # noqa: E402
-from charonia.launch.server.repository import RepositoryOptions  # noqa: E402
-from faults.campaign import Campaign, schedule  # noqa: E402
-from faults.clients import Clients, ClientsError  # noqa: E402
-from faults.footprint import own_temporary_directory, processes_of, ranks_of  # noqa: E402
-from faults.kinds import KINDS, Arguments  # noqa: E402
-from faults.outcome import Outcome  # noqa: E402
-from faults.plot import write_plot  # noqa: E402
-from faults.report import Report, as_markdown  # noqa: E402
-from faults.target import Target, TargetError, serving_target  # noqa: E402
-from record import circumstances, output_stem, positive  # noqa: E402
-from support.checkpoints import VOCAB_SIZE, make_checkpoint  # noqa: E402
-from support.faults import make_faulty_repository, order_fault  # noqa: E402
-from support.leftovers import leftovers  # noqa: E402
+# It shares streams, checkpoints and the engine that fails on order with the end-to-end tests.
+sys.path.append(str(TESTS))
+
+from charonia.errors import CharoniaError
+from charonia.launch.server.repository import RepositoryOptions
+from command_line import add_output, exit_on_sigterm, make_parser, positive
+from faults.campaign import Campaign, schedule
+from faults.campaign_plot import write_plot
+from faults.campaign_report import Report, as_markdown
+from faults.clients import Clients, ClientsError
+from faults.footprint import own_temporary_directory, processes_of, ranks_of
+from faults.kinds import KINDS, Arguments
+from faults.outcome import Outcome
+from faults.target import Target, TargetError, serving_target
+from record import circumstances, output_stem, write_record
+from support.checkpoints import VOCAB_SIZE, make_checkpoint
+from support.faults import make_faulty_repository, order_fault
+from support.leftovers import leftovers
 
 POISON = VOCAB_SIZE - 1
 LONG_PROMPT = 8000  # tokens, in 33 chunks
@@ -70,8 +72,7 @@ def main() -> None:
     """Run the campaign as the command line says."""
     options = _parser().parse_args()
     stem = output_stem(options.output, "faults")
-    # Stops the server.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("fault_campaign: ended by SIGTERM"))
+    exit_on_sigterm("fault_campaign")
     about = _about(options)
     try:
         outcome = _run(options)
@@ -79,11 +80,8 @@ def main() -> None:
         raise SystemExit(f"fault_campaign: {error}") from None
     report = Report(about, outcome)
     print(as_markdown(report))
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
-    files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-    write_plot(report, files[1])
-    print(f"\nwritten: {files[0].name}, {files[1].name}")
+    written = write_record(stem, report.as_json(), draw=partial(write_plot, report))
+    print(f"\n{written}")
     if not report.holds:
         raise SystemExit("fault_campaign: not all holds that must")
 
@@ -245,10 +243,7 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").format(kinds=_list_kinds()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser((__doc__ or "").format(kinds=_list_kinds()))
     number = {"type": positive, "metavar": "N"}
     parser.add_argument("--faults", default=300, help="how many (default: 300)", **number)
     parser.add_argument(
@@ -281,13 +276,7 @@ def _parser() -> argparse.ArgumentParser:
         help="that a client may have which need not wait, beside a longer outage (default: 3)",
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the server's log goes")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-faults, "
-        "numbered where that exists)",
-    )
+    add_output(parser, "faults", "png")
     return parser
 
 

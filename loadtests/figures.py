@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medians import Interval, median_interval
-from sides import Waves, WaveTrace
+from systems_under_test import Waves, WaveTrace
 
 Figures = dict[str, float]
 

@@ -18,7 +18,6 @@ Times are the scheduler's own, from what it records (`record_dir`): beside so ma
 in Python sees everything late.
 """
 
-import argparse
 import asyncio
 import json
 import math
@@ -43,8 +42,11 @@ from charonia.core.recording.recorder import REQUESTS, STEPS
 from charonia.launch.server.run import running_server
 from charonia.traces import StepRecord, TraceRequest, read_requests, read_steps
 from checkpoint import SHAPES, make_checkpoint
-from record import circumstances, output_stem
+from command_line import add_output, make_parser
+from paths import CACHE
+from record import circumstances, output_stem, write_record
 from report import markdown_table
+from triton_inputs import infer_input
 
 WEIGHTS = {"light": 1.0, "middle": 2.0, "heavy": 4.0}
 URGENT = "heavy"
@@ -52,7 +54,6 @@ WAYS = ("scheduler", "llm", "generate")
 ROWS = 16
 MAX_TOKENS = 48
 NUM_IDLE = 30
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 QUEUE = 1024
 WAIT_FOR_RECORD_S = 2.5
 SENDING_S = 1.0
@@ -144,23 +145,23 @@ class Flood:
     def _prompt(self) -> grpc_aio.InferInput:
         if self._way == "scheduler":
             ids = [self._drawn.randrange(10, 1000) for _ in range(20)]
-            return _tensor("input_ids", "INT32", ids)
+            return infer_input("input_ids", "INT32", ids)
         text = "".join(self._drawn.choice("abcdefgh ") for _ in range(20))
-        return _tensor("text_input", "BYTES", [text])
+        return infer_input("text_input", "BYTES", [text])
 
     async def _ask(
         self, client: grpc_aio.InferenceServerClient, sampling: str, answer: Answer
     ) -> None:
         inputs = [
             self._prompt(),
-            _tensor("sampling_parameters", "BYTES", [sampling]),
-            _tensor("return_num_output_tokens", "BOOL", [True]),
+            infer_input("sampling_parameters", "BYTES", [sampling]),
+            infer_input("return_num_output_tokens", "BOOL", [True]),
         ]
         if self._way == "generate":
             result = await client.infer("generate", inputs)
             answer.num_tokens = int(result.as_numpy("num_output_tokens")[0])
             return
-        inputs.append(_tensor("stream", "BOOL", [True]))
+        inputs.append(infer_input("stream", "BOOL", [True]))
 
         async def requests():
             yield {"model_name": self._way, "inputs": inputs}
@@ -169,13 +170,6 @@ class Flood:
             if error is not None:
                 raise error
             answer.num_tokens += int(result.as_numpy("num_output_tokens")[0])
-
-
-def _tensor(name: str, kind: str, values: list[Any]) -> grpc_aio.InferInput:
-    array = np.array(values, dtype={"BOOL": bool, "INT32": np.int32}.get(kind, object))
-    tensor = grpc_aio.InferInput(name, [len(values)], kind)
-    tensor.set_data_from_numpy(array)
-    return tensor
 
 
 class Record:
@@ -386,16 +380,12 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 def main() -> int:
     """Flood as the command line says; returns whether anything was bad."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=2000, metavar="N", help="default: 2000")
     parser.add_argument("--urgent", type=int, default=200, metavar="N", help="default: 200")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--model", choices=["demo", *SHAPES], default="demo")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-flood, beside this"
-    )
+    add_output(parser, "flood")
     options = parser.parse_args()
     stem = output_stem(options.output, "flood")
     about = circumstances("flood_bench.py")
@@ -404,9 +394,7 @@ def main() -> int:
         model = make_checkpoint(SHAPES[options.model], CACHE / options.model)
     verdicts = flood(options.ways, options.requests, options.urgent, model)
     found = about | {"model": options.model} | {"verdicts": [asdict(one) for one in verdicts]}
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
     return int(not all(one.is_good for one in verdicts))
 
 

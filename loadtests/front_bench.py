@@ -11,7 +11,6 @@ the steps take in all.
 
 import argparse
 import asyncio
-import json
 import random
 import shutil
 import statistics
@@ -29,8 +28,10 @@ from charonia.launch.server.discovery import default_repository
 from charonia.launch.server.run import running_server
 from charonia.traces import StepRecord, read_steps
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, make_parser, positive
 from medians import median_interval
-from record import HERE, circumstances, output_stem, positive
+from paths import LOADTESTS
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 from triton_side import complete
 
@@ -150,7 +151,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         model = make_checkpoint(SHAPES[SHAPE], folder / SHAPE)
         repository = Path(shutil.copytree(default_repository(), folder / "repository"))
-        shutil.copytree(HERE / FLOOR, repository / FLOOR)
+        shutil.copytree(LOADTESTS / FLOOR, repository / FLOOR)
         settings = (
             "dtype=bfloat16",
             "enable_prefix_caching=false",
@@ -195,21 +196,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--length", type=positive, default=128, metavar="N", help="default: 128")
     parser.add_argument("--prompts", type=positive, default=60, metavar="N", help="default: 60")
     parser.add_argument("--at-once", type=positive, default=8, metavar="N", help="default: 8")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-front, beside this"
-    )
+    add_output(parser, "front")
     options = parser.parse_args()
     stem = output_stem(options.output, "front")
     found = circumstances("front_bench.py") | run(options)
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ much of it back late.
 """
 
 import argparse
-import json
-import signal
 import sys
 import tempfile
 from collections import Counter
@@ -33,22 +31,25 @@ from typing import Any
 
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-# It shares attacks and checkpoints with the end-to-end tests.
-sys.path.append(str(HERE.parent / "tests"))
+from paths import TESTS
 
-from bars import Verdict, verdict  # noqa: E402
-from charonia.errors import CharoniaError  # noqa: E402
-from charonia.launch.server.run import running_server  # noqa: E402
-from medians import median_interval  # noqa: E402
-from record import circumstances, output_stem, positive  # noqa: E402
-from support.checkpoints import make_checkpoint  # noqa: E402
-from support.e2e import one_torch_thread  # noqa: E402
-from support.faults import make_faulty_repository  # noqa: E402
-from support.hostile.catalogue import ATTACKS  # noqa: E402
-from support.hostile.target import Attack, Target  # noqa: E402
-from support.hostile.trial import Arena, Outcome, excess_of  # noqa: E402
-from support.leftovers import leftovers  # noqa: E402
+# It shares attacks and checkpoints with the end-to-end tests.
+sys.path.append(str(TESTS))
+
+from charonia.errors import CharoniaError
+from charonia.launch.server.run import running_server
+from command_line import add_output, exit_on_sigterm, make_parser, positive
+from medians import median_interval
+from record import circumstances, output_stem, write_record
+from report import markdown_table
+from support.checkpoints import make_checkpoint
+from support.e2e import one_torch_thread
+from support.faults import make_faulty_repository
+from support.hostile.catalogue import ATTACKS
+from support.hostile.target import Attack, Target
+from support.hostile.trial import Arena, Outcome, excess_of
+from support.leftovers import leftovers
+from thresholds import Verdict, verdict
 
 STEP_S = 0.01
 MAX_SLOWDOWN = 1.5
@@ -61,21 +62,18 @@ def main() -> None:
     """Attack as the command line says."""
     options = _parser().parse_args()
     stem = output_stem(options.output, "hostile")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("hostile: ended by SIGTERM"))  # ends it all
+    exit_on_sigterm("hostile")
     outcomes: list[list[Outcome]] = []
     try:
         left = _attack(options, outcomes)
     except (AssertionError, CharoniaError) as error:
         raise SystemExit(f"hostile: {error}") from None
     print(as_markdown(outcomes))
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    file = stem.with_name(f"{stem.name}.json")
     record = _about(options) | {
         "rounds": [[asdict(outcome) for outcome in each] for each in outcomes],
         "left": left,
     }
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {file.name}")
+    print(f"\n{write_record(stem, record)}")
     reasons = [f"left behind: {what}" for what in left]
     for each in zip(*outcomes, strict=True):
         reasons += verdicts(each)
@@ -126,13 +124,10 @@ def holds(outcome: Outcome) -> bool:
 
 def as_markdown(rounds: list[list[Outcome]]) -> str:
     """A table of all attacks: of all rounds, and the memory of the first and the last."""
-    lines = [
-        "| attack | seconds | neighbour equal | slower: median (its interval) |"
-        f" {MAX_SLOWDOWN} at most | memory, first round | last round | restarts | harm |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for each in zip(*rounds, strict=True):
-        cells = (
+    head = ["attack", "seconds", "neighbour equal", "slower: median (its interval)"]
+    head += [f"{MAX_SLOWDOWN} at most", "memory, first round", "last round", "restarts", "harm"]
+    rows = [
+        [
             each[0].attack,
             f"{max(outcome.seconds for outcome in each):.1f}",
             "yes" if all(outcome.noticed is None for outcome in each) else "NO",
@@ -142,9 +137,10 @@ def as_markdown(rounds: list[list[Outcome]]) -> str:
             _memory(each[-1]),
             str(sum(outcome.num_restarts for outcome in each)),
             "; ".join(_harm(outcome) for outcome in each if not holds(outcome)) or "none",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        ]
+        for each in zip(*rounds, strict=True)
+    ]
+    return markdown_table(head, rows)
 
 
 def _slowdowns(each: tuple[Outcome, ...]) -> str:
@@ -209,9 +205,7 @@ def _about(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     number = {"type": positive, "metavar": "N"}
     parser.add_argument("--strength", default=4, help="1 is a test's (default: 4)", **number)
     parser.add_argument(
@@ -223,12 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--attacks", nargs="+", choices=ATTACKS, default=[*ATTACKS], metavar="NAME", help="which"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="where STEM.json goes (default: loadtests/results/DATE-hostile)",
-    )
+    add_output(parser, "hostile")
     return parser
 
 

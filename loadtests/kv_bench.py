@@ -15,11 +15,9 @@ so that a ratio is that of two neighbours. The prompt is computed once per forma
 are copied to the other rows.
 """
 
-import argparse
 import json
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,18 +25,19 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bars import verdict
 from charonia.config import DEMO_CHECKPOINT, EngineArgs
 from charonia.data.runner import Runner
 from charonia.protocol import BlockCopy, NewRow, RowSampling, RowStep, StepPlan
 from charonia.text.tokenizer import Tokenizer
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, make_parser, positive
 from medians import median_interval
+from paths import CACHE
 from quantization_loss import predictions, windows
-from record import circumstances, output_stem, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
+from thresholds import verdict
 
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 BASE, FORMATS = "bfloat16", ("int8", "fp8", "int4")
 MOST_CHANGE = {"int8": 0.1, "fp8": 0.5, "int4": 2.0}
 """Of the perplexity, in percent."""
@@ -101,7 +100,6 @@ class Decoder:
         self._epoch, self._step = self._runner.info().epoch + 1, 0
         self._blocks = [list(range(1 + row, 1 + ROWS * row_blocks, ROWS)) for row in range(ROWS)]
         self._prompt = [1 + 7 * i % 40_000 for i in range(CONTEXT - 2 * STEPS)]
-        self._has_rows = False
         joins = [self._row(0, num_computed=0)]
         self._execute(joins=joins, rows=[RowStep(0, len(self._prompt))])
         copies = [
@@ -241,14 +239,10 @@ def report(found: dict[str, Format]) -> str:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=positive, default=15, metavar="N", help="default: 15")
     parser.add_argument("--windows", type=positive, default=64, metavar="N", help="default: 64")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-kv, beside this"
-    )
+    add_output(parser, "kv")
     options = parser.parse_args()
     stem = output_stem(options.output, "kv")
     about = circumstances("kv_bench.py")
@@ -256,7 +250,6 @@ def main() -> None:
     measure_rates(found, options.rounds)
     measure_loss(found, options.windows)
     print(report(found))
-    path = stem.with_name(f"{stem.name}.json")
     fields = {
         name: {key: value for key, value in asdict(one).items() if key not in ("logprobs", "best")}
         | {
@@ -266,8 +259,7 @@ def main() -> None:
         }
         for name, one in found.items()
     }
-    path.write_text(json.dumps(about | {"formats": fields}, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, about | {'formats': fields})}")
 
 
 if __name__ == "__main__":

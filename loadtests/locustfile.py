@@ -14,10 +14,11 @@ import time
 
 import grpc.experimental.gevent as gevent_grpc
 import httpx
-import numpy as np
 import tritonclient.grpc as grpc
 from httpx_sse import EventSource
 from locust import User, between, task
+
+from triton_inputs import infer_input
 
 # Locust's users are greenlets of one thread, which a waiting gRPC call would stop altogether.
 gevent_grpc.init_gevent()
@@ -85,9 +86,9 @@ class GrpcUser(CompletionUser):
     def stream(self, prompt: str, sampling: dict[str, object]):
         """Yield the texts of one completion."""
         inputs = [
-            _tensor("text_input", "BYTES", np.array([prompt], dtype=object)),
-            _tensor("stream", "BOOL", np.array([True])),
-            _tensor("sampling_parameters", "BYTES", np.array([json.dumps(sampling)], dtype=object)),
+            infer_input("text_input", "BYTES", [prompt]),
+            infer_input("stream", "BOOL", [True]),
+            infer_input("sampling_parameters", "BYTES", [json.dumps(sampling)]),
         ]
         self._client.async_stream_infer("scheduler", inputs)
         while True:
@@ -121,9 +122,3 @@ class HttpUser(CompletionUser):
                 if "error" in outputs:
                     raise RuntimeError(outputs["error"])
                 yield outputs["text_output"]
-
-
-def _tensor(name: str, kind: str, values: np.ndarray) -> grpc.InferInput:
-    tensor = grpc.InferInput(name, list(values.shape), kind)
-    tensor.set_data_from_numpy(values)
-    return tensor

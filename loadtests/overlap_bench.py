@@ -14,32 +14,29 @@ tritonserver, the scheduler and the client take, the engine lacks.
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import statistics
-import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import psutil
 from tqdm import tqdm
 
-from bars import verdict
-from charonia import demo
+from charonia.config import DEMO_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, make_parser, positive
 from figures import Figures, decode_figures, median_figures, ratio
-from record import circumstances, output_stem, positive
+from paths import CACHE
+from plot import draw_ratios, make_figure, save
+from record import circumstances, output_stem, write_record
 from report import markdown_table
-from sides import BASE, SPECS, Request, Side, Waves, WorkerSide
+from systems_under_test import BASE, SPECS, Request, Side, Waves, WorkerSide
+from thresholds import verdict
 from triton_side import TritonSide
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 ON, OFF, ALONE = "overlap", "one at a time", "without Triton"
 SIDES = (ON, OFF, ALONE)
 MODELS = ("demo", "llama-135m")
@@ -84,12 +81,9 @@ def main() -> None:
         f"{model}, {count}": {name: vars(turns) for name, turns in case.items()}
         for (model, count), case in results.items()
     }
-    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
-    files[0].write_text(
-        json.dumps({**about, "results": recorded}, indent=1) + "\n", encoding="utf-8"
-    )
-    write_plot(results, files[1])
-    print(f"\nwritten: {files[0].name}, {files[1].name}")
+    found = {**about, "results": recorded}
+    written = write_record(stem, found, draw=partial(write_plot, results))
+    print(f"\n{written}")
 
 
 def measure(model: str, options: argparse.Namespace) -> Results:
@@ -116,7 +110,7 @@ def measure(model: str, options: argparse.Namespace) -> Results:
 
 def _start(stack: contextlib.ExitStack, model: str) -> dict[str, Side]:
     if model == "demo":
-        checkpoint = Path(demo.__file__).parent / "checkpoints" / "charonia-demo"
+        checkpoint = DEMO_CHECKPOINT
     else:
         checkpoint = make_checkpoint(SHAPES[model], CACHE / model)
     settings: dict[str, Any] = {
@@ -210,41 +204,29 @@ _PARTS = ("engine", "scheduler", "server and others", "client")
 
 def write_plot(results: Results, path: Path) -> None:
     """Tokens per second as a share of those without Triton; whiskers are all repetitions."""
-    figure, axis = pyplot.subplots(figsize=(1.6 * len(results) + 2, 4), layout="constrained")
+    figure = make_figure(1.6 * len(results) + 2, 4)
+    axis = figure.subplots()
     for place, name in enumerate((OFF, ON)):
         found = [
             ratio(case[name].all_of("tokens_per_second"), case[ALONE].all_of("tokens_per_second"))
             for case in results.values()
         ]
-        axis.bar(
-            [index + 0.4 * place - 0.2 for index in range(len(found))],
-            [one.median for one in found],
-            0.38,
-            yerr=[
-                [one.median - one.lowest for one in found],
-                [one.highest - one.median for one in found],
-            ],
-            label=name,
-        )
+        places = [index + 0.4 * place - 0.2 for index in range(len(found))]
+        draw_ratios(axis, places, found, 0.38, name)
     axis.axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
     axis.set_xticks(range(len(results)), [f"{model}\n{count} at once" for model, count in results])
     axis.set_ylabel("output tokens/s behind Triton, share of those without it")
     axis.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--concurrency", nargs="+", type=positive, default=list(GOALS))
     parser.add_argument("--repetitions", type=positive, default=9, metavar="N", help="default: 9")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts; default: 0")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-overlap, beside this"
-    )
+    add_output(parser, "overlap", "png")
     return parser
 
 

@@ -16,30 +16,27 @@ output tokens per second, prefill included.
 
 import argparse
 import contextlib
-import json
 import random
-import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from tqdm import tqdm
 
-from bars import verdict
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, exit_on_sigterm, make_parser, positive
 from figures import Ratio, ratio
-from record import circumstances, output_stem, positive
-from sides import Request, SideError, Worker
+from paths import CACHE
+from plot import draw_ratios, machine_and_day, make_figure, open_frame, save
+from record import circumstances, output_stem, write_record
+from report import markdown_table
+from systems_under_test import Request, SideError, Worker
+from thresholds import verdict
 
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 SHAPE = "llama-125m"
 GOAL = 1.7
 PROMPT_TOKENS = 64
@@ -78,8 +75,7 @@ def main() -> None:
     """Run the benchmark as the command line says."""
     options = _parser().parse_args()
     stem = output_stem(options.output, "parallel")
-    # Closes the engines.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("parallel_bench: ended by SIGTERM"))
+    exit_on_sigterm("parallel_bench")
     asked = {"repetitions": options.repetitions, "seed": options.seed, "orders": {}}
     about = circumstances("parallel_bench.py") | asked
     try:
@@ -87,16 +83,13 @@ def main() -> None:
     except SideError as error:
         raise SystemExit(f"parallel_bench: {error}") from None
     print(as_markdown(results))
-    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
     recorded = {
         str(count): {name: vars(turns) for name, turns in row.items()}
         for count, row in results.items()
     }
-    files[0].write_text(
-        json.dumps({**about, "results": recorded}, indent=1) + "\n", encoding="utf-8"
-    )
-    write_plot(results, about, files[1])
-    print(f"\nwritten: {files[0].name}, {files[1].name}")
+    found = {**about, "results": recorded}
+    written = write_record(stem, found, draw=partial(write_plot, results, about))
+    print(f"\n{written}")
 
 
 def measure(options: argparse.Namespace, about: dict[str, Any]) -> Results:
@@ -177,39 +170,31 @@ def gains(row: dict[str, Turns]) -> dict[str, Ratio]:
 
 def as_markdown(results: Results) -> str:
     """The table of a run."""
-    lines = [
-        "| at once | engine | tok/s | over TP 1: median (its interval) | efficiency |"
-        f" reaches {GOAL} | in exchanges |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["at once", "engine", "tok/s", "over TP 1: median (its interval)", "efficiency"]
+    head += [f"reaches {GOAL}", "in exchanges"]
+    rows = []
     for count, row in results.items():
         gained = gains(row)
         for name, turns in row.items():
             over = gained.get(name)
-            figures = f"{over} | {over.median / 2:.0%}" if over else "1 |"
+            gain = [str(over), f"{over.median / 2:.0%}"] if over else ["1", ""]
             said = verdict(over.interval, GOAL) if over and name == CONTENDER else ""
-            rate = statistics.median(turns.rates)
-            lines.append(
-                f"| {count} | {name} | {rate:.1f} | {figures} | {said} |"
-                f" {turns.share('exchange'):.1%} |"
-            )
-    return "\n".join(lines)
+            rate = f"{statistics.median(turns.rates):.1f}"
+            share = f"{turns.share('exchange'):.1%}"
+            rows.append([str(count), name, rate, *gain, said, share])
+    return markdown_table(head, rows)
 
 
 def write_plot(results: Results, about: dict[str, Any], path: Path) -> None:
     """Gains beside the goal, and where the first rank's time went."""
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
+    figure = make_figure(12, 4.4)
+    left, right = figure.subplots(1, 2)
     names = [name for name in next(iter(results.values())) if name != BASE]
     width = 0.8 / max(len(names), 1)
     for index, name in enumerate(names):
         places = [at + (index - (len(names) - 1) / 2) * width for at in range(len(results))]
         gained = [gains(row)[name] for row in results.values()]
-        medians = [one.median for one in gained]
-        spread = [
-            [one.median - one.lowest for one in gained],
-            [one.highest - one.median for one in gained],
-        ]
-        left.bar(places, medians, width * 0.92, yerr=spread, label=name, capsize=3)
+        draw_ratios(left, places, gained, width * 0.92, name)
     left.axhline(1.0, color="black", lw=0.6, ls="dashed")
     left.axhline(GOAL, color="#c0392b", lw=0.8, ls="dotted", label=f"goal of TP 2: {GOAL}")
     left.set_xticks(range(len(results)), [f"{count} at once" for count in results])
@@ -218,11 +203,9 @@ def write_plot(results: Results, about: dict[str, Any], path: Path) -> None:
     left.legend(frameon=False, fontsize=8, loc="upper center", ncols=len(names) + 1)
     _draw_phases(right, results)
     for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    cores = about["machine"].get("CPU(s)", "?")
-    figure.suptitle(f"{SHAPE}, bfloat16, {cores} cores, {about['date'][:10]}", fontsize=11)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        open_frame(axis)
+    figure.suptitle(f"{SHAPE}, bfloat16, {machine_and_day(about)}", fontsize=11)
+    save(figure, path)
 
 
 def _draw_phases(axis: Any, results: Results) -> None:
@@ -250,9 +233,7 @@ def _draw_phases(axis: Any, results: Results) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     counts: Sequence[int] = tuple(NEW_TOKENS)
     parser.add_argument(
         "--concurrency", nargs="+", type=int, choices=counts, default=counts, help="default: all"
@@ -264,12 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         "--repetitions", type=positive, metavar="N", default=9, help="counted ones (default: 9)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-parallel)",
-    )
+    add_output(parser, "parallel", "png")
     return parser
 
 

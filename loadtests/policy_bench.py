@@ -9,16 +9,14 @@ comes a tenth faster than that engine serves it when all requests are there at o
 has one of three priorities and a deadline; where the trace has no tenants, five share it.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
@@ -29,7 +27,9 @@ from charonia.simulate.simulator import Setting, Simulation
 from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import ADVERSARY, Shape, shape
 from charonia.traces import TraceRequest, block_length, read_requests
-from record import circumstances, output_stem
+from command_line import add_output, make_parser
+from plot import make_figure, save
+from record import circumstances, output_stem, write_record
 
 STEP_TIMES = "step=8ms,token=20us,context=1ns,host=1ms,transit=0.5ms,gap=0.2ms"
 NUM_ROWS, BUDGET, BLOCK_SIZE, KV_TOKENS = 256, 4096, 128, 3_000_000
@@ -127,7 +127,8 @@ def runs(
 
 def write_plot(found: dict[str, list[RunReport]], path: Path) -> None:
     """For each traffic: what requests waited, and how many were in time, by policy."""
-    figure, axes = plt.subplots(1, 4, figsize=(18, 5), layout="constrained")
+    figure = make_figure(18, 5)
+    axes = figure.subplots(1, 4)
     parts = (
         ("TTFT p99, s", lambda one: one.overall.ttft.p99),
         ("TTFT p99 of the worst tenant but the adversary, s", _p99_of_others),
@@ -154,7 +155,7 @@ def write_plot(found: dict[str, list[RunReport]], path: Path) -> None:
         axis.set_yscale("log")
     axes[3].axhline(1.0, color="black", linewidth=0.8, linestyle="dashed")
     axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    save(figure, path)
 
 
 def _p99_of_others(one: RunReport) -> float:
@@ -168,36 +169,29 @@ def _unfairness(one: RunReport) -> float | None:
     return one.service_difference / one.service_bound
 
 
-def _write(path: Path, about: dict[str, Any], found: dict[str, list[RunReport]]) -> None:
+def _write(stem: Path, about: dict[str, Any], found: dict[str, list[RunReport]]) -> str:
     sorted_runs = {
         name: sorted(found[name], key=lambda one: POLICIES.index(one.name))
         for name in TRAFFIC
         if name in found
     }
     text = "\n".join(f"# {name}\n\n{tables(reports)}" for name, reports in sorted_runs.items())
-    path.with_name(f"{path.name}.md").write_text(text, encoding="utf-8")
     content = about | {
         "traffic": {name: [asdict(one) for one in reports] for name, reports in sorted_runs.items()}
     }
-    encoded = json.dumps(content, indent=1) + "\n"
-    path.with_name(f"{path.name}.json").write_text(encoded, encoding="utf-8")
-    write_plot(sorted_runs, path.with_name(f"{path.name}.png"))
+    return write_record(stem, content, draw=partial(write_plot, sorted_runs), table=text)
 
 
 def main() -> None:
     """Simulate as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), metavar="DIR")
     parser.add_argument("--traffic", nargs="+", choices=TRAFFIC, default=list(TRAFFIC))
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--requests", type=int, default=100_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--processes", type=int, default=2, metavar="N")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-policies, beside this"
-    )
+    add_output(parser, "policies", "png", "md")
     options = parser.parse_args()
     stem = output_stem(options.output, "policies")
     about = circumstances("policy_bench.py") | {"step_times": STEP_TIMES, "load": LOAD}
@@ -215,8 +209,8 @@ def main() -> None:
     for name, one, seconds in tqdm(going, total=total, unit="run"):
         found.setdefault(name, []).append(one)
         about["seconds"][f"{name}, {one.name}"] = round(seconds, 1)
-        _write(stem, about, found)
-    print(f"written: {stem.name}.md, .json and .png")
+        written = _write(stem, about, found)
+    print(written)
 
 
 if __name__ == "__main__":

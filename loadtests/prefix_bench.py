@@ -12,7 +12,6 @@ much sooner does the first token come of a prefix that another server has kept i
 this one was started?
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -23,20 +22,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tritonclient.grpc as triton_grpc
 from tqdm import tqdm
 
-from bars import verdict
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import AsyncClient, Client
+from command_line import add_output, make_parser, positive
 from medians import median_interval
-from record import circumstances, output_stem, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
+from thresholds import verdict
+from triton_inputs import infer_input
 
 LEAST_RATIO, NO_LOSS, LEAST_SHARE = 5.0, 1.0, 0.8
 BLOCK_TOKENS = 16
@@ -83,10 +82,10 @@ class _Stream:
         """Milliseconds to the first token, and how many tokens of the prompt were cached."""
         parameters = json.dumps({"max_tokens": 1, "temperature": 0})
         inputs = [
-            _tensor("input_ids", "INT32", np.array(prompt, dtype=np.int32)),
-            _tensor("stream", "BOOL", np.array([True])),
-            _tensor("sampling_parameters", "BYTES", np.array([parameters], dtype=object)),
-            _tensor("return_timing", "BOOL", np.array([True])),
+            infer_input("input_ids", "INT32", prompt),
+            infer_input("stream", "BOOL", [True]),
+            infer_input("sampling_parameters", "BYTES", [parameters]),
+            infer_input("return_timing", "BOOL", [True]),
         ]
         started = time.perf_counter()
         self._client.async_stream_infer("scheduler", inputs)
@@ -100,12 +99,6 @@ class _Stream:
         """Close the stream and its connection."""
         self._client.stop_stream()
         self._client.close()
-
-
-def _tensor(name: str, kind: str, values: np.ndarray) -> triton_grpc.InferInput:
-    tensor = triton_grpc.InferInput(name, list(values.shape), kind)
-    tensor.set_data_from_numpy(values)
-    return tensor
 
 
 def measure_pairs(url: str, num_pairs: int, num_prefix: int) -> list[Pair]:
@@ -249,9 +242,7 @@ def report(
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--pairs", type=positive, default=51, metavar="N", help="default: 51")
     parser.add_argument(
         "--prefix", type=positive, default=512, metavar="N", help="tokens, default: 512"
@@ -259,9 +250,7 @@ def main() -> None:
     parser.add_argument(
         "--conversations", type=positive, default=20, metavar="N", help="default: 20"
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-prefix, beside this"
-    )
+    add_output(parser, "prefix")
     options = parser.parse_args()
     stem = output_stem(options.output, "prefix")
     about = circumstances("prefix_bench.py")
@@ -276,9 +265,7 @@ def main() -> None:
         "restarted": [asdict(pair) for pair in restarted],
         "conversations": [asdict(one) for one in conversations],
     }
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

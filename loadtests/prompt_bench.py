@@ -18,25 +18,26 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import tritonclient.grpc.aio as grpc_aio
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from charonia import demo
+from charonia.config import DEMO_CHECKPOINT
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia.traces import StepRecord, read_steps
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, make_parser, positive
 from faults.footprint import ranks_of
-from record import circumstances, output_stem, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
+from triton_inputs import infer_input
 
 LENGTHS = (8192, 32768, 131072)
 WARM_UP = 512
@@ -51,9 +52,7 @@ MODEL: dict[str, Any] = SHAPES["llama-135m"] | {
     "intermediate_size": 64,
     "vocab_size": 4096,
 }
-TOKENIZER = Path(demo.__file__).parent / "checkpoints" / "charonia-demo"
 MIB = 2**20
-_DTYPES = {"BYTES": np.object_, "BOOL": np.bool_}
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class Prompts:
 
     def __init__(self, client: grpc_aio.InferenceServerClient) -> None:
         self._client = client
-        self._tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+        self._tokenizer = Tokenizer.from_file(str(DEMO_CHECKPOINT / "tokenizer.json"))
         self._drawn = random.Random(0)
 
     async def send(self, way: str, length: int, server: TritonServer) -> Sent:
@@ -144,15 +143,15 @@ class Prompts:
         ids = [self._drawn.randrange(10, MODEL["vocab_size"]) for _ in range(length)]
         parameters: dict[str, Any] = {"temperature": 0, "max_tokens": 1, "ignore_eos": True}
         if way == "text":
-            content = _input("text_input", "BYTES", [self._text(ids).encode()])
+            content = infer_input("text_input", "BYTES", [self._text(ids)])
         else:
-            content = _input("input_ids", "INT32", np.array(ids, dtype=np.int32))
+            content = infer_input("input_ids", "INT32", ids)
         if way.endswith("log-probabilities"):
             parameters["prompt_logprobs"] = 1
         inputs = [
             content,
-            _input("sampling_parameters", "BYTES", [json.dumps(parameters).encode()]),
-            _input("return_num_input_tokens", "BOOL", [True]),
+            infer_input("sampling_parameters", "BYTES", [json.dumps(parameters)]),
+            infer_input("return_num_input_tokens", "BOOL", [True]),
         ]
         names = ["text_output", "num_input_tokens", "prompt_logprobs"]
         outputs = [grpc_aio.InferRequestedOutput(name) for name in names]
@@ -172,13 +171,6 @@ class Prompts:
         """Some text of as many tokens: that of these ids, twice, may have more, and is cut."""
         text = self._tokenizer.decode([*ids, *ids])
         return text[: self._tokenizer.encode(text).offsets[len(ids) - 1][1]]
-
-
-def _input(name: str, kind: str, values: Any) -> grpc_aio.InferInput:
-    array = values if isinstance(values, np.ndarray) else np.array(values, _DTYPES[kind])
-    tensor = grpc_aio.InferInput(name, list(array.shape), kind)
-    tensor.set_data_from_numpy(array)
-    return tensor
 
 
 async def measure(server: TritonServer, options: argparse.Namespace) -> list[Sent]:
@@ -213,9 +205,9 @@ def table(cases: Sequence[Case]) -> str:
                 [
                     way,
                     f"{group[0].num_tokens:,}",
-                    f"{_median(case.total_s for case in group):.2f}",
-                    f"{_median(case.steps_s for case in group):.2f}",
-                    f"{_median(case.beside_us for case in group):.1f}",
+                    f"{statistics.median(case.total_s for case in group):.2f}",
+                    f"{statistics.median(case.steps_s for case in group):.2f}",
+                    f"{statistics.median(case.beside_us for case in group):.1f}",
                     *(f"{max(case.peaks[role] for case in group):.0f}" for role in ROLES),
                     f"{kv_mib(length):.0f}",
                 ]
@@ -223,10 +215,6 @@ def table(cases: Sequence[Case]) -> str:
     header = ["sent as", "tokens", "answered after, s", "in steps, s", "beside, us per token"]
     header += [f"{role}, MiB" for role in ROLES]
     return markdown_table([*header, "of the engine's: K and V"], rows)
-
-
-def _median(values: Iterable[float]) -> float:
-    return statistics.median(values)
 
 
 def run(options: argparse.Namespace) -> list[Case]:
@@ -237,7 +225,7 @@ def run(options: argparse.Namespace) -> list[Case]:
         model = make_checkpoint(MODEL | {"max_position_embeddings": longest}, folder / "small")
         settings = (
             "dtype=bfloat16",
-            f"tokenizer={TOKENIZER}",
+            f"tokenizer={DEMO_CHECKPOINT}",
             "enable_prefix_caching=false",
             f"max_model_len={longest}",
             f"num_gpu_blocks_override={longest // 16 + 8}",
@@ -251,23 +239,17 @@ def run(options: argparse.Namespace) -> list[Case]:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS, metavar="N")
     parser.add_argument("--repetitions", type=positive, default=3, metavar="N", help="default: 3")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-prompt, beside this"
-    )
+    add_output(parser, "prompt")
     options = parser.parse_args()
     stem = output_stem(options.output, "prompt")
     about = circumstances("prompt_bench.py")
     cases = run(options)
     print(table(cases))
-    path = stem.with_name(f"{stem.name}.json")
     found = about | {"model": MODEL, "cases": [asdict(case) for case in cases]}
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

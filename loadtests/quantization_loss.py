@@ -7,7 +7,6 @@ from the demo model's training, in windows of one context. Reported are nats per
 the most likely token is that of float32.
 """
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,12 @@ from typing import Any
 from tqdm import tqdm
 
 from charonia import LLM, SamplingParams
+from charonia.config import DEMO_CHECKPOINT
 from charonia.demo.corpus import load_corpus, standard_library
 from charonia.text.tokenizer import Tokenizer
+from command_line import make_parser
+from report import markdown_table
 
-CHECKPOINTS = Path(__file__).parents[1] / "python_backend/charonia/demo/checkpoints"
 SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "float32, int8 weights": {"dtype": "float32", "quantization": "int8"},
@@ -55,25 +56,23 @@ def predictions(model: Path, settings: dict[str, Any], prompts: list[list[int]],
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", type=Path, default=CHECKPOINTS / "charonia-demo")
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", type=Path, default=DEMO_CHECKPOINT)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     options = parser.parse_args()
     prompts = windows(Tokenizer.from_dir(options.model), options.length, options.windows)
     print(f"{len(prompts)} windows of {options.length} tokens\n")
-    lines = ["| setting | nats per token | change | same most likely token as float32 |"]
-    lines.append("| --- | --- | --- | --- |")
+    rows = []
     base: tuple[float, list[int]] | None = None
     for name, settings in SETTINGS.items():
         logprobs, best = predictions(options.model, settings, prompts, name)
         loss = -math.fsum(logprobs) / len(logprobs)
         base = base or (loss, best)
         same = sum(a == b for a, b in zip(best, base[1], strict=True)) / len(best)
-        lines.append(f"| {name} | {loss:.4f} | {loss - base[0]:+.4f} | {100 * same:.2f} % |")
-    print("\n" + "\n".join(lines))
+        rows.append([name, f"{loss:.4f}", f"{loss - base[0]:+.4f}", f"{100 * same:.2f} %"])
+    head = ["setting", "nats per token", "change", "same most likely token as float32"]
+    print(f"\n{markdown_table(head, rows)}")
 
 
 if __name__ == "__main__":

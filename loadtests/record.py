@@ -1,20 +1,23 @@
 """What is recorded of every run, and where: date, command, commit, machine; results/DATE-NAME.
 
-Owns the circumstances of a run and the names of its files, and that results/ takes only runs of a
-commit that others can check out. Must not know what was measured.
+Owns the circumstances of a run, the names and the writing of its files, and that results/ takes
+only runs of a commit that others can check out. Must not know what was measured.
 """
 
 import datetime
+import json
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from paths import LOADTESTS, ROOT
+
 RESULTS = "results"
 
 
@@ -31,7 +34,7 @@ def circumstances(script: str) -> dict[str, Any]:
     }
 
 
-def commit(folder: Path = HERE) -> str | None:
+def commit(folder: Path = LOADTESTS) -> str | None:
     """The commit that is checked out, with "-dirty" where files differ; None without Git."""
     found = _output("git", "rev-parse", "HEAD", folder=folder)
     if not found:
@@ -39,7 +42,7 @@ def commit(folder: Path = HERE) -> str | None:
     return f"{found}-dirty" if _changed(folder) else found
 
 
-def output_stem(asked: Path | None, name: str, folder: Path = HERE) -> Path:
+def output_stem(asked: Path | None, name: str, folder: Path = LOADTESTS) -> Path:
     """Path of a run's files but for their endings; to be asked for before anything is measured.
 
     Args:
@@ -62,12 +65,12 @@ def output_stem(asked: Path | None, name: str, folder: Path = HERE) -> Path:
             f" commit them, or {_ELSE}"
         )
     if asked is not None:
-        if asked.with_name(f"{asked.name}.json").exists():
+        if _file(asked, "json").exists():
             raise SystemExit(f"{RESULTS}/ has {asked.name}.json already; {_ELSE}")
         return asked
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     stem, count = folder / RESULTS / f"{today}-{name}", 1
-    while stem.with_name(f"{stem.name}.json").exists():
+    while _file(stem, "json").exists():
         count += 1
         stem = folder / RESULTS / f"{today}-{name}-{count}"
     return stem
@@ -76,18 +79,43 @@ def output_stem(asked: Path | None, name: str, folder: Path = HERE) -> Path:
 _ELSE = "name another place with --output"
 
 
-def is_in_history(found: str, folder: Path = HERE) -> bool:
+def write_record(
+    stem: Path,
+    found: Mapping[str, Any],
+    *,
+    draw: Callable[[Path], None] | None = None,
+    table: str | None = None,
+) -> str:
+    """Write what a run found to STEM.json, its picture to STEM.png and its table to STEM.md.
+
+    Args:
+        stem: see `output_stem`. found: with the circumstances of the run.
+        draw: writes the picture to a path; there is none without it. table: in Markdown, likewise.
+
+    Returns:
+        A line that says which files these are.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    names = [_file(stem, "json").name]
+    _file(stem, "json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if draw is not None:
+        draw(_file(stem, "png"))
+        names.append(_file(stem, "png").name)
+    if table is not None:
+        _file(stem, "md").write_text(table, encoding="utf-8")
+        names.append(_file(stem, "md").name)
+    return f"written: {', '.join(names)}"
+
+
+def _file(stem: Path, ending: str) -> Path:
+    """A path with this ending; a stem may have dots, which `with_suffix` would cut."""
+    return stem.with_name(f"{stem.name}.{ending}")
+
+
+def is_in_history(found: str, folder: Path = LOADTESTS) -> bool:
     """Whether what is checked out descends from this commit, so that others have it, too."""
     command = ("git", "merge-base", "--is-ancestor", found, "HEAD")
     return subprocess.run(command, cwd=folder, capture_output=True, check=False).returncode == 0
-
-
-def positive(text: str) -> int:
-    """A whole number above 0, for a command line."""
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def _changed(folder: Path) -> list[str]:
@@ -103,14 +131,10 @@ def _changed(folder: Path) -> list[str]:
 def _from_here(argument: str) -> str:
     """An argument with a path of this machine as seen from the project, whose users have others."""
     option, sign, path = argument.rpartition("=")
-    return (
-        f"{option}{sign}{os.path.relpath(path, HERE.parent)}"
-        if Path(path).is_absolute()
-        else argument
-    )
+    return f"{option}{sign}{os.path.relpath(path, ROOT)}" if Path(path).is_absolute() else argument
 
 
-def _output(*command: str, folder: Path = HERE) -> str:
+def _output(*command: str, folder: Path = LOADTESTS) -> str:
     if shutil.which(command[0]) is None:
         return ""
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

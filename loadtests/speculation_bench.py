@@ -7,7 +7,8 @@
 Timed are output tokens per second of a whole turn, a second or two of work. In each repetition all
 entries of a round have their turn with the same new prompts, in a new random order; a ratio is that
 of two turns of one repetition. Before what counts, each row completes 500 tokens. EOS is ignored
-and nothing is cached across requests. Text that goes in circles counts nowhere (circles.py).
+and nothing is cached across requests. Text that goes in circles counts nowhere
+(text_repetition.py).
 
   synthetic    llama-135m's shape and a small random draft model over Triton, drafts accepted with
                probability 0.8, against the same server asked not to speculate
@@ -19,29 +20,28 @@ and nothing is cached across requests. Text that goes in circles counts nowhere 
 
 import argparse
 import contextlib
-import json
 import random
-import signal
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
-from cases import Entry
 from charonia.config import DEMO_CHECKPOINT, DEMO_DRAFT_CHECKPOINT
 from checkpoint import SHAPES, make_checkpoint
+from command_line import add_output, exit_on_sigterm, make_parser, positive
 from figures import WrongOutputError, check_counts
-from record import circumstances, output_stem, positive
-from sides import Request, Side, SideError, WaveTrace, WorkerSide
-from sideset import SideSet
-from speculation.plot import write_plot
+from lifecycle import SideSet
+from paths import CACHE
+from record import circumstances, output_stem, write_record
 from speculation.prompts import HeldOutFiles, random_prompts
-from speculation.report import EntryResult, Report, RoundResult, as_markdown
 from speculation.served import ServedSide, ServedTrace
+from speculation.speculation_plot import write_plot
+from speculation.speculation_report import EntryResult, Report, RoundResult, as_markdown
 from speculation.trials import CASES, DEMO_CONCURRENCY, DRAFT_SHAPE, Group, Pair, Round, make_groups
+from systems_under_test import Request, Side, SideError, WaveTrace, WorkerSide
+from workloads import Entry
 
-CACHE = Path(tempfile.gettempdir()) / "charonia-bench"
 WAKE_TOKENS = 4
 PROMPT_TOKENS, SHORT_PROMPT_TOKENS = 128, 64
 DEMO_TURNS = {1: (192,) * 5, 4: (192,) * 3, 16: (192,), 64: (96,)}
@@ -52,8 +52,7 @@ def main() -> None:
     """Run the benchmark as the command line says."""
     options = _parser().parse_args()
     stem = output_stem(options.output, "speculation")
-    # Closes the sides.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("speculation_bench: ended by SIGTERM"))
+    exit_on_sigterm("speculation_bench")
     about = circumstances("speculation_bench.py")
     report = Report(
         {**about, "versions": {}, "repetitions": options.repetitions, "seed": options.seed}
@@ -69,11 +68,8 @@ def main() -> None:
     except (SideError, WrongOutputError) as error:
         raise SystemExit(f"speculation_bench: {error}") from None
     print(as_markdown(report))
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    files = [stem.with_name(f"{stem.name}.{ending}") for ending in ("json", "png")]
-    files[0].write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
-    write_plot(report, files[1])
-    print(f"\nwritten: {files[0].name}, {files[1].name}")
+    written = write_record(stem, report.as_json(), draw=partial(write_plot, report))
+    print(f"\n{written}")
 
 
 def _measure(report: Report, group: Group, options: argparse.Namespace, progress: tqdm) -> None:
@@ -184,9 +180,7 @@ def _pairs(seed: int) -> tuple[Pair, Pair]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--cases", nargs="+", choices=CASES, default=CASES, help="what to measure (default: all)"
     )
@@ -208,13 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of any completion, to see quickly whether all works (default: 200, which cuts none)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and orders (default: 0)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="where STEM.json and STEM.png go (default: loadtests/results/DATE-speculation, "
-        "numbered where that exists)",
-    )
+    add_output(parser, "speculation", "png")
     return parser
 
 

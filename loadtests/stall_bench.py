@@ -11,7 +11,6 @@ are the times between their tokens from the sending of such a prompt to that one
 
 import argparse
 import asyncio
-import json
 import random
 import tempfile
 import time
@@ -26,9 +25,10 @@ from tqdm import tqdm
 
 from charonia.launch.server.run import running_server
 from checkpoint import SHAPES, make_checkpoint
-from record import circumstances, output_stem, positive
+from command_line import add_output, make_parser, positive
+from record import circumstances, output_stem, write_record
 from report import markdown_table
-from sides import Trace
+from systems_under_test import SideError, Trace
 from triton_side import complete
 
 BAR = 2.0
@@ -66,6 +66,30 @@ class Case:
         return self.beside_p99 / self.alone_p99
 
 
+async def wait_until_begun(streams: Sequence[asyncio.Task[Trace]], traces: Sequence[Trace]) -> None:
+    """Wait for the first token of every stream.
+
+    Args:
+        traces: what each of the streams notes its tokens in.
+
+    Raises:
+        Exception: whatever a stream failed with.
+        SideError: a stream ended without a token.
+    """
+    while not all(trace.arrivals for trace in traces):
+        raise_failure(streams)
+        if any(stream.done() and not stream.result().arrivals for stream in streams):
+            raise SideError("a stream ended without a token")
+        await asyncio.sleep(0.01)
+
+
+def raise_failure(streams: Sequence[asyncio.Task[Trace]]) -> None:
+    """Raise what a stream failed with, if one did."""
+    for stream in streams:
+        if stream.done():
+            stream.result()
+
+
 async def measure(url: str, setting: str, options: argparse.Namespace) -> Case:
     """Stream alone, and beside long prompts."""
     drawn = random.Random(0)
@@ -86,14 +110,14 @@ async def measure(url: str, setting: str, options: argparse.Namespace) -> Case:
                 )
                 for trace in traces
             ]
-            while not all(trace.arrivals for trace in traces):
-                await asyncio.sleep(0.01)
+            await wait_until_begun(streams, traces)
             begun = time.perf_counter() - started
             await asyncio.sleep(ALONE_S)
             sent = time.perf_counter() - started
             other = await complete(client, prompt(options.length), 1, {}, started)
             until = other.arrivals[0]
             ttfts.append(until - sent)
+            raise_failure(streams)
             for stream in streams:
                 stream.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
@@ -154,9 +178,7 @@ def table(cases: Sequence[Case], *, with_bar: bool) -> str:
 
 def main() -> None:
     """Measure as the command line says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--length", type=positive, default=4000, metavar="N", help="tokens of a prompt (4000)"
     )
@@ -171,12 +193,7 @@ def main() -> None:
         metavar="N",
         help="prompt tokens of a step, in place of a target",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="STEM",
-        help="default: results/DATE-stall or DATE-chunks, beside this",
-    )
+    add_output(parser, "stall or DATE-chunks")
     options = parser.parse_args()
     if options.length > MAX_LENGTH - 8:  # the first one is answered with 8 tokens
         parser.error(f"--length: {options.length} is more than {MAX_LENGTH - 8}")
@@ -185,9 +202,7 @@ def main() -> None:
     cases = [run(name, values, options) for name, values in settings_of(options).items()]
     print(table(cases, with_bar=not options.chunks))
     found = about | {"cases": [asdict(case) | {"ratio": case.ratio} for case in cases]}
-    path = stem.with_name(f"{stem.name}.json")
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten: {path.name}")
+    print(f"\n{write_record(stem, found)}")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import tritonclient.grpc.aio as grpc_aio
 
 from charonia.launch.server.run import running_server
-from sides import TRITON, Trace, Waves, WaveTrace
+from systems_under_test import TRITON, Trace, Waves, WaveTrace
+from triton_inputs import infer_input
 
 START_TIMEOUT_S = 600.0
 
@@ -41,7 +41,7 @@ class TritonSide:
         self.notes = ["gRPC streams; the client's process computes beside the server"]
 
     def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
-        """See `sides.Side`."""
+        """See `systems_under_test.Side`."""
         return asyncio.run(self._run(waves, sampling or {}))
 
     def processes(self) -> list[psutil.Process]:
@@ -85,10 +85,10 @@ async def complete(
         {"temperature": 0, **sampling, "max_tokens": max_tokens, "ignore_eos": True}
     )
     inputs = [
-        _tensor("input_ids", "INT32", np.array(prompt, dtype=np.int32)),
-        _tensor("stream", "BOOL", np.array([True])),
-        _tensor("sampling_parameters", "BYTES", np.array([parameters], dtype=object)),
-        _tensor("return_num_output_tokens", "BOOL", np.array([True])),
+        infer_input("input_ids", "INT32", prompt),
+        infer_input("stream", "BOOL", [True]),
+        infer_input("sampling_parameters", "BYTES", [parameters]),
+        infer_input("return_num_output_tokens", "BOOL", [True]),
     ]
     outputs = [grpc_aio.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
 
@@ -102,9 +102,3 @@ async def complete(
         trace.arrivals.append(time.perf_counter() - started)
         trace.counts.append(int(result.as_numpy("num_output_tokens")[0]))
     return trace
-
-
-def _tensor(name: str, kind: str, values: np.ndarray) -> grpc_aio.InferInput:
-    tensor = grpc_aio.InferInput(name, list(values.shape), kind)
-    tensor.set_data_from_numpy(values)
-    return tensor

@@ -122,7 +122,6 @@ class Campaign:
         for lane in self._lanes:
             lane.watch()
         before = self._counts()
-        num_live = sum(lane.call is not None for lane in self._lanes)
         done = STRIKES[kind.name](self._scene(kind, before))
         resumed, mended_at = self._wait_resumed(done, before)
         until = time.monotonic()
@@ -134,14 +133,12 @@ class Campaign:
         delays = ENTRIES if num_servers else kind.delays
         delayed = {lane.index for lane in self._lanes if lane.entry in delays}
         spared = [lane for lane in self._lanes if lane.index not in delayed]
-        footprint = take_footprint(self._target.server)
         record = FaultRecord(
             number=len(self._outcome.faults) + 1,
             kind=kind.name,
             victim=done.victim,
             at=done.at,
             until=until,
-            num_live=num_live,
             num_engines=after.engines_since(before),
             num_servers=num_servers,
             outage=None if mended_at is None else mended_at - done.at,
@@ -149,8 +146,6 @@ class Campaign:
             recovery=sorted(at - done.at for index, at in resumed.items() if index in delayed),
             pause=max((_longest_pause(lane.arrivals(), done.at) for lane in spared), default=None),
             hanging=[lane.index for lane in self._lanes if lane.index not in resumed],
-            rss_bytes=footprint.rss_bytes,
-            shm_bytes=footprint.shm_bytes,
         )
         self._outcome.faults.append(record)
         if record.hanging:

@@ -19,14 +19,12 @@ class FaultRecord:
     Attributes:
         number: from 1. kind: its name. victim: what was struck.
         at, until: `time.monotonic` of the fault, and when all lanes had gone on.
-        num_live: lanes that had a request under way.
         num_engines, num_servers: lost.
         outage: from the fault until what it should break was there again; None if it did not.
         is_answered_right: a poisoned call failed, for the right reason.
         recovery: from the fault until a lane went on that had to wait, ascending.
         pause: the longest in a lane that need not wait, or None if there is none.
         hanging: lanes that did not go on.
-        rss_bytes: after it, by role. shm_bytes: after it.
     """
 
     number: int
@@ -34,7 +32,6 @@ class FaultRecord:
     victim: str
     at: float
     until: float
-    num_live: int
     num_engines: int
     num_servers: int
     outage: float | None
@@ -42,8 +39,6 @@ class FaultRecord:
     recovery: Sequence[float]
     pause: float | None
     hanging: Sequence[int]
-    rss_bytes: dict[str, int]
-    shm_bytes: int
 
     def excuses(self, answer: Answer) -> bool:
         """Whether a call may have ended with an error because of this fault."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from charonia_client import Client
-from sides import Trace, Waves, WaveTrace
+from systems_under_test import Trace, Waves, WaveTrace
 from triton_side import TritonSide
 
 
@@ -37,7 +37,7 @@ class ServedSide(TritonSide):
         self._client = self._exit.enter_context(client)
 
     def run(self, waves: Waves, sampling: dict[str, Any] | None = None) -> list[WaveTrace]:
-        """See `sides.Side`; a wave has one request."""
+        """See `systems_under_test.Side`; a wave has one request."""
         traces = []
         for ((prompt, max_tokens),) in waves:
             trace = self._complete(prompt, {"max_tokens": max_tokens, **(sampling or {})})

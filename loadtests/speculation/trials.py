@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cases import Entry
 from checkpoint import SHAPES
 from speculation.prompts import Workload
+from workloads import Entry
 
 CASES = ("synthetic", "demo", "copy", "sweep", "adversarial")
 OFF = "off"

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bars import Verdict, verdict
-from circles import MOST_CIRCLING
 from figures import Ratio, ratio
+from text_repetition import MOST_CIRCLING
+from thresholds import Verdict, verdict
 
 
 @dataclass(frozen=True)

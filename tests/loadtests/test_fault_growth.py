@@ -28,7 +28,7 @@ def rest(num_faults, *processes):
 
 
 def struck(number, kind):
-    return FaultRecord(number, kind, "", 0.0, 1.0, 1, 0, 0, 1.0, True, (), None, (), {}, 0)
+    return FaultRecord(number, kind, "", 0.0, 1.0, 0, 0, 1.0, True, (), None, ())
 
 
 def failed(*rests, faults=()):

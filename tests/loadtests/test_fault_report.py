@@ -8,17 +8,20 @@ import pytest
 
 from faults.calls import WAYS_IN, Answer, make_requests
 from faults.campaign import schedule
+from faults.campaign_plot import write_plot
+from faults.campaign_report import Report, as_markdown, reduced
 from faults.footprint import Footprint, ProcessFootprint
 from faults.kinds import KINDS
 from faults.outcome import FaultRecord, Outcome, Rest, Spread
-from faults.plot import write_plot
-from faults.report import Report, as_markdown
 from faults.strikes import STRIKES
 from faults.verdicts import MAX_SHM_BYTES_PER_DEATH, verdicts
+from paths import LOADTESTS
+from record import RESULTS
 from support.live_stream import WRONG_ANSWER
 
 ROLES = ("tritonserver", "scheduler", "engine")
 MODELS = ("tokenizer", "postprocessor", "generate")
+RECORDS = sorted((LOADTESTS / RESULTS).glob("*-faults*.json"))
 IDLE = {"charonia_requests_running": 0.0}
 ABOUT = {
     "date": "2026-11-22T00:00:00",
@@ -43,7 +46,6 @@ def fault(number, name, recovery=(1.0, 2.0), **changes):
         victim="a request" if name == "poison" else "rank 0",
         at=100.0 * number,
         until=100.0 * number + 10,
-        num_live=16,
         num_engines=kind.max_engines,
         num_servers=kind.max_servers,
         outage=0.9,
@@ -51,8 +53,6 @@ def fault(number, name, recovery=(1.0, 2.0), **changes):
         recovery=recovery,
         pause=None if len(kind.delays) == 3 or kind.max_servers else 0.1,
         hanging=(),
-        rss_bytes={"scheduler": 2**26},
-        shm_bytes=2**20,
     )
     return dataclasses.replace(record, **changes)
 
@@ -233,6 +233,30 @@ def test_all_of_a_campaign_can_be_written(tmp_path):
     assert not report.holds
     write_plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 0
+
+
+def test_of_excused_requests_only_their_number_is_recorded_and_of_recoveries_the_ends():
+    during = 100.0 * number_of("kill-scheduler") + 5
+    answers = [answer(error=error, ended_at=during) for error in ("gone", "late", "gone")]
+    answers.append(answer(error="gone", equals=False, ended_at=during))
+    faults = with_fault("kill-scheduler", recovery=(0.1, 0.2, 0.3))
+    seen = outcome(**faults, answers=answers)
+    record = json.loads(json.dumps(Report(ABOUT, seen).as_json()))
+    kills = [one for one in record["faults"] if one["kind"] == "kill-scheduler"]
+    assert kills[0]["recovery"] == [0.1, 0.3]
+    assert record["requests"]["answered"] == 4
+    assert [one["equals"] for one in record["requests"]["failed"]] == [False]
+    assert record["requests"]["excused"] == [
+        {"entry": "scheduler", "error": "gone", "count": 2},
+        {"entry": "scheduler", "error": "late", "count": 1},
+    ]
+    assert reduced(record) == record
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_every_record_of_a_campaign_is_reduced(path):
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert reduced(record) == record
 
 
 def test_a_campaign_that_saw_no_fault_can_be_written_too(tmp_path):

@@ -19,7 +19,7 @@ def test_two_ranks_and_nothing_else_are_held_against_the_goal(
     head, _, base, contender, threads = as_markdown({8: row}).splitlines()
     assert f"| reaches {GOAL} |" in head
     interval = f"{rate:.2f} to {rate:.2f}" if num > 5 else "too few pairs"
-    assert base == "| 8 | TP 1 | 1.0 | 1 | |  | 25.0% |"
+    assert base == "| 8 | TP 1 | 1.0 | 1 |  |  | 25.0% |"
     expected = f"{rate:.2f} ({interval}) | {rate / 2:.0%} | {said} | 25.0% |"
     assert contender == f"| 8 | {CONTENDER} | {rate:.1f} | {expected}"
     assert threads.endswith("| 150% |  | 25.0% |")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from record import HERE, RESULTS, circumstances, commit, is_in_history, output_stem
+from paths import LOADTESTS, ROOT
+from record import RESULTS, circumstances, commit, is_in_history, output_stem, write_record
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs Git")
-RECORDS = sorted((HERE / RESULTS).glob("*.json"))
+RECORDS = sorted((LOADTESTS / RESULTS).glob("*.json"))
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -56,7 +57,7 @@ def test_what_no_commit_holds_is_not_recorded_and_said_to_be_dirty(folder: Path,
 def test_a_command_is_recorded_without_paths_of_the_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    traces = HERE.parent.parent / "shared" / "traces"
+    traces = ROOT.parent / "shared" / "traces"
     arguments = ["--traces", str(traces), f"--output={traces}", "--rate", "0.5"]
     monkeypatch.setattr("sys.argv", ["bench.py", *arguments])
     command = circumstances("bench.py")["command"]
@@ -70,6 +71,18 @@ def test_a_record_is_not_written_over(folder: Path) -> None:
     mine.with_name(f"{mine.name}.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"results/ has bench-Qwen2\.5-0\.5B\.json already"):
         output_stem(mine, "bench", folder)
+
+
+def test_a_record_is_written_beside_its_picture_and_its_table(tmp_path: Path) -> None:
+    stem = tmp_path / "new" / "bench-Qwen2.5-0.5B"
+    found = {"commit": "0123456", "cases": [1.5]}
+    assert write_record(stem, found) == f"written: {stem.name}.json"
+    assert [path.name for path in stem.parent.iterdir()] == [f"{stem.name}.json"]
+    assert json.loads((stem.parent / f"{stem.name}.json").read_text()) == found
+    said = write_record(stem, {}, draw=lambda path: path.touch(), table="| a |\n")
+    assert said == f"written: {stem.name}.json, {stem.name}.png, {stem.name}.md"
+    assert (stem.parent / f"{stem.name}.png").exists()
+    assert (stem.parent / f"{stem.name}.md").read_text() == "| a |\n"
 
 
 def test_without_git_nothing_is_recorded(tmp_path: Path) -> None:
@@ -93,7 +106,7 @@ def test_every_record_names_a_commit_of_the_history_or_says_that_it_is_lost(path
     assert "commit" in about
     if about["commit"] is None:
         assert about["commit_lost"]
-    elif commit() is None or git(HERE, "rev-parse", "--is-shallow-repository") == "true":
+    elif commit() is None or git(LOADTESTS, "rev-parse", "--is-shallow-repository") == "true":
         pytest.skip("the history is not here")
     else:
         assert is_in_history(about["commit"])

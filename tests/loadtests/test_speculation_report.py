@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from cases import Entry
-from speculation.plot import write_plot
-from speculation.report import EntryResult, Report, RoundResult, as_markdown
+from speculation.speculation_plot import write_plot
+from speculation.speculation_report import EntryResult, Report, RoundResult, as_markdown
 from speculation.trials import ADAPTIVE, CASES, WARM_UP_TOKENS, Pair, Round, make_groups
+from workloads import Entry
 
 
 def no_prompts(count):

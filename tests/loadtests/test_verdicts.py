@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from bars import Verdict, verdict
-from circles import MOST_CIRCLING
 from medians import Interval, median_interval
 from speculation.verdicts import judge, sum_at_positions
+from text_repetition import MOST_CIRCLING
+from thresholds import Verdict, verdict
 
 
 def interval(low: float, high: float) -> Interval:

@@ -15,7 +15,6 @@ from charonia.simulate.simulator import FINISHED, Outcome, Served
 from charonia.traces import TraceRequest
 
 By = Literal["tenant", "priority", "none"]
-BY = ("tenant", "priority", "none")
 ALL = "all"
 RECORDED = "as recorded"
 MAX_CLASSES = 32

@@ -17,7 +17,6 @@ from charonia.errors import ConfigError
 from charonia.traces import TraceRequest
 
 Arrivals = Literal["trace", "poisson", "bursty"]
-ARRIVALS = ("trace", "poisson", "bursty")
 ADVERSARY = "adversary"
 
 

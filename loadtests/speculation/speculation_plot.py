@@ -5,12 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-from speculation.report import Report, RoundResult
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
+from plot import machine_and_day, make_figure, open_frame, save
+from speculation.speculation_report import Report, RoundResult
 
 _COLORS = {
     "met": "#1f5fa8",
@@ -25,21 +21,14 @@ def write_plot(report: Report, path: Path) -> None:
     sweep = report.of_case("sweep")
     models = list(dict.fromkeys(result.round.what for result in sweep))
     height = max(4.2, 0.32 * len(report.rounds) + 1.4)
-    figure, axes = pyplot.subplots(
-        1,
-        1 + len(models),
-        figsize=(7.0 + 4.6 * len(models), height),
-        width_ratios=[1.5, *[1.0] * len(models)],
-        layout="constrained",
-        squeeze=False,
-    )
+    figure = make_figure(7.0 + 4.6 * len(models), height)
+    widths = [1.5, *[1.0] * len(models)]
+    axes = figure.subplots(1, 1 + len(models), width_ratios=widths, squeeze=False)
     _draw_ratios(axes[0][0], report.rounds)
     for axis, model in zip(axes[0][1:], models, strict=True):
         _draw_sweep(axis, model, [result for result in sweep if result.round.what == model])
-    cores = report.about["machine"].get("CPU(s)", "?")
-    figure.suptitle(f"speculation, {cores} cores, {report.about['date'][:10]}", fontsize=11)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    figure.suptitle(f"speculation, {machine_and_day(report.about)}", fontsize=11)
+    save(figure, path)
 
 
 def _draw_ratios(axis: Any, results: Sequence[RoundResult]) -> None:
@@ -60,9 +49,10 @@ def _draw_ratios(axis: Any, results: Sequence[RoundResult]) -> None:
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
     handles = [axis.plot([], [], color=color, label=name)[0] for name, color in _COLORS.items()]
-    axis.legend(handles=handles, frameon=False, fontsize=7)
+    # With a place that is named matplotlib does not warn when finding it takes long.
+    axis.legend(handles=handles, loc="best", frameon=False, fontsize=7)
     axis.set_title("ratio of output tokens/s; | is the bar", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
+    open_frame(axis)
 
 
 def _draw_sweep(axis: Any, model: str, results: Sequence[RoundResult]) -> None:
@@ -80,5 +70,5 @@ def _draw_sweep(axis: Any, model: str, results: Sequence[RoundResult]) -> None:
         axis.axhline(adaptive, color=color, ls="dashed", lw=1)
     axis.set_title(f"{model}: rate over depth 0's\n(dashed: adaptive)", fontsize=10)
     axis.set_xlabel("drafts per step")
-    axis.legend(frameon=False, fontsize=8)
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="best", frameon=False, fontsize=8)
+    open_frame(axis)

@@ -1,4 +1,4 @@
-"""Which sides there are in a run, and whose turn it is.
+"""The lifecycle of the sides of a run: started, resumed for their turn, paused, closed.
 
 Owns how the sides are started, leaving out the peers that are not installed, and that a side which
 waits does not compute: workers are stopped by a signal between their turns (vLLM's poll for a
@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from sides import BASE, NAMES, QUANTIZED, SPECS, TRITON, Side, SideError, WorkerSide
-from ways import Way
+from systems_under_test import BASE, NAMES, QUANTIZED, SPECS, TRITON, Side, SideError, WorkerSide
+from vllm_variants import Variant
 
 CORE = (BASE, TRITON)
 """These fail the run where they fail; the others are left out."""
@@ -67,15 +67,15 @@ class Launcher:
     Attributes:
         settings: `model`, `dtype` and `max_model_len`, of all sides.
         cache: where a side may write files made from the model.
-        ways: by side, how it is run; others are run as they are.
+        variants: by side, how it is launched; others are launched as they are.
     """
 
     settings: dict[str, Any]
     cache: Path
-    ways: dict[str, Way] = field(default_factory=dict)
+    variants: dict[str, Variant] = field(default_factory=dict)
 
-    def start(self, name: str, way: Way | None = None) -> Side:
-        """Start a side, in this way rather than in its own.
+    def start(self, name: str, variant: Variant | None = None) -> Side:
+        """Start a side, as this variant rather than as its own.
 
         Raises:
             SideError: it is not installed, or cannot be started.
@@ -88,13 +88,15 @@ class Launcher:
                 Path(self.settings["model"]),
                 {**rest, "device": "cpu", "enable_prefix_caching": False},
             )
-        spec, way = SPECS[name], way or self.ways.get(name)
+        spec, variant = SPECS[name], variant or self.variants.get(name)
         if missing := spec.missing():
             raise SideError(f"{name}: {missing}")
         settings = {**self.settings, **spec.settings}
         if spec.peer == "llamacpp":
             settings["cache"] = str(self.cache)
-        return WorkerSide(name, spec.python, spec.script, settings, way.variables if way else None)
+        return WorkerSide(
+            name, spec.python, spec.script, settings, variant.variables if variant else None
+        )
 
 
 def start_sides(

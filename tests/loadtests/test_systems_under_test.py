@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from sides import BASE, SPECS, WORKERS, Request, SideError, WorkerSide
+from paths import WORKERS
+from systems_under_test import BASE, SPECS, Request, SideError, WorkerSide
 
 COUNTING = f"""
 import sys

@@ -1,6 +1,6 @@
-"""What a side does alone on the machine: which way to run it is the fastest, and a control.
+"""Runs of one side with nothing else loaded: its fastest launch variant, and a control.
 
-Nothing else is loaded meanwhile. The control is shown beside the figures of the turns: where it is
+The control is shown beside the figures of the turns: where it is
 much faster, the turns do the side an injustice.
 """
 
@@ -12,24 +12,24 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from cases import Round
 from figures import WrongOutputError, decode_figures
-from sides import Side, SideError
-from ways import Way
+from systems_under_test import Side, SideError
+from vllm_variants import Variant
+from workloads import Round
 
 PROBES = 3
-"""Repetitions that count each time that a way is tried."""
+"""Repetitions that count each time that a variant is tried."""
 NUM_FINALISTS, NUM_FINALS = 3, 2
-"""The fastest ways are tried again, so many times: the first time one of many is fast by luck."""
+"""The fastest variants are tried again, so often: the first time one of many is fast by luck."""
 Rates = dict[int, list[float]]
 """Output tokens per second, by concurrency, repetition by repetition."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A way that was tried; `failure` says why it has no rates."""
+    """A variant that was tried; `failure` says why it has no rates."""
 
-    way: Way
+    variant: Variant
     rates: Rates = field(default_factory=dict)
     failure: str | None = None
 
@@ -41,27 +41,27 @@ class Probe:
         return math.prod(map(statistics.median, self.rates.values())) ** (1 / len(self.rates))
 
     def joined(self, other: "Probe") -> "Probe":
-        """The same way, tried twice; it has failed if it did once."""
+        """The same variant, tried twice; it has failed if it did once."""
         if other.failure is not None:
             return other
         rates = {count: [*found, *other.rates[count]] for count, found in self.rates.items()}
-        return Probe(self.way, rates)
+        return Probe(self.variant, rates)
 
     def __str__(self) -> str:
         medians = (f"{statistics.median(rates):.1f} at {n}" for n, rates in self.rates.items())
-        return f"{self.way.name}: {self.failure or ', '.join(medians)}"
+        return f"{self.variant.name}: {self.failure or ', '.join(medians)}"
 
     def as_json(self) -> dict[str, Any]:
         """For the file; without the variables, which hold this machine's paths."""
-        return {"way": self.way.name, "tokens_per_second": self.rates, "failure": self.failure}
+        return {"way": self.variant.name, "tokens_per_second": self.rates, "failure": self.failure}
 
 
 @dataclass
-class Alone:
+class IsolatedRuns:
     """What was measured with nothing else loaded.
 
     Attributes:
-        probes: of the ways to run vLLM; the first is taken.
+        probes: of the variants of vLLM; the first is taken.
         controls: by side.
     """
 
@@ -74,33 +74,33 @@ class Alone:
 
 
 def probe(
-    start: Callable[[Way], Side],
-    ways: Sequence[Way],
+    start: Callable[[Variant], Side],
+    variants: Sequence[Variant],
     rounds: Sequence[Round],
     vocab_size: int,
     say: Callable[[str], None],
 ) -> list[Probe]:
-    """Try each way in random order, the fastest again, and say what came of it.
+    """Try each variant in random order, the fastest again, and say what came of it.
 
     Returns:
         The finalists, the fastest by all their tries first; the others; those that failed.
     """
     shuffler = random.Random(0)
 
-    def tried(way: Way) -> Probe:
+    def tried(variant: Variant) -> Probe:
         try:
-            with closing(start(way)) as side:
-                found = Probe(way, rates_alone(side, rounds, PROBES, vocab_size, seed=0))
+            with closing(start(variant)) as side:
+                found = Probe(variant, rates_alone(side, rounds, PROBES, vocab_size, seed=0))
         except (SideError, WrongOutputError) as error:
-            found = Probe(way, failure=str(error))
+            found = Probe(variant, failure=str(error))
         say(str(found))
         return found
 
-    probes = _by_speed(tried(way) for way in shuffler.sample(ways, len(ways)))
+    probes = _by_speed(tried(variant) for variant in shuffler.sample(variants, len(variants)))
     finalists = [each for each in probes[:NUM_FINALISTS] if each.rates]
     for _ in range(NUM_FINALS if len(finalists) > 1 else 0):
         for index in shuffler.sample(range(len(finalists)), len(finalists)):
-            finalists[index] = finalists[index].joined(tried(finalists[index].way))
+            finalists[index] = finalists[index].joined(tried(finalists[index].variant))
     return _by_speed(finalists) + probes[len(finalists) :]
 
 

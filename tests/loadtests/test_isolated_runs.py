@@ -1,4 +1,4 @@
-"""Which ways to run a peer are tried, and which is taken."""
+"""Which launch variants of a peer are tried, and which is taken."""
 
 import sys
 from collections import Counter
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from alone import NUM_FINALS, PROBES, Probe, probe, rates_alone
-from cases import make_rounds
-from sides import BASE, WORKERS, WorkerSide
-from ways import Way, vllm_ways
+from isolated_runs import NUM_FINALS, PROBES, Probe, probe, rates_alone
+from paths import WORKERS
+from systems_under_test import BASE, WorkerSide
+from vllm_variants import Variant, vllm_variants
+from workloads import make_rounds
 
 STEADY = f"""
 import os, sys
@@ -40,7 +41,7 @@ class Steady:
 
 worker.serve_engine(Steady)
 """
-SLOW, FAST, BROKEN = (Way(name, {"PAUSE": name}) for name in ("0.1", "0.02", "-1"))
+SLOW, FAST, BROKEN = (Variant(name, {"PAUSE": name}) for name in ("0.1", "0.02", "-1"))
 ROUNDS = make_rounds(
     ["decode", "prefill"],
     [1, 2],
@@ -54,14 +55,14 @@ ROUNDS = make_rounds(
 
 @pytest.fixture
 def started(tmp_path: Path):
-    """What starts a side in a way, and the sides that it started."""
+    """What starts a side as a variant, and the sides that it started."""
     path = tmp_path / "steady_worker.py"
     path.write_text(STEADY)
     sides: list[WorkerSide] = []
 
-    def start(way: Way) -> WorkerSide:
+    def start(variant: Variant) -> WorkerSide:
         assert not any(side.processes() for side in sides)  # nothing else is loaded
-        sides.append(WorkerSide("peer", Path(sys.executable), str(path), {}, way.variables))
+        sides.append(WorkerSide("peer", Path(sys.executable), str(path), {}, variant.variables))
         return sides[-1]
 
     return start, sides
@@ -71,7 +72,7 @@ def test_the_fastest_way_comes_first_and_one_that_fails_last(started):
     start, sides = started
     said: list[str] = []
     found = probe(start, [SLOW, BROKEN, FAST], ROUNDS, 9, said.append)
-    assert [each.way for each in found] == [FAST, SLOW, BROKEN]
+    assert [each.variant for each in found] == [FAST, SLOW, BROKEN]
     num = PROBES * (1 + NUM_FINALS)
     assert {count: len(rates) for count, rates in found[0].rates.items()} == {1: num, 2: num}
     assert "it cannot be run so" in (found[2].failure or "")
@@ -84,20 +85,22 @@ def test_the_fastest_way_comes_first_and_one_that_fails_last(started):
 
 def test_only_the_fastest_are_tried_again_and_one_that_fails_then_is_not_taken(started):
     start, _ = started
-    ways = [Way(f"{delay}", {"PAUSE": f"{delay}"}) for delay in (0.01, 0.05, 0.1, 0.2)]
+    variants = [Variant(f"{delay}", {"PAUSE": f"{delay}"}) for delay in (0.01, 0.05, 0.1, 0.2)]
     num_started: Counter[str] = Counter()
 
-    def start_once(way):
-        num_started[way.name] += 1
-        return start(BROKEN if way is ways[0] and num_started[way.name] > 1 else way)
+    def start_once(variant):
+        num_started[variant.name] += 1
+        return start(
+            BROKEN if variant is variants[0] and num_started[variant.name] > 1 else variant
+        )
 
-    found = probe(start_once, ways, ROUNDS[:1], 9, lambda line: None)
+    found = probe(start_once, variants, ROUNDS[:1], 9, lambda line: None)
     assert num_started == {"0.01": 1 + NUM_FINALS, "0.05": 3, "0.1": 3, "0.2": 1}
-    assert [each.way.name for each in found] == ["0.05", "0.1", "0.01", "0.2"]
+    assert [each.variant.name for each in found] == ["0.05", "0.1", "0.01", "0.2"]
     assert found[2].failure is not None
 
 
-def test_where_no_way_works_all_say_why(started):
+def test_where_no_variant_works_all_say_why(started):
     start, _ = started
     found = probe(start, [BROKEN, BROKEN], ROUNDS, 9, lambda line: None)
     assert [each.speed for each in found] == [0.0, 0.0]
@@ -122,10 +125,10 @@ def test_being_good_at_one_concurrency_only_is_not_the_fastest():
     assert Probe(SLOW, {1: [10.0], 8: [400.0, 1.0, 900.0]}).speed < even.speed
 
 
-def test_the_ways_of_vllm_are_those_of_the_libraries_that_are_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("ways.find_library", lambda name: None)
-    plain = vllm_ways(tmp_path)
-    assert [way.variables for way in plain] == [
+def test_the_variants_of_vllm_are_those_of_the_libraries_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm_variants.find_library", lambda name: None)
+    plain = vllm_variants(tmp_path)
+    assert [variant.variables for variant in plain] == [
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     ]
@@ -135,13 +138,13 @@ def test_the_ways_of_vllm_are_those_of_the_libraries_that_are_there(tmp_path, mo
     for path in (iomp, gomp, tcmalloc):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    ways = vllm_ways(tmp_path)
-    assert len(ways) == len({way.name for way in ways}) == 12
-    preloads = {way.variables.get("LD_PRELOAD", "") for way in ways}
+    variants = vllm_variants(tmp_path)
+    assert len(variants) == len({variant.name for variant in variants}) == 12
+    preloads = {variant.variables.get("LD_PRELOAD", "") for variant in variants}
     assert f"{tcmalloc}:{iomp}" in preloads
     assert not any("libiomp" in each and "libgomp" in each for each in preloads)
 
 
 def test_tcmalloc_of_the_system_is_taken_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("ways.find_library", lambda name: f"lib{name}.so.4")
-    assert vllm_ways(tmp_path)[1].variables["LD_PRELOAD"] == "libtcmalloc_minimal.so.4"
+    monkeypatch.setattr("vllm_variants.find_library", lambda name: f"lib{name}.so.4")
+    assert vllm_variants(tmp_path)[1].variables["LD_PRELOAD"] == "libtcmalloc_minimal.so.4"

@@ -1,4 +1,6 @@
-"""Whether a text goes in circles: how much of it can be guessed by looking it up in itself.
+"""How repetitive a text is: what share of it can be guessed by looking it up in itself.
+
+Such text goes in circles, as tables call it.
 
 A pure function; must not know who wrote the text.
 """

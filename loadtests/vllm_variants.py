@@ -1,8 +1,8 @@
-"""The ways in which vLLM can be run on CPUs, to be timed before one is taken.
+"""The launch variants of vLLM on CPUs, to be timed before one is taken.
 
 Its engine runs in the process that asks or in one of its own, and its documentation has an
 allocator and an OpenMP preloaded (docs.vllm.ai, "CPU", LD_PRELOAD); which is fastest depends on the
-machine. Owns where these libraries are. Must not know how a way is timed.
+machine. Owns where these libraries are. Must not know how a variant is timed.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ TCMALLOC = "usr/lib/*/libtcmalloc_minimal.so.4"
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to run a side: its name for people, and the variables of its environment."""
+class Variant:
+    """How a side is launched: a name for people, and the variables of its environment."""
 
     name: str
     variables: Mapping[str, str]
 
 
-def vllm_ways(environment: Path) -> list[Way]:
+def vllm_variants(environment: Path) -> list[Variant]:
     """All that the libraries which are there allow: two numbers of processes, each as it is and
     with each of the OpenMPs, and all of these again with tcmalloc.
 
@@ -40,11 +40,11 @@ def vllm_ways(environment: Path) -> list[Way]:
     system = find_library("tcmalloc_minimal")
     if tcmalloc := [*map(str, environment.glob(TCMALLOC)), *([system] if system else [])]:
         preloads += [{"tcmalloc": tcmalloc[0], **preload} for preload in preloads]
-    ways = []
+    variants = []
     for processes, flag in PROCESSES.items():
         for preload in preloads:
             variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": flag}
             if preload:
                 variables["LD_PRELOAD"] = ":".join(preload.values())
-            ways.append(Way(" + ".join([processes, *preload]), variables))
-    return ways
+            variants.append(Variant(" + ".join([processes, *preload]), variables))
+    return variants

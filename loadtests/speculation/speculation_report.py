@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from circles import circling_share
 from report import markdown_table
 from speculation.trials import Round
 from speculation.verdicts import Judgement, judge, sum_at_positions
+from text_repetition import circling_share
 
 
 @dataclass

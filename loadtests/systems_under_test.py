@@ -1,4 +1,4 @@
-"""The sides of the benchmark: how the driver asks each for the same work, and what it gets back.
+"""The systems under test, the sides of a benchmark: how each is asked, and what comes back.
 
 Owns the driver's end of the workers' protocol (see workers/worker.py), which processes a side is
 made of, and where each side's Python and worker are. Must not know what is measured, or why.
@@ -20,10 +20,10 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import psutil
 
+from paths import ROOT, WORKERS
+
 BASE, TRITON, VLLM, LLAMA_CPP = "charonia", "triton", "vllm", "llama.cpp"
 INT8, Q8_0 = "charonia int8", "llama.cpp Q8_0"
-ROOT = Path(__file__).resolve().parent.parent
-WORKERS = Path(__file__).resolve().parent / "workers"
 START_TIMEOUT_S = 900.0
 RUN_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 5.0

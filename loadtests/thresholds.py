@@ -1,4 +1,4 @@
-"""What a measured ratio must reach, and whether it was shown to.
+"""The threshold that a measured ratio must reach (its bar), and whether it was shown to.
 
 One rule for gains and for "no loss" alike. Pure; must not know what was measured.
 """

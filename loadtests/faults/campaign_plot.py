@@ -5,14 +5,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-from faults.kinds import KINDS
-from faults.report import Report
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 from matplotlib.ticker import LogLocator, NullFormatter
+
+from faults.campaign_report import Report
+from faults.kinds import KINDS
+from plot import machine_and_day, make_figure, open_frame, save
 
 _COLORS = ("#1f5fa8", "#e08a2e", "#5a9c57", "#7b5ba6", "#c0392b", "#2b9aa8", "#8a8a3c", "#b05a8c")
 
@@ -22,10 +19,8 @@ def write_plot(report: Report, path: Path) -> None:
     kinds = [*report.outcome.summary()]
     victims = sorted({fault.victim for fault in report.outcome.faults})
     colors = dict(zip(victims, cycle(_COLORS), strict=False))
-    size = (11.0, 1.6 + 0.62 * max(len(kinds), 2))
-    figure, axes = pyplot.subplots(
-        1, 2, figsize=size, sharex=True, sharey=True, layout="constrained"
-    )
+    figure = make_figure(11.0, 1.6 + 0.62 * max(len(kinds), 2))
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
     for axis, title, place in zip(axes, ("first", "last"), (0, -1), strict=True):
         _draw_panel(axis, report, kinds, place, colors)
         axis.set_title(f"until the {title} client went on", fontsize=10)
@@ -36,7 +31,7 @@ def write_plot(report: Report, path: Path) -> None:
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.margins(x=0.08)
         axis.grid(axis="x", which="both", lw=0.4, alpha=0.4)
-        axis.spines[["top", "right"]].set_visible(False)
+        open_frame(axis)
     labels = [f"{KINDS[kind].title} ({report.outcome.summary()[kind].count})" for kind in kinds]
     axes[0].set_yticks(range(len(kinds)), labels)
     axes[0].set_ylim(len(kinds) - 0.4, -0.6)
@@ -45,11 +40,10 @@ def write_plot(report: Report, path: Path) -> None:
     figure.suptitle(
         f"{len(report.outcome.faults)} faults while {about['clients']} clients called, "
         f"tensor_parallel_size {about['tensor_parallel_size']}, "
-        f"{about['machine'].get('CPU(s)', '?')} cores, {about['date'][:10]}",
+        f"{machine_and_day(about)}",
         fontsize=11,
     )
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _draw_panel(

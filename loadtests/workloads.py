@@ -1,4 +1,4 @@
-"""What is measured: rounds of entries that take turns.
+"""The workloads that are measured: rounds of entries that take turns.
 
 A round is one kind of work at one concurrency; its entries are the sides, and variants of them
 beside their plain selves. Pure; must not know how a side is run.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sides import BASE, QUANTIZED, Request
+from systems_under_test import BASE, QUANTIZED, Request
 from traffic import Traffic
 
 CASES = ("decode", "prefill", "long", "sampled", "int8", "traces")

@@ -3,6 +3,8 @@
 Owns what the file holds and how it is shown. Must not know how anything was observed.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,10 +27,10 @@ class Report:
         return all(verdict.holds for verdict in verdicts(self.outcome))
 
     def as_json(self) -> dict[str, Any]:
-        """For the file. Of the answers only those with an error or wrong tokens are kept."""
+        """For the file, see `reduced`."""
         outcome = self.outcome
         excused = {id(answer) for answer in outcome.excused()}
-        return {
+        whole = {
             "about": self.about,
             "verdicts": [asdict(verdict) for verdict in verdicts(outcome)],
             "summary": {name: asdict(each) for name, each in outcome.summary().items()},
@@ -47,6 +49,47 @@ class Report:
             "hanging": outcome.hanging,
             "left": outcome.left,
         }
+        return reduced(whole)
+
+
+_FAULT_FIELDS = ("number", "kind", "victim", "num_engines", "num_servers", "outage", "pause")
+
+
+def reduced(record: dict[str, Any]) -> dict[str, Any]:
+    """A campaign's record without the samples that neither tables nor pictures are made of.
+
+    Kept of a fault is what `_FAULT_FIELDS` names, and of its `recovery` the first and the last
+    client. Kept of the failed requests is each that counts against the server: that no fault
+    excuses, or that had wrong tokens. The others are counted, by way in and error, as "excused".
+
+    Args:
+        record: as `Report.as_json` collects it; one that is reduced already stays as it is.
+    """
+    faults = [
+        {name: fault[name] for name in _FAULT_FIELDS} | {"recovery": _ends(fault["recovery"])}
+        for fault in record["faults"]
+    ]
+    requests = dict(record["requests"])
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in requests.get("excused", []):
+        counts[one["entry"], one["error"]] += one["count"]
+    kept = []
+    for one in requests["failed"]:
+        if one["is_excused"] and one["equals"]:
+            counts[one["entry"], one["error"]] += 1
+        else:
+            kept.append(one)
+    requests["failed"] = kept
+    requests["excused"] = [
+        {"entry": entry, "error": error, "count": count}
+        for (entry, error), count in counts.most_common()
+    ]
+    return record | {"faults": faults, "requests": requests}
+
+
+def _ends(values: Sequence[float]) -> list[float]:
+    """The first and the last, where there are more."""
+    return list(values) if len(values) < 3 else [values[0], values[-1]]
 
 
 def as_markdown(report: Report) -> str:

@@ -5,15 +5,15 @@ from itertools import permutations
 
 import pytest
 
-from alone import Alone, Probe
-from cases import SAMPLED, make_rounds
+from bench_plot import write_plot
+from bench_report import Report, RoundResult, as_markdown
 from figures import WrongOutputError, decode_figures, median_figures, ratio
+from isolated_runs import IsolatedRuns, Probe
 from limits import Machine, ModelCost
-from plot import write_plot
-from report import Report, RoundResult, as_markdown
-from sides import INT8, Q8_0, TRITON, VLLM, Request, Trace, WaveTrace
+from systems_under_test import INT8, Q8_0, TRITON, VLLM, Request, Trace, WaveTrace
 from traffic import Traffic
-from ways import Way
+from vllm_variants import Variant
+from workloads import SAMPLED, make_rounds
 
 
 def rounds(**changes):
@@ -165,8 +165,11 @@ def test_what_was_measured_alone_is_shown_beside_the_turns_and_the_ways_with_the
     result = RoundResult(rounds(cases=["decode"], concurrency=[8])[0])
     result.runs = {"charonia": [{"tokens_per_second": 200.0}]}
     result.machine = [Machine(1e9, 2e-6)]
-    ways = [Probe(Way("two", {}), {8: [30.0, 50.0, 40.0]}), Probe(Way("one", {}), failure="no")]
-    alone = Alone(ways, {"charonia": {8: [210.0, 230.0, 220.0]}})
+    ways = [
+        Probe(Variant("two", {}), {8: [30.0, 50.0, 40.0]}),
+        Probe(Variant("one", {}), failure="no"),
+    ]
+    alone = IsolatedRuns(ways, {"charonia": {8: [210.0, 230.0, 220.0]}})
     report = Report({"left_out": {}}, None, [result], alone=alone)
     report.rounds[0].runs["charonia"][0] |= dict.fromkeys(
         ("ttft_ms_p50", "inter_token_ms_p50", "inter_token_ms_p95"), 1.0

@@ -6,9 +6,9 @@ import pytest
 
 from charonia import LLM, SamplingParams
 from charonia.config import DEMO_CHECKPOINT
-from circles import MOST_CIRCLING, circling_share
 from speculation.prompts import HeldOutFiles
 from support.parity import ONE_THREAD
+from text_repetition import MOST_CIRCLING, circling_share
 
 
 def test_a_token_counts_where_the_four_before_it_say_which_comes_next() -> None:
