@@ -154,8 +154,8 @@ class Replica:
     def show_metrics(self) -> None:
         """Bring up to date what the metrics say of this replica."""
         self._metrics.gauges["charonia_engine_up", ""] = float(self.recovery.is_serving)
-        if self._scheduler is not None:
-            self._metrics.show_scheduler(self._scheduler)
+        if (scheduler := self._scheduler) is not None:
+            self._metrics.show_scheduler(scheduler)
         if self._kv_events is not None:
             dropped = "charonia_kv_event_batches_dropped_total", ""
             self._metrics.counters[dropped] = self._kv_events.num_dropped
@@ -208,7 +208,8 @@ class Replica:
                 return
             for request in scheduler.take_started():
                 self._events.on_started(request.group.key)
-            steps.submit(plan, may_plan_ahead=scheduler.may_plan_ahead)
+            if (began_at := steps.submit(plan)) is not None:
+                steps.set_plan_time(began_at, may_plan_ahead=scheduler.may_plan_ahead)
 
     def collect(self, wait_s: float) -> list[Update]:
         """What the oldest step in flight did; nothing when it takes longer than `wait_s`.
@@ -352,9 +353,8 @@ class Replica:
 
         Unless a reload ordered it: that fails, and the configuration is the old one again.
         """
-        error = EngineDiedError(
-            f"it was not loaded within {self._scheduler_args.load_timeout_s:g} s"
-        )
+        timeout_s = self._scheduler_args.load_timeout_s
+        error = EngineDiedError(f"it was not loaded within {timeout_s:g} s")
         if self.recovery.state is State.RELOADING:
             self._search.discard()
         self.recovery.give_up(error, self._num_live)

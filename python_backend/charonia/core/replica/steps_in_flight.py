@@ -89,11 +89,11 @@ class StepsInFlight:
         self._plan_at = 0.0
         self._plan_began_at = now
 
-    def submit(self, plan: StepPlan, *, may_plan_ahead: bool) -> None:
+    def submit(self, plan: StepPlan) -> float | None:
         """Have the engine compute a step that has been planned since `begin_plan`.
 
-        Args:
-            may_plan_ahead: whether a step may be planned behind it while it is computed.
+        Returns:
+            When the engine began with it; None where another one is ahead of it.
         """
         began_at, submitted = self._plan_began_at, self._clock()
         num_tokens = sum(row.num_tokens + row.num_drafts for row in plan.rows)
@@ -103,8 +103,8 @@ class StepsInFlight:
         self._steps.append(_Submitted(self._executor.submit(plan), num_tokens, submitted))
         if is_ahead:
             self._plan_time.note_plan(self._clock() - began_at)
-        else:
-            self.set_plan_time(submitted, may_plan_ahead=may_plan_ahead)
+            return None
+        return submitted
 
     def wait(self, wait_s: float) -> EndedStep | None:
         """Wait for the oldest step; None when it takes longer than `wait_s`.
@@ -131,7 +131,11 @@ class StepsInFlight:
         return self._take(step, result)
 
     def set_plan_time(self, began_at: float, *, may_plan_ahead: bool) -> None:
-        """Choose when to plan a step behind the one that has begun now, if it is the only one."""
+        """Choose when to plan a step behind the one that has begun now, if it is the only one.
+
+        Args:
+            may_plan_ahead: whether one may be planned while it is computed.
+        """
         self._plan_at, self._is_put_off = 0.0, False
         if may_plan_ahead and len(self._steps) == 1:
             num_tokens = self._steps[0].num_tokens
