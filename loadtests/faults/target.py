@@ -20,7 +20,8 @@ from charonia.launch.commands.serve import HANG_MARGIN_S
 from charonia.launch.server.repository import RepositoryOptions
 from charonia.launch.server.run import prepared_server
 from charonia.launch.server.tritonserver import TritonServer
-from charonia.supervision.server.supervisor import SupervisionLimits, Supervisor
+from charonia.supervision.server.judge import SupervisionLimits
+from charonia.supervision.server.supervisor import Supervisor
 from support.e2e import read_page, samples_of
 
 RESTARTS = "charonia_engine_restarts_total"
