@@ -8,10 +8,11 @@ decoupled answers each request once, later, through the response sender: so clie
 stream are served, for which Triton wants a model that is not decoupled.
 """
 
+import contextlib
 import secrets
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,12 @@ class FrontHost:
         elif (failure := client.error or answer.failure) is not None:
             self._end(client, failure, part)
         else:
-            with failing_with_errors(client.outlet, self._log):
+            with self._ending(client):
                 outputs = part.answer(answer.outputs)
                 if outputs is None:
                     client.outlet.end()
                 else:
                     client.outlet.send(outputs, is_final=True)
-            self._quota.give_back(client.num_bytes)  # it counts until it is answered
 
     def _pass_on(self, answer: RelayedAnswer, opened: OpenPart) -> None:
         """Pass on an answer that others follow, and say so where they are of the same part."""
@@ -199,6 +199,16 @@ class FrontHost:
             if self._scheduler is not None:
                 self._scheduler.note_server_stopping()
 
+    @contextlib.contextmanager
+    def _ending(self, client: ClientRequest) -> Iterator[None]:
+        """Where every request ends that was handed in: with its last response, or what is raised.
+
+        It counts until then.
+        """
+        with failing_with_errors(client.outlet, self._log):
+            yield
+        self._quota.give_back(client.num_bytes)
+
     def _end(self, client: ClientRequest, error: CharoniaError, part: Part | None = None) -> None:
         """End a request early; of a stream that is safe a little later, see the poller.
 
@@ -207,12 +217,11 @@ class FrontHost:
         """
 
         def end() -> None:
-            with failing_with_errors(client.outlet, self._log):
+            with self._ending(client):
                 failure = error if part is None else part.failure(error)
                 if failure is not None:
                     raise failure
                 client.outlet.end()
-            self._quota.give_back(client.num_bytes)
 
         if client.num_passed_on or (client.is_cancelled and self._is_decoupled):
             self._poller.end_later(end)

@@ -1,7 +1,8 @@
 """What other models say to the scheduler through a socket: requests of fronts such as `generate`,
 which are answered, and what becomes of the chunks that `postprocessor` hands on.
 
-Owns the messages, and how each is sent. Must not know what a request asks for, nor Triton.
+Owns the messages, and how each is sent; `relay_client` and `relay_server` are the ends. Must not
+know what a request asks for, nor Triton.
 
     a front                                                                     scheduler
       any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation, … ─────► reader ─► takes in
