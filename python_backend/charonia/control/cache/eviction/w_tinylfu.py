@@ -3,7 +3,7 @@
 Einziger, Friedman, Manes 2017 ("TinyLFU: A Highly Efficient Cache Admission Policy", ACM
 Transactions on Storage 13, section 4)::
 
-    computed ──► window (1 %) ───── used more often? ───► probation ──hit──► protected (80 %)
+    computed ──► window (1 %) ──── used more often? ───► probation ──hit──► protected (80 %)
                      │ no                                 │    ▲                │
                      ▼                                    ▼    └── when full ───┘
                     gone                                 gone
