@@ -1,7 +1,7 @@
-"""JSON files of a checkpoint, which come from anywhere.
+"""JSON files of a checkpoint, which may come from anywhere.
 
-Owns how such a file is read, what is said of one that cannot be, and when values are the same. Must
-not know what they mean.
+Owns how such a file is read, the errors of unreadable ones, and when values are equal. Knows
+nothing about the meaning of values.
 """
 
 import json
@@ -19,8 +19,8 @@ def read_json_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]
         is_optional: a file that does not exist counts as an empty object.
 
     Raises:
-        CheckpointError: it cannot be read, is no JSON, or nested too deep; the text has its name,
-            never its path.
+        CheckpointError: it cannot be read, is not a JSON object, or is nested too deeply; the text
+            has its name, never its path.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ def read_json_object(path: Path, *, is_optional: bool = False) -> dict[str, Any]
 
 
 def is_one_of(value: Any, accepted: Iterable[Any]) -> bool:
-    """Whether a JSON value is one of some; unlike in Python, 0 is not false and 1 not true."""
+    """Whether a JSON value is one of several; unlike in Python, 0 is not false and 1 not true."""
     return any(
         value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted
     )

@@ -1,15 +1,15 @@
 """Typed errors of charonia, each with the kind and the status code that a client sees.
 
-Owns the vocabulary of failure, and how it is written into an answer. Must not know Triton:
-`serving` maps `code` to a Triton error code of the same name. Messages name the offending value and
-what would be accepted; they never contain a traceback or a path of the server.
+Owns the vocabulary of failure, and how it is written into an answer. Knows nothing about Triton:
+`serving` maps `code` to the Triton error code of the same name. Messages name the offending value
+and what would be accepted; they never contain a traceback or a path of the server.
 
-A status code gets lost on the way to many clients: Triton's streams carry none, and its HTTP
-`generate` answers 400 for everything. So the text itself ends with the kind::
+Many clients never see the status code: Triton's streams carry none, and its HTTP `generate` answers
+400 for everything. So the text itself ends with the kind::
 
     text_input must not be empty [charonia:invalid_request]
 
-It is put there last, so no value of a client's within the text can stand for it.
+The kind comes last, so a client's own value within the text cannot be mistaken for it.
 """
 
 import re
@@ -22,7 +22,7 @@ class CharoniaError(Exception):
     Attributes:
         kind: what went wrong, for programs. code: the name of a Triton status code.
         is_retryable: whether the same request may succeed a little later.
-        is_clients_doing: whether the client or its tenant is the cause, and not the server.
+        is_clients_doing: whether the client or its tenant is the cause, not the server.
         has_suffix: whether the text that a client gets ends with the kind.
     """
 
@@ -47,7 +47,7 @@ class InvalidRequestError(CharoniaError):
 
 
 class ExactTextError(InvalidRequestError):
-    """The request is wrong in a way for which clients expect an exact text, without a kind."""
+    """The request is wrong, and clients expect an exact text for that error, without a kind."""
 
     has_suffix = False
 
@@ -81,15 +81,15 @@ class QueueFullError(UnavailableError):
 
     @classmethod
     def of(cls, maximum: str) -> "QueueFullError":
-        """The error in the words that Triton's own queue has, by which clients know it."""
+        """The error in the words of Triton's own queue, by which clients recognize it."""
         return cls(_full_queue("is refused", maximum))
 
     @classmethod
     def of_leaver(cls, maximum: str, retry_after_s: float | None) -> "QueueFullError":
-        """Likewise of a request that waited and gives way to another one.
+        """The same for a request that waited and gives way to another one.
 
         Args:
-            retry_after_s: when those before it will have begun, as far as is known.
+            retry_after_s: estimated time until the requests before it have begun; None if unknown.
         """
         text = _full_queue("gives way to one that comes before it", maximum)
         return cls(_with_wait(text, retry_after_s))
@@ -105,7 +105,8 @@ class RateLimitedError(UnavailableError):
     """The tenant has as many requests at once as it may have, or sends them too fast.
 
     Args:
-        retry_after_s: when there is room for one, as far as is known; the message ends with it.
+        retry_after_s: estimated time until there is room for one; None if unknown. The message
+            ends with it.
     """
 
     kind = "rate_limited"
@@ -119,7 +120,7 @@ class OverloadedError(UnavailableError):
     """The server has more to do than it can, and takes no requests of low priority.
 
     Args:
-        retry_after_s: when that may be over; the message ends with it.
+        retry_after_s: when the overload may be over; the message ends with it.
     """
 
     kind = "overloaded"
@@ -154,7 +155,8 @@ class RequestTimeoutError(UnavailableError):
         """The error in the words that clients know.
 
         Args:
-            is_until_start: its `timeout` is over, in Triton's own words; else its `deadline_ms`.
+            is_until_start: whether its `timeout` has expired, in Triton's own words; otherwise its
+                `deadline_ms`.
         """
         return cls("Request timeout expired" if is_until_start else "deadline_ms has passed")
 
@@ -163,8 +165,8 @@ class LateRequestError(RequestTimeoutError):
     """The request cannot be answered before its `deadline_ms` any more, or would wait for longer.
 
     Args:
-        retry_after_s: when it may be in time; the message ends with it. None where it never will
-            be: then it is of no use to try again.
+        retry_after_s: when a retry may be in time; the message ends with it. None if it never will
+            be; then the error is not retryable.
     """
 
     kind = "late"
@@ -223,19 +225,19 @@ KINDS: dict[str, type[CharoniaError]] = {
         RequestQuarantinedError,
     )
 }
-"""By the name of the kind, what a client of the public models gets."""
+"""Errors that a client of the public models may get, by kind."""
 
 _SUFFIX = re.compile(r"(.*) \[charonia:([a-z_]+)\]", re.DOTALL)
 
 
 def split_answer(text: str) -> tuple[str, str | None]:
-    """The message and the kind of an answer's text; None where it has none."""
+    """Split an answer's text into the message and the kind; None if it has none."""
     match = _SUFFIX.fullmatch(text)
     return (match[1], match[2]) if match else (text, None)
 
 
 def error_of(message: str, kind: str | None) -> CharoniaError:
-    """The error that was told by its message and kind."""
+    """Make the error of a message and a kind."""
     return KINDS.get(kind or "", CharoniaError)(message)
 
 
@@ -278,7 +280,7 @@ class ServerStoppingError(EngineDiedError):
 
 
 class ServerStartingError(EngineUnloadedError):
-    """The server takes no calls yet: it is still loading models, the engine's perhaps, too."""
+    """The server takes no calls yet: it is still loading models, perhaps also the engine."""
 
 
 class EngineHungError(EngineDiedError):
@@ -313,7 +315,7 @@ _SHOWN = 80  # characters
 
 
 def shown(value: object) -> str:
-    """A value as it may stand in a message: its repr, shortened where a client made it long."""
+    """A value's repr for a message, shortened if it is long."""
     try:
         text = repr(value)
     except RecursionError:

@@ -1,11 +1,11 @@
-"""One line per event, in one shape that is easy to read, to search and to parse.
+"""One log line per event, in a format that is easy to read, search and parse.
 
-Owns that shape. Must not know which events there are, or where lines go.
+Owns that format. Knows nothing about which events there are, or where lines go.
 
     engine_died kind=hung reason="no answer of the engine within 30 s" live=16 restarts=3
 
-The event's name comes first, then its fields. A value is a bare word, or a JSON string where a word
-would be misread; so a client's own text cannot end the line or pass for a field.
+The event's name comes first, then its fields. A value is a bare word, or a JSON string if a bare
+word would be ambiguous. So a client's own text cannot end the line or look like a field.
 """
 
 import json
@@ -18,7 +18,7 @@ _BARE = re.compile(r"[\w.:/+-]+", re.ASCII)
 
 
 def event(name: str, /, **fields: object) -> str:
-    """Write an event as a line; fields that are None are left out.
+    """Format an event as a line; fields that are None are left out.
 
     Args:
         name: in snake case. fields: numbers, words or texts; times are in seconds.
@@ -32,9 +32,9 @@ def _written(value: object) -> str:
 
 
 class RareLog:
-    """Hands on few of the lines that strangers cause: one at most every `EVERY_S` seconds.
+    """A rate-limited log, for lines that strangers can cause: at most one every `EVERY_S` seconds.
 
-    The next one says how many were left out.
+    The next line says how many were left out.
 
     Args:
         log: takes one line. clock: seconds, monotonic.

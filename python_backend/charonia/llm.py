@@ -1,6 +1,6 @@
-"""The Python API: generate in this process, without Triton, through the same engine core.
+"""The Python API: generates in this process, without Triton, with the same engine core.
 
-Owns the shapes that users of offline inference know. Nothing of ours imports it.
+Owns the interface that users of offline inference know. No other module imports it.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one prompt led to. `prompt` is None where token ids were given."""
+    """The result of one prompt. `prompt` is None if token ids were given."""
 
     request_id: str
     prompt: str | None
@@ -85,8 +85,9 @@ class LLM:
     Args:
         model: directory of a checkpoint in Hugging Face format.
         verbose: print what is loaded.
-        engine_args: those of `engine/1/model.json`, see `charonia.config.EngineArgs`. Nothing is
-            computed in this process while a step is planned, so `async_scheduling` is off.
+        engine_args: those of `engine/1/model.json`, see `charonia.config.EngineArgs`.
+            `async_scheduling` is off by default, because this process cannot compute while it plans
+            a step.
 
     Raises:
         ConfigError: an argument is unknown or ill-typed, or the draft model has another tokenizer.
@@ -125,11 +126,11 @@ class LLM:
 
     @property
     def metrics(self) -> Metrics:
-        """Counts of this engine since it was made."""
+        """Metrics of this engine since it was created."""
         return self._core.metrics
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What counts where no sampling parameters are given: those of the checkpoint."""
+        """The sampling parameters that are used if none are given: those of the checkpoint."""
         return self._defaults.fill({})
 
     @property
@@ -148,15 +149,15 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            sampling_params: for all prompts, or one for each; as they are, without the
-                checkpoint's defaults. None is `get_default_sampling_params()`.
+            sampling_params: for all prompts, or one for each. The checkpoint's defaults are not
+                applied to them. None is `get_default_sampling_params()`.
             use_tqdm: show a progress bar.
 
         Returns:
             One output per prompt, in order.
 
         Raises:
-            InvalidRequestError: before anything runs, when one of them cannot be served.
+            InvalidRequestError: one of them cannot be served; raised before anything runs.
             CharoniaError: a request failed; the others are cancelled.
         """
         many = _as_list(prompts)
@@ -194,14 +195,14 @@ class LLM:
 
         Raises:
             InvalidRequestError: the request cannot be served.
-            CharoniaError: it failed on its way.
+            CharoniaError: the request failed later.
         """
         request = self._request(prompt, sampling_params or self.get_default_sampling_params())
         self._check([request])
         return self._stream(request)
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._core.close()
 
     def __enter__(self) -> "LLM":
@@ -228,14 +229,14 @@ class LLM:
         )
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
-        """Refuse what cannot be served, by an engine that is replaced first where it was lost."""
+        """Refuse requests that cannot be served; first replace the engine if it was lost."""
         if not self._core.is_up:
             self._core.step()
         for request in requests:
             self._core.check(request)
 
     def _start(self, request: GenerationRequest, arrived: deque[Chunk]) -> None:
-        """Take a request in; its chunks go to `arrived`."""
+        """Add a request; its chunks go to `arrived`."""
         self._arrivals.of[request.key] = arrived
         self._core.add(request)
 
@@ -261,7 +262,7 @@ class LLM:
         while not arrived:
             try:
                 self._core.step()
-            except BaseException as error:  # KeyboardInterrupt too: the step is only half done
+            except BaseException as error:  # also KeyboardInterrupt: the step is only half done
                 name = type(error).__name__
                 self._core.abandon(CharoniaError(f"the step was interrupted by {name}"))
                 self._core.step()
@@ -274,7 +275,7 @@ class LLM:
     def _output(
         self, prompt: Prompt, request: GenerationRequest, chunks: Sequence[Chunk]
     ) -> RequestOutput:
-        """What a prompt led to, by all its chunks."""
+        """Make the result of a prompt from all its chunks."""
         whole = merge_samples(chunks, request.params.n)
         prompt_logprobs = whole[0].prompt_logprobs
         return RequestOutput(

@@ -1,8 +1,8 @@
-"""Defaults of sampling parameters: those that a checkpoint brings, as vLLM takes them.
+"""Defaults of sampling parameters that a checkpoint brings, as vLLM reads them.
 
-Owns what of generation_config.json counts, or of config.json where there is no such file. Must not
-know requests. `eos_token_id` is the engine's business, and `do_sample` counts nowhere: temperature
-0 is greedy, whatever it says, as in vLLM.
+Owns which keys of generation_config.json count, or of config.json if there is no such file. Knows
+nothing about requests. The engine reads `eos_token_id`. `do_sample` is ignored, as in vLLM:
+temperature 0 is greedy.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "sequence_bias": (None,),
     "suppress_tokens": (None,),
 }
-"""Keys that would change what `generate` makes of a prompt, by the values that do not."""
+"""Keys that would change the output of transformers' `generate`, with the values that do not."""
 _ELSEWHERE = frozenset(
     ("bos_token_id", "do_sample", "eos_token_id", "pad_token_id", "transformers_version")
 )
@@ -46,12 +46,12 @@ _ELSEWHERE = frozenset(
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What counts where a request says nothing.
+    """Values for parameters that a request does not set.
 
     Attributes:
-        source: name of the file. values: by the name of the sampling parameter.
-        max_tokens: of every request at most, and of one that says nothing; None is no such limit.
-        unused: keys of the file that say something of sampling and have no effect.
+        source: name of the file. values: defaults by the name of the sampling parameter.
+        max_tokens: limit of every request, and the default; None is no limit.
+        unused: keys of the file, with their values, that have no effect.
     """
 
     source: str = ""
@@ -61,37 +61,37 @@ class SamplingDefaults:
 
     @classmethod
     def of_engine(cls, args: EngineArgs) -> "SamplingDefaults":
-        """Those of an engine's `generation_config`.
+        """Read the defaults by an engine's `generation_config`.
 
         Raises:
-            CheckpointError: a value is none that a sampling parameter may have; or the file cannot
-                be read, or a directory was named and there is none.
+            CheckpointError: a value is out of a sampling parameter's range; or the file cannot be
+                read, or is missing in a directory that was named.
         """
         directory = args.generation_config_dir
         if directory is None:
             return cls()
         if args.generation_config == "auto" and not (directory / FILE_NAME).exists():
-            # Older checkpoints have such keys among others in config.json.
+            # Older checkpoints have these keys in config.json.
             config = read_json_object(directory / _OLD_FILE_NAME, is_optional=True)
             content = {name: config.get(name) for name in DEFAULT_KEYS}
             return cls.of_file(content, _OLD_FILE_NAME)
         content = read_json_object(directory / FILE_NAME)
         defaults = cls.of_file(content)
         if directory != Path(args.model) and content.get("eos_token_id") is not None:
-            ends = {"eos_token_id": content["eos_token_id"]}  # the engine goes by the checkpoint's
+            ends = {"eos_token_id": content["eos_token_id"]}  # the engine uses the checkpoint's
             return replace(defaults, unused={**ends, **defaults.unused})
         return defaults
 
     @classmethod
     def of_file(cls, content: Mapping[str, Any], source: str = FILE_NAME) -> "SamplingDefaults":
-        """Those of what a generation_config.json holds; null counts as missing.
+        """Read the defaults from the content of a generation_config.json; null counts as missing.
 
         Args:
             source: the file's name.
 
         Raises:
-            CheckpointError: a value is none that the sampling parameter may have, or the file asks
-                for something that is not supported.
+            CheckpointError: a value is out of the sampling parameter's range, or the file asks for
+                something that is not supported.
         """
         said = {name: value for name, value in content.items() if value is not None}
         for name in said.keys() & NEUTRAL:
@@ -116,7 +116,7 @@ class SamplingDefaults:
         return defaults
 
     def fill(self, given: Mapping[str, Any]) -> SamplingParams:
-        """A request's parameters, with the defaults where it gives none.
+        """A request's parameters, completed by the defaults.
 
         Raises:
             InvalidRequestError, NotSupportedError: as `SamplingParams`.

@@ -1,14 +1,15 @@
-"""Traces: which requests came and how long they were, and what an engine's steps took.
+"""Traces: the arrivals and lengths of requests, and the times of an engine's steps.
 
-Owns the formats of both files. Must not know who writes or reads them. A trace has no text: prompts
-that begin alike are known by ids of their blocks.
+Owns the formats of both files. Knows nothing about who writes or reads them. A trace has no text:
+common prefixes are recognized by the ids of their blocks.
 
 Requests are JSON lines, one per request, in the format of Mooncake's traces (Qin et al. 2025,
 "Mooncake", FAST '25) with more keys, or a CSV file of Azure's Public Dataset of language models::
 
     {"timestamp":1250.0,"input_length":700,"output_length":90,"hash_ids":[0,17],"tenant":"search"}
 
-Steps are JSON lines, too: an array each, see `StepRecord`. Either file may be compressed (`.gz`).
+Steps are JSON lines, too, with an array each, see `StepRecord`. Both files may be compressed
+(`.gz`).
 """
 
 import csv
@@ -33,20 +34,20 @@ _InputLength = Annotated[int, msgspec.Meta(ge=1, le=_MAX_INTEGER)]
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request of a trace. Keys that are not named here are ignored.
+    """One request of a trace. Unknown keys are ignored.
 
     Attributes:
-        timestamp: when it came, in milliseconds.
-        input_length, output_length: tokens of the prompt, and generated ones; no output where the
+        timestamp: its arrival, in milliseconds.
+        input_length, output_length: prompt tokens and generated tokens; 0 generated tokens if the
             request was refused.
-        hash_ids: an id for each block of the prompt, the last one perhaps in part: prompts whose
-            first ids are equal have equal prefixes.
-        hash_block_length: tokens of such a block; 0 where the file does not say it.
-        max_tokens: generated tokens that were asked for; 0 is those that there were.
+        hash_ids: one id per block of the prompt; the last block may be partial. Prompts with equal
+            first ids have equal prefixes.
+        hash_block_length: tokens of such a block; 0 if the file does not give it.
+        max_tokens: requested limit of generated tokens; 0 is `output_length`.
         priority, deadline_ms, tenant: as the request's parameters; a deadline of 0 is none.
         outcome: "stop", "length", or the kind of the error that it ended with.
-        intake_ms, queue_ms, ttft_ms, total_ms: until the scheduler had it, until its first step,
-            its first token and its end, where that was measured.
+        intake_ms, queue_ms, ttft_ms, total_ms: time until the scheduler had it, until its first
+            step, its first token and its end; None if not measured.
     """
 
     timestamp: float
@@ -66,7 +67,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class _AzureRequest(msgspec.Struct, frozen=True):
-    """One line of Azure's."""
+    """One line of an Azure trace."""
 
     came_at: str = msgspec.field(name="TIMESTAMP")
     input_length: _InputLength = msgspec.field(name="ContextTokens")
@@ -74,13 +75,13 @@ class _AzureRequest(msgspec.Struct, frozen=True):
 
 
 class StepWork(NamedTuple):
-    """What there is to compute in a step.
+    """The size of a step.
 
     Attributes:
-        num_rows: requests. num_tokens: of all rows, drafts included.
-        num_context: cached tokens that attention reads, those of this step included: the sum over
+        num_rows: requests. num_tokens: tokens of all rows, drafts included.
+        num_context: cached tokens that attention reads, including those of this step: the sum over
             rows of the positions up to their last token.
-        num_pairs: of a query and a key.
+        num_pairs: pairs of a query and a key.
     """
 
     num_rows: int
@@ -93,9 +94,9 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """One step as the scheduler saw it. Times are in seconds of one monotonic clock.
 
     Attributes:
-        submitted_at: when it was handed to the engine. ended_at: when its result was there.
-        seconds: of these, in the engine.
-        num_joins: rows that began with it. num_drafts: tokens that were guessed, of all rows.
+        submitted_at: when it was sent to the engine. ended_at: when its result arrived.
+        seconds: time in the engine.
+        num_joins: rows that began with it. num_drafts: drafts of all rows.
         num_rows, num_tokens, num_context, num_pairs: see `StepWork`.
     """
 
@@ -119,8 +120,8 @@ def read_requests(path: Path) -> list[TraceRequest]:
     """Read a trace of requests, in the order of their times.
 
     Raises:
-        ConfigError: the file cannot be read, has no requests or is no trace; the line is named. A
-            last line that is unfinished is left out: whoever wrote it was killed.
+        ConfigError: the file cannot be read, has no requests or is not a trace; the text names the
+            line. An incomplete last line is left out, because its writer may have been killed.
     """
     name = path.name.removesuffix(".gz")
     requests = list(_azure(path) if name.endswith(".csv") else _lines(path, TraceRequest))
@@ -133,13 +134,13 @@ def read_steps(path: Path) -> list[StepRecord]:
     """Read a record of steps.
 
     Raises:
-        ConfigError: as `read_requests`, but it may be empty.
+        ConfigError: as `read_requests`, but the file may be empty.
     """
     return list(_lines(path, StepRecord))
 
 
 def write_requests(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write a trace of requests, compressed where the name ends with .gz."""
+    """Write a trace of requests, compressed if the name ends with .gz."""
     encoder = msgspec.json.Encoder()
     with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
         for request in requests:
@@ -147,10 +148,10 @@ def write_requests(path: Path, requests: Iterable[TraceRequest]) -> None:
 
 
 def block_length(requests: Iterable[TraceRequest]) -> int:
-    """Tokens of the blocks that have ids; 0 where no request has any.
+    """Tokens of the blocks that have ids; 0 if no request has ids.
 
     Raises:
-        ConfigError: the file does not say it, and no usual length fits all requests.
+        ConfigError: the file does not give it, and no usual length fits all requests.
     """
     with_ids = [request for request in requests if request.hash_ids]
     if not with_ids:
@@ -183,7 +184,7 @@ def _lines(path: Path, kind: type[T]) -> Iterator[T]:
 
 
 def _is_cut(line: bytes, error: Exception) -> bool:
-    """Whether it is the end of a file whose writer did not come to the end of a line."""
+    """Whether a line is the incomplete last line of a file."""
     is_json = isinstance(error, msgspec.ValidationError)
     return not line.endswith(b"\n") and isinstance(error, msgspec.DecodeError) and not is_json
 
@@ -207,7 +208,7 @@ def _azure(path: Path) -> Iterator[TraceRequest]:
         try:
             values = {name: row[name] for name in _AZURE_COLUMNS}
             request = msgspec.convert(values, _AzureRequest, strict=False)
-            # Seven digits of a second, where Python takes six.
+            # The file has seven digits of a second; Python takes six.
             came_at = datetime.fromisoformat(request.came_at[:26])
             first = first or came_at
             yield TraceRequest(

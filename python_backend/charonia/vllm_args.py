@@ -1,7 +1,8 @@
-"""vLLM's engine arguments that have no effect here, so that a model.json of its backend can stay.
+"""vLLM's engine arguments that have no effect here, so that a model.json of its backend works.
 
-Owns their names and the values at which they have none: any other value asks for something that
-is not done, and is refused. Must not know what has an effect: that is `EngineArgs`.
+Owns their names, and the values at which they have no effect. Any other value asks for something
+that is not supported, and is refused. Knows nothing about arguments with an effect, which are in
+`EngineArgs`.
 """
 
 from collections.abc import Callable, Mapping
@@ -87,7 +88,10 @@ BY_REASON: Mapping[str, Mapping[str, tuple[Any, ...] | None]] = {
         "task": ("auto", "generate"),
     },
 }
-"""Values at which each has no effect, beside null; None for any; by the reason why."""
+"""Arguments by the reason why they have no effect, each with the values at which it has none.
+
+null is always accepted; None stands for any value.
+"""
 
 _ACCEPTED = {name: accepted for names in BY_REASON.values() for name, accepted in names.items()}
 _SECRETS = ("hf_token",)
@@ -99,10 +103,11 @@ def leave_out(values: Mapping[str, Any], log: Callable[[str], None]) -> dict[str
     """The engine arguments without those of vLLM that have no effect here.
 
     Args:
-        log: takes a line for each of these.
+        log: takes a line for each argument that is left out.
 
     Raises:
-        ConfigError: one of them has a value that would have an effect; it is named. null never has.
+        ConfigError: one of them has a value that would have an effect; the text names it. null
+            never has an effect.
     """
     for name, value in values.items():
         if name not in _ACCEPTED:

@@ -1,6 +1,6 @@
 """Configuration of the engine and of the scheduler, checked once, where it is read.
 
-Must not know Triton or torch.
+Knows nothing about Triton or torch.
 """
 
 from charonia.config.engine_args import (

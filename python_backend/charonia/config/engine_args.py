@@ -1,7 +1,7 @@
 """The engine's arguments: `engine/1/model.json`, with vLLM's names where the meaning is the same.
 
-Owns their names, ranges and defaults, and the demo model that stands in where none is named. Must
-not know what an engine makes of them.
+Owns their names, ranges and defaults, and the demo model, which is the default model. Knows nothing
+about what an engine does with them.
 """
 
 import os
@@ -33,10 +33,10 @@ SchedulingPolicy = Literal["fcfs", "priority", "deadline"]
 Log = Callable[[str], None]
 _MAX_BYTES = 2**53
 _MAX_GIB = 2.0**20
-_MOST_ROWS, _MOST_STEP_TOKENS = 256, 4096  # of those that adapt
+_MOST_ROWS, _MOST_STEP_TOKENS = 256, 4096  # with "auto"
 _GENERATION_CONFIG_WORDS = ("auto", "none", "vllm")
 _NEEDS = {"eviction_policy": "enable_prefix_caching", "kv_cache_file_space": "kv_cache_path"}
-"""Arguments that have no effect without another one. They may stay where that is turned off."""
+"""Arguments that have no effect without another one. They are accepted while that is off."""
 
 
 def _no_log(line: str) -> None:
@@ -47,94 +47,93 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The engine's arguments, from `engine/1/model.json` or the Python API.
 
     Attributes:
-        model: directory of a checkpoint in Hugging Face format; the demo model where model.json
-            names none.
+        model: directory of a checkpoint in Hugging Face format. A model.json that names none gets
+            the demo model.
         tokenizer: directory of its tokenizer; None is `model`.
-        dtype: of the weights and of what is computed; "auto" is what the checkpoint says.
+        dtype: number format of the weights and of the computation; "auto" is the checkpoint's.
         max_model_len: tokens of prompt and output together; None is what the model supports.
-        max_num_seqs: rows, i.e. requests that run at once. "auto" has as many as make steps more
-            productive, by what steps take, and as the KV cache has room for, 256 at most; where
-            the scheduler's `inter_token_target_ms` is a number, no more than keep it, if one row
-            does.
-        max_num_batched_tokens: token budget of one step. "auto" has as many as make steps more
-            productive, 4,096 at most. It needs `enable_chunked_prefill`.
+        max_num_seqs: rows, i.e. requests that run at once. "auto" chooses their number from
+            measured step times and the room in the KV cache: as many as still raise throughput, at
+            most 256. If the scheduler's `inter_token_target_ms` is a number that one row can keep,
+            "auto" keeps it, too.
+        max_num_batched_tokens: token budget of one step. "auto" chooses it from measured step
+            times: as many tokens as still raise throughput, at most 4,096. It needs
+            `enable_chunked_prefill`.
         block_size: tokens per KV block.
         gpu_memory_utilization: share of a GPU's memory that weights, the largest step and the KV
             cache may take.
-        cpu_memory_utilization: on a CPU, where memory is shared with everything else: the KV
-            cache's share of what is available beside the largest step; the ranks of a machine
-            share it. Available is what the machine and the control groups of the process leave
-            when the engine is loaded. The cache never has more than that, also when memory becomes
-            free later; the engine has to be loaded again for that.
-        memory_reserve: share of the memory of the machine, or of the control group that limits the
-            process, that is to be left for others on a CPU. Where less is left, the KV cache
-            shrinks, down to what one request may need. It grows again when there is twice as much;
-            up to then it also shrinks while all processes wait for memory. Only the machine of rank
-            0 is watched; ranks on other machines follow it, however much memory is free there. 0
-            has it stay as it is, as do the next two.
-        kv_cache_memory_bytes: of each rank's KV cache, in place of a share of the memory; None
+        cpu_memory_utilization: on a CPU, the KV cache's share of the memory that is available
+            beside the largest step. The ranks of a machine share it. Available is what the machine
+            and the control groups of the process leave when the engine is loaded. The cache never
+            grows beyond that, even if memory becomes free later, until the engine is loaded again.
+        memory_reserve: share of memory to leave for other processes on a CPU; of the machine's
+            memory, or of the limit of the process's control group. If less is left, the KV cache
+            shrinks, down to what one request may need. It grows again once twice as much is left.
+            Until then it also shrinks while all processes wait for memory. Only rank 0's machine is
+            watched; ranks on other machines follow it. 0 keeps the cache's size fixed, and so does
+            either of the next two arguments.
+        kv_cache_memory_bytes: size of each rank's KV cache, in place of a share of the memory; None
             measures at start what the largest step leaves.
-        num_gpu_blocks_override: KV blocks, whatever the memory; None sizes the cache by memory.
+        num_gpu_blocks_override: number of KV blocks; None sizes the cache by memory.
         tensor_parallel_size: ranks that each layer is split among; it must divide the number of
             attention heads. A rank is a process: on a GPU machine one per GPU.
         pipeline_parallel_size: groups of ranks that the layers are split among, for models that
-            do not fit otherwise; the engine has the product of both as ranks.
-        num_local_ranks: ranks on this machine; None is all of them. The others are started by
-            `python -m charonia.parallel.worker` on theirs.
-        rendezvous: "HOST:PORT", an address of this machine, or a name of one, at which ranks of
-            other machines join; needed where there are any. Not one that stands for all addresses.
+            do not fit otherwise. The number of ranks is the product of both sizes.
+        num_local_ranks: ranks on this machine; None is all of them. Start the others on their
+            machines with `python -m charonia.parallel.worker`.
+        rendezvous: "HOST:PORT" at which ranks of other machines join; required if there are any.
+            HOST is an address or a name of this machine, but not the wildcard address.
         rendezvous_timeout_s: how long to wait for them.
-        rank_timeout_s: a rank that nothing was heard of for so many seconds is given up; at least
-            2, because it says every half second that it lives, and may be late with that.
+        rank_timeout_s: heartbeat timeout of a rank, in seconds; at least 2. A rank sends a
+            heartbeat every half second, and may be late with it.
         enable_prefix_caching: reuse KV blocks of earlier requests with the same prefix.
-        enable_prefix_sharing: of several requests with a long common prefix that is not cached, let
-            one compute it, and the others wait for that, no longer than it would take each of them
-            alone. It needs `enable_prefix_caching`.
-        eviction_policy: which cached blocks are given up first when new ones are needed:
-            "adaptive", those that by what was learned of blocks like them bring the fewest hits for
-            the time that they are kept; "lru", the least recently used; "lfu", those with the
-            fewest hits; "fifo", the oldest; "w_tinylfu", "s3_fifo" or "arc", three ways to keep
-            what is asked for again and again from being washed out by what is asked for once.
-            Blocks that continue others go first. Without `enable_prefix_caching` it has no effect,
-            which the log says.
-        kv_events_config: whom to tell what the prefix cache holds, such as a router that sends
-            requests to where their prefix is, see `KVEventsConfig`; None tells nobody. It needs
+        enable_prefix_sharing: if several requests have a long common prefix that is not cached, one
+            of them computes it and the others wait, but no longer than each would need to compute
+            it alone. It needs `enable_prefix_caching`.
+        eviction_policy: which cached blocks are evicted first. "adaptive": those with the fewest
+            expected hits for the time that they stay, learned from blocks like them; "lru": the
+            least recently used; "lfu": those with the fewest hits; "fifo": the oldest; "w_tinylfu",
+            "s3_fifo" and "arc": three ways to keep blocks that are used again and again while many
+            others are used once. Blocks that continue others are evicted before them. Without
+            `enable_prefix_caching` it has no effect, and the log says so.
+        kv_events_config: publish what the prefix cache holds, e.g. to a router that sends requests
+            to where their prefix is; see `KVEventsConfig`. None publishes nothing. It needs
             `enable_prefix_caching`.
-        swap_space: GiB of the host's memory, for each rank, that keep blocks of the prefix cache
-            which were hit, also when the KV cache has given them up; 0 is none. It needs
-            `enable_prefix_caching`, as does the next one.
-        kv_cache_path: a directory whose files do the same, and outlive engine, server and machine;
-            `~` is the home, None is none. Servers may share it: each uses files of its own.
-            Whoever can read them can read what the cache knows of prompts.
-        kv_cache_file_space: GiB that such a file may take, one for each rank. Without
-            `kv_cache_path` it has no effect, which the log says.
+        swap_space: GiB of host memory, for each rank, for blocks of the prefix cache that were hit.
+            They stay there when the KV cache evicts them; 0 turns it off. It needs
+            `enable_prefix_caching`, as does the next argument.
+        kv_cache_path: directory of files that do the same and outlive engine, server and machine.
+            `~` is the home directory; None turns it off. Servers may share the directory: each uses
+            files of its own. Anybody who can read these files can read cached prompts.
+        kv_cache_file_space: GiB that such a file may take; each rank has one. Without
+            `kv_cache_path` it has no effect, and the log says so.
         enable_chunked_prefill: let a prompt be computed over several steps.
-        speculative_config: how to guess tokens ahead, see `SpeculativeConfig`; None does not.
-        generation_config: where defaults of sampling parameters come from: "auto" is the
-            checkpoint's generation_config.json, or where it has none its config.json; "none" (or
-            vLLM's word "vllm") is nothing; anything else is the directory of such a file.
-        kv_cache_dtype: how keys and values are kept: "auto" is in the weights' dtype; "int8" and
-            "fp8" (e4m3) in 8 bits and a scale for each token and head; "int4" in 4 bits and a scale
-            for every 32 numbers, for models whose heads have a multiple of that many. "fp8_e4m3"
-            is vLLM's word for "fp8".
+        speculative_config: how tokens are drafted, see `SpeculativeConfig`; None turns drafts off.
+        generation_config: where defaults of sampling parameters come from. "auto": the checkpoint's
+            generation_config.json, or its config.json if it has none; "none", or vLLM's word
+            "vllm": nowhere; anything else: the directory of such a file.
+        kv_cache_dtype: number format of keys and values. "auto": that of the weights; "int8" and
+            "fp8" (e4m3): 8 bits, with a scale for each token and head; "int4": 4 bits, with a scale
+            for every 32 numbers, for models whose head size is a multiple of 32. "fp8_e4m3" is
+            vLLM's word for "fp8".
         scheduling_policy: "fcfs", first come first served; "priority", by each request's
             `priority`, see also the scheduler's `priority_aging_s`; or "deadline", the earliest
             `deadline_ms` first, see also `late_requests`.
-        async_scheduling: plan a step while the one before it computes, so that the engine need
-            not wait for the plan; a request that ends by a token or a text is then computed one
-            step too long, whose token nobody sees. A pipeline's stages have other steps to compute
-            instead, and drafts wait for the tokens that they follow.
+        async_scheduling: plan a step while the one before it computes, so that the engine does not
+            wait for the plan. A request that ends by a token or a text is then computed for one
+            step too many, and that step's token is dropped. Pipelines overlap different steps
+            instead, and steps with drafts wait for the tokens before them.
         quantization: "int8" keeps weights as 8-bit integers with a scale per output: half the
             bytes of bfloat16, at a small loss.
-        seed: of the requests that bring none, each of which gets one drawn from it in the order in
-            which they are admitted; None draws them at random.
-        device: "auto" takes a GPU where there is one.
+        seed: seed of the requests that bring none: each draws its own from it, in the order of
+            admission. None draws them at random.
+        device: "auto" takes a GPU if there is one.
         cpu_kernels: what computes on a CPU: our kernels for an instruction set, or torch's
             operations; "auto" is the best that the processor has.
         cpu_threads: threads of each rank that compute on a CPU; None is one per core that the
-            process may use, shared out among the ranks.
-        cpu_binding: their cores: "auto" binds them where there is a core for each, "none" does
-            not, and a list such as "0-3,8" names them.
+            process may use, divided among the ranks.
+        cpu_binding: which cores these threads are bound to. "auto" binds them if there is a core
+            for each; "none" does not bind them; a list such as "0-3,8" names the cores.
     """
 
     model: str
@@ -229,18 +228,18 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """Whom to tell what the prefix cache holds; None where nobody is told."""
+        """Where to publish what the prefix cache holds; None if it is not published."""
         config = self.kv_events_config
         return config if config is not None and config.is_on else None
 
     @property
     def most_rows(self) -> int:
-        """Rows that the engine has, of which a scheduler that adapts may use fewer."""
+        """Rows that the engine has; with "auto" the scheduler may use fewer."""
         return _MOST_ROWS if self.max_num_seqs == "auto" else self.max_num_seqs
 
     @property
     def most_step_tokens(self) -> int:
-        """Tokens that a step may have; a scheduler that adapts may use fewer."""
+        """Tokens that a step may have; with "auto" the scheduler may use fewer."""
         tokens = self.max_num_batched_tokens
         return _MOST_STEP_TOKENS if tokens == "auto" else tokens
 
@@ -251,7 +250,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def local_ranks(self) -> int:
-        """Those of them on this machine."""
+        """Ranks on this machine."""
         return self.num_ranks if self.num_local_ranks is None else self.num_local_ranks
 
     @property
@@ -262,7 +261,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def generation_config_dir(self) -> Path | None:
-        """Where the generation_config.json is that sampling takes its defaults from."""
+        """Directory of the generation_config.json that has the defaults of sampling parameters."""
         if self.generation_config == "auto":
             return Path(self.model)
         if self.generation_config in _GENERATION_CONFIG_WORDS:
@@ -279,8 +278,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Check names and types.
 
         Args:
-            log: takes a line for each argument that has no effect: here, if it is vLLM's, or
-                without another argument.
+            log: takes a line for each argument without effect: one of vLLM's that has none here,
+                or one that needs another argument.
 
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range; it is named.
@@ -297,8 +296,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def from_file(cls, path: Path, log: Log = _no_log) -> "EngineArgs":
         """Read `model.json`; relative paths are relative to its directory.
 
-        Where no `model` is named it is the demo model, with its draft model unless
-        `speculative_config` is named.
+        Without a `model` it is the demo model, with its draft model unless `speculative_config` is
+        given.
 
         Args:
             log: as of `from_dict`.
@@ -319,7 +318,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def with_demo_model(values: dict[str, Any]) -> dict[str, Any]:
-    """An engine's arguments; where they name no model it is the demo pair."""
+    """Return an engine's arguments; without a model, add the demo model and its draft model."""
     if "model" in values:
         return values
     draft = {"speculative_config": {"model": str(DEMO_DRAFT_CHECKPOINT)}}
@@ -327,10 +326,10 @@ def with_demo_model(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_paths_absolute(values: dict[str, Any], base: Path) -> None:
-    """Take the paths among an engine's arguments as relative to `base`; `~` is the home.
+    """Make the paths among an engine's arguments absolute: relative to `base`, `~` is the home.
 
     Raises:
-        ConfigError: there is no such home.
+        ConfigError: there is no such home directory.
     """
     speculative = values.get("speculative_config")
     for holder in (values, speculative if isinstance(speculative, dict) else {}):

@@ -1,6 +1,6 @@
 """The engine argument `kv_events_config`.
 
-Owns its keys. Must not know what is told, nor ZeroMQ.
+Owns its keys. Knows nothing about the events, or ZeroMQ.
 """
 
 import os
@@ -15,24 +15,24 @@ _OWN_HOSTS = ("*", "0.0.0.0", "[::]", "localhost", "[::1]")
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is told over ZeroMQ what the prefix cache holds; names are vLLM's.
+    """How events of the prefix cache are published over ZeroMQ; names are vLLM's.
 
-    What is told are token ids, that is prompts, to whoever can reach an endpoint.
+    Events contain token ids, that is prompts. Anybody who can reach an endpoint can read them.
 
     Attributes:
-        enable_kv_cache_events: tell it at all.
+        enable_kv_cache_events: publish events.
         publisher: "zmq", or "null" for none.
-        endpoint: "tcp://HOST:PORT" or "ipc://PATH". A path is bound, and so is a host that is `*`,
-            `0.0.0.0`, `[::]` or a loopback address. Any other host is a reader's that binds, and is
-            connected to. vLLM's default is "tcp://*:5557", all addresses of this machine.
-        replay_endpoint: where readers ask for batches again that they have missed, of the same
-            form, always bound, and never the same address; None is nowhere.
-        buffer_steps: batches that are kept for that.
-        hwm: batches that wait for each reader at most; a slow one misses those that come then.
-        max_queue_size: batches that wait to be sent at most; then they are dropped, and readers are
-            told that nothing is cached.
-        topic: of all messages; None is "kv@POD@MODEL", with the environment's `POD_NAME`, `POD_IP`,
-            or else the name of the host, and the scheduler's name in Triton. "" is vLLM's
+        endpoint: "tcp://HOST:PORT" or "ipc://PATH". A path is bound, and so is the host `*`,
+            `0.0.0.0`, `[::]` or a loopback address. Any other host is connected to, for a reader
+            that binds there. vLLM's default is "tcp://*:5557", all addresses of this machine.
+        replay_endpoint: where readers ask again for batches that they missed. It has the same form,
+            is always bound, and must differ from `endpoint`; None turns it off.
+        buffer_steps: batches that are kept for replay.
+        hwm: most batches that wait for each reader; a slow reader misses further ones.
+        max_queue_size: most batches that wait to be sent. Beyond that they are dropped, and readers
+            are told that nothing is cached.
+        topic: topic of all messages; None is "kv@POD@MODEL". POD is the environment's `POD_NAME`,
+            `POD_IP`, or else the host's name; MODEL is the scheduler's name in Triton. "" is vLLM's
             default, for readers that subscribe to everything.
     """
 
@@ -68,19 +68,19 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody is told."""
+        """Whether events are published."""
         return self.enable_kv_cache_events and self.publisher == "zmq"
 
     @property
     def is_bound(self) -> bool:
-        """Whether readers connect to `endpoint`; else it is the reader's, and connected to."""
+        """Whether `endpoint` is bound here; otherwise the reader binds it, and we connect."""
         scheme, _, address = self.endpoint.partition("://")
         host = address.rpartition(":")[0]
         return scheme == "ipc" or host in _OWN_HOSTS or host.startswith("127.")
 
 
 def _place(endpoint: str) -> str:
-    """What is the same for one path, however it is written."""
+    """The endpoint in a normal form: the same for all spellings of one path."""
     scheme, _, address = endpoint.partition("://")
     return os.path.abspath(address) if scheme == "ipc" else endpoint
 

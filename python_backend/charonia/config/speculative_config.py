@@ -1,6 +1,6 @@
 """The engine argument `speculative_config`.
 
-Owns its keys. Must not know how tokens are guessed.
+Owns its keys. Knows nothing about how tokens are drafted.
 """
 
 from typing import Annotated, Literal
@@ -15,28 +15,29 @@ _SPECULATIVE_TOKENS = {"draft_model": 5, "ngram": 10, "suffix": 16}
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are guessed ahead, so that one pass of the model can commit several.
+    """How tokens are drafted, so that one pass of the model can commit several.
 
     No method changes a request's tokens. Names are vLLM's where the meaning is the same.
 
     Attributes:
-        method: "draft_model", a small model of the same tokenizer guesses; "ngram", what followed
-            the last tokens earlier in the same text; "suffix", the same with matches of any
-            length, also in earlier responses of the same tenant. None is "draft_model" where a
-            `model` is named.
+        method: where drafts come from. "draft_model": a small model with the same tokenizer;
+            "ngram": what followed the last tokens earlier in the same text; "suffix": the same with
+            matches of any length, also in earlier responses of the same tenant. None is
+            "draft_model" if a `model` is given.
         model: directory of the draft model's checkpoint.
-        quantization: of the draft model, whose guesses are verified anyway: "auto" is int8 where
-            our CPU kernels compute, else as None; None leaves its weights as the model's are.
-        num_speculative_tokens: drafts per request and step at most, 1 to 64; None is 5 for
+        quantization: number format of the draft model's weights. "auto" is int8 with our CPU
+            kernels, otherwise as None; None is the model's own format. Drafts are verified, so it
+            changes no token.
+        num_speculative_tokens: most drafts per request and step, 1 to 64; None is 5 for
             "draft_model", 10 for "ngram" and 16 for "suffix".
-        prompt_lookup_max, prompt_lookup_min: tokens that must be the same for "ngram", 1 to 32;
-            None is 5 and 2, or what makes room for the other.
-        adaptive: choose from measured acceptance and step times how many drafts pay, none
-            included; False always drafts as many as it can.
-        draft_tensor_parallel_size: ranks that the draft model is split among, at most as many as
-            the model's `tensor_parallel_size`; None is 1.
-        synthetic_acceptance_rate: accept each draft with this probability, whatever it is. For
-            benchmarks of the machinery alone: the text is NOT the model's.
+        prompt_lookup_max, prompt_lookup_min: most and fewest tokens that must match for "ngram",
+            1 to 32; None is 5 and 2, or what the other one allows.
+        adaptive: choose the number of drafts, which may be none, by measured acceptance and step
+            times; False always drafts as many as it can.
+        draft_tensor_parallel_size: ranks that the draft model is split among, at most the model's
+            `tensor_parallel_size`; None is 1.
+        synthetic_acceptance_rate: accept each draft with this probability, whether it is right or
+            not. For benchmarks of the machinery alone: the text is NOT the model's.
     """
 
     method: Literal["draft_model", "ngram", "suffix"] | None = None
@@ -72,12 +73,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_draft_model(self) -> bool:
-        """Whether the engine drafts, with a model of its own."""
+        """Whether the drafts come from a draft model, in the engine."""
         return self.method in (None, "draft_model")
 
     @property
     def max_drafts(self) -> int:
-        """Drafts per request and step at most."""
+        """Most drafts per request and step."""
         return self.num_speculative_tokens or _SPECULATIVE_TOKENS[self.method or "draft_model"]
 
     @property

@@ -1,7 +1,7 @@
-"""What values of arguments may be, and how those of a file become a configuration.
+"""Types of arguments, and the conversion of a file's values to a configuration.
 
-Owns types that several configurations share, and the errors of names and types. Must not know any
-configuration.
+Owns the types that several configurations share, and the errors about names and types. Knows
+nothing about any configuration.
 """
 
 import os
@@ -28,7 +28,7 @@ _WORDS: dict[type[inspect.Type], str] = {
 
 
 def is_path(text: str) -> bool:
-    """Whether the system could have a path of that name."""
+    """Whether the operating system could have a path of that name."""
     try:
         return b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -42,14 +42,14 @@ def is_address(text: str) -> bool:
 
 
 def convert(values: dict[str, Any], cls: type[T], what: str, *, strict: bool = True) -> T:
-    """Make a configuration of the values of its fields.
+    """Convert the values of its fields to a configuration.
 
     Args:
-        cls: a Struct. what: its fields are, such as "engine argument", for the error's text.
-        strict: whether a number must be one; else text that says one will do.
+        cls: a Struct. what: what its fields are called in errors, such as "engine argument".
+        strict: False also accepts a number as text.
 
     Raises:
-        ConfigError: an unknown name, a wrong type or a value out of range. It names the value, and
+        ConfigError: an unknown name, a wrong type or a value out of range. It names the value and
             what is accepted.
     """
     _check_names(values, cls, what)
@@ -67,7 +67,7 @@ def _check_names(values: dict[str, Any], cls: type, what: str) -> None:
 
 
 def _fault(value: Any, kind: Any, name: str, *, strict: bool) -> str:
-    """What is wrong with a value, or what is in it; "" is nothing.
+    """What is wrong with a value, or with a value inside it; "" if nothing is.
 
     Args:
         kind: its type, as in the annotation of a field.
@@ -109,13 +109,13 @@ def _fault_of_fields(values: dict[str, Any], cls: Any, name: str, *, strict: boo
 
 
 def _options(kind: Any) -> tuple[inspect.Type, ...]:
-    """The types of which a value may have one."""
+    """The types that a value may have."""
     found = inspect.type_info(kind)
     return found.types if isinstance(found, inspect.UnionType) else (found,)
 
 
 def _words(kind: inspect.Type) -> list[str]:
-    """What a type accepts, for people."""
+    """What a type accepts, in words for an error."""
     match kind:
         case inspect.LiteralType():
             return [repr(value) for value in kind.values]
@@ -129,7 +129,7 @@ def _words(kind: inspect.Type) -> list[str]:
 
 
 def _range(kind: inspect.IntType | inspect.FloatType) -> str:
-    """Of numbers that are bounded on both sides or on none."""
+    """The range of a number that is bounded on both sides, or on none."""
     if kind.ge is None and kind.gt is None:
         return ""
     low = (

@@ -1,7 +1,7 @@
 """The control plane: which tokens of which request are computed in the next step, and where.
 
 Standard library only: no torch, no threads, no clock (time is an argument). `Scheduler` is its
-one public machine; everything else in here is a part of it.
+only public state machine; everything else in here is a part of it.
 """
 
 from charonia.control.cache import CacheEvents, Tiers

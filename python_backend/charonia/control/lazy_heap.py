@@ -1,6 +1,6 @@
-"""Keys by a score, the smallest score first.
+"""A heap of keys, the smallest score first, from which any key may be removed.
 
-Owns the heap and which of its places are stale. Must not know what keys and scores mean.
+Owns the heap and its stale entries. Knows nothing about the meaning of keys and scores.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
@@ -11,30 +11,29 @@ _SLACK = 64
 
 
 class LazyHeap(Generic[Key]):
-    """A heap that any key can leave, in O(log n) amortized.
+    """A heap that can remove any key, in O(log n) amortized.
 
-    A key that is discarded leaves a stale place. This is dropped when it comes to the top. All of
-    them are dropped by the `discard` that finds that they outweigh the live ones: after it, the
-    heap never holds more than twice what is live, and a few. Keys of equal score come in their own
-    order.
+    A discarded key leaves a stale entry, which is dropped when it reaches the top. Once stale
+    entries outnumber the live ones, `discard` drops all of them. So after a `discard` the heap
+    holds at most twice the live keys, and a few more. Keys of equal score come in their own order.
     """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, Key]] = []
-        self._scores: dict[Key, float] = {}  # a place with another score is stale
+        self._scores: dict[Key, float] = {}  # an entry with another score is stale
 
     @property
     def num_places(self) -> int:
-        """Places in the heap, stale ones included."""
+        """Entries in the heap, stale ones included."""
         return len(self._heap)
 
     def add(self, key: Key, score: float) -> None:
-        """Add a key that is not there."""
+        """Add a key that is not in the heap."""
         self._scores[key] = score
         heappush(self._heap, (score, key))
 
     def discard(self, key: Key) -> None:
-        """Take a key out, if it is there."""
+        """Remove a key, if it is in the heap."""
         scores = self._scores
         if scores.pop(key, None) is not None and len(self._heap) > 2 * len(scores) + _SLACK:
             self._heap = [(score, one) for one, score in scores.items()]
@@ -51,7 +50,7 @@ class LazyHeap(Generic[Key]):
         return None
 
     def pop(self) -> None:
-        """Take out what `first` has just returned."""
+        """Remove the key that `first` has just returned."""
         _, key = heappop(self._heap)
         del self._scores[key]
 

@@ -1,6 +1,6 @@
-"""What the scheduler's side and the engine's say to each other, and what a request asks for.
+"""The messages between scheduler and engine, and what a request asks for.
 
-Time of one step, seen from the scheduler's process::
+Timeline of one step, in the scheduler's process::
 
     plan() ──► Executor.submit(plan) ──► Pending.result(timeout) ──► apply(result)
                      │      (text of the step before is decoded here)     ▲
@@ -10,7 +10,7 @@ Both sides keep the same cursor per row. A plan carries *diffs* against what the
 holds, so (epoch, step_id) must be the successor of the last one executed; anything else is
 refused. A plan with `reset` opens a new epoch: the engine forgets all rows and all KV.
 
-Must not know how a plan is made or executed.
+Knows nothing about how a plan is made or executed.
 """
 
 from charonia.protocol.executor import (

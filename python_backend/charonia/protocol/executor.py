@@ -1,6 +1,6 @@
-"""The protocols behind which any engine stands.
+"""The protocols that every engine implements.
 
-Owns what may be asked of an engine, and how it fails. Must not know any engine.
+Owns what may be asked of an engine, and how it fails. Knows nothing about any engine.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from charonia.protocol.messages import EngineInfo, StepPlan, StepResult
 
 
 class Pending(Protocol):
-    """A step under way."""
+    """A step in flight."""
 
     def result(self, timeout: float | None) -> StepResult:
-        """Wait for the step, at most `timeout` seconds; it may be asked again.
+        """Wait for the step, at most `timeout` seconds; may be called again.
 
         Raises:
             StepFailedError: the step raised, or the plan was refused; the engine lives.
             EngineDiedError: the engine is gone or does not answer.
-            TimeoutError: still under way after `timeout`.
+            TimeoutError: the step is still in flight after `timeout`.
         """
         ...
 
@@ -28,46 +28,47 @@ class Opening(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether it is known what came of it."""
+        """Whether the outcome is known."""
         ...
 
     def result(self) -> EngineInfo:
-        """What the engine is, once this is done.
+        """Return what the engine is, once this is done.
 
         Raises:
-            EngineDiedError: there is none, or it cannot be loaded; the text says why.
-            EngineUnloadedError: none is to be there.
-            ServerStoppingError: nor will there be one, as the server is shutting down.
+            EngineDiedError: there is no engine, or it cannot be loaded; the text says why.
+            EngineUnloadedError: the engine was unloaded on purpose.
+            ServerStoppingError: the server is shutting down, so there will be no engine.
         """
         ...
 
 
 class Executor(Protocol):
-    """Any engine, as the scheduler's side sees it."""
+    """Any engine, as the scheduler sees it."""
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> Opening:
-        """Begin to look for the engine, or to load one. One at a time; no step is in flight.
+        """Begin to look for the engine, or to load one. One at a time, while no step is in flight.
 
         Args:
             replace: kill what is left of the engine and load a fresh one, instead of asking the
-                one that is there what it is.
+                existing one what it is.
             on_done: called at the end, from any thread, unless it is done when this returns.
         """
         ...
 
     def submit(self, plan: StepPlan) -> Pending:
-        """Start a step, behind those under way: at most one for each stage, and one more.
+        """Start a step behind those in flight: at most one for each stage, and one more.
 
-        Steps run in this order, and their results are asked for in it. When one fails, those
-        behind it are given up: nobody asks for their results.
+        Steps run in this order, and their results are collected in it. When one fails, those
+        behind it are given up, and their results are never collected.
         """
         ...
 
     def check(self) -> None:
-        """Say whether an engine that has nothing to do is well; waits for nothing.
+        """Check that an idle engine is alive; never waits.
 
         Raises:
-            EngineDiedError: it has gone, or does not answer; EngineUnloadedError: on purpose.
+            EngineDiedError: it is gone, or does not answer. EngineUnloadedError: it was unloaded on
+                purpose.
             ServerStoppingError: the server is shutting down.
         """
         ...

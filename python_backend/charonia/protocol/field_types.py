@@ -1,7 +1,7 @@
-"""Values as Python programs give them, read as the types of a Struct's fields.
+"""Converts values from Python programs to the types of a Struct's fields.
 
-Owns which values count as which type, such as numpy's numbers as numbers, and the words of the
-errors. Must not know any field.
+Owns which values count as which type, e.g. numpy's numbers as numbers, and the texts of the errors.
+Knows nothing about any field.
 """
 
 import numbers
@@ -17,10 +17,11 @@ from charonia.errors import InvalidRequestError, shown
 
 
 class Kind(NamedTuple):
-    """A type of fields: what it accepts, for people, and what reads a value of it.
+    """A type of fields.
 
     Attributes:
-        read: raises TypeError, ValueError or OverflowError for a value of another type.
+        accepted: what it accepts, in words for an error.
+        read: converts a value; raises TypeError, ValueError or OverflowError for another type.
     """
 
     accepted: str
@@ -28,7 +29,7 @@ class Kind(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field; `default` is taken as it is."""
+    """A field. `default` is not converted."""
 
     name: str
     default: Any
@@ -91,14 +92,14 @@ KINDS: dict[Any, Kind] = {
     tuple[int, ...]: Kind("a list of integers", _integers),
     dict[int, float]: Kind("a dict of token ids and numbers", _biases),
 }
-"""By the type of the annotation."""
+"""Kinds by the type of the annotation."""
 
 
 def fields_of(cls: type[msgspec.Struct], kinds: Mapping[Any, Kind] = KINDS) -> list[Field]:
     """The fields of a Struct.
 
     Args:
-        kinds: of every type that a field has; of one that may be None the other type's will do.
+        kinds: the kind of every type that a field has. `T | None` takes the kind of `T`.
     """
     hints = get_type_hints(cls)
     return [
@@ -108,10 +109,10 @@ def fields_of(cls: type[msgspec.Struct], kinds: Mapping[Any, Kind] = KINDS) -> l
 
 
 def read_fields(struct: msgspec.Struct, fields: list[Field], what: str = "{}") -> None:
-    """Put into each field its value as the field's type says; a new Struct's alone.
+    """Convert each field's value in place to the field's type; only for a new Struct.
 
     Args:
-        fields: of its class. what: how an error names a field, where {} is its name.
+        fields: those of its class. what: how an error names a field; {} is its name.
 
     Raises:
         InvalidRequestError: a value of another type; the text names it and what is accepted.

@@ -1,6 +1,6 @@
 """The messages between the planes, and their binary form (MessagePack).
 
-Owns the types that cross a process boundary. Must not know how a plan is made or executed.
+Owns the types that cross a process boundary. Knows nothing about how a plan is made or executed.
 """
 
 from typing import Any, Literal
@@ -9,17 +9,17 @@ import msgspec
 
 FinishReason = Literal["stop", "length", "cancelled"]
 KEY_BYTES = 16
-"""Of the key of a block's content: a hash of all tokens up to its end."""
+"""Length of the key of a block's content: a hash of all tokens up to its end."""
 
 
 class RowSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
-    """What the engine needs of a request's SamplingParams: everything is token ids by now.
+    """What the engine needs of a request's SamplingParams, with all texts as token ids.
 
     Attributes:
         seed: 64-bit seed of the noise, 0 .. 2**64 - 1.
         top_k: 0 is all.
         bad_words_ids: token id sequences whose last token must not follow the ones before it.
-        min_tokens: while fewer tokens are generated, `stop_ids` cannot be sampled.
+        min_tokens: `stop_ids` cannot be sampled before this many tokens are generated.
         num_logprobs, num_prompt_logprobs: -1 none, 0 the token itself, k also the top k.
     """
 
@@ -46,9 +46,9 @@ class NewRow(msgspec.Struct, frozen=True):
         row: 0 .. max_num_seqs - 1, free until now.
         token_ids: all its tokens so far, prompt and generated.
         num_prompt: how many of them are the prompt.
-        num_computed: how many have their KV in `block_ids` already (prefix hits).
-        block_ids: its blocks so far; position p lives in block_ids[p // block_size].
-        num_draft_computed: how many have the draft model's KV in them, too.
+        num_computed: how many already have their KV in `block_ids` (prefix hits).
+        block_ids: its block table; position p is in block_ids[p // block_size].
+        num_draft_computed: how many also have the draft model's KV there.
     """
 
     row: int
@@ -61,18 +61,19 @@ class NewRow(msgspec.Struct, frozen=True):
 
 
 class BlockCopy(msgspec.Struct, frozen=True, array_like=True):
-    """All that is in a block is to be in another one, too: K and V of all layers and models."""
+    """Copy a block to another one: K and V of all layers and models."""
 
     source: int
     target: int
 
 
 class BlockSave(msgspec.Struct, frozen=True, array_like=True):
-    """What a block contains is to be in a slot of a slower tier, too, in place of what is there.
+    """Copy a block to a slot of a slower tier, over what is there.
 
     Attributes:
-        tier: its place in `KeptBlocks.tiers`. slot: 0 .. num_slots - 1.
-        key: of the content, `KEY_BYTES`. has_draft: whether the draft model's KV is part of it.
+        tier: its index in `KeptBlocks.tiers`. slot: 0 .. num_slots - 1.
+        key: key of the content, `KEY_BYTES` long.
+        has_draft: whether the draft model's KV is part of the content.
     """
 
     block_id: int
@@ -83,7 +84,7 @@ class BlockSave(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot of a slower tier contains is to be in a block, if it is of this key."""
+    """Copy a slot of a slower tier to a block, if its content has this key."""
 
     tier: int
     slot: int
@@ -95,8 +96,9 @@ class RowStep(msgspec.Struct, frozen=True, array_like=True):
     """What one row computes in this step: the next `num_tokens` known tokens after its cursor.
 
     A row whose cursor reaches its last known token samples the next one, appends it, and reports
-    it. With drafts it does so several times: they are computed in the same pass, and as long as
-    the sampled token is the draft at its place, the token sampled behind that draft counts too::
+    it. With drafts it does so several times. The drafts are computed in the same pass. As long as
+    the sampled token equals the draft at its position, the token sampled behind that draft counts
+    too::
 
         known tokens ......... t │ d1   d2   d3      num_drafts = 3
           num_tokens ──────────┘ │  │    │    │
@@ -105,11 +107,11 @@ class RowStep(msgspec.Struct, frozen=True, array_like=True):
     The cursor then stands behind the last accepted draft.
 
     Attributes:
-        new_block_ids: appended to the row's block table first; it must hold the drafts too.
-        num_drafts: how many, >= 0; any only where `num_tokens` reaches the last known token.
-        draft_ids: the drafts; empty where the engine's draft model is to guess them.
-        num_draft_tokens: known tokens that the draft model computes first, after its own cursor;
-            they reach the last known token where it is to guess.
+        new_block_ids: appended to the row's block table first; the table must hold the drafts too.
+        num_drafts: number of drafts; must be 0 unless `num_tokens` reaches the last known token.
+        draft_ids: the drafts; empty if the engine's draft model makes them.
+        num_draft_tokens: known tokens that the draft model computes first, after its own cursor.
+            They reach the last known token if it makes the drafts.
     """
 
     row: int
@@ -127,10 +129,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class StepPlan(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One step. The engine drops `leaves`, adds `joins`, and computes `rows`.
 
-    Before that it makes `saves`, `loads` and `copies`, in this order: a block may be saved, and
-    written to by the same plan. Of `discards` it may give back the memory: what they contain is of
-    no use, and they are in no table. `step_id` counts from 0 in each epoch; step 0 has `reset` set
-    and only it has. `num_blocks` are in use once that is done, with the null block; None is all.
+    Before that it performs `saves`, `loads` and `copies`, in this order, so the same plan may save
+    a block and overwrite it. It may free the memory of `discards`: these blocks are in no block
+    table, and their content is useless. After the step `num_blocks` are in use, with the null
+    block; None is all. `step_id` counts from 0 in each epoch; step 0, and only it, has `reset` set.
     """
 
     epoch: int
@@ -151,8 +153,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         token_ids: the sampled (or prompt) token first, then the most likely ones, best first.
-        logprobs: of each of `token_ids`.
-        rank: of the first token, 1 is the most likely. The others have ranks 1, 2, …
+        logprobs: one for each of `token_ids`.
+        rank: rank of the first token; 1 is the most likely. The others have ranks 1, 2, …
     """
 
     token_ids: list[int]
@@ -163,10 +165,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
     """The run of tokens that a row committed in this step: its accepted drafts and one more.
 
-    It is empty while the row's known tokens are not all computed.
+    It is empty until all known tokens of the row are computed.
 
     Attributes:
-        logprobs: one entry per token of `token_ids`, or None when not asked for.
+        logprobs: one entry per token of `token_ids`, or None if not requested.
         prompt_logprobs: one entry per prompt token *predicted* in this step, in order: the
             step that computes prompt positions a .. b-1 reports tokens a+1 .. min(b, num_prompt-1).
     """
@@ -178,19 +180,19 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 Collectives = dict[str, tuple[int, int, float]]
-"""Collective operations of one rank by name: how many, of how many bytes, in how many seconds."""
+"""Collective operations of one rank by name: their number, bytes and seconds."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What a step committed.
 
     Attributes:
-        rows: of each row of the plan, in the plan's order.
-        seconds: what it took inside the engine. draft_seconds: the draft model's part of that.
-        collectives: what its ranks exchanged since the step before; None where there is one.
-        num_blocks: for which there is memory at this moment, with the null block; None is all.
-        not_loaded: blocks into which the plan had something loaded that was not there, or damaged.
-        not_saved: places in the plan's saves of what could not be kept: these slots are empty.
+        rows: one result per row of the plan, in the plan's order.
+        seconds: time inside the engine. draft_seconds: the draft model's part of it.
+        collectives: what its ranks exchanged since the step before; None with a single rank.
+        num_blocks: blocks for which there is memory now, with the null block; None is all.
+        not_loaded: blocks that could not be loaded because the content was missing or damaged.
+        not_saved: indexes of the plan's saves that failed; their slots are empty.
     """
 
     epoch: int
@@ -205,22 +207,22 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class StepFailure(msgspec.Struct, frozen=True, tag=True):
-    """A step raised and the engine lives; it waits for a plan with `reset`."""
+    """A step raised, but the engine lives; it waits for a plan with `reset`."""
 
     message: str
 
 
 class ShutdownNotice(msgspec.Struct, frozen=True, tag=True):
-    """The engine is being unloaded; nothing follows. Said unasked, or instead of an answer."""
+    """The engine is being unloaded; nothing follows. Sent unasked, or instead of an answer."""
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of a rank's KV cache.
 
-    `dtype` says how K and V are kept: a float type of torch's, or int8, fp8 or int4 (see
+    `dtype` is the format of K and V: a float type of torch's, or int8, fp8 or int4 (see
     `data.ops.kv_format`). `bytes_per_block` counts K and V of all layers, with their scales.
 
-    Where an engine has several ranks, what it tells of is rank 0's part: its layers and heads.
+    With several ranks it describes rank 0's part: its layers and heads.
     """
 
     num_layers: int
@@ -240,10 +242,10 @@ class SlotContent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A slower tier of the KV cache, as an engine has found or left it.
+    """A slower tier of the KV cache, as an engine found or left it.
 
     Attributes:
-        contents: in the order in which they were saved, as far as that is known.
+        contents: in the order in which they were saved, as far as it is known.
     """
 
     name: Literal["host", "file"]
@@ -252,11 +254,11 @@ class TierInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine keeps of blocks beside its KV cache, and for longer.
+    """Blocks that an engine keeps outside its KV cache, and for longer.
 
     Attributes:
-        hash_secret: key of the hash that made the contents' keys, and is to make all others.
-        slot_bytes: that are moved for a block, on the rank with the most.
+        hash_secret: secret of the hash that made the contents' keys; new keys must use it too.
+        slot_bytes: bytes that are moved per block, on the rank with the most.
         tiers: the faster ones first.
     """
 
@@ -266,16 +268,16 @@ class KeptBlocks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's memory is for, in bytes; of rank 0, where there are several.
+    """What an engine's memory is used for, in bytes; that of rank 0 if there are several.
 
     Attributes:
-        weights: what was in use once the weights were loaded.
-        step: what the largest step takes at its peak beside that; None where the arguments fix the
-            KV cache's size, so that none was run.
-        kv_cache: the target's and the draft model's. On a CPU it is taken as it is written to.
-        left: what others may take once all of that is in use, by all ranks of the machine where
-            they share its memory. total: of which that is a part.
-        source: what limits: "machine", a control group, or a GPU.
+        weights: memory in use once the weights were loaded.
+        step: what the largest step takes beside that at its peak; None if the arguments fix the
+            KV cache's size, so that no such step was run.
+        kv_cache: the target's and the draft model's. On a CPU memory is taken as it is written to.
+        left: what other processes may take once all of that is in use, by all ranks that share the
+            machine's memory. total: all memory.
+        source: what limits the memory: "machine", a control group, or a GPU.
     """
 
     weights: int
@@ -287,20 +289,19 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What the scheduler must know of an engine.
+    """What the scheduler must know about an engine.
 
     Attributes:
-        epoch: of the last plan executed, 0 when fresh. pids: of all its processes.
+        epoch: epoch of the last plan executed, 0 when fresh. pids: all its processes.
         num_blocks: with the null block 0, which is never handed out.
         max_model_len: tokens of prompt and output together.
-        eos_token_ids: as the checkpoint's configuration says.
-        max_draft_len: tokens that the draft model can look back on; 0 where there is none.
-        num_stages: of its pipeline, each of which can compute another step, of other rows.
-        kept: what slower tiers hold at this moment; None where there are none.
-        checkpoint: digest of the model's checkpoint, and of the draft model's; "" where nobody
-            knows.
+        eos_token_ids: from the checkpoint's configuration.
+        max_draft_len: longest context of the draft model, in tokens; 0 without a draft model.
+        num_stages: stages of its pipeline; each can compute a different step, of other rows.
+        kept: what slower tiers hold now; None without tiers.
+        checkpoint: digest of the checkpoints of the model and the draft model; "" if unknown.
         watches_memory: whether results say how many blocks there is memory for.
-        memory: what it is for; None where there is none to speak of, as in a simulation.
+        memory: what it is used for; None if that has no meaning, as in a simulation.
     """
 
     epoch: int
@@ -338,7 +339,7 @@ def encode(message: EngineRequest | EngineReply) -> bytes:
 
 
 def decode_request(data: bytes | memoryview) -> EngineRequest:
-    """Decode what the scheduler sent.
+    """Decode a message from the scheduler.
 
     Raises:
         msgspec.DecodeError: not MessagePack, or not of the message's types.
@@ -348,7 +349,7 @@ def decode_request(data: bytes | memoryview) -> EngineRequest:
 
 
 def decode_reply(data: bytes | memoryview) -> EngineReply:
-    """Decode what the engine answered.
+    """Decode a message from the engine.
 
     Raises:
         msgspec.DecodeError: not MessagePack, or not of the message's types.
@@ -362,5 +363,5 @@ def _decode(decoder: msgspec.msgpack.Decoder[Any], data: bytes | memoryview) -> 
         return decoder.decode(data)
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None
-    except UnicodeDecodeError as error:  # which msgspec lets through
+    except UnicodeDecodeError as error:  # msgspec lets it through
         raise msgspec.DecodeError(f"it is not UTF-8: {error.reason}") from None

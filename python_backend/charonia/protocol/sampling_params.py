@@ -1,11 +1,11 @@
 """What a request asks for: how its tokens are chosen, when it ends, and what else it wants.
 
-Owns names, ranges and defaults, which are vLLM's. Must not know tokens or tensors.
+Owns names, ranges and defaults, which are vLLM's. Knows nothing about tokens or tensors.
 
-To add one: a field here with its range; where a step needs it also in `messages.RowSampling`,
-`core/admission.py`, `data/plan_check.py` and `data/sampling/` (torch and C++). Then
-`gateway/openai/requests.py`, `charonia_client/values.py` and model_repository/README.md. If it
-changes no token, `core/answers/answer_key.py` says so.
+To add a parameter, add a field with its range here. If a step needs it, extend
+`messages.RowSampling`, `core/admission.py`, `data/plan_check.py` and `data/sampling/` (torch and
+C++). Then extend `gateway/openai/requests.py`, `charonia_client/values.py` and
+model_repository/README.md. If it changes no token, list it in `core/answers/answer_key.py`.
 """
 
 import math
@@ -24,7 +24,7 @@ MAX_CACHE_RANGES = 32
 MAX_TTL_S = 1e9
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
-"""Of one prompt; OpenAI's API has as many."""
+"""Most samples of one prompt; OpenAI's API has the same limit."""
 MAX_ENTRIES = {"stop": 64, "stop_token_ids": 1024, "bad_words": 256, "logit_bias": 4096}
 MAX_CHARACTERS = {"stop": 8192, "bad_words": 8192, "tenant": 256, "cache_salt": 256}
 
@@ -35,11 +35,11 @@ WITHOUT_BEAM_SEARCH: dict[str, Any] = {
     "length_penalty": 1.0,
     "early_stopping": False,
 }
-"""Parameters that only beam search has, each with the value that asks for none."""
+"""Parameters of beam search, each with the value that turns it off."""
 
 
 def check_no_beam_search(name: str, value: object) -> None:
-    """Raises NotSupportedError: this value of one of `WITHOUT_BEAM_SEARCH` asks for beam search."""
+    """Raises NotSupportedError: the value of a `WITHOUT_BEAM_SEARCH` parameter asks for beams."""
     if value is not None and value != WITHOUT_BEAM_SEARCH[name]:
         raise NotSupportedError(
             f"{name} = {shown(value)} is for beam search, which is not supported; leave it out,"
@@ -48,7 +48,7 @@ def check_no_beam_search(name: str, value: object) -> None:
 
 
 class _Sampling(msgspec.StructMeta):
-    """Has a call of the class take what asks for no beam search, and refuse what asks for it."""
+    """Lets the class accept parameters of beam search that turn it off, and refuse others."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:
         for name in values.keys() & WITHOUT_BEAM_SEARCH:
@@ -57,13 +57,14 @@ class _Sampling(msgspec.StructMeta):
 
 
 class CacheRange(msgspec.Struct, frozen=True, kw_only=True):
-    """How long blocks are kept in the prefix cache whose first token is in a range of positions.
+    """How long the prefix cache keeps the blocks whose first token is in a range of positions.
 
     Attributes:
         start: the first position, >= 0. end: the one behind the last; None is without an end.
-        priority: 0 to `MAX_CACHE_PRIORITY`, what is lower is evicted first; the default is what all
-            have for which nobody asks.
-        ttl_s: for how long once no request uses a block, then it has the default; None is for ever.
+        priority: 0 to `MAX_CACHE_PRIORITY`; lower is evicted first. Blocks without a `CacheRange`
+            have the default.
+        ttl_s: how long the priority lasts once no request uses a block; then the block has the
+            default priority. None is for ever.
     """
 
     start: int = 0
@@ -72,10 +73,10 @@ class CacheRange(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Check types; ranges are checked by `SamplingParams`.
+        """Check types; `SamplingParams` checks ranges.
 
         Raises:
-            InvalidRequestError: a value of another type; it is named.
+            InvalidRequestError: a value of another type; the text names it.
         """
         read_fields(self, _FIELDS_OF_RANGES, "{} of cache_priority")
 
@@ -84,23 +85,23 @@ _FIELDS_OF_RANGES = fields_of(CacheRange)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampling):
-    """How one request wants its tokens chosen and when to stop. Names and defaults are vLLM's.
+    """How to choose a request's tokens, and when to stop. Names and defaults are vLLM's.
 
-    Parameters of beam search are taken where they ask for none, else they raise NotSupportedError.
+    Parameters of beam search are accepted if they turn it off; others raise NotSupportedError.
 
     Attributes:
-        max_tokens: tokens to generate at most, >= 1; cut to what fits in `max_model_len`.
-        min_tokens: EOS, stop tokens and stop strings are held off before this many tokens.
+        max_tokens: most tokens to generate, >= 1; cut to what fits in `max_model_len`.
+        min_tokens: EOS, stop tokens and stop strings are suppressed before this many tokens.
         temperature: 0 is greedy.
         top_p: smallest set of tokens with this probability mass, in (0, 1].
         top_k: this many most likely tokens; 0 or -1 is all.
         min_p: tokens at least this fraction as likely as the most likely one, in [0, 1].
-        seed: of the stateless noise; None takes a random one at admission.
+        seed: seed of the stateless noise; None takes a random one at admission.
         n: samples of the prompt; sample i is what `seed` + i gives alone. best_of: samples that
-            are generated, of which the n of the greatest log-probability are returned; None is n.
+            are generated; the n with the greatest log-probability are returned. None is n.
             `MAX_SAMPLES` at most.
-        stop: strings that end the text; stop_token_ids: tokens that end it. These and the next
-            ones have at most as many entries and characters as `MAX_ENTRIES`, `MAX_CHARACTERS`.
+        stop: strings that end the text; stop_token_ids: tokens that end it. `MAX_ENTRIES` and
+            `MAX_CHARACTERS` limit these and other parameters.
         include_stop_str_in_output: keep the stop string at the end of the text.
         bad_words: strings that must not be generated.
         ignore_eos: go on after the end-of-sequence token.
@@ -112,16 +113,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
         logprobs: this many most likely tokens per generated token, with their raw
             log-probabilities (before temperature and penalties); 0 is the sampled token alone.
         prompt_logprobs: the same for the prompt's tokens; such a request takes no cache hits.
-        priority: smaller is sooner, where the scheduling policy asks for it. deadline_ms: total
-            time the request may take.
+        priority: smaller is sooner, if the scheduling policy uses it. deadline_ms: total time the
+            request may take.
         tenant: whose request this is; caches are isolated by tenant and cache_salt.
         cache_salt: isolates the prefix cache further. speculation: False turns drafts off.
-        cache_priority: how long the cache keeps the prompt, or what is at ranges of positions,
-            generated tokens among them, see `CacheRange`, of which a dict may have the fields, but
-            must have `priority`; None asks for nothing.
-        cache_ttl_s: for how long, where a range does not say it.
-        use_answer_cache: whether it may get an answer that was computed for an equal request, and
-            its own be kept for others, where the scheduler keeps answers (`answer_cache_bytes`).
+        cache_priority: priority of the prompt's blocks in the prefix cache, or a list of
+            `CacheRange` for ranges of positions, generated tokens included. A dict with the fields
+            of a `CacheRange` will do; it must have `priority`. None asks for nothing.
+        cache_ttl_s: `ttl_s` of the ranges that give none.
+        use_answer_cache: whether it may get the answer of an equal request, and its own answer may
+            be kept for others, if the scheduler keeps answers (`answer_cache_bytes`).
     """
 
     max_tokens: int = 16
@@ -169,7 +170,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Sampl
             0 <= self.min_tokens <= self.max_tokens,
             f"from 0 to max_tokens ({self.max_tokens})",
         )
-        # They must fit into an engine's tensors.
+        # These must fit into an engine's tensors.
         for name in ("max_tokens", "top_k"):
             value = getattr(self, name)
             _check(name, value, value <= INT32_MAX, f"at most {INT32_MAX}")

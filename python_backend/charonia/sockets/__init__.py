@@ -1,11 +1,12 @@
 """Whole messages between processes, through stream sockets of any kind.
 
-Owns all of it: framing, connections, who is served, how much may wait. Must not know what is in a
-message or which processes these are: models of one Triton (`serving`), or ranks of one engine
+Owns framing, connections, access, and the limits of queues. Knows nothing about the content of a
+message, or which processes these are: models of one Triton (`serving`), or ranks of one engine
 (`parallel`).
 
-    channel.py      the framing: one message after the other, none longer than its limit
-    connection.py   one end that several threads may use; what waits to be sent is bounded
-    server.py       who connects: made sure of, bounded, served each in a thread of its own
-    local.py        sockets that are files, for processes of one user
+    channel.py      framing: one message after the other, up to a maximum length
+    connection.py   one end of a connection, for several threads, with a bounded outbox
+    answering.py    answers to the messages of a connection, in their order
+    server.py       accepts, checks and bounds connections; serves each in its own thread
+    local.py        Unix sockets for processes of one user
 """

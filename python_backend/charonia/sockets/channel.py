@@ -1,10 +1,10 @@
 """Whole messages through a stream socket, of any kind.
 
-Owns the framing, how a message is waited for, and what is left of one that was posted. Must not
-know what is in a message, who is at the other end, or threads.
+Owns the framing, waiting for a message, and the unsent rest of posted messages. Knows nothing about
+the content of a message, the other end, or threads.
 
-The socket itself has no time limit, so one of each direction does not change the other's: who waits
-for a while polls.
+The socket has no timeout, because a socket's timeout applies to both directions. A call with a
+timeout polls.
 """
 
 import contextlib
@@ -15,18 +15,19 @@ import socket
 import time
 
 MAX_BYTES = 2**28
-_SHORT_S = 0.02  # where a millisecond counts
-FD_SETSIZE = 1024  # descriptors from there on are not for select()
+_SHORT_S = 0.02  # timeouts below this need better than poll()'s whole milliseconds
+FD_SETSIZE = 1024  # select() takes only descriptors below this
 _HEADER_BYTES = 4
 
 
 class Channel:
     """One end of a connection: whole messages in order.
 
-    For one thread at a time; or for one that sends and one that receives, where nobody posts.
+    For one thread at a time; or for one that sends and one that receives, if nothing is posted.
 
     Attributes:
-        max_bytes: of a message, either way. A longer one is not even begun to be kept.
+        max_bytes: longest message in either direction. A longer one that arrives is not read;
+            `receive` treats it as the end of the connection.
     """
 
     def __init__(self, connection: socket.socket, *, max_bytes: int = MAX_BYTES) -> None:
@@ -38,7 +39,7 @@ class Channel:
 
     @property
     def socket(self) -> socket.socket:
-        """What it goes through, for its options."""
+        """The socket, for its options."""
         return self._connection
 
     def fileno(self) -> int:
@@ -49,8 +50,8 @@ class Channel:
         """Send a message.
 
         Raises:
-            OSError: the other end has gone, or takes nothing for `timeout` seconds; or the message
-                has more than `max_bytes` (EMSGSIZE).
+            OSError: the other end has gone, or has not taken all of it within `timeout` seconds; or
+                the message has more than `max_bytes` (EMSGSIZE).
         """
         assert not self._unsent, "send() before all that was posted has gone"
         data = self._framed(message)
@@ -64,10 +65,10 @@ class Channel:
             rest = rest[self._send_some(rest) :]
 
     def post(self, message: bytes) -> None:
-        """Send what the other end takes of a message at once; `receive` sends the rest.
+        """Send as much of a message as the other end takes at once; `receive` sends the rest.
 
-        It never waits. What becomes of a message after the end is told by `receive` alone. The
-        caller bounds how many wait: those that it has not received an answer to.
+        Never waits. Only `receive` reports that the connection has ended. The caller must bound the
+        number of posted messages, e.g. by the answers that it still expects.
 
         Raises:
             OSError: the message has more than `max_bytes` (EMSGSIZE).
@@ -77,7 +78,7 @@ class Channel:
         self._send_unsent()
 
     def check_size(self, message: bytes) -> None:
-        """Raises OSError (EMSGSIZE): it is too long to be sent."""
+        """Raises OSError (EMSGSIZE): the message is too long to be sent."""
         if len(message) > self.max_bytes:
             raise OSError(
                 errno.EMSGSIZE,
@@ -85,13 +86,13 @@ class Channel:
             )
 
     def receive(self, timeout: float | None = None, *, spin: float = 0.0) -> bytes | None:
-        """Wait for a message, at most `timeout` seconds; None when there will be none any more.
+        """Wait for a message, at most `timeout` seconds; None if the connection has ended.
 
         Args:
-            spin: look for so many seconds before sleeping, from which it takes 0.1 ms to wake up.
+            spin: seconds to poll before sleeping; waking up from sleep takes 0.1 ms.
 
         Raises:
-            TimeoutError: nothing came, or not all of it; the next call goes on from there.
+            TimeoutError: no message, or only a part of one; the next call continues from there.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -113,11 +114,11 @@ class Channel:
 
     @property
     def has_message(self) -> bool:
-        """Whether a whole message was received beside the last one."""
+        """Whether another whole message was already received with the last one."""
         return len(self._received) >= self._end_of_message()
 
     def is_quiet(self) -> bool:
-        """Whether neither a message nor the end has come."""
+        """Whether no data has arrived and the connection has not ended."""
         if self._received:
             return False
         try:
@@ -129,22 +130,22 @@ class Channel:
         return False
 
     def stop_receiving(self) -> None:
-        """End `receive`, also for a thread that waits in it, after what has come already."""
+        """End `receive` after the messages that have arrived; wakes a thread that waits in it."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)
 
     def hang_up(self) -> None:
-        """End the connection, also for a thread that waits in it; the other end sees it at once."""
+        """End the connection; wakes threads that wait in it. The other end sees it at once."""
         with contextlib.suppress(OSError):  # it may never have been connected
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up and let go, when no other thread uses this any more."""
+        """Hang up and close the socket, once no other thread uses it."""
         self.hang_up()
         self._connection.close()
 
     def _look(self, seconds: float) -> None:
-        """Receive what comes within `seconds`, and let others have the core meanwhile."""
+        """Poll for `seconds` until data arrives; other threads may have the core meanwhile."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             try:
@@ -155,10 +156,10 @@ class Channel:
                 return
 
     def _wait_to_receive(self, deadline: float | None) -> None:
-        """Wait until something can be received, and send meanwhile what was posted.
+        """Wait until there is data to receive; send what was posted meanwhile.
 
         Raises:
-            TimeoutError: nothing came.
+            TimeoutError: there is none.
         """
         while self._unsent:
             ready = self._wait(select.POLLIN | select.POLLOUT, deadline)
@@ -169,10 +170,10 @@ class Channel:
             self._wait(select.POLLIN, deadline)
 
     def _wait(self, events: int, deadline: float | None) -> int:
-        """Wait until the socket is ready for one of `events`, or has ended; return what it is.
+        """Wait until the socket is ready for one of `events`, or has ended; return its events.
 
         Raises:
-            TimeoutError: it is not. OSError: this end is closed.
+            TimeoutError: neither happened in time. OSError: this end is closed.
         """
         descriptor = self._connection.fileno()
         if descriptor < 0:
@@ -194,18 +195,18 @@ class Channel:
         try:
             num_bytes = self._send_some(self._unsent)
         except OSError:
-            num_bytes = len(self._unsent)  # it has ended, which is seen when something is received
+            num_bytes = len(self._unsent)  # the connection has ended; `receive` will see it
         self._unsent = self._unsent[num_bytes:]
 
     def _send_some(self, data: memoryview) -> int:
-        """Send what is taken at once; return how many bytes that were."""
+        """Send without waiting; return the number of bytes that were taken."""
         try:
             return self._connection.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
     def _framed(self, message: bytes) -> bytes:
-        """With its length before it; raises as `check_size`."""
+        """The message behind its length; raises as `check_size`."""
         self.check_size(message)
         return len(message).to_bytes(_HEADER_BYTES, "little") + message
 

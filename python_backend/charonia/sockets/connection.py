@@ -1,14 +1,14 @@
 """One end of a connection, for any number of threads.
 
-Owns who sends when, what waits to be sent, and the threads that send and receive. Must not know
-what is in a message, or how the connection came about.
+Owns the order of sending, the outbox, and the threads that send and receive. Knows nothing about
+the content of a message, or how the connection was made.
 
     send()   any thread ──────────────────────────► socket     at once, one after the other
     post()   any thread ─► outbox ─► writer ──────► socket     soon; never waits
     messages(), follow()              the caller, or a reader ◄── socket
 
-The outbox is bounded in messages and in bytes: an end that takes nothing costs no more than that.
-The writer begins with the first `post`, so who only sends has no further thread.
+The outbox is bounded in messages and in bytes, which limits what a stalled other end costs. The
+first `post` starts the writer thread; a caller that only sends needs none.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from charonia.sockets.channel import Channel
 
 MAX_WAITING = 8192
 MAX_WAITING_BYTES = 2**28
-"""Of the outbox; one message of any legal length has always room in an empty one."""
+"""Limit of the outbox; an empty one takes one message of any legal length."""
 FIRST_MESSAGE_S = 10.0
-"""Whoever connects has something to say by then."""
+"""Timeout of the first message of a connection."""
 _CLOSE_TIMEOUT_S = 2.0
 
 
@@ -32,10 +32,10 @@ class Connection:
     """One end.
 
     Args:
-        channel: nobody else uses it but to receive, in one thread.
+        channel: others may only receive from it, in one thread.
 
     Attributes:
-        has_ended: nothing comes or goes any more.
+        has_ended: whether the connection is over.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -53,8 +53,8 @@ class Connection:
         """Send a message now.
 
         Raises:
-            OSError: the other end has gone, or takes nothing for `timeout` seconds; or the message
-                is too long.
+            OSError: the other end has gone, or has not taken all of it within `timeout` seconds; or
+                the message is too long.
         """
         if not self._sending.acquire(timeout=-1 if timeout is None else timeout):
             raise TimeoutError
@@ -64,11 +64,11 @@ class Connection:
             self._sending.release()
 
     def post(self, message: bytes) -> None:
-        """Send a message soon; never waits. Nothing happens after the end.
+        """Send a message soon; never waits. Does nothing once the connection has ended.
 
         Raises:
-            OSError: the message is too long (EMSGSIZE), too much waits already (ENOBUFS), or there
-                can be no further thread (EAGAIN).
+            OSError: the message is too long (EMSGSIZE), the outbox is full (ENOBUFS), or the writer
+                thread cannot be started (EAGAIN).
         """
         self.channel.check_size(message)
         with self._changed:
@@ -85,10 +85,10 @@ class Connection:
             self._changed.notify_all()
 
     def messages(self, *, spin: float = 0.0) -> Iterator[bytes]:
-        """What comes, until nothing does any more; see `Channel.receive`.
+        """Yield messages until the connection ends; see `Channel.receive`.
 
         Raises:
-            TimeoutError: not even the first message came in time.
+            TimeoutError: the first message did not come within `FIRST_MESSAGE_S`.
         """
         timeout: float | None = FIRST_MESSAGE_S
         while (message := self.channel.receive(timeout, spin=spin)) is not None:
@@ -102,14 +102,14 @@ class Connection:
         *,
         log: Callable[[str], None],
     ) -> None:
-        """Hand on what comes, in a thread of its own.
+        """Pass messages on, in a thread of its own.
 
         Args:
-            take: called with each message; when it raises, that is logged, and this hangs up.
+            take: called with each message; if it raises, the error is logged and this hangs up.
             on_end: called once, after the last message.
 
         Raises:
-            OSError: there can be no further thread (EAGAIN).
+            OSError: the thread cannot be started (EAGAIN).
         """
 
         def read() -> None:
@@ -125,7 +125,7 @@ class Connection:
         self._start(read, "charonia-reader")
 
     def hang_up(self) -> None:
-        """End the connection, also for threads that wait in it; what waits is dropped."""
+        """End the connection and drop the outbox; wakes threads that wait in it."""
         with self._changed:
             self.has_ended = True
             self._outbox.clear()
@@ -134,7 +134,7 @@ class Connection:
         self.channel.hang_up()
 
     def close(self) -> None:
-        """Send what waits, as far as the other side takes it, hang up and let go."""
+        """Send what waits, for up to two seconds, then hang up and close the socket."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -148,7 +148,7 @@ class Connection:
     # ------------------------------------------------------------------ the threads
 
     def _start(self, run: Callable[[], None], name: str) -> None:
-        """Raises OSError (EAGAIN): there is a limit of processes."""
+        """Raises OSError (EAGAIN): a limit of processes is reached."""
         thread = threading.Thread(target=run, name=name, daemon=True)
         try:
             thread.start()
@@ -157,11 +157,11 @@ class Connection:
         self._threads.append(thread)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has gone
+        with contextlib.suppress(OSError):  # the other end has gone
             while (message := self._next()) is not None:
                 self.send(message)
                 with self._changed:
-                    if self._outbox:  # it was not hung up
+                    if self._outbox:  # hanging up empties it
                         self._outbox.popleft()
                         self._num_bytes -= len(message)
                         self._changed.notify_all()
@@ -169,7 +169,7 @@ class Connection:
         self.hang_up()
 
     def _next(self) -> bytes | None:
-        """Wait for a message to be sent, which stays in the outbox meanwhile."""
+        """Wait for the next message to send. It stays in the outbox until it is sent."""
         with self._changed:
             self._changed.wait_for(lambda: self._outbox or self._is_closing or self.has_ended)
             return self._outbox[0] if self._outbox else None

@@ -1,10 +1,10 @@
-"""Sockets that are files, between processes of one user on one machine.
+"""Unix sockets between processes of one user on one machine.
 
-Owns where they are and who may use them. Must not know what is said there.
+Owns where they are and who may use them. Knows nothing about the messages.
 
-A socket is a file in its model's directory, which belongs to the run. It is its owner's alone from
-its first moment, and the kernel tells whose process is at the other end: a socket that was
-handed to somebody else is of no use to them.
+A socket is a file in its model's directory, which belongs to the run. Only its owner may use it,
+from the moment it exists. The kernel tells which user's process is at the other end, so a socket is
+of no use to another user's process that was handed it.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from charonia.sockets.channel import MAX_BYTES, Channel
 
 SOCKET_SUFFIX = ".socket"
-_ROOT = 0  # may do anything anyway
+_ROOT = 0  # root may do anything anyway
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -25,11 +25,11 @@ def connect(path: Path, *, max_bytes: int = MAX_BYTES, waits: bool = True) -> Ch
     """Connect to the socket at `path`.
 
     Args:
-        max_bytes: of a message, see `Channel`.
-        waits: for room where too many wait already, which a stopped process never makes.
+        max_bytes: longest message, see `Channel`.
+        waits: wait while the listener's backlog is full; a stopped process never empties it.
 
     Raises:
-        OSError: nobody listens there; or without `waits` there is no room (EAGAIN).
+        OSError: nothing listens there; or, without `waits`, the backlog is full (EAGAIN).
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.setblocking(waits)
@@ -43,16 +43,16 @@ def connect(path: Path, *, max_bytes: int = MAX_BYTES, waits: bool = True) -> Ch
 
 
 def listen(path: Path) -> socket.socket:
-    """Make a socket at `path` that its owner alone can connect to; an old one is replaced.
+    """Create a socket at `path` that only its owner can connect to; an old one is replaced.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(OSError):
         path.unlink()
     try:
-        os.fchmod(listener.fileno(), 0o600)  # which the file is made with: at no time is it wider
+        os.fchmod(listener.fileno(), 0o600)  # the file is created with this mode, never a wider one
         with _short_path(path) as address:
             listener.bind(address)
         listener.listen()
@@ -63,19 +63,19 @@ def listen(path: Path) -> socket.socket:
 
 
 def is_same_user(channel: Channel) -> bool:
-    """Whether the process at the other end is one of this user, or of root."""
+    """Whether the process at the other end belongs to this user, or to root."""
     _, uid = _credentials(channel)
     return uid in (os.geteuid(), _ROOT)
 
 
 def peer_pid(channel: Channel) -> int:
-    """The process that listens, or did, at the other end of a connection of `connect`."""
+    """The process that listens, or listened, at the other end of a connection from `connect`."""
     pid, _ = _credentials(channel)
     return pid
 
 
 def _credentials(channel: Channel) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
+    """Process and user at the other end, from the kernel."""
     data = channel.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
@@ -83,7 +83,7 @@ def _credentials(channel: Channel) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _short_path(path: Path) -> Iterator[str]:
-    """`path` through its directory, opened: a socket's own has 107 characters at most."""
+    """`path` by way of a descriptor of its directory: a socket's path is limited to 107 bytes."""
     descriptor = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"

@@ -1,10 +1,11 @@
-"""Who connects to a socket: made sure of, bounded in number, and served.
+"""Accepts connections to a socket, checks them, bounds their number, and serves them.
 
-Owns the listening socket, and each connection's thread until it ends. Must not know what is said.
+Owns the listening socket, and each connection's thread until it ends. Knows nothing about the
+messages.
 
-    accept ──► admit: may it be served? ──► serve, until it is over ──► let go
-               within bounds of time and bytes; when there are too many who have not shown yet
-               that they may, the oldest of them gives way: who says nothing keeps nobody out
+    accept ──► admit: may it be served? ──► serve, until it is over ──► close
+               within limits of time and bytes; if there are too many connections, the oldest one
+               that is not admitted yet is closed: silent ones keep nobody out
 """
 
 import contextlib
@@ -25,15 +26,15 @@ _LISTENER_TIMEOUT_S = 5.0
 
 
 class Server:
-    """Serves each connection in a thread of its own, from `start` on; those made before wait.
+    """Serves each connection in a thread of its own, from `start` on; earlier ones wait.
 
     Args:
-        listener: this closes it.
-        admit: whether whoever is there may be served; it may receive and send, and raise OSError.
-        serve: called with a connection that may. True: it lives on in other hands. When it raises,
-            or returns anything else, the connection ends.
+        listener: closed by this server.
+        admit: whether a connection may be served; it may receive and send, and raise OSError.
+        serve: called with an admitted connection. If it returns True, the connection stays open for
+            somebody else. If it raises or returns anything else, the connection is closed.
         log: takes one line, from any thread.
-        max_bytes: of a message, see `Channel`.
+        max_bytes: longest message, see `Channel`.
     """
 
     def __init__(
@@ -53,16 +54,16 @@ class Server:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._is_closing = False
-        self._strangers: dict[Connection, threading.Thread] = {}  # in the order of their coming
+        self._strangers: dict[Connection, threading.Thread] = {}  # not admitted yet, oldest first
         self._served: dict[Connection, threading.Thread] = {}
         self._thread = threading.Thread(target=self._run, name="charonia-listener", daemon=True)
 
     def start(self) -> None:
-        """Take connections."""
+        """Begin to accept connections."""
         self._thread.start()
 
     def stop_listening(self) -> None:
-        """Take no further connections; those who are there stay."""
+        """Accept no further connections; existing ones stay."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends accept()
@@ -71,12 +72,12 @@ class Server:
         self._listener.close()
 
     def close(self, notice: bytes | None = None, timeout: float = 5.0) -> None:
-        """Stop listening, take no more messages, and hang up when those that came are answered.
+        """Stop listening, take no more messages, and hang up when those received are answered.
 
         Args:
-            notice: sent to everybody at once, whatever is still to be answered: that may take
+            notice: sent on each connection at once, before outstanding answers: these may take
                 longer than this process has.
-            timeout: seconds that each may take to come to its end.
+            timeout: seconds that each connection may take to end.
         """
         self.stop_listening()
         with self._lock:
@@ -95,7 +96,7 @@ class Server:
         while True:
             try:
                 accepted, address = self._listener.accept()
-            except OSError:  # or there are no descriptors left, for the moment
+            except OSError:  # closing, or no descriptors are left for the moment
                 if self._is_closing:
                     return
                 time.sleep(_TRY_AGAIN_S)
@@ -114,14 +115,14 @@ class Server:
                 )
                 try:
                     thread.start()
-                except RuntimeError:  # a limit of processes, which may be over soon
+                except RuntimeError:  # a limit of processes, perhaps for a moment only
                     self._complain("refused: no thread can be started for a connection")
                     channel.close()
                     continue
                 self._strangers[connection] = thread
 
     def _make_room(self) -> bool:
-        """Whether one more may come. The caller holds the lock."""
+        """Whether one more connection has room; may close the oldest stranger. Needs the lock."""
         if len(self._strangers) + len(self._served) < MAX_CONNECTIONS:
             return True
         if not self._strangers:
@@ -136,14 +137,14 @@ class Server:
     def _let_in(self, connection: Connection, origin: str) -> bool:
         try:
             is_welcome = self._admit(connection.channel)
-        except OSError:  # it has gone, or says nothing
+        except OSError:  # it has gone, or is silent
             is_welcome = False
         if not is_welcome:
             self._complain(f"refused: whoever connected{origin} does not belong here")
             return False
         with self._lock:
             thread = self._strangers.pop(connection, None)
-            if thread is None or self._is_closing:  # it had to give way meanwhile
+            if thread is None or self._is_closing:  # it was closed to make room
                 return False
             self._served[connection] = thread
         return True
@@ -154,7 +155,7 @@ class Server:
             if self._let_in(connection, origin):
                 lives_on = self._serve(connection) is True
         except OSError:
-            pass  # it has gone, or says nothing
+            pass  # it has gone, or is silent
         except Exception:
             self._log(f"a message could not be taken, hanging up: {traceback.format_exc()}")
         finally:
@@ -166,5 +167,5 @@ class Server:
 
 
 def _origin(address: object) -> str:
-    """Where a connection comes from, if that has a name."""
+    """Where a connection comes from, if it has an address."""
     return f" from {address[0]}" if isinstance(address, tuple) else ""

@@ -1,10 +1,10 @@
-"""How long a text can be that has few tokens: so that a longer one is refused unread.
+"""Bounds the length of a text by its number of tokens, so that longer texts are refused unread.
 
-Owns what each stage of a tokenizer can do to the length of a text. Must not know requests.
+Owns what each stage of a tokenizer can do to the length of a text. Knows nothing about requests.
 
-Every stage is asked for the most bytes of its input that one byte, or one token, of its output can
-stand for. A stage that may drop text, or make one token of any number of characters, has no such
-number, and neither has a stage that is not known here::
+Each stage has a limit: the most bytes of its input that one byte, or one token, of its output can
+stand for. A stage that may drop text, or make one token of any number of characters, has no limit,
+and neither has a stage that is unknown here::
 
     text ─► normalizer ─► added tokens ─► pre-tokenizer ─► model ─► template
             by 1 to 6     no stripping    drops nothing     the longest token   adds tokens only
@@ -18,8 +18,8 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 _UNICODE_SHRINK = 6
-"""Bytes for one byte: NFKC makes two bytes of a mathematical u (four bytes) with two marks (four);
-a Kelvin sign, three bytes, is one in lower case. Nothing is known to be above 4."""
+"""Bytes of input for one byte of output. NFKC makes two bytes of a mathematical u (four bytes) with
+two marks (four); a Kelvin sign (three bytes) has one byte in lower case. None above 4 is known."""
 _SHRINKS = {
     "Prepend": 1,
     "ByteLevel": 1,
@@ -35,7 +35,7 @@ _MAX_CHARACTER_BYTES = 4
 
 
 def max_bytes_per_token(backend: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of a text that one of its tokens can stand for; None where that is any number.
+    """The most bytes of a text that one of its tokens can stand for; None if there is no limit.
 
     A text of more than n times as many bytes has more than n tokens.
     """
@@ -66,7 +66,7 @@ def _flat(stage: dict[str, Any] | None, parts: str) -> Iterable[dict[str, Any]]:
 
 
 def _shrink(normalizer: dict[str, Any] | None) -> int | None:
-    """The most bytes of a text for one byte of what a normalizer makes of it."""
+    """The most bytes of a text for one byte of a normalizer's output; None without a limit."""
     shrink = 1
     for stage in _flat(normalizer, "normalizers"):
         if stage["type"] == "Replace":
@@ -87,10 +87,10 @@ def _keeps_everything(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _longest_token(model: dict[str, Any], *, has_bytes: bool) -> int | None:
-    """Bytes of the longest token; None where one token may stand for any number of characters.
+    """Bytes of the longest token; None if one token may stand for any number of characters.
 
     Args:
-        has_bytes: the model's characters are bytes, in the byte-level alphabet.
+        has_bytes: whether the model's characters are bytes, in the byte-level alphabet.
     """
     if model["type"] == "BPE":
         vocabulary = model["vocab"]
@@ -99,7 +99,7 @@ def _longest_token(model: dict[str, Any], *, has_bytes: bool) -> int | None:
     else:  # an unknown word, however long, is one token
         return None
     has_byte_tokens = model["byte_fallback"] and all(one in vocabulary for one in _BYTE_TOKENS)
-    if model["type"] == "Unigram":  # which makes one token of a run of unknown characters
+    if model["type"] == "Unigram":  # it makes one token of a run of unknown characters
         return _longest(vocabulary) if has_byte_tokens else None
     if model["continuing_subword_prefix"] or model["end_of_word_suffix"]:
         return None

@@ -1,11 +1,11 @@
-"""A checkpoint's chat template: a conversation to the text that its model goes on with.
+"""A checkpoint's chat template: turns a conversation into the text that its model continues.
 
-Owns where a checkpoint has its templates, and what they find around them, which is what they find
-in transformers' `apply_chat_template`, so that the text is the same. Must not know tokens, or where
-messages come from.
+Owns where a checkpoint has its templates, and the environment in which they run. It is that of
+transformers' `apply_chat_template`, so that the text is the same. Knows nothing about tokens, or
+where messages come from.
 
-A template comes with a checkpoint and messages come from anybody, so templates run in jinja2's
-sandbox: they see plain data, change nothing of it, and write `MAX_CHARACTERS` at most.
+Templates come from checkpoints and messages from anybody, so templates run in jinja2's sandbox:
+they see plain data, cannot change it, and write at most `MAX_CHARACTERS`.
 """
 
 import json
@@ -31,8 +31,8 @@ MAX_CHARACTERS = 2**24
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 _FILE, _FOLDER = "chat_template.jinja", "additional_chat_templates"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What a message's reasoning is called; templates read the first, and some the second."""
-_MAX_REASON = 500  # characters of a template's own text
+"""Names of a message's reasoning; templates read the first, and some the second."""
+_MAX_REASON = 500  # characters of a template's own error text
 
 Message = dict[str, Any]
 
@@ -41,12 +41,12 @@ class ChatTemplate:
     """The templates of one checkpoint.
 
     Args:
-        templates: jinja2 texts by name; of several "default" counts, and "tool_use" where there are
-            tools.
+        templates: jinja2 texts by name. "default" is used, or "tool_use", if it exists and there
+            are tools.
         special_tokens: such as `bos_token`, as templates see them.
 
     Raises:
-        CheckpointError: one is no template, or there are several without a default.
+        CheckpointError: a template has a syntax error, or there is no "default".
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class ChatTemplate:
         tokenizer_config.json.
 
         Args:
-            file: a template that counts instead of them all.
+            file: a template to use instead of the checkpoint's.
 
         Raises:
-            CheckpointError: there is none, or one is wrong. ConfigError: `file` cannot be read.
+            CheckpointError: there is no template, or one is wrong.
+            ConfigError: `file` cannot be read.
         """
         if file is not None:
             try:
@@ -105,11 +106,13 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages: plain JSON data, which is left as it is; None stands for what is not there.
-            tools: JSON schemas of functions; None and none are not the same to all templates.
-            add_generation_prompt: end with what the assistant's answer follows.
-            continue_final_message: end with the last message's text, to be gone on with.
-            extra: what else the template sees.
+            messages: plain JSON data, which is not changed; a field that is None counts as missing.
+            tools: JSON schemas of functions; some templates treat None and an empty list
+                differently.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            continue_final_message: end with the last message's text, so that the model continues
+                it.
+            extra: further variables of the template.
 
         Raises:
             InvalidRequestError: the template refuses the messages, or fails on them.
@@ -143,7 +146,7 @@ def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
             if num_characters > MAX_CHARACTERS:
                 break
             pieces.append(piece)
-    except Exception as error:  # whatever a template's expression may raise
+    except Exception as error:  # a template's expression may raise anything
         reason = str(error)[:_MAX_REASON] or type(error).__name__
         raise InvalidRequestError(f"the chat template refuses the messages: {reason}") from None
     if num_characters > MAX_CHARACTERS:
@@ -153,7 +156,7 @@ def _rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     return "".join(pieces)
 
 
-# ------------------------------------------------------------------ where templates lie
+# ------------------------------------------------------------------ where templates are
 
 
 def _files_of(directory: Path) -> dict[str, str]:
@@ -170,7 +173,7 @@ def _files_of(directory: Path) -> dict[str, str]:
 
 
 def _configured(directory: Path) -> dict[str, str]:
-    """Those in tokenizer_config.json: one text, or a list of objects with names."""
+    """The templates in tokenizer_config.json: one text, or a list of objects with names."""
     value = read_json_object(directory / CONFIG_FILE, is_optional=True).get("chat_template")
     if value is None:
         return {}
@@ -197,7 +200,7 @@ def _why(error: OSError | ValueError) -> str:
 
 
 def _as_seen(message: Message) -> Message:
-    """A message without what is None, and with its reasoning under the names that are read."""
+    """A message without None fields, and with its reasoning under the names that templates read."""
     seen = {name: value for name, value in message.items() if value is not None}
     reasoning = next((seen[name] for name in _REASONING if name in seen), None)
     if reasoning is not None:
@@ -206,10 +209,10 @@ def _as_seen(message: Message) -> Message:
 
 
 def _with_mark(message: Message, mark: str) -> tuple[Message, str]:
-    """A message whose text, or last part that is text, ends with a mark; and that text without it.
+    """Append a mark to a message's text, or its last text part; also return the original text.
 
     Raises:
-        InvalidRequestError: it has no text.
+        InvalidRequestError: the message has no text.
     """
     content = message.get("content")
     if isinstance(content, str):
@@ -226,10 +229,10 @@ def _with_mark(message: Message, mark: str) -> tuple[Message, str]:
 
 
 def _until(mark: str, text: str, last: str) -> str:
-    """What stands before the mark; where its space was trimmed, so was what stood there before.
+    """The text before the mark. If the template trimmed the mark's space, trim the text, too.
 
     Args:
-        last: what stands there, but for white space around it.
+        last: the last message's text, which must precede the mark except for white space.
     """
     before, found, after = text.rpartition(mark.rstrip())
     if not found or last.strip() not in before:
@@ -241,12 +244,12 @@ def _until(mark: str, text: str, last: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what an assistant wrote, for training: it changes nothing."""
+    """`{% generation %}` marks an assistant's text for training; it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """See jinja2. What is set inside is not seen outside."""
+        """See jinja2. Variables that are set inside are not visible outside."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
@@ -256,9 +259,9 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """`namespace()`, without names that Python keeps for itself."""
+    """`namespace()`, without names that begin with an underscore."""
 
-    def __init__(*args: Any, **attributes: Any) -> None:  # `self` may be such a name
+    def __init__(*args: Any, **attributes: Any) -> None:  # an attribute may be named `self`
         self, *given = args
         values = dict(*given, **attributes)
         for name in values:
@@ -297,7 +300,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja2's own makes HTML of it."""
+    """JSON as it is; jinja2's own filter escapes it for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

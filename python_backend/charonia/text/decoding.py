@@ -1,23 +1,23 @@
 """How token ids become text, a few at a time.
 
 Owns the decoder of a tokenizer.json: what each token contributes to the text, and the streams
-that put the contributions together. Must not know files, requests or stop strings.
+that put the contributions together. Knows nothing about files, requests or stop strings.
 
-A decoder is a chain of stages. Accepted are those whose text can be given out while tokens still
-arrive; `?` marks what may be missing, `*` what may be repeated::
+A decoder is a chain of stages. The accepted chains can produce text while tokens still arrive; `?`
+marks an optional stage, `*` a repeated one::
 
     token ─► piece                               pieces ─► text
     ByteLevel                                    one UTF-8 decoder, Fuse?
     (Replace | Metaspace | WordPiece)*           ByteFallback?, (Fuse, left Strip?)?
 
-What the stages on the left make of a token depends on nothing but whether it is the first of the
+The output of the stages on the left depends only on the token and whether it is the first of the
 text. So each token's piece is computed once, by the library itself, and kept.
 
-A stream gives out exactly what `tokenizers` makes of all ids at once, with one exception.
-`ByteFallback` turns every byte of a run of byte tokens into U+FFFD if any of them is invalid:
-nothing of a run could be given out before its end, and a run can be as long as the output. Here a
-run that is valid so far is cut after `MAX_RUN_BYTES` bytes and its whole characters are given
-out; what follows is judged as a run of its own.
+A stream produces exactly what `tokenizers` makes of all ids at once, with one exception.
+`ByteFallback` turns every byte of a run of byte tokens into U+FFFD if any of them is invalid. So
+nothing of a run could be returned before its end, and a run can be as long as the output. Here a
+run that is valid so far is cut after `MAX_RUN_BYTES` bytes, and its whole characters are returned.
+The rest is treated as a run of its own.
 """
 
 import codecs
@@ -45,13 +45,13 @@ _ACCEPTED = (
     "then Strip on the left"
 )
 _REPLACEMENT = "\ufffd"
-# What `ByteFallback` takes for a byte. The sign is Rust's: its integer parser accepts one.
+# What `ByteFallback` accepts as a byte. It allows a sign, because Rust's integer parser does.
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
-# Put before a token to make it a later one; its own text is cut off again.
+# Put before a token so that it is not the first one; the anchor's text is cut off again.
 _ANCHOR = "a"
 
 T = TypeVar("T")
-# Text, or a byte of a run of byte tokens, or None: as if the token were not there.
+# Text, a byte of a run of byte tokens, or None if the token is left out.
 Piece = str | int | None
 
 
@@ -68,25 +68,26 @@ class TextStream(Protocol):
 
 
 class Decoding(Protocol):
-    """The decoder of one tokenizer. Its streams share what is known of each token."""
+    """The decoder of one tokenizer. Its streams share the piece of each token."""
 
     def stream(self, skip_special_tokens: bool) -> TextStream:
         """Begin a text."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text that has begun; nothing for an id without a token.
+        """What a token adds to a text that has begun; empty for an id without a token.
 
-        The bytes of all tokens, in order, are the text's, whatever is no whole character.
+        The bytes of all tokens, in order, are the bytes of the text, even if a token is not a whole
+        character.
         """
         ...
 
 
 def decoding_of(tokenizer: tokenizers.Tokenizer) -> Decoding:
-    """Read the decoder of a tokenizer whose vocabulary does not change any more.
+    """Read the decoder of a tokenizer. Its vocabulary must not change afterwards.
 
     Raises:
-        CheckpointError: it has other stages than those above; the text names them.
+        CheckpointError: it has a chain of stages that is not accepted; the text names them.
     """
     vocabulary = _Vocabulary(tokenizer)
     if tokenizer.decoder is None:
@@ -121,7 +122,7 @@ def _flat(stage: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _per_token(stages: list[dict[str, Any]]) -> Callable[[str, bool], str]:
-    """Return the function (token, is it the first one) -> text of these stages."""
+    """Return the function (token, is_first) -> text of these stages."""
     decoder = decoders.Sequence([])
     decoder.__setstate__(json.dumps({"type": "Sequence", "decoders": stages}).encode())
     num_anchor_chars = len(decoder.decode([_ANCHOR]))
@@ -135,7 +136,7 @@ def _per_token(stages: list[dict[str, Any]]) -> Callable[[str, bool], str]:
 
 
 class _Vocabulary:
-    """What stands behind an id, as the library's `decode` sees it."""
+    """The token of an id, as the library's `decode` sees it."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._id_to_token = tokenizer.id_to_token
@@ -143,7 +144,7 @@ class _Vocabulary:
         self._special = frozenset(token.content for token in added if token.special)
 
     def token(self, token_id: int, skip_special_tokens: bool) -> str | None:
-        """Return the token, None where it leaves no trace: skipped, or an id without a token.
+        """Return the token; None if it is skipped, or the id has no token.
 
         A model's vocabulary is often padded, so ids without a token do get sampled.
         """
@@ -152,7 +153,7 @@ class _Vocabulary:
 
 
 class _Table(dict[int, T]):
-    """Values by token id, computed when they are first asked for."""
+    """Values by token id, computed on first use."""
 
     def __init__(self, compute: Callable[[int], T]) -> None:
         self._compute = compute
@@ -178,7 +179,7 @@ class _ByteLevelDecoding:
             token = vocabulary.token(token_id, skip_special_tokens) or ""
             try:
                 return bytes([alphabet[char] for char in token])
-            except KeyError:  # an added token: one character outside, and all stand for themselves
+            except KeyError:  # an added token with a character outside: it stands for itself
                 return token.encode()
 
         self._tables = {
@@ -256,7 +257,7 @@ class _PieceStream:
         self._later = later
         self._run = _ByteRun()
         self._strip = strip
-        self._num_strip = num_strip  # how many more characters may go at the beginning
+        self._num_strip = num_strip  # characters that may still be stripped at the beginning
 
     def add(self, ids: Sequence[int]) -> str:
         text = []
@@ -288,7 +289,7 @@ class _ByteRun:
     """Byte tokens that follow each other, as `ByteFallback` joins them."""
 
     def __init__(self) -> None:
-        self._held = bytearray()  # of a run that is valid so far
+        self._held = bytearray()  # bytes of a run that is valid so far
         self._is_broken = False
 
     def add(self, byte: int) -> str:
@@ -306,7 +307,7 @@ class _ByteRun:
         return text
 
     def end(self) -> str:
-        """Return what is held: the text, or as many U+FFFD as bytes if a character is cut off."""
+        """Return what is held: the text, or one U+FFFD per byte if a character is incomplete."""
         held, is_broken = bytes(self._held), self._is_broken
         self._held.clear()
         self._is_broken = False

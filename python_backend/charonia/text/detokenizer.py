@@ -1,7 +1,7 @@
 """Incremental detokenization: the text of one request's generated tokens.
 
-Owns what of a text is complete while its tokens still arrive. Must not know stop strings, nor the
-prompt: its tokens are no part of this text.
+Owns which part of a text is complete while tokens still arrive. Knows nothing about stop strings,
+or the prompt, whose tokens are not part of this text.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from charonia.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Turns tokens into text as they come.
+    """Turns tokens into text as they arrive.
 
-    What `add` and `finish` returned, put together, is `tokenizer.decode` of all ids, for any ids
-    and however they are portioned. What is held back is at most an incomplete character
-    (byte-level tokenizers) or a run of `decoding.MAX_RUN_BYTES` byte tokens (the others).
+    The concatenated results of `add` and `finish` are `tokenizer.decode` of all ids, for any ids
+    in any portions. At most an incomplete character (byte-level tokenizers) or a run of
+    `decoding.MAX_RUN_BYTES` byte tokens (others) is held back.
 
     Args:
-        tokenizer: shared; everything that belongs to this text is kept here.
-        skip_special_tokens: leave special tokens out, also from the middle of a character.
+        tokenizer: may be shared; all state of this text is kept here.
+        skip_special_tokens: leave special tokens out, also in the middle of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:

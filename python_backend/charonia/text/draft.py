@@ -1,6 +1,6 @@
-"""Whether a draft model has the tokenizer of the model that it guesses for.
+"""Checks that a draft model has the tokenizer of its target model.
 
-Owns that comparison. Must not know models: how many ids one is computed with is `data`'s.
+Owns that comparison. Knows nothing about models: the size of their vocabulary is `data`'s.
 """
 
 from pathlib import Path
@@ -10,11 +10,11 @@ from charonia.text.tokenizer import Tokenizer
 
 
 def check_draft_tokenizer(tokenizer: Tokenizer, draft_dir: Path) -> None:
-    """Make sure that a token id is the same token to a model and to its draft model.
+    """Check that each token id is the same token for a model and its draft model.
 
-    Guesses of another tokenizer would change no text, but hardly any would be right. Ids that only
-    one of the two has are no difference, nor are special tokens: models of one family give reserved
-    ones names of their own.
+    Drafts of another tokenizer would not change the text, but hardly any would be right. Ids that
+    only one of the two has do not count as a difference. Neither do special tokens, because models
+    of one family name reserved tokens differently.
 
     Args:
         tokenizer: the model's.
@@ -22,7 +22,7 @@ def check_draft_tokenizer(tokenizer: Tokenizer, draft_dir: Path) -> None:
 
     Raises:
         CheckpointError: the draft model's tokenizer cannot be read.
-        ConfigError: an id stands for another token there; the text names the first one.
+        ConfigError: an id stands for another token there; the text names the first such id.
     """
     try:
         draft = Tokenizer.from_dir(draft_dir)

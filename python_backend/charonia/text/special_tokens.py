@@ -1,6 +1,6 @@
-"""Which tokens a checkpoint's configuration gives a name, or makes special.
+"""Which tokens a checkpoint's configuration names, or makes special.
 
-Owns which of its files say so. Must not know a tokenizer.
+Owns which of its files count. Knows nothing about a tokenizer.
 """
 
 from pathlib import Path
@@ -14,10 +14,10 @@ NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "p
 
 
 def read_token_config(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with special_tokens_map.json where that counts.
+    """Read tokenizer_config.json, and special_tokens_map.json if the former lists no added tokens.
 
     Raises:
-        CheckpointError: one of them is no JSON object.
+        CheckpointError: one of them is not a JSON object.
     """
     config = read_json_object(directory / CONFIG_FILE, is_optional=True)
     if "added_tokens_decoder" not in config:
@@ -26,7 +26,7 @@ def read_token_config(directory: Path) -> dict[str, Any]:
 
 
 def contents_of_named(config: dict[str, Any]) -> dict[str, str]:
-    """The texts of named tokens, such as `eos_token`, as far as there are such."""
+    """The texts of named tokens, such as `eos_token`, that the configuration has."""
     found = {}
     further = config.get("extra_special_tokens")
     entries = {name: config.get(name) for name in NAMED_TOKENS}

@@ -1,8 +1,8 @@
 """Stop strings: finds where a text ends while it still arrives.
 
-Owns the search, and holding back what may be the beginning of a stop string. Must not know
-tokens: text comes in portions, and a stop string may lie across any number of them. The request is
-ended by who asks, see `core/output/outputs.py`.
+Owns the search, and holding back text that may be the beginning of a stop string. Knows nothing
+about tokens: text arrives in portions, and a stop string may span any number of them. The caller
+ends the request, see `core/output/outputs.py`.
 """
 
 import re
@@ -12,22 +12,22 @@ from collections.abc import Sequence
 class StopMatcher:
     """Passes a text on up to its first stop string.
 
-    The first one is the one that is complete first: it ends the text however long another one,
-    begun before it, would still have to be waited for. Of those complete with the same character
-    the longest counts. So the result does not depend on the portions.
+    The first stop string is the one that is complete first, even if another one began before it. If
+    several are complete with the same character, the longest counts. So the result does not depend
+    on the portions.
 
     Args:
-        stops: non-empty strings; none lets everything through.
-        include_stop: the stop string itself is passed on too.
+        stops: non-empty strings; without any, all text passes.
+        include_stop: pass on the stop string, too.
 
     Attributes:
-        stopped: a stop string was found; what comes after it is dropped.
+        stopped: whether a stop string was found; text after it is dropped.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool) -> None:
         assert all(stops), "a stop string must not be empty"
         self._stops = tuple(stops)
-        # Most portions have no character that begins a stop string, and pass at once.
+        # Most portions contain no first character of a stop string, and pass at once.
         begins = "|".join({re.escape(stop[0]) for stop in stops})
         self._find_beginning = re.compile(begins or "(?!)").search
         self._include_stop = include_stop
@@ -35,7 +35,7 @@ class StopMatcher:
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """Take the next portion and return what cannot be part of a stop string any more."""
+        """Take the next portion and return the text that cannot be part of a stop string."""
         if self.stopped:
             return ""
         text = self._held + text
@@ -52,13 +52,13 @@ class StopMatcher:
         return text[: len(text) - num_held]
 
     def finish(self) -> str:
-        """Return what was held back: the text has ended, nothing of it is a stop string."""
+        """End the text and return what was held back; it contains no stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`, but is not all of it."""
+    """Return the length of the longest end of `text` that is a proper prefix of `stop`."""
     start = max(0, len(text) - len(stop) + 1)
     while (start := text.find(stop[0], start)) >= 0:
         if stop.startswith(text[start:]):

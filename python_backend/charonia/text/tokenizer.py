@@ -1,13 +1,13 @@
 """A checkpoint's tokenizer: text to token ids, and single tokens back.
 
-Owns reading the tokenizer's files of a checkpoint in Hugging Face format. Must not know requests;
-text that arrives token by token is the detokenizer's.
+Owns reading the tokenizer's files of a checkpoint in Hugging Face format. Knows nothing about
+requests; the detokenizer handles text that arrives token by token.
 
-What counts is tokenizer.json. As in transformers, the other files only make tokens special or add
-some: those in `added_tokens_decoder` (tokenizer_config.json) and the named ones, such as
-`eos_token` (also special_tokens_map.json, where there is no `added_tokens_decoder`). What goes
-around a prompt is tokenizer.json's template alone; `add_bos_token` is ignored there too. Unlike
-there, a named token without an entry in the vocabulary is left out: no model could have an
+The tokenizer is tokenizer.json. As in transformers, the other files only make tokens special or add
+some: those in `added_tokens_decoder` (tokenizer_config.json) and named ones, such as `eos_token`
+(also in special_tokens_map.json, if there is no `added_tokens_decoder`). Only the template of
+tokenizer.json adds tokens around a prompt; `add_bos_token` is ignored, as in transformers. Unlike
+there, a named token that is not in the vocabulary is left out, because no model could have an
 embedding for it.
 """
 
@@ -35,7 +35,7 @@ from charonia.text.special_tokens import (
 _TOKENIZER_FILE = "tokenizer.json"
 _LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 _TOKEN_ID = re.compile("[0-9]{1,10}")
-_MAX_REASON = 200  # characters of the library's own text
+_MAX_REASON = 200  # characters of the library's own error text
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
@@ -46,16 +46,16 @@ class Tokenizer:
         backend: a tokenizer of the `tokenizers` library; it must not be changed afterwards.
 
     Attributes:
-        vocab_size: tokens, with the added ones. A model's own vocabulary can be padded beyond it.
-        special_ids: of tokens that `skip_special_tokens` leaves out.
+        vocab_size: number of tokens, with added ones. A model's vocabulary may be padded beyond it.
+        special_ids: ids of tokens that `skip_special_tokens` leaves out.
         decoding: for detokenizers.
 
     Raises:
-        CheckpointError: the decoder is none that can be streamed; the text names its stages.
+        CheckpointError: the decoder cannot be streamed; the text names its stages.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        # Both would be obeyed in `encode`; how long a prompt may be is not the tokenizer's to say.
+        # `encode` would apply both, but the tokenizer must not limit the length of a prompt.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -63,7 +63,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.decoding: Decoding = decoding_of(backend)
-        # Thousands may be asked for at once, of a vocabulary that does not change.
+        # A call may ask for thousands, and the vocabulary does not change.
         self._token_texts = lru_cache(maxsize=self.vocab_size)(self._decode_alone)
 
     @classmethod
@@ -71,7 +71,7 @@ class Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and special_tokens_map.json of a checkpoint.
 
         Raises:
-            CheckpointError: there is no tokenizer.json, or a file is not what it should be.
+            CheckpointError: there is no tokenizer.json, or a file is invalid.
         """
         try:
             data = (path / _TOKENIZER_FILE).read_bytes()
@@ -86,12 +86,12 @@ class Tokenizer:
             _add_tokens(backend, config)
         with _library_errors(CheckpointError, f"{_TOKENIZER_FILE} makes no sense"):
             tokenizer = cls(backend)
-            backend.encode("")  # puts the template around it
+            backend.encode("")  # applies the template
         return tokenizer
 
     @cached_property
     def max_bytes_per_token(self) -> int | None:
-        """The most bytes of a text for one of its tokens; None where there is no such number."""
+        """The most bytes of a text for one of its tokens; None if there is no limit."""
         return max_bytes_per_token(self._backend)
 
     def encode(
@@ -103,12 +103,13 @@ class Tokenizer:
         """Return the ids of a text.
 
         Args:
-            add_special_tokens: also put what the tokenizer's template says around it, e.g. a BOS.
-            check_length: raises what it likes when there are too many ids to make a list of.
+            add_special_tokens: also add the tokens of the tokenizer's template, e.g. a BOS.
+            check_length: called with the number of ids before they are made a list; it may raise
+                to prevent that.
 
         Raises:
             InvalidRequestError: the text has unpaired surrogates, so it is not valid Unicode; or
-                characters for which the tokenizer has no tokens, not even one for the unknown.
+                it has characters without a token, and there is no token for unknown ones.
         """
         (encoding,) = self._encode_all([text], add_special_tokens)
         check_length(len(encoding))
@@ -117,8 +118,8 @@ class Tokenizer:
     def _encode_all(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
         with _library_errors(InvalidRequestError, "the text cannot be tokenized"):
             try:
-                # All in one call, also a text alone: `encode` would hold the interpreter's lock,
-                # 1 s per MB of text, and each call waits for it once more.
+                # Use one batch call, even for a single text: `encode` would hold the interpreter's
+                # lock, 1 s per MB of text, and each further call waits for the lock once more.
                 return self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             except TypeError:
                 wrong = next(filter(_has_surrogates, texts))
@@ -137,7 +138,7 @@ class Tokenizer:
         return {id_: token for token, id_ in vocabulary.items()}
 
     def token_text(self, token_id: int) -> str:
-        """Return one token decoded alone, U+FFFD where it is no whole character.
+        """Return one token decoded alone, with U+FFFD if it is not a whole character.
 
         A special token is shown by its content, an id without a token as "".
         """
@@ -155,13 +156,13 @@ class Tokenizer:
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return the id sequences that spell words which must not be generated.
 
-        As in vLLM these are each word at the beginning of a text and the word after a space. vLLM
-        drops the second where its number of tokens differs, and so lets words through that are
-        one token in mid-text and several at the beginning; here it goes only where it ends with
-        the first one, which then bans it already. A word of white space alone is taken as it is.
+        As in vLLM, each word is spelled at the beginning of a text and after a space. vLLM drops
+        the second spelling if its number of tokens differs, and so misses words that are one token
+        in mid-text and several at the beginning. Here it is dropped only if it ends with the first
+        spelling, which then bans it already. A word of white space is taken as it is.
 
         Raises:
-            InvalidRequestError: nothing is left of a word, or it is not valid Unicode.
+            InvalidRequestError: a word has no tokens, or is not valid Unicode.
         """
         if not words:
             return []
@@ -180,7 +181,7 @@ def _spellings(word: str) -> list[str]:
 
 
 def _banned(word: str, spelled: list[list[int]]) -> list[list[int]]:
-    """What of a word's spellings is to be banned."""
+    """The spellings of a word that must be banned."""
     ids, *others = spelled
     if not ids:
         raise InvalidRequestError(f"bad_words must have tokens, but {shown(word)} has none")
@@ -193,9 +194,9 @@ def _has_surrogates(text: str) -> bool:
 
 @contextmanager
 def _library_errors(kind: type[CharoniaError], what: str) -> Iterator[None]:
-    """Give what the library raises a type, which it has none of its own.
+    """Convert the library's errors, which have no type of their own, to a typed error.
 
-    Where it panics, which it does on some files and texts, it raises what is no Exception.
+    The library panics on some files and texts. A panic is a BaseException, not an Exception.
     """
     try:
         yield

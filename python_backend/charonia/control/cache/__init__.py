@@ -1,14 +1,14 @@
-"""Blocks of KV: who holds them, what they contain, and which content is given up first.
+"""KV blocks: references to them, their content, and the order of eviction.
 
     BlockTables (of requests)
         │
     KVCache ──┬── BlockPool      references; blocks without content
-              ├── PrefixIndex    keys of prefixes, the blocks that hold them, which continues which
-              ├── Eviction       which content nobody holds, and which of it goes first
-              │   └── Retention    around it, once a request has asked for some to be kept
-              └── Tiers          which content slower memory holds
+              ├── PrefixIndex    a tree of cached prefixes and their blocks
+              ├── Eviction       which free content is evicted first
+              │   └── Retention    wraps it, once a request has set a cache priority
+              └── Tiers          content of slower tiers
 
-Must not know rows, steps or policies of scheduling.
+Knows nothing about rows, steps or scheduling policies.
 """
 
 from charonia.control.cache.block_keys import BlockHasher

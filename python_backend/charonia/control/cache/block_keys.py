@@ -1,7 +1,7 @@
-"""Keys of full blocks: what makes two blocks interchangeable.
+"""Keys of full blocks: two blocks with equal keys are interchangeable.
 
-Owns the hash. A key chains over all tokens before it, so equal keys mean equal prefixes.
-Keyed (BLAKE2, RFC 7693, in keyed mode), so that nobody can construct a collision and read
+Owns the hash. A key chains over all tokens before it, so equal keys mean equal prefixes. The hash
+is keyed (BLAKE2, RFC 7693, in keyed mode), so that nobody can construct a collision and read
 another tenant's cache.
 """
 
@@ -13,12 +13,13 @@ from charonia.protocol import KEY_BYTES
 
 
 class BlockHasher:
-    """Makes 128-bit keys of full blocks with a secret of its own.
+    """Makes 128-bit keys of full blocks with a secret.
 
     Args:
         secret: key of the hash, 1 to 64 bytes, random per process.
         block_size: tokens per block.
-        names, scope_name: what is hashed in place of token ids and of a scope; None is these.
+        names, scope_name: map token ids and a scope to what is hashed instead; None hashes the
+            originals.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class BlockHasher:
     def extend(self, keys: list[bytes], token_ids: Sequence[int], scope: bytes) -> None:
         """Append the keys of all full blocks of `token_ids` that `keys` does not have yet.
 
-        `scope` enters the first block's key, and through the chain every later one.
+        `scope` is part of the first block's key and, through the chain, of every later one.
         """
         size = self._block_size
         start = len(keys) * size
@@ -48,7 +49,7 @@ class BlockHasher:
         num_bytes = size * tokens.itemsize
         parent = keys[-1] if keys else b"\0" * KEY_BYTES + scope
         for first in range(0, len(data), num_bytes):
-            block = self._keyed.copy()  # the key's own block is compressed once for all
+            block = self._keyed.copy()  # so the secret's own block is compressed only once
             block.update(parent + data[first : first + num_bytes])
             parent = block.digest()
             keys.append(parent)

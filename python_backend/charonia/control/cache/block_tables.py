@@ -1,7 +1,7 @@
-"""The blocks of each request that has a row: found in the cache, allocated, published, given back.
+"""The block table of each running request: its blocks are found, allocated, published, released.
 
-Owns the way from a request's tokens to blocks of the pool. Must not know rows, steps or policy: who
-is given blocks, and who loses them, is decided elsewhere.
+Owns the mapping from a request's tokens to blocks of the pool. Knows nothing about rows, steps or
+policy: others decide which request gets blocks, and which loses them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +48,7 @@ class BlockTables:
     def hits(self, request: Request) -> list[int]:
         """Blocks that a waiting request would begin with: another sample's, or cached ones.
 
-        The last known token is always computed, for its logits.
+        They never include the last known token, which is always computed for its logits.
         """
         source = self._source(request)
         if source is None:
@@ -56,7 +56,7 @@ class BlockTables:
         return source.block_ids[: (request.num_prompt - 1) // self._block_size]
 
     def _source(self, request: Request) -> Request | None:
-        """Who has computed the prompt that a request begins with, and holds it."""
+        """Another sample of the group that has computed the prompt and holds its blocks."""
         if len(request.group.members) < 2 or request.num_generated:
             return None
         return next(request.group.forks(request.num_prompt - 1), None)
@@ -69,10 +69,10 @@ class BlockTables:
         return self.kv.find(request.block_keys[:max_hits])
 
     def missing_keys(self, request: Request, hits: Sequence[int], most: int) -> list[bytes]:
-        """Keys of the next blocks that a waiting request might hit as well, if they were there.
+        """Keys of the next blocks behind its hits that a waiting request could use.
 
         Args:
-            hits: of this moment. most: keys.
+            hits: its hits, looked up just now. most: most keys to return.
         """
         if self._source(request) is not None or not request.takes_hits:
             return []
@@ -89,7 +89,7 @@ class BlockTables:
         return num_new + self.kv.count_free(hits)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that a request lacks to hold so many tokens."""
+        """Blocks that a request lacks to hold `num_tokens` tokens."""
         num_tokens -= request.num_slots
         return -(-num_tokens // self._block_size) if num_tokens > 0 else 0
 
@@ -103,12 +103,12 @@ class BlockTables:
         return num_blocks
 
     def reserve(self, request: Request) -> int:
-        """Keep what a waiting request will hit, as far as that can be; how many blocks it has."""
+        """Reserve a waiting request's cached blocks, if possible; return its number of keys."""
         self.kv.reserve(request.key, self._cached(request))
         return len(request.block_keys)
 
     def displace(self, request: Request) -> None:
-        """Take all blocks of a request that will wait for them."""
+        """Release all blocks of a preempted request, and reserve its published ones for it."""
         if request.takes_hits:
             self.kv.reserve_first(request.key, request.block_ids[: request.num_published])
         self.release(request)
@@ -116,13 +116,14 @@ class BlockTables:
     def take_loaded(
         self, request: Request, first: int, block_ids: Sequence[int], num_loaded: int
     ) -> None:
-        """Let requests hit blocks that were loaded, and take them back.
+        """Publish blocks that were loaded from a tier, and release them.
 
-        Nobody can hit them if what comes before them has been evicted meanwhile.
+        They are not published if blocks before them have been evicted meanwhile.
 
         Args:
-            request: for which they were loaded. first: the place of the first one in its table.
-            num_loaded: how many of them, from the first one on, have the request's content.
+            request: the request for which they were loaded.
+            first: index of the first one in its block table.
+            num_loaded: how many of them, from the first one on, were really loaded.
         """
         before = self.kv.find(request.block_keys[:first])
         if len(before) < first:
@@ -137,14 +138,14 @@ class BlockTables:
         self.kv.release(block_ids)
 
     def begin(self, request: Request, hits: list[int]) -> BlockCopy | None:
-        """Let a request begin with blocks that are there, its cursors behind them.
+        """Begin a request with cached or shared blocks, its cursors behind them.
 
         Args:
-            hits: of this moment.
+            hits: its hits, looked up just now.
 
         Returns:
-            What must be copied first, into a block of its own: the other sample goes on in the
-            block in which their prompt ends.
+            A block that must be copied first, if any: the block in which the prompt of a shared
+            prefix ends, because the other sample continues to write into it.
         """
         source = self._source(request)
         if source is not None:
@@ -159,7 +160,7 @@ class BlockTables:
         return None
 
     def _fork(self, request: Request, hits: list[int], source: Request) -> BlockCopy | None:
-        """Let a request begin with all of its prompt but the last token, as another computed it."""
+        """Begin a request with all but the last token of a prompt that another sample computed."""
         self.kv.share(hits)
         self.kv.unreserve(request.key)
         request.block_ids = hits
@@ -173,18 +174,18 @@ class BlockTables:
         return BlockCopy(source.block_ids[len(hits)], *self.grow(request, 1))
 
     def grow(self, request: Request, num_blocks: int) -> list[int]:
-        """Allocate that many blocks for a request, which are free; return them."""
+        """Allocate blocks for a request and return them. So many must be free."""
         new_block_ids = self.kv.allocate(num_blocks, request.tenant)
         request.block_ids += new_block_ids
         request.num_slots += num_blocks * self._block_size
         return new_block_ids
 
     def commit(self, request: Request, num_tokens: int, draft: Draft, num_accepted: int) -> None:
-        """Move the cursors over what a row has computed, and let others hit the blocks behind.
+        """Move the cursors over what a row has computed, and publish the full blocks behind them.
 
         Args:
-            num_tokens: known ones that it computed. draft: what it drafted beside them.
-            num_accepted: drafts that its request has taken.
+            num_tokens: known tokens that it computed. draft: its drafts in the step.
+            num_accepted: drafts that were accepted.
         """
         num_known = request.num_computed + num_tokens
         request.num_computed = num_known + num_accepted
@@ -198,12 +199,12 @@ class BlockTables:
             self._publish(request)
 
     def release(self, request: Request) -> None:
-        """Take all blocks of a request. They keep their content."""
+        """Release all blocks of a request. They keep their content."""
         self.kv.release(request.block_ids)
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Have a request begin anew."""
+        """Reset a request's table and cursors, without releasing blocks."""
         request.block_ids = []
         request.num_slots = 0
         request.num_published = 0
@@ -229,17 +230,18 @@ class BlockTables:
         request.num_published = num_full
 
     def _note_stored(self, request: Request, index: int) -> None:
-        """Tell that the block at one place of a request's table can be hit."""
+        """Publish the event that a block of a request's table can be hit."""
         if self._events is not None:
             keys, first = request.block_keys, index * self._block_size
             token_ids = request.token_ids[first : first + self._block_size]
             self._events.stored(keys[index], keys[index - 1] if index else None, token_ids)
 
     def _retain(self, request: Request, first: int, end: int) -> None:
-        """Say of blocks from one place of its table to another how its request wants them kept.
+        """Set the request's retention for the blocks `first` to `end` - 1 of its table.
 
-        A block counts to the range in which its first token lies. Who is refused asks for nothing
-        more until it begins anew: what is behind needs as much room, and a try costs its depth.
+        A block belongs to the range that contains its first token. Once a block is refused, the
+        request asks for no later one until it begins again: those need as much room, and each try
+        costs time proportional to its depth.
         """
         for one in request.retention:
             low = min(one.priority, DEFAULT_CACHE_PRIORITY)

@@ -1,6 +1,6 @@
-"""Who is told what the prefix cache holds, so that others can know it elsewhere.
+"""Events about the content of the prefix cache.
 
-Owns the protocol. Must not know who listens, nor what they do with it.
+Owns the protocol. Knows nothing about the listeners.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from typing import Protocol
 
 
 class CacheEvents(Protocol):
-    """Told of every change to the set of keys that can be hit, in order, as it happens.
+    """Receives every change to the set of keys that can be hit, in order, as it happens.
 
-    A second block with the same content is no change, nor is a block that is given back.
+    A second block with the same content is no change, and neither is the release of a block.
     """
 
     def stored(self, key: bytes, parent: bytes | None, token_ids: Sequence[int]) -> None:
@@ -18,11 +18,11 @@ class CacheEvents(Protocol):
 
         Args:
             parent: key of the block before it, which is stored; None if it is the first one.
-            token_ids: of this block alone.
+            token_ids: tokens of this block alone.
         """
 
     def removed(self, key: bytes) -> None:
-        """A block cannot be hit any more; none continues it."""
+        """A block cannot be hit any more; no stored block continues it."""
 
     def cleared(self) -> None:
-        """No block can."""
+        """No block can be hit any more."""

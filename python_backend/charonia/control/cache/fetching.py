@@ -1,20 +1,19 @@
-"""What is loaded from slower tiers, for requests that wait.
+"""Loads from slower tiers, for waiting requests.
 
-Owns which request waits for blocks that are on their way. Must not know rows, nor what a step
+Owns which request waits for blocks that are being loaded. Knows nothing about rows, or what a step
 computes.
 
-A request of whose prefix a slower tier has more than the KV cache is not admitted; the plan has
-these blocks loaded, into blocks of the pool that nobody holds but the plan. They can be hit from
-the `apply()` of its step on, and are reserved for the request::
+If a slower tier has more of a request's prefix than the KV cache, the request is not admitted yet.
+Plans load the blocks into blocks of the pool that only the plan holds. They can be hit from the
+`apply()` of the step on, and are reserved for the request::
 
     plan 1: loads 0-3 of a ─► apply 1: a hits 4 ─► plan 2: loads 4-5 ─► apply 2 ─► plan 3: a joins
-         └─ a is passed over ─────────────────────────┘
+         └─ a is skipped ─────────────────────────────┘
 
-What could not be loaded is computed. So is what was loaded and evicted again before its request
-began, as others needed the room: no request has more than so many blocks loaded. A step loads few
-blocks where others compute in it, as these wait for that. There must be room for what is loaded, as
-there must be to admit a request; where there is none the request is treated as any other, and
-nobody waits in vain.
+Blocks that could not be loaded are computed. The same holds for blocks that were loaded and evicted
+again before the request began: the number of loads for a request is limited. A step that computes
+loads few blocks, because its rows wait for the loads. Loads need as much room as an admission. If
+there is none, the request is treated like any other and does not wait for loads.
 """
 
 from collections import OrderedDict
@@ -29,16 +28,16 @@ from charonia.control.state.step import Fetch
 
 _MIB = 2**20
 LOADED_AT_ONCE, LOADED_ALONE = 8 * _MIB, 128 * _MIB
-"""Bytes that a step loads in which rows compute, and one that nothing waits for: milliseconds, and
-some hundredths of a second. One block may always be."""
+"""Bytes that a step loads if rows compute in it, and if nothing waits for it. They take
+milliseconds, and some hundredths of a second. A step may always load one block."""
 _MOST_REQUESTS = 16
-"""For which a step may load something."""
+"""Most requests for which a step loads blocks."""
 _MOST_LOADS = 2
-"""How often all blocks that were there for a request may be loaded while it waits."""
+"""How often a waiting request's blocks may be loaded."""
 
 
 class Fetching:
-    """Has blocks loaded for requests that wait, those first that were found first."""
+    """Loads blocks for waiting requests, in the order in which they were noted."""
 
     def __init__(self, blocks: BlockTables, tiers: Tiers, stats: SchedulerStats) -> None:
         self._blocks = blocks
@@ -47,12 +46,12 @@ class Fetching:
         self._to_fetch: OrderedDict[Request, None] = OrderedDict()
         self._under_way: dict[Request, Fetch] = {}
         self._keys_under_way: set[bytes] = set()
-        self._num_loaded: dict[Request, int] = {}  # blocks, for each that waits
-        self._most_loads: dict[Request, int] = {}  # for each of those
+        self._num_loaded: dict[Request, int] = {}  # blocks, by waiting request
+        self._most_loads: dict[Request, int] = {}  # limit of these
 
     @property
     def under_way(self) -> Collection[Fetch]:
-        """What steps in flight load."""
+        """Loads of the steps in flight."""
         return self._under_way.values()
 
     @property
@@ -61,7 +60,7 @@ class Fetching:
         return bool(self._to_fetch)
 
     def look_ahead(self, request: Request) -> None:
-        """Note a request that waits, if there is something to be loaded for it."""
+        """Note a waiting request, if there is something to load for it."""
         if self._keys(request, self._blocks.hits(request), 1):
             self._to_fetch[request] = None
 
@@ -69,14 +68,14 @@ class Fetching:
         """Blocks that could be loaded for a request.
 
         Args:
-            hits: of this moment.
+            hits: its hits, looked up just now.
         """
         if self._is_in_vain(request):
             return 0
         return len(self._keys(request, hits, len(request.block_keys)))
 
     def waits(self, request: Request, hits: list[int], num_spare: int) -> bool:
-        """Whether a request that could be admitted waits for blocks that are, or will be, loaded.
+        """Whether a request must wait for blocks that are being loaded, or will be.
 
         Args:
             num_spare: blocks that a step may load into.
@@ -94,7 +93,7 @@ class Fetching:
         return True
 
     def forget(self, request: Request) -> None:
-        """A request waits no longer."""
+        """A request no longer waits."""
         self._to_fetch.pop(request, None)
         self._num_loaded.pop(request, None)
         self._most_loads.pop(request, None)
@@ -103,7 +102,7 @@ class Fetching:
         """Choose what a step loads.
 
         Args:
-            most: blocks. num_spare: blocks that it may load into.
+            most: most blocks to load. num_spare: blocks that it may load into.
         """
         fetches: list[Fetch] = []
         first = islice(self._to_fetch, _MOST_REQUESTS)
@@ -116,7 +115,7 @@ class Fetching:
             if not keys or self._is_in_vain(request):
                 del self._to_fetch[request]
                 continue
-            if keys[0] in self._keys_under_way:  # for another one
+            if keys[0] in self._keys_under_way:  # loaded for another request
                 continue
             if request not in self._most_loads:
                 num_there = len(hits) + self.num_to_load(request, hits)
@@ -133,10 +132,10 @@ class Fetching:
         return fetches
 
     def apply(self, fetch: Fetch, not_loaded: Collection[int]) -> None:
-        """Let requests hit what a step has loaded.
+        """Publish the blocks that a step has loaded.
 
         Args:
-            not_loaded: blocks for which that failed.
+            not_loaded: blocks whose load failed.
         """
         del self._under_way[fetch.request]
         self._keys_under_way.difference_update(load.key for load in fetch.loads)
@@ -151,18 +150,18 @@ class Fetching:
         self._stats.blocks_loaded += num_loaded
 
     def _is_in_vain(self, request: Request) -> bool:
-        """Whether what is loaded for a request is evicted again before it begins."""
+        """Whether a request's loads reached their limit, because they keep being evicted."""
         return self._num_loaded.get(request, 0) >= self._most_loads.get(request, 1)
 
     def _keys(self, request: Request, hits: list[int], most: int) -> list[bytes]:
-        """Of the blocks that follow what a request hits, as far as tiers have them."""
+        """Keys of the blocks that follow a request's hits, as far as tiers hold them."""
         missing = self._blocks.missing_keys(request, hits, most)
         return list(takewhile(self._tiers.__contains__, missing))
 
     def _fetch(self, request: Request, first: int, keys: list[bytes]) -> Fetch:
         loads, has_draft = [], []
         for key in keys:
-            # What is evicted for it may be saved in place of what was to be loaded.
+            # Allocating may evict a block whose save overwrites the slot to load from.
             (block_id,) = self._blocks.kv.allocate(1, request.tenant)
             if key not in self._tiers:
                 self._blocks.kv.release([block_id])

@@ -1,6 +1,6 @@
 """The KV cache: blocks that requests hold, and content that outlives them.
 
-Owns what becomes of a block. Must not know tensors, requests or rows.
+Owns the states of a block. Knows nothing about tensors, requests or rows.
 
     free, empty ──allocate──► held ──publish──► held, has an entry
         ▲                       │                   │ release (last reference)
@@ -23,33 +23,34 @@ from charonia.control.cache.tiers import Tiers
 from charonia.control.state.stats import SchedulerStats
 from charonia.protocol import DEFAULT_CACHE_PRIORITY
 
-NO_ENTRIES: list[int] = []  # nobody appends to it
+NO_ENTRIES: list[int] = []  # never appended to
 _MOST_RESERVED = 4
-"""Reservations per block of the cache; whoever comes then is far from its turn. Those of who was
-displaced come on top, which has had a row, and those of blocks that were loaded."""
+"""Most reservations per block of the cache. Requests beyond that are far from their turn. Preempted
+requests and loaded blocks are reserved in any case."""
 
 
 class KVCache:
     """Blocks with reference counts and content.
 
-    Whoever holds a block holds those before it in its prefix, so an entry that nobody holds is
-    continued by such alone; and what continues an entry is evicted before it, whatever the order:
-    without it, it could never be found. A block that nobody holds is the only one with its content.
+    A request that holds a block holds all blocks before it in its prefix. So only free entries
+    continue a free entry. They are always evicted before it, because without it they could never
+    be found. A free block is the only one with its content.
 
-    Entries that somebody waits for are kept as well as if they were held, as long as others can be
-    evicted: to the eviction a request asks for them when it comes, not when it begins. Their blocks
-    are free all the same. Where nothing else is left, who came last loses what it waits for first.
+    Reserved entries, which a request waits for, are kept like held ones as long as others can be
+    evicted. The eviction policy counts the hit when the request arrives, not when it begins. Their
+    blocks still count as free. If nothing else is left, the request that reserved last loses its
+    reservation first.
 
-    What was hit is saved to slower tiers: some blocks in each step, and when one is evicted that
-    has not been saved yet, in the step that writes to it next.
+    Blocks that were hit are saved to slower tiers, some in each step. If one is evicted before it
+    was saved, the step that overwrites it saves it first.
 
     Args:
         num_blocks: with the null block 0.
-        eviction: of this cache alone.
-        stats: where to count what is evicted.
-        events: told of what is evicted; None where nobody listens.
-        tiers: where to save what was hit; None where there are none.
-        weight_of: of a tenant, see `TenantShares`; None where nobody has a share.
+        eviction: must not be shared with another cache.
+        stats: counts evictions.
+        events: told about evictions; None tells nothing.
+        tiers: where hit blocks are saved; None without tiers.
+        weight_of: a tenant's weight, see `TenantShares`; None without shares.
 
     Attributes:
         num_cached: free blocks that still hold content.
@@ -72,32 +73,32 @@ class KVCache:
         if weight_of is not None:
             eviction = self._shares = TenantShares(eviction, self._index, weight_of)
         self._eviction = eviction
-        self._retention: Retention | None = None  # around the eviction, where one was asked for
+        self._retention: Retention | None = None  # wraps the eviction once a priority was set
         self._now = 0.0
         self._stats = stats or SchedulerStats()
         self._events = events
         self._tiers = tiers
         self._to_save: OrderedDict[bytes, None] = OrderedDict()  # keys of entries
         self._has_draft_kv = [False] * num_blocks
-        self._num_reserved = 0  # free entries that somebody waits for
+        self._num_reserved = 0  # free entries with a reservation
         self._num_reservations = 0
-        self._num_waiting = [0] * num_blocks  # for an entry
-        self._reserved: OrderedDict[str, list[int]] = OrderedDict()  # entries, by who waits
-        self._to_evict: list[int] = []  # a victim, what continues it, what continues that, ...
+        self._num_waiting = [0] * num_blocks  # reservations by entry
+        self._reserved: OrderedDict[str, list[int]] = OrderedDict()  # entries by waiting request
+        self._to_evict: list[int] = []  # a victim, its child, the child of that, ...
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated: empty ones and evictable ones."""
+        """Blocks that can be allocated: empty or evictable."""
         return self._pool.num_empty + self.num_cached
 
     @property
     def num_usable(self) -> int:
-        """Blocks that may be allocated, or are: all but the null block and those set aside."""
+        """All blocks but the null block and those set aside."""
         return self.num_blocks - 1 - self._pool.num_aside
 
     @property
     def watermark(self) -> int:
-        """Blocks that admission leaves free while others run, so that these can grow."""
+        """Blocks that admission leaves free for the growth of running requests."""
         return max(1, (self.num_usable + 1) // 100)
 
     @property
@@ -107,18 +108,18 @@ class KVCache:
 
     @property
     def num_reserved(self) -> int:
-        """Free blocks that somebody waits for."""
+        """Free blocks that are reserved for waiting requests."""
         return self._num_reserved
 
     @property
     def num_retained(self) -> int:
-        """Entries that go after all others, as requests have asked for it."""
+        """Entries that are evicted after all others, because of a cache priority."""
         return 0 if self._retention is None else self._retention.num_protected
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of `keys`. Changes nothing.
 
-        What is released later may have others take their places.
+        A later release may replace some of them by their twins.
         """
         return self._index.find(keys)
 
@@ -131,23 +132,24 @@ class KVCache:
         return self._pool.num_references(block_id)
 
     def count_with_draft_kv(self, block_ids: Sequence[int]) -> int:
-        """How many of these blocks, from the first on, hold the draft model's KV as well."""
+        """How many of these blocks, from the first on, also hold the draft model's KV."""
         with_kv = itertools.takewhile(self._has_draft_kv.__getitem__, block_ids)
         return sum(1 for _ in with_kv)
 
     def note_draft_kv(self, block_ids: Sequence[int]) -> None:
-        """Say that the draft model computed all of these held blocks; eviction forgets it."""
+        """Note that these held blocks contain the draft model's KV; allocation resets it."""
         for block_id in block_ids:
             self._has_draft_kv[block_id] = True
 
     def reserve(self, name: str, block_ids: Sequence[int], *, were_loaded: bool = False) -> None:
-        """Say that somebody waits for the cached blocks of a prefix.
+        """Reserve the cached blocks of a prefix for a waiting request.
 
-        Who waits for the first of them already waits for the others, too, from now on.
+        If it has already reserved the first of them, the others are added.
 
         Args:
+            name: key of the request.
             block_ids: as they were just found.
-            were_loaded: whether some of them were, for who waits.
+            were_loaded: whether some of them were loaded for this request.
         """
         known = self._reserved.get(name, NO_ENTRIES)
         entries = [self._index.entry_of(block_id) for block_id in block_ids]
@@ -163,16 +165,16 @@ class KVCache:
         self._note_reserved(name, entries)
 
     def reserve_first(self, name: str, block_ids: Sequence[int]) -> None:
-        """Say that who holds the published blocks of a prefix gives them up and waits for them.
+        """Reserve the published blocks that a preempted request is about to release.
 
-        They are kept before what others wait for. To the eviction nobody has asked for them again.
+        Its reservation is kept longer than all others. The eviction policy counts no hit.
         """
         if block_ids:
             self._note_reserved(name, [self._index.entry_of(block_id) for block_id in block_ids])
             self._reserved.move_to_end(name, last=False)
 
     def unreserve(self, name: str) -> None:
-        """Somebody waits no longer, if they did."""
+        """Drop a request's reservation, if it has one."""
         entries = self._reserved.pop(name, NO_ENTRIES)
         self._num_reservations -= len(entries)
         for entry in reversed(entries):
@@ -187,7 +189,7 @@ class KVCache:
         """Take references to cached blocks (a hit).
 
         Args:
-            name: under which the first of them may be reserved; they are so no longer.
+            name: key of the request; its reservation, if there is one, ends.
         """
         num_reserved = len(self._reserved.get(name, NO_ENTRIES))
         for place, block_id in enumerate(block_ids):
@@ -195,23 +197,23 @@ class KVCache:
             if self._pool.hold(block_id):
                 self.num_cached -= 1
                 self._num_reserved -= self._num_waiting[entry] > 0
-            if place >= num_reserved:  # else it was asked for when that was reserved
+            if place >= num_reserved:  # otherwise the hit was counted by `reserve`
                 self._eviction.hit(entry)
         self.unreserve(name)
         if self._tiers is not None:
             self._note_hits(self._tiers, block_ids)
 
     def share(self, block_ids: Sequence[int]) -> None:
-        """Take another reference to blocks that somebody holds; to the eviction it is no hit."""
+        """Take another reference to held blocks. The eviction policy counts no hit."""
         for block_id in block_ids:
             is_first = self._pool.hold(block_id)
             assert not is_first, f"block {block_id} is shared, held by nobody"
 
     def save(self, most: int) -> None:
-        """Save some of the blocks that were hit and are not saved yet, in the order of hits.
+        """Save blocks that were hit and are not saved yet, in the order of their hits.
 
         Args:
-            most: blocks.
+            most: most blocks to save.
         """
         for _ in range(most):
             if not self._to_save or self._tiers is None or not self._tiers.may_save_more:
@@ -220,14 +222,15 @@ class KVCache:
             self._save(key, self._index.block_of(self._index.entry_with(key)))
 
     def set_retention(self, block_id: int, priority: int, ttl_s: float | None) -> bool:
-        """Say how long what a published block holds is to be kept; its holder's wish counts.
+        """Set the cache priority of a published block, as its holder asks.
 
         Args:
-            priority: see `CacheRange`. ttl_s: how long it counts once nobody holds that any more;
-                None is until it is evicted.
+            priority: see `CacheRange`.
+            ttl_s: how long it lasts once the block is free; None is until it is evicted.
 
         Returns:
-            Whether it is as asked for. Else it has the default, as would the blocks behind it.
+            Whether the priority was granted. Otherwise the block has the default priority, and the
+            blocks behind it would be refused, too.
         """
         if self._retention is None:
             if priority == DEFAULT_CACHE_PRIORITY:
@@ -237,23 +240,23 @@ class KVCache:
                 self._eviction, self._index, free, self.num_usable
             )
             self._retention.pass_time(self._now)
-        self._to_evict = []  # it may have been the eviction's choice no longer
+        self._to_evict = []  # the eviction may choose differently now
         ttl_ms = 0 if ttl_s is None else math.ceil(ttl_s * 1000)
         return self._retention.set(self._index.entry_of(block_id), priority, ttl_ms)
 
     def pass_time(self, now: float) -> None:
-        """Say what time it is, in seconds: retention may be over."""
+        """Set the time in seconds; retention may expire."""
         self._now = now
         if self._retention is not None:
             self._retention.pass_time(now)
 
     def allocate(self, count: int, tenant: str = "") -> list[int]:
-        """Take `count` blocks for writing, evicting content where no empty one is left.
+        """Take `count` blocks for writing; evict content if no empty block is left.
 
-        The caller has checked `num_free`.
+        The caller must check `num_free` before.
 
         Args:
-            tenant: who has them until they are empty again.
+            tenant: whose blocks they are until they are empty again.
         """
         if self._shares is not None:
             self._shares.charge(tenant, count)
@@ -269,10 +272,10 @@ class KVCache:
         return block_ids
 
     def resize(self, num_usable: int) -> list[int]:
-        """Have so many blocks in use, as far as others are free; content is evicted for that.
+        """Set the number of usable blocks. Only free blocks can be set aside; content is evicted.
 
         Returns:
-            The blocks that are in use no more.
+            The blocks that are set aside now.
         """
         aside: list[int] = []
         num_surplus = min(self.num_usable - num_usable, self.num_free)
@@ -287,13 +290,13 @@ class KVCache:
         return aside
 
     def publish(self, block_id: int, key: bytes, previous: int) -> bool:
-        """Say that a held block is full and computed: from now on it can be hit.
+        """Publish a held block that is full and computed: from now on it can be hit.
 
         Args:
-            previous: the block before it, which is published; 0 if it is the first one.
+            previous: the block before it, which must be published; 0 if it is the first one.
 
         Returns:
-            Whether no other block has its content.
+            Whether no other block has the same content.
         """
         index = self._index
         assert self._pool.num_references(block_id), f"block {block_id} is published, held by nobody"
@@ -314,7 +317,7 @@ class KVCache:
         return False
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give back a request's references; `block_ids` in the order of its table."""
+        """Release a request's references; `block_ids` in the order of its table."""
         for block_id in reversed(block_ids):
             if not self._pool.release(block_id):
                 continue
@@ -335,7 +338,7 @@ class KVCache:
             self._num_waiting[entry] += 1
 
     def _evict(self) -> None:
-        """Empty a block that nobody holds."""
+        """Empty a free block."""
         while self.num_cached == self._num_reserved:
             self.unreserve(self._last_in_line())
         path = self._to_evict
@@ -358,7 +361,7 @@ class KVCache:
         self._stats.blocks_evicted += 1
 
     def _note_hits(self, tiers: Tiers, block_ids: Sequence[int]) -> None:
-        """Have what was hit saved, unless it is."""
+        """Queue hit blocks for saving, unless they are saved already."""
         for block_id in reversed(block_ids):
             key = self._index.key_of(self._index.entry_of(block_id))
             if not tiers.note_hit(key):
@@ -370,21 +373,22 @@ class KVCache:
             self._tiers.save(block_id, key, self._has_draft_kv[block_id])
 
     def _empty(self, block_id: int) -> None:
-        """A block that nobody holds has no content any more."""
+        """Note that a free block has lost its content."""
         self._pool.empty(block_id)
         if self._shares is not None:
             self._shares.take_back(block_id)
 
     def _last_in_line(self) -> str:
-        """Who came last of those that wait for an entry that nobody holds; there is one.
+        """The request that reserved last, of those that reserved a free entry; there must be one.
 
-        Whoever holds an entry holds those before it, so the last one of a prefix tells.
+        If any entry of a prefix is free, its last one is, because holding an entry means holding
+        those before it.
         """
         waiting = reversed(self._reserved.items())
         return next(name for name, entries in waiting if not self._is_held(entries[-1]))
 
     def _is_ordered(self, entry: int) -> bool:
-        """Whether the eviction orders an entry: nobody holds it or waits for it."""
+        """Whether the eviction orders an entry: it is neither held nor reserved."""
         return not (self._num_waiting[entry] or self._is_held(entry))
 
     def _is_held(self, entry: int) -> bool:

@@ -1,7 +1,7 @@
-"""The cached blocks of requests that wait: looked up once, and reserved.
+"""The cached blocks of waiting requests: looked up once, and reserved.
 
-Owns the line of those whose blocks have not been looked up. Must not know rows, steps, or whose
-turn it is.
+Owns the queue of requests whose blocks have not been looked up. Knows nothing about rows, steps, or
+the order of admission.
 """
 
 from collections import OrderedDict
@@ -12,21 +12,22 @@ from charonia.control.cache.fetching import Fetching
 from charonia.control.state.request import Request
 
 MAX_RESERVING = 256
-"""Waiting requests, those that came first, for which cached blocks are reserved."""
+"""Most waiting requests whose cached blocks are reserved; the first to arrive."""
 LOOKED_UP_AT_ONCE = 128
-"""Blocks of waiting requests that a plan looks for in the cache; it ends the request begun."""
+"""Blocks that a plan looks up for waiting requests; it completes the last request."""
 _LOOK_UP = 4
-"""Blocks that could be looked for in the time that a request takes beside its own."""
+"""Fixed cost of a request's lookup, in blocks."""
 
 
 class Lookups:
-    """Looks for the blocks of those that wait, in the order in which they came.
+    """Looks up the blocks of waiting requests, in the order of arrival.
 
-    Who comes first by another order may have blocks loaded before that; these are reserved then.
+    If the policy's order differs, blocks may be loaded for a request before its lookup; they are
+    reserved then.
 
     Args:
-        fetching: told of those that might have blocks loaded; None where there are no slower tiers.
-        waiting: that wait already.
+        fetching: told about requests that may need loads; None without tiers.
+        waiting: requests that wait already.
     """
 
     def __init__(
@@ -37,27 +38,27 @@ class Lookups:
         self._pending: OrderedDict[Request, None] = OrderedDict.fromkeys(waiting)
 
     def add(self, request: Request) -> None:
-        """A request has come that waits."""
+        """A new request waits."""
         self._pending[request] = None
 
     def forget(self, request: Request) -> None:
-        """A request waits no longer."""
+        """A request no longer waits."""
         self._pending.pop(request, None)
         if self._fetching is not None:
             self._fetching.forget(request)
 
     def num_found(self, request: Request) -> int:
-        """Blocks that a waiting request would find in the cache, or have loaded from a tier."""
+        """Blocks that a waiting request would find in the cache or load from a tier."""
         hits = self._blocks.hits(request)
         if self._fetching is None:
             return len(hits)
         return len(hits) + self._fetching.num_to_load(request, hits)
 
     def reserve(self, num_waiting: int) -> None:
-        """Reserve what those that wait find in the cache; few look at once, as keys take time.
+        """Reserve cached blocks for some waiting requests; few at a time, because keys take time.
 
         Args:
-            num_waiting: requests that wait in all.
+            num_waiting: number of all waiting requests.
         """
         num_blocks = 0
         while self._pending and num_blocks < LOOKED_UP_AT_ONCE:

@@ -1,22 +1,22 @@
 """Which prefixes are cached, and in which blocks: a tree of entries.
 
-Owns the map from keys to entries, and which entry continues which. Must not know who holds a block.
+Owns the map from keys to entries, and the tree. Knows nothing about who holds a block.
 
-An entry is the content of one full block behind one prefix; its key stands for all tokens up to its
-end. Requests that computed the same prefix at the same time hold a block each with the same
-content: the entry's own block is one of them, the others are its twins::
+An entry is the content of one full block behind one prefix; its key covers all tokens up to its
+end. Requests that compute the same prefix at the same time each hold a block with the same content.
+One of these blocks is the entry's own; the others are its twins::
 
     key k1 ── entry 7, blocks 12 and 40 ──► key k2 ── entry 3, block 13
                                        └──► key k5 ── entry 9, block 41
 
-Entries have numbers below the number of blocks, so that whoever keeps something of each can have it
-in lists. Nothing is allocated for one but its place in the map.
+Entries have numbers below the number of blocks, so that data about them can be kept in lists. An
+entry allocates nothing but its place in the map.
 """
 
 from collections.abc import Iterable, Sequence
 
 ROOT = 0
-"""What a first block continues; no entry."""
+"""Parent of the first block of a prefix; not an entry."""
 
 
 class PrefixIndex:
@@ -58,31 +58,31 @@ class PrefixIndex:
         return self._by_key.get(key, ROOT)
 
     def entries(self) -> Iterable[int]:
-        """All that there are."""
+        """All entries."""
         return self._by_key.values()
 
     def block_of(self, entry: int) -> int:
-        """The block that an entry has."""
+        """The block of an entry."""
         return self._block_of[entry]
 
     def key_of(self, entry: int) -> bytes:
-        """The key that an entry is found by."""
+        """The key of an entry."""
         return self._key_of[entry]
 
     def child_of(self, entry: int) -> int:
-        """The oldest of the entries that continue an entry; ROOT if none."""
+        """The oldest child of an entry; ROOT if it has none."""
         return self._oldest_of[entry]
 
     def parent_of(self, entry: int) -> int:
-        """The entry that an entry continues; ROOT if it is the first of its prefix."""
+        """The parent of an entry; ROOT if it is the first of its prefix."""
         return self._parent_of[entry]
 
     def is_only_child(self, entry: int) -> bool:
-        """Whether no other entry continues what this one does."""
+        """Whether the parent of an entry has no other child."""
         return not self._older[entry] and not self._younger[entry]
 
     def add(self, key: bytes, block_id: int, parent: int) -> int:
-        """A block has content of a key that no entry has; the new entry."""
+        """Add an entry for a block whose key no entry has; return it."""
         entry = self._unused.pop()
         self._by_key[key] = entry
         self._key_of[entry] = key
@@ -99,12 +99,12 @@ class PrefixIndex:
         return entry
 
     def add_twin(self, entry: int, block_id: int) -> None:
-        """Another block has the same content."""
+        """Add another block with the same content to an entry."""
         self._entry_of[block_id] = entry
         self._twins.setdefault(entry, []).append(block_id)
 
     def drop_twin(self, block_id: int) -> bool:
-        """Forget a block whose content another one has, too; False if none has."""
+        """Forget a block if another one has the same content; return whether one has."""
         entry = self._entry_of[block_id]
         twins = self._twins.get(entry)
         if twins is None:
@@ -119,7 +119,7 @@ class PrefixIndex:
         return True
 
     def remove(self, entry: int) -> int:
-        """Forget an entry that none continues, and that has no twin; its block."""
+        """Remove an entry without children and twins; return its block."""
         assert not self._oldest_of[entry], "what continues it could never be found again"
         parent, older, younger = self._parent_of[entry], self._older[entry], self._younger[entry]
         if older:

@@ -1,19 +1,19 @@
-"""Retention that requests ask for: what is evicted before, and what after all that nobody spoke of.
+"""Retention: cache priorities that requests set, by which entries are evicted earlier or later.
 
-Owns the order of what has a priority of its own; leaves all else to the policy of eviction that it
-wraps. Must not know requests, tenants or the clock: time is an argument.
+Owns the order of entries with a priority of their own; leaves all others to the eviction policy
+that it wraps. Knows nothing about requests, tenants or the clock: time is an argument.
 
     evicted first                                                           evicted last
     below the default ─────────────► the policy's own order ─────────────► above the default
-    by priority, then by recency     the default, nothing above behind it  by priority, then recency
+    by priority, then by recency     default, without a descendant above   by priority, then recency
 
-An entry that continues another goes before it. So an entry is *protected* whose priority is above
-the default, or behind which there is one: it does not go as long as others are there. Of the
-protected ones those behind which there is none come up for eviction, of those below the default
-those behind which there is nothing at all; with the entry behind it gone the next one does.
+An entry is evicted after all entries that continue it. So an entry is *protected* if its priority,
+or that of a descendant, is above the default: it is evicted after all unprotected entries. A
+protected entry becomes evictable once it has no protected descendant. An entry below the default
+becomes evictable once it has no descendant at all.
 
-Priorities and what they mean are TensorRT-LLM's (`KvCacheRetentionConfig`). There, too, what is
-asked for last counts, and a duration begins when nobody holds an entry any more.
+Priorities and their meaning are TensorRT-LLM's (`KvCacheRetentionConfig`). There, too, the last
+request's setting counts, and a duration begins when an entry becomes free.
 """
 
 from collections.abc import Iterable
@@ -23,30 +23,31 @@ from charonia.control.cache.eviction.scores import ByScore
 from charonia.control.cache.prefix_index import PrefixIndex
 from charonia.protocol import DEFAULT_CACHE_PRIORITY
 
-_MANY = 2**64  # more than ever become free
+_MANY = 2**64  # more than the entries that ever become free
 _DEFAULT = DEFAULT_CACHE_PRIORITY
 _MOST_FORGOTTEN = 128
-"""Wishes that run out at a time; the rest do so the next time, that nothing waits for them."""
+"""Most priorities that expire in one call, which keeps it short; the rest expire in the next."""
 
 
 class Retention:
-    """An `Eviction` around another one, for entries of which some are retained. O(log n).
+    """An `Eviction` that wraps another one and knows priorities. O(log n).
 
-    To protect an entry costs a step for each entry before it that is not protected yet.
+    Protecting an entry costs a step for each entry before it that is not protected yet.
 
-    At most half of the blocks are protected, whoever asks for it: the other half is there for all.
-    Where there are as many, who comes takes the place of what would be evicted first among them,
-    unless that has a higher priority; then it has the default. Where blocks are set aside, so that
-    more than half of the others are protected, those that would go first are so no longer.
+    At most half of the blocks are protected, over all requests; the other half is there for all. At
+    that limit, a new entry replaces the protected entry that would be evicted first, unless that
+    has a higher priority; then the new entry is refused and gets the default. If blocks are set
+    aside, so that more than half of the rest are protected, those that would be evicted first lose
+    their protection.
 
     Args:
-        policy: of all that has the default priority.
-        index: which entry continues which.
+        policy: orders all entries with the default priority.
+        index: the tree of entries.
         free: entries that the policy orders so far.
         num_usable: blocks of the cache that are not set aside.
 
     Attributes:
-        num_protected: entries.
+        num_protected: number of protected entries.
     """
 
     def __init__(
@@ -67,24 +68,25 @@ class Retention:
         self._freed_at = [0] * num_blocks
         self._num_protected_children = [0] * num_blocks
         self._is_free = [False] * num_blocks
-        self._num_ordered = 0  # by the policy
+        self._num_ordered = 0  # entries that the policy orders
         for entry in free:
             self._is_free[entry] = True
             self._num_ordered += 1
 
     @property
     def has_low(self) -> bool:
-        """Whether something is to go before all that the policy orders."""
+        """Whether an entry is to be evicted before all that the policy orders."""
         return len(self._low) > 0
 
     def set(self, entry: int, priority: int, ttl_ms: int) -> bool:
-        """A request that holds an entry asks for this, whatever was asked for before.
+        """Set the priority of a held entry, in place of any earlier one.
 
         Args:
-            ttl_ms: how long it lasts once nobody holds the entry; 0 is until it is evicted.
+            ttl_ms: how long it lasts once the entry is free; 0 is until it is evicted.
 
         Returns:
-            Whether it is as asked for. Else it has the default, as would what continues it.
+            Whether the priority was granted. Otherwise the entry has the default priority, and
+            entries that continue it would be refused, too.
         """
         assert not self._is_free[entry], "who asks for an entry holds it"
         was_protected = self._is_protected(entry)
@@ -101,14 +103,14 @@ class Retention:
         return is_granted
 
     def resize(self, num_usable: int) -> None:
-        """Say how many blocks are not set aside. Up to half of these are protected."""
+        """Set the number of blocks that are not set aside. Up to half of these are protected."""
         self._max_protected = num_usable // 2
 
     def pass_time(self, now: float) -> None:
-        """What was asked for until now, in seconds, counts no longer, a few entries at a time.
+        """Reset priorities that have expired by `now`, in seconds; a few entries per call.
 
-        Nor does, of what is protected beyond half of the blocks, what would be evicted first. What
-        is held is protected until it is released.
+        If more than half of the blocks are protected, it also resets those that would be evicted
+        first. Held entries stay protected until they are released.
         """
         self._now_ms = int(now * 1000)
         for _ in range(min(self.num_protected - self._max_protected, _MOST_FORGOTTEN)):
@@ -151,12 +153,12 @@ class Retention:
         return self._policy.victim() if self._num_ordered else self._high.first()
 
     def evict(self, entry: int) -> None:
-        """See `Eviction`; nothing continues the entry, which is in the index yet."""
+        """See `Eviction`. The entry has no child, and must still be in the index."""
         priority = self._priority[entry]
         self._is_free[entry] = False
         self._leave(entry)
         if priority != _DEFAULT:
-            self._policy.free(entry)  # it has not heard of that
+            self._policy.free(entry)  # the policy was not told before
             self._priority[entry] = _DEFAULT
         self._policy.evict(entry)
         if priority > _DEFAULT:
@@ -166,10 +168,10 @@ class Retention:
         if is_last and self._is_free[parent] and self._priority[parent] < _DEFAULT:
             self._add(self._low, parent)
 
-    # ------------------------------------------------------------------ where a free entry is
+    # ------------------------------------------------------------------ the order of free entries
 
     def _order(self, entry: int) -> None:
-        """Have an entry that is free come up for eviction, if it is its turn."""
+        """Put a free entry into its order, if it is evictable."""
         priority = self._priority[entry]
         if priority < _DEFAULT:
             if not self._index.child_of(entry):
@@ -186,7 +188,7 @@ class Retention:
         order.add(entry, self._priority[entry] * _MANY + self._freed_at[entry])
 
     def _leave(self, entry: int) -> None:
-        """Undo `_order`, but for the policy, which is told by who calls."""
+        """Undo `_order`, except in the policy, which the caller must tell."""
         if self._priority[entry] == _DEFAULT:
             self._num_ordered -= not self._num_protected_children[entry]
             return
@@ -203,13 +205,13 @@ class Retention:
         if was_protected and not self._is_protected(entry):
             self._unprotect(entry)
 
-    # ------------------------------------------------------------------ what is protected
+    # ------------------------------------------------------------------ protected entries
 
     def _is_protected(self, entry: int) -> bool:
         return self._priority[entry] > _DEFAULT or self._num_protected_children[entry] > 0
 
     def _protect(self, entry: int) -> None:
-        """An entry that is held is protected from now on, and so are those before it."""
+        """Protect a held entry and those before it."""
         while entry:
             self.num_protected += 1
             entry = self._index.parent_of(entry)
@@ -219,7 +221,7 @@ class Retention:
                 return
 
     def _unprotect(self, entry: int) -> None:
-        """An entry is protected no longer, nor are those before it that were for its sake."""
+        """End the protection of an entry, and of those before it that were protected by it."""
         while entry:
             self.num_protected -= 1
             entry = self._index.parent_of(entry)
@@ -232,14 +234,14 @@ class Retention:
                 return
 
     def _make_room(self, entry: int, priority: int) -> bool:
-        """Whether an entry may be protected; what it takes the place of is so no longer.
+        """Whether an entry may be protected; this ends the protection of entries it replaces.
 
-        That is seen one by one. Where there turns out to be too little, what was taken is lost.
+        Entries are replaced one by one. If they turn out to be too few, they are not restored.
         """
         while True:
             room = self._max_protected - self.num_protected
             if room <= 0 and not self._can_displace(priority):
-                return False  # at once: each block of a request may ask for it
+                return False  # check this first: each block of a request may ask
             num_needed = self._num_to_protect(entry)
             if num_needed <= room:
                 return True
@@ -254,7 +256,7 @@ class Retention:
         return bool(self._high) and self._priority[self._high.first()] <= priority
 
     def _num_to_protect(self, entry: int) -> int:
-        """Of an entry and those before it, how many are not protected."""
+        """How many of an entry and those before it are not protected."""
         num = 0
         while entry and not self._is_protected(entry):
             num += 1

@@ -1,20 +1,21 @@
-"""What tenants may take from each other: who has the most blocks for its weight gives first.
+"""Shares of tenants in the cache: the tenant with the most blocks for its weight loses one first.
 
-Owns whose a block is, and how many each tenant has, held ones among them. Leaves the order within a
-tenant to the policy of eviction that it wraps. Must not know requests, nor where weights come from.
+Owns the owner of each block, and each tenant's number of blocks, held ones included. Leaves the
+order within a tenant to the eviction policy that it wraps. Knows nothing about requests, or where
+weights come from.
 
     policy, of all tenants ──victim()──► a: 7 4 9     the tenant with the most blocks per weight
-                                         b: 5         gives the first of its own, as the policy
-                                         c: 8 2       has given them up
+                                         b: 5         loses the first in its own queue; queues
+                                         c: 8 2       are in the order of the policy's victims
 
-That is weighted max-min fairness: where somebody has more than its share of the blocks, in
-proportion to the weights of those that have any, and can give some, who has no more than that loses
-nothing; and where there is room nobody is limited. It counts before a block is given up that the
-one in its place will be the asking tenant's.
+This is weighted max-min fairness. A tenant's share is proportional to its weight among the tenants
+that have blocks. A tenant within its share loses nothing as long as a tenant above its share has
+free entries. While there are empty blocks no tenant is limited. A new block is counted to the
+tenant that asks for it before a block is evicted for it.
 
-To the policy an entry that it gives up is evicted, though it may be another tenant's turn. It
-stays in line until it is that of its own. One that is asked for meanwhile has come back to the
-policy as if it had been computed anew, of which ghosts that it keeps know better.
+For the policy an entry is evicted when it chooses it as a victim, even if another tenant must give
+a block. The entry then waits in its tenant's queue. If it is hit there, it is inserted into the
+policy again, as if it had been computed anew; a policy that keeps ghosts recognizes it.
 """
 
 from collections import OrderedDict
@@ -24,17 +25,17 @@ from charonia.control.cache.eviction import Eviction
 from charonia.control.cache.eviction.scores import ByScore
 from charonia.control.cache.prefix_index import PrefixIndex
 
-_SCALE = 2.0**20  # blocks per weight are compared in such parts of one
-_MOST = 2**80  # more parts than anybody has
+_SCALE = 2.0**20  # blocks per weight are compared in multiples of 1 / _SCALE
+_MOST = 2**80  # above any such number
 
 
 class _Tenant:
-    """One that has blocks.
+    """A tenant that has blocks.
 
     Attributes:
-        number: below the number of blocks; nobody else has it now.
+        number: a number below the number of blocks, unique among current tenants.
         num_blocks: held or free. num_free: entries that may be evicted.
-        in_line: of the free ones those that the policy has given up, in its order.
+        in_line: free entries that were the policy's victims, in its order.
     """
 
     __slots__ = ("in_line", "name", "num_blocks", "num_free", "number")
@@ -48,13 +49,13 @@ class _Tenant:
 
 
 class TenantShares:
-    """An `Eviction` around another one. O(log n), amortized.
+    """An `Eviction` that wraps another one. O(log n), amortized.
 
     Args:
-        policy: of all tenants' entries; there are none yet.
-        index: the block that each entry has.
-        weight_of: of a tenant, > 0; asked whenever its number of blocks changes, and of each in
-            turn whenever somebody is to give.
+        policy: orders all tenants' entries; there are none yet.
+        index: the block of each entry.
+        weight_of: a tenant's weight, > 0. It is read whenever the tenant's number of blocks
+            changes, and with each victim for one tenant in turn.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class TenantShares:
         self._policy = policy
         self._index = index
         self._weight_of = weight_of
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # as their turns come
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # by the turn to read the weight
         self._by_number: list[_Tenant | None] = [None] * num_blocks
         self._unused = list(range(num_blocks - 1, -1, -1))
         self._givers = ByScore(num_blocks)  # numbers of tenants with free entries, most first
@@ -73,10 +74,10 @@ class TenantShares:
         self._key = [b""] * num_blocks
         self._parent = [0] * num_blocks
 
-    # ------------------------------------------------------------------ who has what
+    # ------------------------------------------------------------------ ownership
 
     def charge(self, tenant: str, num_blocks: int) -> None:
-        """Count blocks that a tenant is about to have."""
+        """Count blocks that a tenant is about to get."""
         owner = self._tenants.get(tenant)
         if owner is None:
             owner = self._tenants[tenant] = _Tenant(tenant, self._unused.pop())
@@ -84,12 +85,12 @@ class TenantShares:
         self._count(owner, num_blocks)
 
     def assign(self, block_ids: Sequence[int], tenant: str) -> None:
-        """Say which blocks they are."""
+        """Set the owner of the blocks that were counted by `charge`."""
         for block_id in block_ids:
             self._owner[block_id] = self._tenants[tenant]
 
     def take_back(self, block_id: int) -> None:
-        """A block is empty, and nobody's."""
+        """A block is empty and has no owner any more."""
         owner = self._owner_of(block_id)
         self._owner[block_id] = None
         self._count(owner, -1)
@@ -128,7 +129,7 @@ class TenantShares:
 
     def victim(self) -> int:
         """See `Eviction`."""
-        next_one = next(iter(self._tenants.values()))  # its weight may be another one by now
+        next_one = next(iter(self._tenants.values()))  # its weight may have changed
         self._tenants.move_to_end(next_one.name)
         self._rank(next_one)
         giver = self._by_number[self._givers.first()]
@@ -149,7 +150,7 @@ class TenantShares:
             self._policy.evict(entry)
 
     def _leave(self, entry: int, giver: _Tenant) -> bool:
-        """An entry is free no longer; whether the policy had given it up."""
+        """An entry is no longer free; return whether it was in its tenant's queue."""
         self._giver[entry] = None
         giver.num_free -= 1
         if not giver.num_free:
@@ -160,7 +161,7 @@ class TenantShares:
         return True
 
     def _rank(self, owner: _Tenant) -> None:
-        """Put a tenant where it belongs among those that can give."""
+        """Update a tenant's place among those that have free entries."""
         self._givers.discard(owner.number)
         if owner.num_free:
             per_weight = int(owner.num_blocks * _SCALE / self._weight_of(owner.name))

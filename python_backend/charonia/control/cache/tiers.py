@@ -1,17 +1,17 @@
-"""Which content slower tiers hold, in which of their slots, and what is to be saved to them.
+"""Which content slower tiers hold, in which slots, and what is to be saved to them.
 
-Owns the map from keys to slots, and which slot is written to next. Must not know blocks by anything
-but their numbers, nor whether a tier is memory or a file.
+Owns the map from keys to slots, and the choice of the next slot to write. Knows blocks only by
+number, and nothing about whether a tier is memory or a file.
 
-    KVCache ── a block was hit, or such a one is evicted ──► Tiers ── saves ──► the next plan
+    KVCache ── a block was hit, or a hit block is evicted ──► Tiers ── saves ──► the next plan
     Fetching ── a request waits for what the KV cache lacks ──► Tiers ── loads ──► the next plan
 
-The tiers do not know of each other: what is saved is saved to each that lacks it, and loaded from
-the first that has it. What was asked for longest ago goes first; what continues a prefix goes
-before that, as it is noted before it.
+Tiers are independent: a block is saved to each tier that lacks it, and loaded from the first that
+has it. The least recently used content is overwritten first. Within a prefix later blocks are
+overwritten before earlier ones, because hits are noted from the last block to the first.
 
-That a slot holds what is said here is no promise: a save may have failed, or a file been damaged.
-The engine compares keys and checksums, and says what it could not load or save.
+A slot may not hold what this map says: a save may have failed, or a file may be damaged. The engine
+compares keys and checksums, and reports what it could not load or save.
 """
 
 from collections import OrderedDict
@@ -22,8 +22,8 @@ from charonia.control.state.stats import SchedulerStats
 from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, SlotContent, TierInfo
 
 SAVED_AT_ONCE, SAVED_ALONE = 4 * 2**20, 32 * 2**20
-"""Bytes that a step saves in which rows compute, and one that nothing waits for. What is evicted
-before it was saved comes on top, up to the greater of these; what is more is lost."""
+"""Bytes that a step saves if rows compute in it, and if nothing waits for it. Blocks that are
+evicted before they were saved come on top, up to the greater of the two; the rest is lost."""
 
 
 class _Content(NamedTuple):
@@ -32,7 +32,7 @@ class _Content(NamedTuple):
 
 
 class _Tier:
-    """Slots, by the keys of what they hold; those asked for longest ago come first."""
+    """Slots by the key of their content, least recently used first."""
 
     def __init__(self, info: TierInfo) -> None:
         self.contents = OrderedDict(
@@ -40,12 +40,12 @@ class _Tier:
         )
         self.num_slots = info.num_slots
         used = {content.slot for content in self.contents.values()}
-        # There may be more slots than could be listed.
+        # A generator, because there may be too many slots to list.
         self._never_used = (slot for slot in range(info.num_slots) if slot not in used)
         self._empty: list[int] = []
 
     def put(self, key: bytes, has_draft: bool) -> int:
-        """Give a slot to what no slot holds."""
+        """Assign a slot to content that no slot holds."""
         slot = self._empty.pop() if self._empty else next(self._never_used, None)
         if slot is None:
             slot = self.contents.popitem(last=False)[1].slot
@@ -53,7 +53,7 @@ class _Tier:
         return slot
 
     def drop(self, key: bytes, slot: int) -> None:
-        """A slot does not hold a content; nothing happens where it is not said to any more."""
+        """Forget that a slot holds a key, unless it was reassigned meanwhile."""
         content = self.contents.get(key)
         if content is not None and content.slot == slot:
             del self.contents[key]
@@ -64,11 +64,11 @@ class Tiers:
     """All slower tiers of an engine.
 
     Args:
-        kept: what the engine says of them.
-        stats: where to count blocks.
+        kept: the engine's description of them.
+        stats: counts blocks.
 
     Attributes:
-        hash_secret: of the keys.
+        hash_secret: secret of the hash that makes the keys.
     """
 
     def __init__(self, kept: KeptBlocks, stats: SchedulerStats) -> None:
@@ -80,11 +80,11 @@ class Tiers:
         self._saves: list[BlockSave] = []
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether any tier holds this content."""
+        """Whether any tier holds the content with this key."""
         return any(key in tier.contents for tier in self._tiers)
 
     def describe(self) -> KeptBlocks:
-        """What the tiers hold now, as an engine would say it."""
+        """What the tiers hold now, as an engine would describe it."""
         tiers = [
             TierInfo(
                 name=name,
@@ -97,17 +97,17 @@ class Tiers:
         return KeptBlocks(hash_secret=self.hash_secret, slot_bytes=self._slot_bytes, tiers=tiers)
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Names of the tiers, and how many blocks they hold."""
+        """Names of the tiers, and the number of blocks in each."""
         return zip(self._names, (len(tier.contents) for tier in self._tiers), strict=True)
 
     def blocks_in(self, num_bytes: int) -> int:
-        """How many blocks have so many bytes; at least one."""
+        """How many blocks fit into `num_bytes`; at least one."""
         return max(1, num_bytes // self._slot_bytes)
 
     def note_hit(self, key: bytes) -> bool:
-        """Somebody has asked for a content; whether every tier holds it.
+        """Note a hit; return whether every tier holds the content.
 
-        Of a prefix, what comes last is noted first.
+        Hits of a prefix must be noted from the last block to the first.
         """
         holds = [key in tier.contents for tier in self._tiers]
         for tier, has in zip(self._tiers, holds, strict=True):
@@ -117,18 +117,18 @@ class Tiers:
 
     @property
     def may_save_more(self) -> bool:
-        """Whether the next plan saves fewer blocks than a step may ever save."""
+        """Whether the next plan may save more blocks."""
         return len(self._saves) < self.blocks_in(SAVED_ALONE)
 
     def save(self, block_id: int, key: bytes, has_draft: bool) -> None:
-        """Have the next plan save a block to every tier that lacks its content."""
+        """Let the next plan save a block to every tier that lacks its content."""
         for number, tier in enumerate(self._tiers):
             if key not in tier.contents:
                 slot = tier.put(key, has_draft)
                 self._saves.append(BlockSave(block_id, number, slot, key, has_draft))
 
     def take_saves(self) -> list[BlockSave]:
-        """All that was to be saved since the last call, in order."""
+        """All saves since the last call, in order."""
         saves, self._saves = self._saves, []
         return saves
 
@@ -136,7 +136,7 @@ class Tiers:
         """A plan's saves have been executed.
 
         Args:
-            not_saved: places among these of what is not kept.
+            not_saved: indexes of the saves that failed.
         """
         self._stats.blocks_saved += len(saves) - len(not_saved)
         for place in not_saved:
@@ -144,15 +144,15 @@ class Tiers:
             self._tiers[one.tier].drop(one.key, one.slot)
 
     def load(self, block_id: int, key: bytes) -> tuple[BlockLoad, bool]:
-        """How to load a content, which a tier holds, into a block; and whether it has draft KV."""
+        """How to load content that a tier holds into a block; and whether it has draft KV."""
         number = next(n for n, tier in enumerate(self._tiers) if key in tier.contents)
         contents = self._tiers[number].contents
-        contents.move_to_end(key)  # so that nothing takes its place in this step
+        contents.move_to_end(key)  # so that no save of this step overwrites it
         slot, has_draft = contents[key]
         return BlockLoad(number, slot, block_id, key), has_draft
 
     def drop(self, loads: Iterable[BlockLoad]) -> None:
-        """These slots did not hold what they were said to."""
+        """These loads failed: the slots did not hold their keys."""
         for load in loads:
             self._tiers[load.tier].drop(load.key, load.slot)
             self._stats.loads_failed += 1

@@ -1,1 +1,1 @@
-"""Tokens that are guessed from text, and how many of them a step verifies."""
+"""Speculative decoding: drafts made from text, and how many drafts a step verifies."""

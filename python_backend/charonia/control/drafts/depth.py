@@ -1,29 +1,27 @@
 """How many tokens each request drafts in a step.
 
-Owns the choice of depths and what is known of each request's acceptance. Must not know how drafts
-are made, nor the token budget: what room a request has is an argument.
+Owns the choice of depths, and each request's acceptance. Knows nothing about how drafts are made,
+or the token budget: a request's room is an argument.
 
-The theory. A draft is accepted with probability a, as long as all before it were, so a row of
-depth k commits 1 + a + a^2 + ... + a^k tokens on average. A step is as good as its goodput, the
-tokens that it commits per second (Liu et al. 2024, "Optimizing Speculative Decoding for Serving
-Large Language Models Using Goodput", arXiv 2406.14066, section 4); `goodput` finds the depths with
-the most.
+A draft is accepted with probability a if all drafts before it were accepted. So a row of depth k
+commits 1 + a + a^2 + ... + a^k tokens on average. The goal is goodput, the tokens that a step
+commits per second (Liu et al. 2024, "Optimizing Speculative Decoding for Serving Large Language
+Models Using Goodput", arXiv 2406.14066, section 4). `goodput` finds the depths with the most.
 
-Nothing is configured; all of it is learned while serving:
+Nothing is configured; everything is learned while serving:
 
-- Seconds, by `StepCost`. It is optimistic about sizes that were not measured lately, so a depth
-  that might be better is tried.
-- Acceptance, of all requests together. A request is taken to be like the others until its own
-  drafts say clearly that it is not: the rate of a few drafts is mostly chance, and depths that
-  follow chance are worse than one depth for all. At the start, drafts are taken to be good.
-- Whether drafts have become right while a row makes none. Half a per cent of the time goes to
-  looking: a row at depth 0 now and then drafts one token, a probe. After it the next one waits
-  for as many steps as pay for what it added, less what its accepted tokens were worth. So drafts
-  that are always wrong cost half a per cent, and where they have become right, probe follows
-  probe.
+- Time, by `StepCost`. It is optimistic about sizes that were not measured lately, so depths that
+  might be better are tried.
+- Acceptance, of all requests together. A request counts as average until its own drafts clearly
+  differ: the rate of a few drafts is mostly chance, and depths that follow chance are worse than
+  one depth for all. At the start drafts are assumed to be good.
+- Whether drafts have become good while a row makes none. A row at depth 0 sometimes drafts one
+  token, a probe; probes may take half a per cent of the time. The next probe waits for as many
+  steps as pay for the last one, less the value of its accepted tokens. So drafts that are always
+  wrong cost half a per cent, and once they are right, probes follow each other directly.
 
-A choice is kept for some steps while rows and tokens stay about the same: choosing takes as long as
-a small model's layer.
+A choice is kept for some steps while the numbers of rows and tokens stay about the same, because
+choosing takes as long as a layer of a small model.
 """
 
 from collections import Counter
@@ -36,14 +34,14 @@ from charonia.control.estimators.step_cost import StepCost, StepShape
 from charonia.control.state.request import Request
 
 _WINDOW = 60  # drafts that acceptance is estimated from
-_START_RATE, _START_TRIALS = 0.8, 2.0  # of all requests, before the first draft
-_OWN_TRIALS = 4.0  # drafts that weigh as much in a request's own rate as what others' say
-_CLEAR = 3.0  # standard deviations by which a request must differ to be taken for another kind
-_LEVELS = 20  # own rates are rounded to multiples of 1 / _LEVELS, lest each row be searched for
-_SHORT_LAG = 16  # tokens that a draft model catches up on in about the time of one
-_KEEP = 16  # steps that a choice is kept for
-_OBSERVED_AT_REST = 4  # of so many steps without drafts one is looked at
-_PROBE_SHARE = 0.005  # of the time
+_START_RATE, _START_TRIALS = 0.8, 2.0  # prior of all requests' acceptance
+_OWN_TRIALS = 4.0  # weight of others' acceptance in a request's own rate, in drafts
+_CLEAR = 3.0  # standard deviations by which a request must differ to get a rate of its own
+_LEVELS = 20  # own rates are rounded to multiples of 1 / _LEVELS, so that rows form groups
+_SHORT_LAG = 16  # tokens that a draft model computes in about the time of one
+_KEEP = 16  # steps for which a choice is kept
+_OBSERVED_AT_REST = 4  # without drafts, one of so many steps is observed
+_PROBE_SHARE = 0.005  # share of the time that probes may take
 
 
 class Candidate(NamedTuple):
@@ -51,8 +49,8 @@ class Candidate(NamedTuple):
 
     Attributes:
         most: drafts that it has room for, >= 0.
-        lag: tokens that the draft model computes before it guesses the first one; at least 1, and
-            0 where there is no draft model.
+        lag: tokens that the draft model must compute before its first draft, at least 1; 0 without
+            a draft model.
         num_left: tokens that it can still commit, in all steps to come.
     """
 
@@ -66,52 +64,53 @@ Candidates = Callable[[], Sequence[Candidate]]
 
 
 class DepthPolicy(Protocol):
-    """Chooses depths, and is told what came of them."""
+    """Chooses depths, and learns from the results."""
 
     def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
-        """Depth for each candidate, from 0 to its `most`; [] where nobody is to draft.
+        """Depth for each candidate, from 0 to its `most`; [] if no row drafts.
 
         Args:
-            num_rows: candidates that there are; they themselves are given when asked for, because
-                most of the work of a step without drafts would be to make them.
-            num_tokens: that the target computes in this step anyway, these rows' and all others',
-                prefill included; at least `num_rows`.
+            num_rows: number of candidates.
+            num_tokens: tokens that the target computes in this step anyway, for all rows, prefill
+                included; at least `num_rows`.
+            candidates: makes the candidates. Called only if needed, because making them would be
+                most of the work of a step without drafts.
         """
 
     def rests(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether nobody is to draft in a step of this size, whoever could."""
+        """Whether no row drafts in a step of this size, whichever rows could."""
 
     def note_rest(self) -> None:
-        """There was such a step, for which nothing was chosen otherwise."""
+        """There was a step without drafts for which `choose` was not called."""
 
     def observe_drafts(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Learn what verification made of a request's drafts, 1 <= num_drafted.
+        """Learn from the verification of a request's drafts, 1 <= num_drafted.
 
         They may be fewer than the depth chosen: an n-gram drafter may find less.
         """
 
     def observe_step(self, shape: StepShape, seconds: float, draft_seconds: float) -> None:
-        """Learn what a step took.
+        """Learn from the time of a step.
 
         Args:
-            seconds: its whole cycle: engine, transit, planning; wall time. In a pipeline, what
-                it took in the engine.
-            draft_seconds: of these, in the draft model's passes; 0 for other drafters.
+            seconds: wall time of its whole cycle: engine, transit, planning. In a pipeline, the
+                time in the engine.
+            draft_seconds: the part of the draft model's passes; 0 for other drafters.
         """
 
     def forget(self, request: Request) -> None:
-        """A request is gone; nothing is observed of it any more."""
+        """A request has ended; nothing more is observed for it."""
 
 
 class FixedDepth:
-    """As deep as there is room for."""
+    """Always drafts as many tokens as there is room for."""
 
     def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
         """See `DepthPolicy`."""
         return [candidate.most for candidate in candidates()]
 
     def rests(self, num_rows: int, num_tokens: int) -> bool:
-        """See `DepthPolicy`; nobody knows before asking."""
+        """See `DepthPolicy`; it is not known in advance."""
         return False
 
     def note_rest(self) -> None:
@@ -129,10 +128,10 @@ class FixedDepth:
 
 @dataclass(slots=True)
 class _Acceptance:
-    """Drafts that were accepted, of those that were decided, older ones weighing less.
+    """Accepted drafts and decided drafts; older ones weigh less.
 
-    Behind the first draft that is rejected nothing is decided, so `trials` counts the accepted
-    ones and that one: the estimate of greatest likelihood for a geometric law cut off at the depth.
+    Drafts behind the first rejected one are undecided, so `trials` counts the accepted ones and the
+    rejected one. This is the maximum likelihood estimate for a geometric law cut off at the depth.
     """
 
     accepted: float = 0.0
@@ -148,7 +147,7 @@ class _Acceptance:
         return (self.accepted + prior * prior_trials) / (self.trials + prior_trials)
 
     def differs(self, rate: float) -> bool:
-        """Whether this is hardly what drafts of that rate would look like."""
+        """Whether these counts differ clearly from what `rate` would give."""
         surplus = self.accepted - rate * self.trials
         return surplus * surplus > _CLEAR * _CLEAR * self.trials * rate * (1.0 - rate)
 
@@ -158,9 +157,9 @@ class _Choice:
     """Depths that hold for some steps.
 
     Attributes:
-        depth: of all requests but those in `depth_of`.
-        num_rows, num_tokens: of the step that it was made for.
-        num_left: steps that it may be kept for.
+        depth: depth of all requests except those in `depth_of`.
+        num_rows, num_tokens: size of the step that it was made for.
+        num_left: steps for which it may still be kept.
     """
 
     depth: int
@@ -171,13 +170,13 @@ class _Choice:
 
     @property
     def is_rest(self) -> bool:
-        """Whether nobody drafts."""
+        """Whether no row drafts."""
         return not self.depth and not self.depth_of
 
     def holds(self, num_rows: int, num_tokens: int) -> bool:
         """Whether a step is like the one that the choice was made for.
 
-        What else the step computes matters where there are drafts alone: it makes them dearer.
+        Other tokens of the step matter only if there are drafts, whose cost depends on them.
         """
         return (
             self.num_left > 0
@@ -186,7 +185,7 @@ class _Choice:
         )
 
     def depths(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Depth of each, as far as there is room."""
+        """Depth of each candidate, limited by its room."""
         depth, depth_of = self.depth, self.depth_of
         if not depth_of:
             return [depth if depth < each.most else each.most for each in candidates]
@@ -207,9 +206,9 @@ class AdaptiveDepth:
         self._choice = _Choice(depth=1)
         self._best = Best()
         self._steps_to_probe = float(_KEEP)
-        self._probed: set[Request] = set()  # whose probes were not observed yet
-        self._probe_price = 0.0  # steps that pay for one of these
-        self._token_price = 0.0  # steps that pay for what a token takes
+        self._probed: set[Request] = set()  # requests whose probes were not observed yet
+        self._probe_price = 0.0  # steps that pay for one probe
+        self._token_price = 0.0  # steps that pay for the time of one token
 
     def choose(self, num_rows: int, num_tokens: int, candidates: Candidates) -> list[int]:
         """See `DepthPolicy`."""
@@ -268,7 +267,7 @@ class AdaptiveDepth:
         self._probed.discard(request)
 
     def _choose_anew(self, candidates: Sequence[Candidate], num_tokens: int) -> None:
-        """Choose by what is known now; before the first steps were measured, one token each."""
+        """Choose by current estimates. Until the first steps are measured, each row drafts one."""
         if not self._cost.target.is_known:
             return
         usual = self._all.rate(_START_RATE, _START_TRIALS)
@@ -291,17 +290,17 @@ class AdaptiveDepth:
         self._choice = _Choice(usually, others, num_rows, num_tokens, _KEEP * is_measured)
 
     def _rate(self, request: Request, usual: float) -> float:
-        """Acceptance of a request's drafts."""
+        """Expected acceptance of a request's drafts."""
         own = self._by_request.get(request)
         if own is None or not own.differs(usual):
             return usual
         return round(_LEVELS * own.rate(usual, _OWN_TRIALS)) / _LEVELS
 
     def _drop_laggards(self, candidates: Sequence[Candidate], depths: list[int]) -> None:
-        """No drafts for rows whose catching up costs more than drafts save, in all steps to come.
+        """Drop drafts of rows whose catching up costs more than drafts can save until their end.
 
-        Drafts save a share of what a row's tokens take without any; a row's part of a step is one
-        of the rows.
+        Drafts save a share of the time of a row's tokens; the time of a step is divided equally
+        among its rows.
         """
         for row, each in enumerate(candidates):
             if each.lag > _SHORT_LAG and depths[row]:
@@ -312,9 +311,9 @@ class AdaptiveDepth:
     def _probe(self, candidates: Sequence[Candidate], depths: list[int], num_tokens: int) -> None:
         """Let rows at depth 0 draft one token each.
 
-        All of them at once, as passes cost by the pass; but of those whose draft model has to
-        catch up on much, those that lag least. It stays due until the drafts of one are observed,
-        as there may be none: a drafter may find nothing, and a step may fail.
+        All of them probe at once, because a pass costs about the same for any number of rows. Rows
+        whose draft model lags far behind are left out, except those that lag least. A probe stays
+        due until a draft is observed: a drafter may find nothing, and a step may fail.
         """
         resting = [row for row, depth in enumerate(depths) if not depth and candidates[row].most]
         if not resting:
@@ -326,7 +325,7 @@ class AdaptiveDepth:
         without = self._cost.target.at(num_tokens)
         added = self._cost.target.at(num_tokens + len(resting)) - without
         added += self._cost.of_drafts(1, sum(candidates[row].lag for row in resting))
-        paid = _PROBE_SHARE * without  # by each step
+        paid = _PROBE_SHARE * without  # what each step pays for probes
         self._probe_price = added / paid / len(resting)
         self._token_price = 1.0 / self._best.goodput / paid
         self._probed.update(candidates[row].request for row in resting)

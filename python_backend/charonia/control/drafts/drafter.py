@@ -1,6 +1,6 @@
-"""The seam behind which tokens are guessed from text alone.
+"""The protocol of drafters, which make drafts from text alone.
 
-Owns the protocol. Whoever implements it must not know blocks, rows or whether a guess paid.
+Owns the protocol. Implementations know nothing about blocks, rows or whether drafts paid off.
 """
 
 from typing import Protocol
@@ -9,18 +9,18 @@ from charonia.control.state.request import Request
 
 
 class Drafter(Protocol):
-    """Guesses what follows a request's tokens."""
+    """Drafts the tokens that may follow a request's tokens."""
 
     def begin_step(self) -> None:
-        """A step is being planned; proposals for its rows follow.
+        """A step is being planned; calls of `propose` for its rows follow.
 
-        What takes long, such as indexing a prompt, is to be spread over steps: this says when one
-        ends and the next one begins.
+        Slow work, such as indexing a prompt, should be spread over steps. This call marks where one
+        step ends and the next begins.
         """
         ...
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
-        """Guess at most `max_tokens` (>= 1) tokens; none where nothing suggests itself.
+        """Draft at most `max_tokens` (>= 1) tokens, or none if nothing is likely.
 
         Called at most once per step and request, possibly not for many steps. The request's
         tokens only grow.
@@ -28,5 +28,5 @@ class Drafter(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """The request has ended, whether it ever asked for a guess or not."""
+        """The request has ended, whether `propose` was ever called for it or not."""
         ...

@@ -1,15 +1,16 @@
-"""The depths with the most goodput: the search behind `AdaptiveDepth`, which has the theory.
+"""The search for the depths with the most goodput; `depth` has the theory.
 
-Pure; must not know requests, or how costs and acceptance are learned.
+Pure functions. Knows nothing about requests, or how costs and acceptance are learned.
 
-A row's j-th draft is worth a^j tokens. Rows of equal acceptance a are a group, a draft for each of
-them is an item, and of so many drafts the best are those worth most. So items are sorted by worth
-and every prefix of that list is a candidate. Passes of a draft model cost something however few
-rows take part, so where groups differ the same is done for several limits of depth. Rows so few
-that each size is measured by itself need not all have the last draft.
+A row's j-th draft is worth a^j tokens. Rows of equal acceptance a form a group. The j-th drafts of
+a group are an item. For a given number of drafts, the best items are those with the most worth, so
+items are sorted by worth, and every prefix of this list is a candidate. A pass of a draft model
+costs time however few rows take part, so with several groups the search is repeated for several
+limits of depth. With few rows every size is measured separately, so the last draft may go to a part
+of the rows.
 
-What others prefill in the step is spent anyway, and must not make drafts look cheap: a step is
-charged what its drafts add to it, on top of what these rows alone would take without drafts.
+Prefill in the same step is computed anyway, and must not make drafts look cheap. So a step is
+charged the time that its drafts add, on top of the time of these rows alone without drafts.
 """
 
 from collections import Counter
@@ -19,22 +20,22 @@ from typing import NamedTuple
 
 from charonia.control.estimators.step_cost import StepCost
 
-_LEAST_WORTH = 0.02  # tokens, of a draft that is considered
-_MARGIN = 1.02  # by which a change must win: the best of many noisy predictions is flattered
-_FEW_ROWS = 8  # fewer can share what is free: some have one draft more than others
-_LIMITS = (1, 2, 3, 5, 8, 13, 21, 34, 64)  # wider apart where one pass more matters less
+_LEAST_WORTH = 0.02  # least worth of a draft that is considered, in tokens
+_MARGIN = 1.02  # by which a change must win, because the best of many noisy predictions is too high
+_FEW_ROWS = 8  # with fewer rows, some may have one draft more than others
+_LIMITS = (1, 2, 3, 5, 8, 13, 21, 34, 64)  # limits of depth; one more pass matters less at the end
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best depths, and what is predicted of them.
+    """The best depths, and the predictions for them.
 
     Attributes:
         goodput: tokens per second.
-        depth_of: drafts of a row by its acceptance; 0 where it is not in there.
+        depth_of: drafts of a row by its acceptance; 0 if it is missing.
         last, num_last: the first `num_last` rows of the acceptance `last` have one draft more.
         deepest: the most drafts of any row.
-        saved: seconds per token, against no drafts.
+        saved: seconds saved per token, compared with no drafts.
     """
 
     goodput: float = 1.0
@@ -45,7 +46,7 @@ class Best:
     saved: float = 0.0
 
     def depths(self, rates: Sequence[float], room: Sequence[int]) -> list[int]:
-        """Depth of each row by its acceptance; where its room is less, that is to be applied."""
+        """Depth of each row by its acceptance; it may exceed the row's room."""
         left = self.num_last
         depths = []
         for rate, most in zip(rates, room, strict=True):
@@ -58,7 +59,7 @@ class Best:
 
 
 class _Item(NamedTuple):
-    """A draft at a position, from 1, for each row of a group."""
+    """A draft at one position, counted from 1, for each row of a group."""
 
     worth: float
     position: int
@@ -71,9 +72,10 @@ def most_goodput(
     """Find the depths with the most predicted goodput.
 
     Args:
-        rows: that may draft, by acceptance. room: drafts of a row at most.
-        num_rows: with those that may not, at least 1. num_tokens: of the step without drafts.
-        now: the most drafts of a row so far; another number must be clearly better.
+        rows: number of rows that may draft, by acceptance. room: most drafts of a row.
+        num_rows: all rows, also those that may not draft; at least 1.
+        num_tokens: tokens of the step without drafts.
+        now: the deepest depth so far; another one must be clearly better.
     """
     alone = cost.target.at(num_rows)
     spent = cost.target.at(num_tokens) - alone
@@ -104,7 +106,7 @@ def most_goodput(
 def _lists(
     rows: Mapping[float, int], room: int, has_draft_model: bool
 ) -> Iterator[Sequence[_Item]]:
-    """The items by worth, for each limit of depth."""
+    """The items sorted by worth, for each limit of depth."""
     items = [
         _Item(worth, position, rate)
         for rate in rows

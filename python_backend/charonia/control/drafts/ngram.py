@@ -1,28 +1,28 @@
-"""Prompt lookup: drafts are copied from where a request's last few tokens stood before.
+"""Prompt lookup: drafts are copied from behind an earlier occurrence of a request's last tokens.
 
-Owns, per request, where each n-gram of its tokens ended last. Must not know other requests, how
-drafts are verified, or when drafting pays.
+Owns, per request, where each n-gram of its tokens ended last. Knows nothing about other requests,
+how drafts are verified, or when drafting pays off.
 """
 
 from dataclasses import dataclass, field
 
 from charonia.control.state.request import Request
 
-# Tokens that a step indexes at most, some 2 ms: long prompts are spread over steps. But what was
-# generated lately, a request may always index.
+# Most tokens that a step indexes, which takes about 2 ms; long prompts are spread over steps. Each
+# request may index MIN_CATCH_UP tokens in any case, enough for those that it generated lately.
 MAX_CATCH_UP = 2048
 MIN_CATCH_UP = 128
 
 
 def continuation(token_ids: list[int], start: int, num_tokens: int) -> list[int]:
-    """What the text would go on with, if it went on as it did from `start` on.
+    """Copy the tokens from `start` on as the continuation of the text.
 
-    A copy that reaches the end of the text goes on with itself, as in LZ77 (Ziv and Lempel 1977),
-    so a text that repeats itself is continued in its period.
+    A copy that reaches the end of the text continues with itself, as in LZ77 (Ziv and Lempel 1977),
+    so a periodic text is continued with its period.
 
     Args:
         token_ids: the text. start: a position in it, before its end.
-        num_tokens: tokens to return, exactly.
+        num_tokens: exact number of tokens to return.
     """
     copied = token_ids[start : start + num_tokens]
     if len(copied) < num_tokens:
@@ -34,7 +34,7 @@ def continuation(token_ids: list[int], start: int, num_tokens: int) -> list[int]
 class _Index:
     """The n-grams of one request's tokens that end at `num_indexed` or before.
 
-    The n-gram at the end of the text is looked up before it is indexed, so none matches itself.
+    The n-gram at the end of the text is looked up before it is indexed, so it never matches itself.
     """
 
     num_indexed: int = 0
@@ -44,9 +44,9 @@ class _Index:
 class NgramDrafter:
     """Prompt lookup decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding).
 
-    The latest earlier occurrence of the request's last n tokens is taken, for the largest n that
-    has one, and what followed it is the draft. Per token and n, indexing takes 0.3 us and some 80
-    bytes in text that repeats itself as source code does, up to 200 where nothing occurs twice.
+    It finds the latest earlier occurrence of the request's last n tokens, for the largest n that
+    has one. The tokens behind it are the draft. Per token and n, indexing takes 0.3 us, and about
+    80 bytes in text that repeats itself like source code, up to 200 in text without repetition.
 
     Args:
         prompt_lookup_min, prompt_lookup_max: the smallest (>= 1) and the largest n, inclusive.
@@ -59,11 +59,11 @@ class NgramDrafter:
         self._allowance = MAX_CATCH_UP
 
     def begin_step(self) -> None:
-        """What one step may index is spent anew."""
+        """Reset the tokens that one step may index."""
         self._allowance = MAX_CATCH_UP
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
-        """`max_tokens` (>= 1) token ids that may follow; none when no n-gram stood before."""
+        """`max_tokens` (>= 1) token ids that may follow; none if no n-gram occurred before."""
         index = self._indices.get(request.key)
         if index is None:
             index = self._indices[request.key] = _Index()
@@ -76,11 +76,11 @@ class NgramDrafter:
         return []
 
     def forget(self, request: Request) -> None:
-        """The request has ended, or never proposed: nothing of it is kept."""
+        """Drop the request's index, if it has one."""
         self._indices.pop(request.key, None)
 
     def _catch_up(self, index: _Index, token_ids: list[int]) -> None:
-        """Index what ends before the last token; a later end replaces an earlier one."""
+        """Index n-grams that end before the last token; a later end replaces an earlier one."""
         num_new = min(len(token_ids) - 1 - index.num_indexed, max(self._allowance, MIN_CATCH_UP))
         self._allowance -= num_new
         num_tokens = index.num_indexed + 1 + num_new

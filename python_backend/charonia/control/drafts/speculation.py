@@ -1,17 +1,16 @@
-"""Speculation: which rows of a step verify drafts, how many, and whose guesses they are.
+"""Speculation: which rows of a step verify drafts, how many, and where the drafts come from.
 
-Owns the drafts of a step, from what a request has room for to what became of them. Must not know
-blocks, budgets of other work, or how a depth is chosen.
+Owns the drafts of a step, from a request's room for them to their results. Knows nothing about
+blocks, the budgets of other work, or how a depth is chosen.
 
-A client may give a guess at the first tokens of its answer; as long as it is right, it is what is
-verified. All other drafts come from one of two places. A `Drafter` guesses here, from text alone,
-and the plan carries the guesses. Or the engine has a draft model, and the plan only says how many
-to guess; that model has a KV cache of its own over the same blocks, which lags behind the target's
-while nothing is drafted, so that a row may have to catch up first, as far as the step's budget
-goes::
+A client may predict the first tokens of its answer; as long as the prediction is right, its tokens
+are the drafts. All other drafts come from one of two places. A `Drafter` makes them here, from text
+alone, and the plan carries them. Or the engine has a draft model, and the plan only gives their
+number. The draft model has its own KV cache over the same blocks. It lags behind the target's while
+nothing is drafted, so a row may have to catch up first, within the step's budget::
 
     known tokens   0 ............ num_draft_computed .......... last
-                   └ the draft model's KV ┘└─ num_draft_tokens ──┘ then it guesses
+                   └ the draft model's KV ┘└─ num_draft_tokens ──┘ then it drafts
 """
 
 from itertools import islice
@@ -30,9 +29,9 @@ class Speculation:
     """Drafts for the rows of a step.
 
     Args:
-        max_drafts: per row and step.
+        max_drafts: most drafts per row and step.
         policy: chooses how many.
-        drafter: guesses here; None where the engine's draft model guesses.
+        drafter: makes drafts here; None if the engine's draft model makes them.
     """
 
     def __init__(
@@ -43,11 +42,11 @@ class Speculation:
         self._drafter = drafter
 
     def draft(self, step: Step, limits: Limits) -> list[tuple[int, Draft]]:
-        """Choose the drafts of those rows that decode; each with its place in the step.
+        """Choose the drafts of decoding rows; each with its index in the step.
 
-        The first token of a request comes without, so that no draft model's prompt delays it,
-        unless its client gave a guess. Drafts, and what the draft model has to catch up on, stay
-        within the step's budget; earlier rows are served first.
+        The first token of a request has no drafts unless its client predicted it, so that no draft
+        model's prefill delays it. Drafts, and the tokens that the draft model must catch up on,
+        stay within the step's budget; earlier rows are served first.
         """
         drafts = self._given(step, limits)
         num_given = sum(draft.num_drafts for _, draft in drafts)
@@ -77,9 +76,9 @@ class Speculation:
         return drafts
 
     def rests_after(self, step: Step) -> bool:
-        """Whether nobody is to draft in the step that follows one without drafts.
+        """Whether the step after one without drafts will have no drafts either.
 
-        That step may then be planned before the tokens are known that drafts would follow.
+        Then it may be planned before the tokens are known that drafts would follow.
         """
         if any(request.expected_ids for request in step.requests):
             return False
@@ -89,18 +88,18 @@ class Speculation:
         return self._policy.rests(able, sum(row.num_tokens for row in step.rows))
 
     def note_rest(self) -> None:
-        """A step was planned in which nobody was to draft."""
+        """A step without drafts was planned ahead."""
         self._policy.note_rest()
 
     def observe_run(
         self, request: Request, draft: Draft, num_run: int, num_accepted: int, counts: DraftCounts
     ) -> None:
-        """Take note of how a row's drafts fared.
+        """Learn from the results of a row's drafts.
 
         Args:
-            num_run: tokens that the row's step gave, of which all but the last were drafts.
-            num_accepted: drafts that the request has taken.
-            counts: of all requests.
+            num_run: tokens that the engine committed for the row: accepted drafts and one more.
+            num_accepted: drafts that the request accepted, up to its end.
+            counts: counts of all requests.
         """
         if not draft.is_given:
             self._policy.observe_drafts(request, draft.num_drafts, num_run - 1)
@@ -110,10 +109,10 @@ class Speculation:
     def observe_step(
         self, step: Step, seconds: float, result: StepResult, counts: DraftCounts
     ) -> None:
-        """Take note of how long a step took.
+        """Learn from the time of a step.
 
         Args:
-            seconds: see `DepthPolicy`. counts: of all requests.
+            seconds: see `DepthPolicy`. counts: counts of all requests.
         """
         num_tokens = sum(row.num_tokens for row in step.rows)
         num_passes = num_draft_tokens = 0
@@ -142,7 +141,7 @@ class Speculation:
             self._drafter.forget(request)
 
     def _given(self, step: Step, limits: Limits) -> list[tuple[int, Draft]]:
-        """The drafts of rows whose clients gave a guess that was right so far."""
+        """The drafts of rows whose clients gave a prediction that was right so far."""
         drafts = []
         budget = step.budget
         for place, request in enumerate(step.requests):
@@ -154,7 +153,7 @@ class Speculation:
         return drafts
 
     def _candidate(self, request: Request, limits: Limits) -> Candidate:
-        """What drafts could do for a request: a run has one token more, and must not pass the end.
+        """A request's room for drafts. A run has one token more, and must not pass the end.
 
         The engine's draft model may have less context than the target.
         """
@@ -173,16 +172,16 @@ class Speculation:
             return Draft(len(draft_ids), draft_ids)
         lag = _lag(request)
         if budget <= lag <= self._max_drafts + 1:
-            return NO_DRAFT  # a little later there is budget for drafts as well
+            return NO_DRAFT  # a later step has budget for drafts as well
         return Draft(max(0, min(depth, budget - lag)), [], min(lag, budget))
 
 
 def _num_left(request: Request, limits: Limits) -> int:
-    """Tokens that it may still generate, >= 1."""
+    """Tokens that a request may still generate, >= 1."""
     num_room = limits.max_model_len - len(request.token_ids)
     return min(request.max_tokens - request.num_generated, num_room)
 
 
 def _lag(request: Request) -> int:
-    """Tokens that the engine's draft model has to compute before it can guess."""
+    """Tokens that the engine's draft model must compute before it can draft."""
     return len(request.token_ids) - request.num_draft_computed

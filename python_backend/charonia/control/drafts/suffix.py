@@ -1,17 +1,17 @@
-"""Suffix decoding: drafts are copied from where the longest suffix of a request stood before.
+"""Suffix decoding: drafts are copied from behind an earlier occurrence of a request's suffix.
 
 Owns a suffix index per live request (its prompt and output) and one per cache scope (responses of
-requests that ended). Must not know how drafts are verified, or when drafting pays.
+requests that ended). Knows nothing about how drafts are verified, or when drafting pays off.
 
-In the spirit of SuffixDecoding (Oliaro, Jia, Campos, Qiao 2024, arXiv 2411.04975): two indices,
+It follows SuffixDecoding (Oliaro, Jia, Campos, Qiao 2024, arXiv 2411.04975): there are two indices,
 the longer match wins, and a draft is at most as long as its match (their maximal speculation
-factor, 1 here): replayed over source code and prose, the last token of such a draft is right one
-time in 4 to 10, however long it is. Other than there, an index is a suffix automaton, and a draft
-is the most recent continuation, not the most frequent one.
+factor, 1 here). Replayed over source code and prose, the last token of such a draft is right one
+time in 4 to 10, at any length. Unlike there, an index is a suffix automaton, and a draft is the
+most recent continuation, not the most frequent one.
 
-    responses of the scope    [ r r r r ][ r r r r r r ]        a draft never leaves its response
+    responses of the scope    [ r r r r ][ r r r r r r ]        a draft ends with its response
                                     └─ match ─┘└ draft
-    tokens of the request     [ p p p p p p g g g g ]            or goes on like the request itself
+    tokens of the request     [ p p p p p p g g g g ]            or copies the request itself
                                   └─ match ─┘└ draft
 """
 
@@ -21,24 +21,25 @@ from dataclasses import dataclass
 from charonia.control.drafts.ngram import MAX_CATCH_UP, MIN_CATCH_UP, continuation
 from charonia.control.state.request import Request
 
-# A cursor that is more tokens behind starts anew with this many; longer matches gain nothing.
+# A cursor that is further behind restarts this many tokens before the end; longer matches gain
+# nothing.
 MAX_CURSOR_LAG = 64
 
-# Shorter responses are hardly ever a template for another one.
+# Shorter responses are hardly ever useful as a template.
 MIN_RESPONSE_TOKENS = 8
 
-# An index takes about 250 bytes per token, so a scope of two generations about 16 MiB, and all
-# scopes 0.5 GiB. When a generation is full, the older one goes as a whole, in some 3 ms.
+# An index takes about 250 bytes per token, a scope of two generations about 16 MiB, and all scopes
+# 0.5 GiB. When a generation is full, the older one is dropped as a whole, in about 3 ms.
 MAX_GENERATION_TOKENS = 32_768
 MAX_SCOPES = 32
 
-# Responses are indexed at the next steps, as many in each as MAX_CATCH_UP allows; if none come for
-# long, the oldest are given up.
+# Responses are indexed during the next steps, as many in each as MAX_CATCH_UP allows. If there are
+# no steps for long, the oldest are dropped.
 MAX_UNINDEXED = 256
 
-# How many links a token is followed up to say where it came last. Source code and prose have 3 to
-# 6 of them, so "most recent" is true but for texts that repeat themselves a lot, where an older
-# occurrence mostly goes on in the same way.
+# Links that are followed for a token to update where its suffixes occurred last. Source code and
+# prose have 3 to 6 of them. So "most recent" is exact except in very repetitive texts, where an
+# older occurrence mostly continues in the same way.
 MAX_RENEWED = 8
 
 _ROOT = 0
@@ -48,15 +49,15 @@ _NEVER = -1
 
 
 class SuffixAutomaton:
-    """All substrings of some texts, each with where it last ended and was followed by a token.
+    """All substrings of some texts, each with the latest position at which a token followed it.
 
     The online suffix automaton (Blumer et al. 1985; over several texts as in Mohri, Moreno,
     Weinstein 2009): amortized O(1) per token, at most 2 states per token, about 1.4 in practice.
-    A state is a slot in parallel lists, and its first edge lies in such slots too, because most
-    states have no other: that takes half of the memory of a dict per state, at the same speed.
+    A state is an index into parallel lists. Its first edge is kept in such lists, too, because most
+    states have no other: this takes half the memory of a dict per state, at the same speed.
 
-    A state stands for the suffixes of its longest string that are longer than its link's longest
-    string; the link stands for the longest shorter suffix that ended in more places.
+    A state represents the suffixes of its longest string that are longer than its link's longest
+    string. The link represents the longest shorter suffix that ended in more places.
     """
 
     __slots__ = (
@@ -81,7 +82,7 @@ class SuffixAutomaton:
         self._more_edges: dict[int, dict[int, int]] = {}
 
     def start_text(self) -> None:
-        """The tokens to come belong to another text; takes one position."""
+        """Begin another text; takes one position."""
         self._last = _ROOT
         self.num_tokens += 1
 
@@ -91,8 +92,8 @@ class SuffixAutomaton:
         first_token, first_state, more = self._first_token, self._first_state, self._more_edges
         last = self._last
         for position, token in enumerate(token_ids, self.num_tokens):
-            # From the whole text to ever shorter suffixes of it: those that this token never
-            # followed get an edge to the new state, until one that it did follow.
+            # Go from the whole text to ever shorter suffixes. Those that this token never followed
+            # get an edge to the new state; stop at the first one that it did follow.
             new = len(lengths)
             state = last
             while state != _NO_STATE:
@@ -131,25 +132,25 @@ class SuffixAutomaton:
         self.num_tokens += len(token_ids)
 
     def repeated(self) -> tuple[int, int]:
-        """Of a single text that is not empty: its longest suffix that stood in it before.
+        """The longest suffix of a single non-empty text that occurred in it before.
 
         Returns:
-            The suffix's length, 0 for none, and the position after its latest occurrence before.
+            The suffix's length, 0 for none, and the position after its latest earlier occurrence.
         """
         state = self._links[self._last]
         return self._lengths[state], self._continued_at[state]
 
     def settle(self, state: int, length: int) -> int:
-        """The state that now stands for a string of `length` that `state` stood for once."""
+        """The state that now represents a string of `length` that `state` represented before."""
         while state != _ROOT and length <= self._lengths[self._links[state]]:
             state = self._links[state]
         return state
 
     def advance(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """From a matched string to its longest suffix that, with `token`, is a substring too.
+        """Extend a match by `token`: find its longest suffix that, with the token, is a substring.
 
         Args:
-            state: that of the string, as `settle` gives it. length: of the string.
+            state: state of the matched string, from `settle`. length: length of the string.
 
         Returns:
             State and length of the suffix with the token; the root and 0 for none.
@@ -166,7 +167,7 @@ class SuffixAutomaton:
             length = self._lengths[state]
 
     def continued(self, state: int, length: int) -> tuple[int, int]:
-        """The longest suffix of a matched string that a token followed, and where it stands."""
+        """Length of the longest suffix of a match that a token followed, and that position."""
         while state != _ROOT and self._continued_at[state] == _NEVER:
             state = self._links[state]
             length = self._lengths[state]
@@ -181,7 +182,7 @@ class SuffixAutomaton:
         return len(self._lengths) - 1
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """Give the strings of `target` that are those of `state` plus `token` their own state."""
+        """Give the strings of `state` plus `token`, so far part of `target`, their own state."""
         clone = self._append(self._lengths[state] + 1)
         self._continued_at[clone] = self._continued_at[target]
         self._first_token[clone] = self._first_token[target]
@@ -205,7 +206,7 @@ class SuffixAutomaton:
 
 @dataclass(slots=True)
 class _Cursor:
-    """What of a request's end is matched: `length` tokens, of its first `num_read` ones."""
+    """A match of the last `length` of a request's first `num_read` tokens."""
 
     num_read: int
     state: int = _ROOT
@@ -215,8 +216,8 @@ class _Cursor:
 class _Generation:
     """Responses of one scope, and how far the end of each live request matches them.
 
-    A match is as long as it gets, up to MAX_CURSOR_LAG tokens; only what a response that came
-    later would have made longer, grows from the shorter match on.
+    A match is as long as possible, up to MAX_CURSOR_LAG tokens. Only if a later response would have
+    made it longer, it grows from the shorter match on.
     """
 
     def __init__(self) -> None:
@@ -225,18 +226,18 @@ class _Generation:
         self._cursors: dict[str, _Cursor] = {}
 
     def has_room(self, num_tokens: int) -> bool:
-        """Whether a response of so many tokens fits."""
+        """Whether a response of `num_tokens` tokens fits."""
         return len(self._token_ids) + num_tokens < MAX_GENERATION_TOKENS
 
     def add(self, response: list[int]) -> None:
-        """Index one more response."""
+        """Index a response."""
         self._automaton.extend(response)
         self._automaton.start_text()
         self._token_ids += response
         self._token_ids.append(_NO_TOKEN)
 
     def match(self, request: Request) -> tuple[int, int]:
-        """Length of the longest suffix of the request that goes on in here, and where."""
+        """Length of the longest suffix of the request that continues here, and the position."""
         automaton, token_ids = self._automaton, request.token_ids
         cursor = self._cursors.get(request.key)
         if cursor is None or len(token_ids) - cursor.num_read > MAX_CURSOR_LAG:
@@ -249,7 +250,7 @@ class _Generation:
         return automaton.continued(state, length)
 
     def draft(self, start: int, num_tokens: int) -> list[int]:
-        """At most so many tokens from a position on, to the end of its response."""
+        """At most `num_tokens` tokens from `start` on, up to the end of its response."""
         draft_ids = self._token_ids[start : start + num_tokens]
         if _NO_TOKEN in draft_ids:
             del draft_ids[draft_ids.index(_NO_TOKEN) :]
@@ -263,8 +264,8 @@ class _Generation:
 class SuffixDrafter:
     """Drafts what followed the longest suffix of a request, in itself or in its scope's responses.
 
-    Measured on one core of a server, per token: 1.2 us to index a prompt or a response, 0.4 us to
-    match against responses. A proposal for one new token takes 3 to 5 us.
+    On one core of a server it was measured to take, per token, 1.2 us to index a prompt or a
+    response, and 0.4 us to match against responses. A proposal for one new token takes 3 to 5 us.
     """
 
     def __init__(self) -> None:
@@ -274,7 +275,7 @@ class SuffixDrafter:
         self._allowance = MAX_CATCH_UP
 
     def begin_step(self) -> None:
-        """Index responses of requests that ended, each of them as a whole."""
+        """Index whole responses of requests that ended, until the step's allowance is used."""
         self._allowance = MAX_CATCH_UP
         while self._ended and self._allowance > 0:
             scope, response = self._ended.popleft()
@@ -282,7 +283,7 @@ class SuffixDrafter:
             self._allowance -= len(response)
 
     def propose(self, request: Request, max_tokens: int) -> list[int]:
-        """At most `max_tokens` (>= 1) token ids that may follow; none when nothing matches."""
+        """At most `max_tokens` (>= 1) token ids that may follow; none if nothing matches."""
         length, start = self._repeated(request)
         source = None
         for generation in self._used_scope(request.cache_scope):
@@ -297,7 +298,7 @@ class SuffixDrafter:
         return source.draft(start, num_tokens)
 
     def forget(self, request: Request) -> None:
-        """The request has ended, however: its response may be a template for its scope's next."""
+        """Drop the request's index, and keep its response as a template for its scope."""
         self._own.pop(request.key, None)
         for generation in self._used_scope(request.cache_scope):
             generation.forget(request)
@@ -307,7 +308,7 @@ class SuffixDrafter:
             self._ended.append((request.cache_scope, response))
 
     def _repeated(self, request: Request) -> tuple[int, int]:
-        """Longest suffix that the request had before; none until its index has caught up."""
+        """Longest suffix that occurred in the request before; none until its index is complete."""
         own = self._own.get(request.key)
         if own is None:
             own = self._own[request.key] = SuffixAutomaton()
@@ -325,7 +326,7 @@ class SuffixDrafter:
         return generations
 
     def _generation_for(self, scope: bytes, num_tokens: int) -> _Generation:
-        """Where a response goes: the scope's newest generation, a new one when that is full."""
+        """The generation for a response: the scope's newest, or a new one if that is full."""
         generations = self._scopes.setdefault(scope, [])
         if not generations or not generations[0].has_room(num_tokens):
             generations.insert(0, _Generation())

@@ -1,1 +1,1 @@
-"""What is learned from steps and answers that were: times, lengths, and the memory these take."""
+"""Estimates learned from past steps and answers: times, lengths, and the memory that they take."""

@@ -1,43 +1,43 @@
 """How long answers were lately, and how many steps they took.
 
-Owns the record of the answers that ended. Must not know what its estimates are for.
+Owns the record of the answers that ended. Knows nothing about the use of its estimates.
 
-What few answers exceed takes many to be seen. A mean takes few, and must follow when answers become
-shorter or longer: it is that of the last ones alone, as far as any of them says something.
+A high quantile needs many answers. A mean needs few, and must follow when answers become shorter or
+longer, so it is taken from the last ones only, if any of them is long enough.
 """
 
 from bisect import bisect_right, insort
 from collections import deque
 
 _NUM_PAST = 512
-"""Answers that are remembered."""
+"""Number of answers that are remembered."""
 _NUM_RECENT = 32
-"""Of these, the last ones, of which means are: the middle of them is 16 answers old."""
+"""Number of the last answers, for means; they are 16 answers old on average."""
 _QUANTILE = 0.8
-"""Of the lengths of those that were longer than an answer is by now: a few end later."""
+"""Quantile of `at_most`, over the answers that were longer than the given length."""
 
 
 class OutputLengths:
-    """The answers that ended last, of all requests that are clients'."""
+    """The last answers of all clients' requests."""
 
     def __init__(self) -> None:
         self._past = _Last(_NUM_PAST)
         self._recent = _Last(_NUM_RECENT)
 
     def note(self, num_tokens: int, num_accepted: int = 0) -> None:
-        """An answer had so many tokens.
+        """An answer ended with `num_tokens` tokens.
 
         Args:
-            num_accepted: of these, drafts, which took no step of their own.
+            num_accepted: accepted drafts among these, which took no step of their own.
         """
         self._past.note(num_tokens, num_accepted)
         self._recent.note(num_tokens, num_accepted)
 
     def mean(self, num_generated: int) -> float | None:
-        """Tokens in the mean of an answer that has so many and goes on; None before the first end.
+        """Mean length of answers longer than `num_generated` tokens; None before the first end.
 
-        Where none of the last ones was longer it is the mean of older ones that were; where none of
-        them was, either, its next token is taken to be the last one.
+        It is taken from the last answers; if none of them was longer, from older ones. If none of
+        those was longer either, the next token is assumed to be the last.
         """
         if not self._past.in_order:
             return None
@@ -48,7 +48,7 @@ class OutputLengths:
         return num_generated + 1
 
     def at_most(self, num_generated: int) -> int | None:
-        """Tokens that few such answers exceed, see `mean`; None where none was longer."""
+        """A length that few such answers exceed, see `mean`; None if none was longer."""
         in_order = self._past.in_order
         first = bisect_right(in_order, num_generated)
         num_longer = len(in_order) - first
@@ -58,7 +58,7 @@ class OutputLengths:
 
     @property
     def steps_per_token(self) -> float:
-        """Fewer than one where drafts are accepted."""
+        """Steps per generated token; less than one if drafts are accepted."""
         recent = self._recent
         if not recent.num_tokens:
             return 1.0
@@ -66,11 +66,11 @@ class OutputLengths:
 
 
 class _Last:
-    """So many answers that ended last.
+    """A limited number of last answers.
 
     Attributes:
-        in_order: their tokens, the shortest one first.
-        num_tokens, num_accepted: of all of them, see `OutputLengths.note`.
+        in_order: their lengths in tokens, the shortest first.
+        num_tokens, num_accepted: sums over all of them, see `OutputLengths.note`.
     """
 
     def __init__(self, num_most: int) -> None:
@@ -80,7 +80,7 @@ class _Last:
         self.num_tokens = self.num_accepted = 0
 
     def note(self, num_tokens: int, num_accepted: int) -> None:
-        """Remember one, and forget the oldest one if there are too many."""
+        """Remember an answer, and forget the oldest one if there are too many."""
         if len(self._past) == self._num_most:
             oldest, accepted = self._past.popleft()
             del self.in_order[bisect_right(self.in_order, oldest) - 1]
@@ -92,5 +92,5 @@ class _Last:
         self.num_accepted += num_accepted
 
     def longer_than(self, num_tokens: int) -> list[int]:
-        """The lengths of those that were longer."""
+        """The lengths above `num_tokens`."""
         return self.in_order[bisect_right(self.in_order, num_tokens) :]

@@ -1,42 +1,43 @@
-"""What a query takes for each key that it looks at, which makes the end of a long prompt slow.
+"""Attention time of a query per key, which makes the end of a long prompt slow.
 
-Owns the estimate, learned from steps of prompts. Must not know requests, nor what it is for.
+Owns the estimate, learned from steps with prompts. Knows nothing about requests, or the use of the
+estimate.
 
-Along a prompt, steps of equal size take ever longer, as their tokens look at more of it::
+Along a prompt, steps of equal size take ever longer, because their tokens attend to more keys::
 
-    seconds of a token = what it takes by itself + keys that it looks at * seconds of a pair
+    seconds of a token = fixed seconds + keys that it attends to * seconds of a pair
 
-The last is the slope of a line through the steps of about one size. Lines of different sizes have
-their slope in common, and not their height: of few tokens each takes longer.
+The seconds of a pair are the slope of a line through steps of about the same size. Lines of
+different sizes have the same slope but different heights: in smaller steps each token takes longer.
 """
 
 from math import log2
 
-_FORGETTING = 1 / 64  # of each step's share when another one of its size was seen
+_FORGETTING = 1 / 64  # share of its weight that each step loses with a new step of its size
 _LEAST_STEPS = 4
-_MAX_SURPRISE = 1.0  # times what was expected; the rest of it is ignored
-_LEAST_SPREAD = 0.1  # of the mean of keys: what spreads less says little
+_MAX_SURPRISE = 1.0  # deviations are cut to this multiple of the expected time
+_LEAST_SPREAD = 0.1  # of the mean of keys; a smaller spread is little evidence
 
 
 class _Line:
-    """Steps of about one size: seconds of a token by the keys that it looks at."""
+    """Steps of about one size: seconds of a token by the keys that it attends to."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self._weight = self._keys = self._seconds = 0.0
-        self._spread = self.shared = 0.0  # of keys, and of keys with seconds
+        self._spread = self.shared = 0.0  # variance of keys, and covariance with seconds; weighted
 
     def at(self, keys: float, slope: float) -> float:
-        """Expected seconds."""
+        """Expected seconds of a token."""
         return self._seconds + slope * (keys - self._keys)
 
     @property
     def spread(self) -> float:
-        """Of keys, and a little more, so that no line is drawn through one place."""
+        """Spread of keys, and a little more, so that no line goes through a single point."""
         return self._spread + self._weight * (_LEAST_SPREAD * self._keys) ** 2
 
     def observe(self, keys: float, seconds: float) -> None:
-        """One step more; older ones count less."""
+        """Add a step; older ones count less."""
         self.num_steps += 1
         kept = 1.0 - _FORGETTING
         self._weight = kept * self._weight + 1.0
@@ -51,7 +52,7 @@ class PairCost:
     """Seconds that each pair of a query and a key adds to a step.
 
     Attributes:
-        seconds: of a pair; 0 while nothing is known.
+        seconds: seconds of a pair; 0 while nothing is known.
     """
 
     def __init__(self) -> None:
@@ -59,10 +60,10 @@ class PairCost:
         self._lines: dict[int, _Line] = {}
 
     def observe(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
-        """Learn from a step that computed little beside prompts.
+        """Learn from a step that computed mostly prompts.
 
         Args:
-            num_tokens: in all. num_pairs: of prompts' tokens and keys that these look at.
+            num_tokens: all tokens. num_pairs: pairs of a prompt token and a key it attends to.
         """
         line = self._lines.setdefault(round(2 * log2(num_tokens)), _Line())
         keys, token_s = num_pairs / num_tokens, seconds / num_tokens
@@ -74,7 +75,7 @@ class PairCost:
         spread = shared = 0.0
         for size, one in self._lines.items():
             if one.num_steps >= _LEAST_STEPS:
-                weight = 2.0**size  # the square of its tokens, as the noise is a step's
+                weight = 2.0**size  # the square of its tokens, because the noise is per step
                 spread += weight * one.spread
                 shared += weight * one.shared
         self.seconds = max(0.0, shared / spread) if spread else 0.0

@@ -1,18 +1,19 @@
-"""How many blocks the running requests will need at most, by how long their answers will be.
+"""The most blocks that running requests will need, by the lengths of their answers.
 
-Owns the estimate of the peak. Must not know blocks by number, nor how lengths are learned.
+Owns the estimate of the peak. Knows nothing about block numbers, or how lengths are learned.
 
-Requests of a batch grow together, and each gives all back at its end. With the longest rest first,
-r1 >= r2 >= ..., and so many tokens now, t1, t2, ..., the batch needs most at one of its ends::
+Requests of a batch grow together, and each frees all its blocks at its end. Let t1, t2, ... be
+their tokens now, and r1 >= r2 >= ... their tokens to come. The batch needs the most when one of its
+requests ends::
 
     peak = max over i of  (t1 + ... + ti) + i * ri
 
-as in Gong et al. 2025 ("Past-Future Scheduler for LLM Serving under SLA Guarantees", arXiv
-2507.10150, section 4), whose lengths come from those of past requests, too.
+This is from Gong et al. 2025 ("Past-Future Scheduler for LLM Serving under SLA Guarantees", arXiv
+2507.10150, section 4), who also take lengths from past requests.
 
-That is an estimate even where the lengths are certain: requests do not grow together while one's
-prompt is computed in chunks, or its drafts are right, or a step has no token left for it. What is
-to be guaranteed counts each request's blocks at its own end, as if all ends came at once.
+It is an estimate even if the lengths are certain: requests do not grow together while one's prompt
+is computed in chunks, its drafts are accepted, or a step has no token left for it. The guaranteed
+bound counts each request's blocks at its own end, as if all requests ended at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,35 +25,35 @@ from charonia.control.state.limits import Limits
 from charonia.control.state.request import Request
 
 Need = tuple[int, int]
-"""Of a request: how much it grows, and how much it has, in tokens; or no growth, and all the blocks
-that it may have."""
+"""A request's tokens to come and tokens now; or, for the guaranteed bound, 0 and all the blocks
+that it may need."""
 
 
 class PeakMemory:
-    """Tells whether requests will have room together until they end.
+    """Checks whether requests fit together until they end.
 
     Args:
-        expects: whether answers are taken to be as long as others were, and the peak is estimated;
-            else they are as long as they may be, and there is room for all ends at once.
+        expects: True expects lengths like those of past answers, and estimates the peak. False
+            takes the greatest lengths, and needs room for all ends at once.
 
     Attributes:
-        num_held: blocks of requests that have ended, but are in flight yet.
+        num_held: blocks of requests that have ended but are still in flight.
     """
 
     def __init__(self, *, expects: bool) -> None:
         self.num_held = 0
         self._expects = expects
         self._lengths: OutputLengths
-        # Of those that ran since the plan began. All ends at once need no less than the peak.
+        # Needs of requests that ran since the plan began. Their sum is at least the peak.
         self._needs: dict[Request, Need] = {}
         self._all_ends = 0
 
     def start(self, lengths: OutputLengths) -> None:
-        """Ask these how long answers are, where they are not taken to be as long as they may be."""
+        """Set the estimate of answers' lengths, for `expects`."""
         self._lengths = lengths
 
     def begin_plan(self) -> None:
-        """Forget what requests need: since the last plan they have more tokens."""
+        """Forget the needs of requests, because they have grown since the last plan."""
         self._needs = {}
         self._all_ends = 0
 
@@ -64,14 +65,14 @@ class PeakMemory:
         request: Request,
         num_hits: int,
     ) -> bool:
-        """Whether there is room for a request beside those that run. Alone it always has.
+        """Whether a request fits beside the running ones. Alone it always fits.
 
-        What those that run need is kept until `begin_plan`.
+        The needs of running requests are cached until `begin_plan`.
 
         Args:
             num_usable: blocks of the pool that are not set aside.
-            num_hits: cached blocks of its prefix. Where lengths are expected ones they are taken to
-                be others' for ever, too, as what these began with is.
+            num_hits: cached blocks of its prefix. With `expects` they are not counted, and neither
+                are the blocks that running requests began with: others are taken to hold them.
         """
         if not running and not self.num_held:
             return True
@@ -95,12 +96,12 @@ class PeakMemory:
         expected = self._lengths.at_most(request.num_generated)
         if expected is not None:
             num_left = min(num_left, expected - request.num_generated)
-        slack = limits.block_size - 1  # of its last block
+        slack = limits.block_size - 1  # unused tokens of its last block
         return num_left, len(request.token_ids) - num_cached + slack
 
 
 def _peak(needs: Iterable[Need]) -> int:
-    """What requests hold at the worst of their ends."""
+    """The most that requests hold when one of them ends."""
     num_left, num_held = zip(*sorted(needs, reverse=True), strict=True)
     at_ends: Iterable[int] = map(add, accumulate(num_held), map(mul, count(1), num_left))
     return max(at_ends)

@@ -1,54 +1,54 @@
-"""How long prompts take to be computed.
+"""How long it takes to compute prompts.
 
-Owns the estimate, learned from the steps that ran, through all epochs of an engine. Must not know
-what it is for.
+Owns the estimate, learned from past steps, through all epochs of an engine. Knows nothing about its
+use.
 """
 
 from charonia.control.estimators.pair_cost import PairCost
 from charonia.control.estimators.step_cost import CostCurve
 from charonia.control.state.limits import Limits
 
-_PROMPT_SHARE = 0.75  # of a step's tokens, from which on it says what prompts look back on
+_PROMPT_SHARE = 0.75  # least share of prompt tokens in steps that `PairCost` learns from
 _LEAST_TOKENS = 16
 
 
 class PromptTime:
-    """Seconds by tokens, and by those before them that these look back on.
+    """Seconds of a prompt by its tokens, and by the tokens before them that they attend to.
 
-    A prompt is taken to be computed in steps that are as large as may be, and have nothing else.
+    It assumes that a prompt is computed in steps of the largest size with nothing else in them.
     """
 
     def __init__(self) -> None:
-        self._cost = CostCurve()  # of what tokens take by themselves
+        self._cost = CostCurve()  # time of tokens without the attention to earlier ones
         self._pairs = PairCost()
-        self._budget: int  # tokens of a step, at most
+        self._budget: int  # most tokens of a step
 
     @property
     def pair_s(self) -> float:
-        """Seconds that a prompt's token takes for each that it looks at."""
+        """Seconds that a prompt token takes for each token that it attends to."""
         return self._pairs.seconds
 
     def start_epoch(self, limits: Limits) -> None:
-        """Go on with the steps of this engine."""
+        """Continue with the steps of this engine."""
         self._budget = limits.max_num_batched_tokens
 
     def note_step(
         self, num_tokens: int, num_prompt_tokens: int, num_pairs: int, seconds: float
     ) -> None:
-        """A step computed so many tokens, drafts to be verified included.
+        """A step computed `num_tokens` tokens, drafts to verify included.
 
         Args:
-            num_prompt_tokens: of these, in rows that compute a prompt. num_pairs: of such a token
-                and one that it looks at.
-            seconds: in the engine, with what the draft model took: a deadline runs meanwhile, and
-                so does the time for which a prefix that another one computes is waited for.
+            num_prompt_tokens: those in rows that compute a prompt.
+            num_pairs: pairs of such a token and a token that it attends to.
+            seconds: time in the engine, with the draft model's, because deadlines and waits for a
+                shared prefix run meanwhile.
         """
         if num_prompt_tokens >= max(_LEAST_TOKENS, _PROMPT_SHARE * num_tokens):
             self._pairs.observe(num_tokens, num_pairs, seconds)
         self._cost.observe(num_tokens, seconds - num_pairs * self.pair_s)
 
     def of(self, num_tokens: int, num_before: int = 0) -> float:
-        """What so many tokens take behind others that are computed; 0 while nothing is known."""
+        """Seconds of `num_tokens` tokens behind `num_before` others; 0 while nothing is known."""
         num_full, rest = divmod(num_tokens, self._budget)
         full_s = num_full * self._cost.at(self._budget) if num_full else 0.0
         rest_s = self._cost.at(rest) if rest else 0.0
@@ -56,5 +56,5 @@ class PromptTime:
 
 
 def num_pairs(num_tokens: int, num_before: int) -> int:
-    """Of consecutive tokens and those that they look at: themselves and all before."""
+    """Pairs of consecutive tokens and the tokens that they attend to: themselves and all before."""
     return num_tokens * num_before + num_tokens * (num_tokens + 1) // 2

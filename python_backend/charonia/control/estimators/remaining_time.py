@@ -1,23 +1,23 @@
 """How long a request would still take if it ran now.
 
-Owns the estimate, learned from the steps that ran and the answers that ended. Must not know what it
-is for. It is a mean, and may be too little or too much: a prompt is taken to cost what steps of
-its size do and what it looks back on, each token after it a step like those of late, an answer to
-be as long as others are, and nobody to be in the way.
+Owns the estimate, learned from past steps and answers. Knows nothing about its use. It is a mean,
+so it may be too low or too high. It assumes that a prompt costs the time of steps of its size and
+of its attention, that each later token takes a step like the last ones, that an answer is as long
+as others, and that nothing else delays the request.
 """
 
 from charonia.control.estimators.output_lengths import OutputLengths
 from charonia.control.estimators.prompt_time import PromptTime
 from charonia.control.state.request import Request
 
-_STEP_SHARE = 0.05  # that the last step has in the mean
+_STEP_SHARE = 0.05  # weight of the last step in the moving average
 
 
 class RemainingTime:
     """Seconds until a request's last token.
 
     Args:
-        lengths: how long answers are. prompt_time: how long prompts take.
+        lengths: estimates how long answers are. prompt_time: estimates how long prompts take.
     """
 
     def __init__(self, lengths: OutputLengths, prompt_time: PromptTime) -> None:
@@ -26,15 +26,15 @@ class RemainingTime:
         self._step_s: float | None = None
 
     def note_step(self, seconds: float) -> None:
-        """A step took so long in the engine."""
+        """A step took `seconds` in the engine."""
         mean_s = seconds if self._step_s is None else self._step_s
         self._step_s = mean_s + _STEP_SHARE * (seconds - mean_s)
 
     def of(self, request: Request, num_cached: int = 0) -> float:
-        """Of a request that waits; 0 while nothing is known.
+        """Seconds of a waiting request; 0 while nothing is known.
 
         Args:
-            num_cached: its first tokens, which need not be computed.
+            num_cached: number of its first tokens that need not be computed.
         """
         if self._step_s is None:
             return 0.0

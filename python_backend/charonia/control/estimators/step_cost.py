@@ -1,16 +1,16 @@
-"""What a step takes, learned from the steps that ran.
+"""How long a step takes, learned from past steps.
 
-Owns the prediction of seconds from a step's size. Must not know requests, nor what the prediction
-is for. There is no calibration: sizes that nobody has tried, or not lately, are predicted as fast
-as the measured ones allow, so whoever looks for the fastest step tries them. Two facts bound them:
+Owns the prediction of seconds from a step's size. Knows nothing about requests, or the use of the
+prediction. There is no calibration. Sizes that were never measured, or not lately, are predicted as
+fast as the measured ones allow, so a search for the fastest step tries them. Two facts bound them:
 
 - more tokens never take less time: from a measured smaller size a,  seconds(n) >= seconds(a);
 - more tokens never have less throughput: from a larger one b,       seconds(n) >= seconds(b) n/b.
 
     seconds                      ● b       ● measured
                              ·   /         · predicted between a and b: the larger of the two
-                         ·     /             bounds. A memory-bound floor with a compute-bound
-       ● a · · · · ·                         slope behind it is met exactly
+                         ·     /             bounds. This is exact for a memory-bound floor with
+       ● a · · · · ·                         a compute-bound slope behind it
        └────────────────────────── tokens
 """
 
@@ -19,28 +19,28 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-# Above 8 two per octave: with more, each would be learned from fewer steps.
+# Two knots per octave above 8: with more, each would be learned from fewer steps.
 _KNOTS: tuple[int, ...] = (*range(1, 8), *(round(8 * 2 ** (half / 2)) for half in range(27)))
 _MIDDLES = tuple((low + high) / 2 for low, high in pairwise(_KNOTS))
-_MEMORY = 1000  # observations after which one that was not renewed is forgotten
-_SMALL_CHANGE = 8  # tokens; behind a larger one a step takes a fifth longer than the next one
-_WARM_UP = 4  # steps that say nothing: memory is touched for the first time
-_FORGET_EVERY = 32  # observations, as it takes a while
-_MIN_COUNT = 2  # one observation may be a page fault or a preempted thread
+_MEMORY = 1000  # observations after which a knot without new ones is forgotten
+_SMALL_CHANGE = 8  # tokens; after a larger change of size, the first step takes a fifth longer
+_WARM_UP = 4  # first steps, which are ignored: memory is touched for the first time
+_FORGET_EVERY = 32  # observations; it is slow
+_MIN_COUNT = 2  # a single observation may be a page fault or a preempted thread
 _FEW = 4
-_BOUND_EVERY = 8  # observations, once there are a few
-_SLOWEST_RATE = 0.01  # at which a knot follows its observations
-_SCALE_RATE = 0.1  # at which all knots together do
-_MAX_SURPRISE = 0.25  # what one observation may deviate before the rest of it is ignored
+_BOUND_EVERY = 8  # observations, once a knot has some
+_SLOWEST_RATE = 0.01  # least rate at which a knot follows its observations
+_SCALE_RATE = 0.1  # rate at which all knots together do
+_MAX_SURPRISE = 0.25  # largest deviation of one observation that counts
 
 
 class StepShape(NamedTuple):
     """The size of a step.
 
     Attributes:
-        num_tokens: that the target computed, drafts included.
-        num_passes: of the draft model; 0 without one, or when nothing was drafted.
-        num_draft_tokens: that the draft model computed in all passes together.
+        num_tokens: tokens that the target computed, drafts included.
+        num_passes: passes of the draft model; 0 without one, or if nothing was drafted.
+        num_draft_tokens: tokens that the draft model computed in all passes together.
     """
 
     num_tokens: int
@@ -51,9 +51,9 @@ class StepShape(NamedTuple):
 class CostCurve:
     """Seconds as a function of a number of tokens, from noisy observations that age.
 
-    Linear between knots. An observation changes the knot next to it, by a share of the ratio of
-    what was observed to what was predicted; a larger share of it goes to a factor that all knots
-    have in common, because what changes is mostly the machine, and those not in use must follow.
+    The curve is linear between knots. An observation changes the nearest knot by a share of the
+    ratio of observed to predicted time. A larger share goes to a factor that all knots have in
+    common: changes are mostly those of the machine, and unused knots must follow them.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CostCurve:
         return self._curve[-1] > 0.0
 
     def at(self, size: int) -> float:
-        """Predicted seconds for that many tokens; 0 while nothing is known."""
+        """Predicted seconds for `size` tokens; 0 while nothing is known."""
         above = bisect_right(_KNOTS, size)
         if above == len(_KNOTS):
             return self._curve[-1] * self._scale
@@ -80,10 +80,10 @@ class CostCurve:
         return (at_low + slope * (size - low)) * self._scale
 
     def at_most(self, size: int) -> float:
-        """As `at`, but pessimistic about what was not observed: for what is no mere try.
+        """As `at`, but pessimistic about sizes that were not observed.
 
-        A step takes no longer than one of more tokens, and at most as many times longer than one of
-        fewer as it has more. Each size that was seen, be it once, bounds all others so.
+        A step takes no longer than a larger one, and in proportion to its tokens no longer than a
+        smaller one. Each size that was observed, even once, bounds all others in this way.
         """
         bounds = (
             seconds * max(1.0, size / knot)
@@ -97,7 +97,7 @@ class CostCurve:
         return self._counts[bisect_right(_MIDDLES, size)] >= _FEW
 
     def observe(self, size: int, seconds: float) -> None:
-        """Learn what `size` tokens took. A duration of 0 says nothing and is ignored."""
+        """Learn the time of `size` tokens. A time of 0 is ignored."""
         if seconds <= 0.0:
             return
         self._now += 1
@@ -123,7 +123,7 @@ class CostCurve:
                 self._seconds[knot] = inf
 
     def _bound(self) -> None:
-        """Define the curve everywhere: what was observed, else the bounds that follow from it."""
+        """Define the curve everywhere: by observations, or by the bounds that follow from them."""
         curve = self._curve
         least, per_token = inf, 0.0
         for knot in reversed(range(len(_KNOTS))):
@@ -142,7 +142,7 @@ class CostCurve:
 
 
 class StepCost:
-    """Seconds of a step: one curve for the target and all around it, one for a draft pass.
+    """Seconds of a step: one curve for the target and everything else, one for a draft pass.
 
     Args:
         has_draft_model: whether drafts come from a draft model's passes.
@@ -159,17 +159,17 @@ class StepCost:
         """Learn from a step.
 
         Args:
-            seconds: of its whole cycle. draft_seconds: of these, in the draft model's passes.
+            seconds: time of its whole cycle. draft_seconds: the draft model's part.
         """
         if self._is_cold(shape.num_tokens):
-            return  # it says nothing; where sizes alternate, neither is cold
+            return  # not representative; if sizes alternate, neither is cold
         self.target.observe(shape.num_tokens, seconds - draft_seconds)
         if shape.num_passes:
             size = -(-shape.num_draft_tokens // shape.num_passes)
             self.draft_pass.observe(size, draft_seconds / shape.num_passes)
 
     def _is_cold(self, size: int) -> bool:
-        """Whether memory and caches were not prepared for a step of this size."""
+        """Whether memory and caches were not warm for a step of this size."""
         self._num_steps += 1
         sizes, self._last_sizes = self._last_sizes, (size, self._last_sizes[0])
         return self._num_steps <= _WARM_UP or all(
@@ -177,7 +177,7 @@ class StepCost:
         )
 
     def of_drafts(self, num_passes: int, num_tokens: int) -> float:
-        """Seconds of a draft model's passes of so many tokens in all; 0 without one."""
+        """Seconds of a draft model's passes with `num_tokens` tokens in all; 0 without one."""
         if not self.has_draft_model:
             return 0.0
         return num_passes * self.draft_pass.at(-(-num_tokens // num_passes))

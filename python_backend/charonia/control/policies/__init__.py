@@ -1,14 +1,14 @@
-"""Who comes first: among the waiting, among the running, and between the two.
+"""Scheduling policies: the order of waiting requests, of running requests, and between the two.
 
-    waiting ── WaitingOrder: in which order they are offered rows and blocks
-       │                     Displacement: which of them may take those of a running one
+    waiting ── WaitingOrder: the order in which requests are offered rows and blocks
+       │                     Displacement: which of them may preempt running requests
        ▼
-    running ── RunningOrder: who keeps what it has when tokens, rows or blocks run out
-                             Service: takes note of what they are given, where that matters
-                             Deadlines: which of those that wait will be late
+    running ── RunningOrder: the order in which requests get tokens, and are preempted in reverse
+                             Service: counts what requests are given, if the order depends on it
+                             Deadlines: which waiting requests will be late
 
-They combine freely, and each compares O(log n) requests per change. Must not know rows, blocks or
-steps.
+They combine freely, and each compares O(log n) requests per change. Knows nothing about rows,
+blocks or steps.
 """
 
 from charonia.control.policies.deadline import (

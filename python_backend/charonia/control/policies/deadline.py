@@ -1,13 +1,13 @@
-"""Earliest deadline first, and what becomes of deadlines that cannot be met any more.
+"""Earliest deadline first, and what happens to deadlines that can no longer be met.
 
-Owns the order by deadlines, and the watch over them. Must not know steps.
+Owns the order by deadlines, and the watch over them. Knows nothing about steps.
 
-The order meets all deadlines that any order could (Liu, Layland 1973, "Scheduling Algorithms for
-Multiprogramming in a Hard-Real-Time Environment", section 7), on one machine and without overload.
-With overload it is the worst, because it prefers those that are about to fail. So a request that
-waits beyond its latest start, its deadline less what it still needs, is taken out, or goes behind
-all others. What it needs is an estimate, which must not keep all out for ever: where none would run
-otherwise the scheduler tries one.
+On one machine and without overload, this order meets all deadlines that any order could (Liu,
+Layland 1973, "Scheduling Algorithms for Multiprogramming in a Hard-Real-Time Environment", section
+7). With overload it is the worst order, because it prefers requests that are about to fail. So a
+request that waits beyond its latest start, which is its deadline less the time it needs, is ended
+or goes behind all others. The time it needs is an estimate, and a wrong one must not keep all
+requests out for ever: if none would run, the scheduler tries one.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -21,19 +21,19 @@ from charonia.control.policies.policy import Late
 from charonia.control.policies.ranked import Rank, Ranked
 from charonia.control.state.request import Request
 
-_NEVER = 1e300  # before those that were demoted
+_NEVER = 1e300  # due time without a deadline; demoted requests come after it
 _SLACK = 64
 MAX_LOOKED_UP = 4
-"""Waiting requests of which a step looks up what the prefix cache has."""
+"""Most waiting requests whose cached tokens a step looks up."""
 
 
 def by_deadline(request: Ranked) -> Rank:
-    """The earliest deadline first, then those without one, then those that cannot meet theirs."""
+    """The earliest deadline first, then requests without one, then those that will miss theirs."""
     return _due_at(request), request.number
 
 
 class DisplacementByDeadline:
-    """Takes an earlier deadline."""
+    """A request may displace others with a later deadline."""
 
     def level(self, request: Request) -> float:
         """See `policy.Displacement`."""
@@ -48,22 +48,23 @@ class DisplacementByDeadline:
 class DeadlineWatch:
     """The waiting requests by the time at which they must start.
 
-    What the prefix cache or a slower tier has of a prompt is looked up when its request would be
-    late without it, of a few in a step, as that costs more than all else here. Others that are late
-    wait for a later step. Loading from a tier is taken to cost no time.
+    The cached tokens of a prompt, in the prefix cache or a slower tier, are looked up only when the
+    request would be late without them. A step does so for few requests, because it costs more than
+    all else here; other late requests wait for a later step. Loading from a tier is assumed to cost
+    no time.
 
-    The entry of a request that waits no longer stays in the heap until it comes to its top or
-    outweighs the rest: then the heap is made anew. So it never holds more than twice what waits,
-    and a few.
+    A request that no longer waits stays in the heap until it reaches the top, or until such entries
+    outnumber the others; then the heap is rebuilt. So the heap holds at most twice the waiting
+    requests, and a few more.
 
     Args:
-        demotes: whether those that are late are to go behind all others; else they are to end.
+        demotes: whether late requests go behind all others; otherwise they are ended.
     """
 
     def __init__(self, *, demotes: bool) -> None:
         self.demotes = demotes
         self._remaining: RemainingTime
-        self._heap: list[tuple[float, int]] = []  # when to look at the request of a number
+        self._heap: list[tuple[float, int]] = []  # latest start and number of a request
         self._waiting: dict[int, Request] = {}  # by number
 
     def start(self, lengths: OutputLengths, prompt_time: PromptTime) -> None:
@@ -107,12 +108,12 @@ class DeadlineWatch:
                 del self._waiting[request.number]
                 left_s = request.expires_at - now
                 late.append(Late(request, request.expires_at - latest, left_s))
-            else:  # it is cached, steps have become faster, or answers shorter
+            else:  # its prefix is cached, or steps have become faster, or answers shorter
                 heapreplace(self._heap, (latest, request.number))
         return late
 
     def _latest(self, request: Request, num_cached: int = 0) -> float:
-        """When it must start, if so many of its tokens need not be computed."""
+        """Latest start of a request if `num_cached` of its tokens need not be computed."""
         return request.expires_at - self._remaining.of(request, num_cached)
 
 

@@ -1,20 +1,20 @@
 """Fair shares: each tenant gets service in proportion to its weight, whatever the others ask for.
 
-Owns what tenants were given, and both orders by it. Must not know in which order the requests of
-one tenant come: that is a rank of theirs.
+Owns the tenants' counters, and both orders by them. Knows nothing about the order within a tenant,
+which is a rank of its requests.
 
-The Virtual Token Counter of Sheng et al. 2024 ("Fairness in Serving Large Language Models",
+This is the Virtual Token Counter of Sheng et al. 2024 ("Fairness in Serving Large Language Models",
 arXiv 2401.00588, algorithm 2, with weights)::
 
     counter of a tenant += (input_cost * prompt tokens + output_cost * generated tokens) / weight
     next is the first request of the tenant whose counter is the smallest
-    a tenant that comes back is lifted to the smallest counter of those that wait,
-        so that nobody saves up service by staying away
+    a tenant that comes back is lifted to the smallest counter of the waiting tenants,
+        so that no tenant saves up service by staying away
 
-Two tenants that always have requests waiting differ, whenever one looks, by no more than
+The counters of two tenants that always have waiting requests never differ by more than
 2 max(input_cost * longest prompt, output_cost * tokens of the KV cache) / smaller weight.
-Prompt tokens that the prefix cache held are not charged, nor is anything that a preemption or
-another engine makes be computed again.
+Prompt tokens found in the prefix cache are not charged, and neither are tokens that are computed
+again after a preemption or by another engine.
 """
 
 from bisect import bisect_left, insort
@@ -29,9 +29,10 @@ from charonia.control.policies.ranked import Levels, RankedWaiting, RankOf
 from charonia.control.state.request import Request, Update
 
 MAX_REMEMBERED = 4096
-"""Tenants without a request whose counters are kept."""
-_FOREMOST = 4  # tenants that have had the least, of which somebody may displace others
+"""Most tenants without a request whose counters are kept."""
+_FOREMOST = 4  # least served tenants whose requests are considered for displacing others
 MAX_LOST = 4
+"""Preemptions after which a request cannot be displaced by other tenants."""
 
 
 def fair(
@@ -43,8 +44,8 @@ def fair(
     """Fair between tenants, and by rank among the requests of each.
 
     Args:
-        weight_of: of a tenant, > 0; asked whenever it is charged.
-        displacement: by rank; see `FairDisplacement`.
+        weight_of: a tenant's weight, > 0; read whenever the tenant is charged.
+        displacement: displacement by rank; see `FairDisplacement`.
     """
     counters = VirtualCounters(weight_of)
     level = displacement.level if displacement else None
@@ -59,15 +60,15 @@ def fair(
 
 
 class VirtualCounters:
-    """What each tenant was given, weighted.
+    """The weighted service that each tenant was given.
 
     Args:
         weight_of: see `fair`.
-        input_cost, output_cost: of a token. Generating one takes more of an engine than reading
-            one; 1 and 2 are the paper's.
+        input_cost, output_cost: cost of a token. Generating a token costs more than reading one; 1
+            and 2 are the paper's values.
 
     Attributes:
-        num_changes: how often counters were raised so far.
+        num_changes: how often counters were changed so far.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class VirtualCounters:
         self._lengths = lengths
 
     def note_admission(self, request: Request) -> None:
-        """Charge the prompt tokens that are to be computed."""
+        """Charge the prompt tokens that are not cached."""
         if not request.is_probe:
             num_tokens = request.num_prompt - request.num_cached
             self._charge({request.tenant: self._input_cost * num_tokens})
 
     def note_outputs(self, updates: Iterable[Update]) -> None:
-        """Charge the tokens that were generated."""
+        """Charge generated tokens."""
         tokens: defaultdict[str, int] = defaultdict(int)
         for update in updates:
             request = update.request
@@ -107,12 +108,12 @@ class VirtualCounters:
         self._charge({one: self._output_cost * num for one, num in tokens.items()})
 
     def swing(self, tenant: str, num_requests: int) -> float:
-        """How far a tenant's counter goes up while so many requests of common length run."""
+        """How far `num_requests` requests of average length would raise a tenant's counter."""
         num_output = self._lengths.mean(0) or 0.0
         return num_requests * self._output_cost * num_output / self._weight_of(tenant)
 
     def in_order(self, tenants: Iterable[str]) -> list[str]:
-        """Who has had the least first."""
+        """The tenants, the smallest counter first."""
         counters = self._counters
         return [tenant for _, tenant in sorted((counters.get(one, 0.0), one) for one in tenants)]
 
@@ -128,9 +129,9 @@ class VirtualCounters:
         self.num_changes += 1
 
     def forget_some(self, keep: Callable[[str], bool]) -> None:
-        """Forget tenants when there are too many, the least served first.
+        """Forget tenants if there are too many, the least served first.
 
-        These lose nothing: a tenant that comes back is lifted.
+        They lose nothing, because a tenant that comes back is lifted.
         """
         if len(self._counters) <= 2 * MAX_REMEMBERED:
             return
@@ -140,14 +141,14 @@ class VirtualCounters:
 
 
 class FairDisplacement:
-    """Displacement among the requests of a tenant, and of those that have had more, or hardly less.
+    """Displacement within a tenant, and of tenants whose counter is higher or hardly lower.
 
-    Requests that begin together are charged as they generate, so the counters of tenants that are
-    served fairly differ by what all running ones may be charged yet, as far as it is known how long
-    answers are. Who is ahead by less than that counts as having had less: else an urgent request
-    would wait whenever its tenant has none of the running ones for the moment. In the long run
-    nobody gets more by that: what an urgent request is given is charged, too. Who was preempted
-    `MAX_LOST` times keeps its row from other tenants, however many urgent requests they have.
+    A request may preempt a tenant whose counter is higher, or lower by less than the running
+    requests may still add, judged by the mean length of answers. Requests are charged only as they
+    generate, so counters of tenants that are served fairly differ by that much. Without this margin
+    an urgent request would wait whenever its tenant has no running request. In the long run a
+    tenant gains nothing by it, because its urgent requests are charged, too. A request that was
+    preempted `MAX_LOST` times is safe from other tenants, however many urgent requests they have.
     """
 
     def __init__(
@@ -167,14 +168,14 @@ class FairDisplacement:
         bound = counters[tenant] - counters.swing(tenant, len(self._running))
         return (
             one
-            for one in self._inner.victims(waiting, running)  # mostly few of those that run
+            for one in self._inner.victims(waiting, running)  # mostly few of the running ones
             if one.tenant == tenant
             or (counters[one.tenant] > bound and one.num_preemptions < MAX_LOST)
         )
 
 
 class FairRunning:
-    """Running requests, those of the tenant that has had the least first.
+    """Running requests, those of the least served tenant first.
 
     Args:
         level: see `Levels`.
@@ -192,15 +193,15 @@ class FairRunning:
         self._levels = Levels(level)
         self._num_running = 0
         self._num_changes = 0
-        self._in_order: list[Request] = []  # as of so many changes here, and of the counters:
-        self._in_order_at = (0, 0)
+        self._in_order: list[Request] = []
+        self._in_order_at = (0, 0)  # num_changes here and of the counters that it was made at
 
     def __len__(self) -> int:
         return self._num_running
 
     @property
     def tenants(self) -> Collection[str]:
-        """Those that have requests that run, now and later."""
+        """A live view of the tenants with running requests."""
         return self._of.keys()
 
     def add(self, request: Request) -> None:
@@ -211,7 +212,7 @@ class FairRunning:
         self._num_changes += 1
 
     def remove(self, request: Request) -> None:
-        """Take one out that gives its row back."""
+        """Remove a request that gives its row back."""
         requests = self._of[request.tenant]
         del requests[bisect_left(requests, self._rank(request), key=self._rank)]
         self._levels.remove(request)
@@ -221,7 +222,7 @@ class FairRunning:
             del self._of[request.tenant]
 
     def in_order(self) -> list[Request]:
-        """All of them, tenant by tenant."""
+        """All requests, tenant by tenant."""
         at = self._num_changes, self._counters.num_changes
         if at != self._in_order_at:
             tenants = self._counters.in_order(self._of)
@@ -236,14 +237,14 @@ class FairRunning:
 
 
 class FairWaiting:
-    """Waiting requests, the first one of the tenant that has had the least first.
+    """Waiting requests, those of the least served tenant first.
 
-    Counters only grow, so that a heap of them is never too late: one that has grown since is put
-    back to where it belongs when it comes to the top.
+    Counters only grow, so the heap can be updated lazily: a tenant whose counter has grown is moved
+    to its place when it reaches the top.
 
     Args:
-        running: the tenants that have requests that run: their counters are kept, and they have
-            something that one of their own may take.
+        running: the tenants with running requests. Their counters are kept, and their waiting
+            requests may displace their own running ones.
         level: see `Levels`.
     """
 
@@ -258,10 +259,10 @@ class FairWaiting:
         self._rank = rank
         self._running = running
         self._of: dict[str, RankedWaiting] = {}
-        self._heap: LazyHeap[str] = LazyHeap()  # tenants in `_of`, by counters as they were
+        self._heap: LazyHeap[str] = LazyHeap()  # tenants in `_of`, by possibly old counters
         self._num_waiting = 0
         self._levels = Levels(level)
-        self._last = ""  # the tenant of the last one that waited, when nobody does
+        self._last = ""  # the tenant that last left the queue; counts when nothing waits
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -270,7 +271,7 @@ class FairWaiting:
         return request.tenant in self._of and request in self._of[request.tenant]
 
     def push(self, request: Request, *, is_new: bool) -> None:
-        """Add a request; if it is the first of its tenant, the counter of that may be lifted."""
+        """Add a request. If it is new and the first of its tenant, the counter may be lifted."""
         tenant = request.tenant
         if tenant not in self._of:
             if is_new:
@@ -283,7 +284,7 @@ class FairWaiting:
         self._levels.add(request)
 
     def remove(self, request: Request) -> None:
-        """Take a waiting request out, wherever it stands."""
+        """Remove a waiting request at any position."""
         tenant = request.tenant
         self._of[tenant].remove(request)
         self._num_waiting -= 1
@@ -294,17 +295,17 @@ class FairWaiting:
             self._last = tenant
 
     def in_order(self) -> Iterator[Request]:
-        """Those of the tenant that has had the least.
+        """The requests of the least served tenant.
 
-        The others pass none of them: what they were given meanwhile would be beyond the bound.
+        Other tenants may not pass them: what these were given meanwhile would exceed the bound.
         """
         if (place := self._least_place()) is not None:
             yield from self._of[place[1]].in_order()
 
     def foremost(self, highest_level: float) -> Iterator[Request]:
-        """The first of each tenant that runs, and of some that have had the least.
+        """The first request of each tenant with running requests, and of the least served tenants.
 
-        Others have nothing of their own to take, and their turn to take from others comes.
+        Other tenants have no running requests to displace, and their turn to displace others comes.
         """
         if self._levels.lowest >= highest_level:
             return
@@ -314,7 +315,7 @@ class FairWaiting:
             yield self._of[tenant].first
 
     def _least_served(self) -> list[str]:
-        """The tenants with the smallest counters, of those that wait."""
+        """The waiting tenants with the smallest counters."""
         least: list[tuple[float, str]] = []
         while len(least) < _FOREMOST and (place := self._least_place()) is not None:
             least.append(place)
@@ -324,16 +325,16 @@ class FairWaiting:
         return [tenant for _, tenant in least]
 
     def _least(self) -> float:
-        """The smallest counter of those that wait; of the last one that did, if nobody does."""
+        """The smallest counter of a waiting tenant; if none waits, that of the last one."""
         place = self._least_place()
         return self._counters[self._last] if place is None else place[0]
 
     def _counts(self, tenant: str) -> bool:
-        """Whether the counter of a tenant is needed."""
+        """Whether a tenant's counter is still needed."""
         return tenant in self._of or tenant in self._running or tenant == self._last
 
     def _least_place(self) -> tuple[float, str] | None:
-        """The smallest counter and its tenant, which are brought to the top of the heap."""
+        """The smallest counter and its tenant, after moving outdated entries to their places."""
         heap, counters = self._heap, self._counters
         while (place := heap.first()) is not None and place[0] < counters[place[1]]:
             heap.raise_first(counters[place[1]])

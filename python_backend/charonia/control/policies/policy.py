@@ -1,4 +1,4 @@
-"""What a scheduling policy is made of. Owns the protocols, no policy."""
+"""The protocols that make up a scheduling policy. Owns no policy."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,49 +10,49 @@ from charonia.control.state.request import Request, Update
 
 
 class WaitingOrder(Protocol):
-    """The requests that have no row, in the order in which they are offered one.
+    """The requests without a row, in the order in which they are offered one.
 
-    A preempted request comes back to the place that it would have had if it had never left.
+    A preempted request returns to the place that it would have if it had never left.
     """
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         ...
 
     def __contains__(self, request: Request) -> bool:
-        """Whether this one does."""
+        """Whether a request waits."""
         ...
 
     def push(self, request: Request, *, is_new: bool) -> None:
-        """Add a request, that has just come, or waited or ran before."""
+        """Add a request: a new one, or one that waited or ran before."""
         ...
 
     def remove(self, request: Request) -> None:
-        """Take a waiting request out, wherever it stands."""
+        """Remove a waiting request at any position."""
         ...
 
     def in_order(self) -> Iterator[Request]:
-        """Those to be offered what is free, first one first; one that does not fit may be passed.
+        """The requests to admit, in order. A later one may pass one that does not fit.
 
-        Nothing may be pushed or removed meanwhile.
+        Nothing may be pushed or removed during the iteration.
         """
         ...
 
     def foremost(self, highest_level: float) -> Iterator[Request]:
-        """Those to be looked at that may displace others, first one first; as `in_order`.
+        """The requests to consider for displacing others, in order; otherwise as `in_order`.
 
         Args:
-            highest_level: of those that run, see `Displacement`: there is no need to give anybody
-                where all that wait have the same or more.
+            highest_level: highest level of the running requests, see `Displacement`. If all waiting
+                requests have at least this level, none needs to be returned.
         """
         ...
 
 
 class RunningOrder(Protocol):
-    """The requests that have a row, in the order in which they keep what they have."""
+    """The requests with a row; the last in order is preempted first."""
 
     def __len__(self) -> int:
-        """How many run."""
+        """Number of running requests."""
         ...
 
     def add(self, request: Request) -> None:
@@ -60,50 +60,50 @@ class RunningOrder(Protocol):
         ...
 
     def remove(self, request: Request) -> None:
-        """Take one out that gives its row back."""
+        """Remove a request that gives its row back."""
         ...
 
     def in_order(self) -> list[Request]:
-        """All of them: the first is the first to get tokens, the last one is the first victim.
+        """All requests: the first gets tokens first, the last is preempted first.
 
-        The list is the caller's.
+        The caller may change the list.
         """
         ...
 
     @property
     def highest_level(self) -> float:
-        """Of any of them, see `Displacement`; -inf where nobody displaces anybody."""
+        """Highest level of a running request, see `Displacement`; -inf without displacement."""
         ...
 
 
 class Displacement(Protocol):
-    """Who may take rows and blocks of whom."""
+    """Which waiting request may displace which running ones."""
 
     def level(self, request: Request) -> float:
-        """Smaller is sooner: nobody may displace one of a smaller level, or of the same.
+        """Smaller is sooner: a request can only be displaced by one of a smaller level.
 
-        It stays the same while a request has a row.
+        It does not change while a request has a row.
         """
         ...
 
     def victims(self, waiting: Request, running: Iterable[Request]) -> Iterator[Request]:
-        """Those of `running`, in this order, of whom the one that waits may take all they have."""
+        """Those of `running`, in this order, that the waiting request may preempt."""
         ...
 
 
 class Service(Protocol):
-    """Takes note of what requests are given, where the order depends on it."""
+    """Counts what requests are given, if the order depends on it."""
 
     def start(self, lengths: OutputLengths) -> None:
         """Called once, before all else.
 
         Args:
-            lengths: how long answers are, to be asked when that matters.
+            lengths: estimates how long answers are; to be asked later.
         """
         ...
 
     def note_admission(self, request: Request) -> None:
-        """A request begins for the first time: its prompt will be computed but for its hits."""
+        """A request is admitted for the first time; its prompt is computed, except for its hits."""
         ...
 
     def note_outputs(self, updates: Iterable[Update]) -> None:
@@ -120,10 +120,10 @@ class Late(NamedTuple):
 
 
 class Deadlines(Protocol):
-    """Watches over the deadlines of those that wait.
+    """Watches the deadlines of waiting requests.
 
     Attributes:
-        demotes: whether those that are late are to go behind all others; else they are to end.
+        demotes: whether late requests go behind all others; otherwise they are ended.
     """
 
     demotes: bool
@@ -132,41 +132,40 @@ class Deadlines(Protocol):
         """Called once, before all else.
 
         Args:
-            lengths, prompt_time: how long answers are, and how long prompts take, to be asked when
-                that matters.
+            lengths, prompt_time: estimate how long answers are, and how long prompts take; to be
+                asked later.
         """
         ...
 
     def note_waiting(self, request: Request) -> None:
-        """A request waits from now on: it has just come, or was preempted."""
+        """A request waits from now on: it is new, or was preempted."""
         ...
 
     def note_leaving(self, request: Request) -> None:
-        """A request waits no longer, or has ended."""
+        """A request no longer waits, or has ended."""
         ...
 
     def note_step(self, seconds: float) -> None:
-        """A step took so long in the engine, the draft model included."""
+        """A step took `seconds` in the engine, the draft model included."""
         ...
 
     def take_late(self, now: float, num_cached: Callable[[Request], int]) -> list[Late]:
-        """Those that wait and will be late, as far as is known now; each is told of once.
+        """The waiting requests that will be late, as estimated now; each is returned once.
 
         Args:
-            num_cached: tokens of a request that the prefix cache or a slower tier holds, which
-                takes long to tell.
+            num_cached: tokens of a request that the prefix cache or a slower tier holds; slow.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A scheduling policy, of one scheduler: it holds the requests that wait and run.
+    """A scheduling policy of one scheduler. It holds the waiting and the running requests.
 
     Attributes:
-        displacement: None where nobody displaces anybody.
-        service: None where the order does not depend on what requests were given.
-        deadlines: None where nobody looks whether they can be met.
+        displacement: None if no request may displace others.
+        service: None if the order does not depend on what requests were given.
+        deadlines: None if deadlines are not watched.
     """
 
     waiting: WaitingOrder

@@ -1,1 +1,1 @@
-"""From requests to steps: who has a row, what each row computes, and what became of it."""
+"""From requests to steps: which requests have a row, what each row computes, and the results."""

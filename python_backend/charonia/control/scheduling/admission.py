@@ -1,7 +1,7 @@
-"""Admission: waiting requests get a row, the urgent ones before running ones are planned.
+"""Admission: waiting requests get a row, urgent ones before the running ones are planned.
 
-Owns how far a step goes in that, and what is counted and said of each that joins. Must not know
-who fits or comes next, nor what a row computes.
+Owns the limits of admission in a step, and what is counted and sent for each joining request. Knows
+nothing about which request fits or comes next, or what a row computes.
 """
 
 from charonia.control.cache.block_tables import BlockTables
@@ -19,16 +19,16 @@ from charonia.control.state.step import Step
 from charonia.protocol import NewRow
 
 MAX_DISPLACED = 16
-"""Once a step has taken so many rows from running requests, it admits no more urgent ones."""
+"""Once a step has preempted so many requests for urgent ones, it admits no more of those."""
 
 
 class Admission:
     """Admits requests to one epoch's steps.
 
     Args:
-        fitting: finds whom. planner: plans the rows of those that waited.
-        sharing: told of who is admitted; None where nobody waits for others' prefixes.
-        stats: counts what they find in the cache.
+        fitting: finds the next request. planner: plans the rows of admitted requests.
+        sharing: told about each admission; None without prefix sharing.
+        stats: counts cache hits.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class Admission:
         self._stats = stats
 
     def admit_urgent(self, step: Step) -> None:
-        """Admit those first in order that may displace others, before these are planned.
+        """Admit urgent requests, which may displace running ones, before those are planned.
 
-        As few are preempted as it takes. None of those has a row of this step in turn: they were
-        the last ones in order, so there is nobody whom they might displace. Who has joined the step
-        stays in it, though a prompt may have made another tenant the one that has had less.
+        As few requests are preempted as necessary. A preempted request is not admitted again in
+        this step: it was the last in order, so it cannot displace others. A request that joined
+        the step stays in it, even if charging its prompt has changed the order of the tenants.
         """
         self._fitting.begin(step)
         num_tokens = num_displaced = 0
         joined: set[int | None] = set()  # rows
         owed: int | None = None  # see `Fitting.num_owed`
         while num_displaced < MAX_DISPLACED:
-            if num_tokens >= step.prompt_budget:  # it would join without being in the step
+            if num_tokens >= step.prompt_budget:  # the next would join, but compute nothing
                 return
             budget = step.budget
-            if not self._limits.enable_chunked_prefill:  # those that run come first
+            if not self._limits.enable_chunked_prefill:  # running requests come first
                 budget -= sum(request.num_to_compute for request in self._running.in_order())
             found = self._fitting.next_urgent(budget, owed, has_free_row=self._num_free_rows() > 0)
             if found is None:
@@ -88,7 +88,7 @@ class Admission:
             owed = found.owed - self._blocks.num_owed(found.victims)
             for victim in found.victims:
                 self._live.preempt(victim)
-            if found.victims:  # of what they held, twins may take the place
+            if found.victims:  # twins may have replaced blocks that they held
                 found = found._replace(hits=self._blocks.hits(found.request))
             self._admit(step, found)
             owed += self._blocks.num_owed([found.request])
@@ -97,10 +97,10 @@ class Admission:
             num_tokens += found.request.num_to_compute
 
     def admit_waiting(self, step: Step, suspect: Request | None) -> None:
-        """Admit those that wait, while there are tokens, rows and blocks left, and plan their rows.
+        """Admit waiting requests while tokens, rows and blocks are left, and plan their rows.
 
         Args:
-            suspect: the only one that may run, if there is any.
+            suspect: the only request that may run; None if there is no suspect.
         """
         num_free_rows = self._num_free_rows()
         if not num_free_rows or not self._waiting:
@@ -122,7 +122,7 @@ class Admission:
             owed += self._blocks.num_owed([found.request])
 
     def _num_free_rows(self) -> int:
-        """Rows that requests may be given."""
+        """Rows that may be given to requests."""
         return self._budget.num_rows(self._rows.num_free, len(self._running))
 
     def _admit(self, step: Step, found: Fit) -> None:
@@ -148,7 +148,7 @@ class Admission:
         step.joins.append(new_row)
 
     def _count(self, step: Step, request: Request) -> None:
-        """Take note of when a request began, and of what it found in the cache."""
+        """Record when a request began, and its cache hits."""
         is_first = request.started_at is None
         num_cached = request.num_computed
         if is_first:

@@ -1,7 +1,7 @@
-"""Commit: what a step computed becomes the requests' own, and some of them end with it.
+"""Commit: applies a step's results to its requests, some of which end with it.
 
-Owns the way of a row's result into its request: tokens, cursors, drafts, the end. Must not know
-how a step is planned.
+Owns the path of a row's result into its request: tokens, cursors, drafts, the end. Knows nothing
+about how a step is planned.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ class Commit:
     """Commits one epoch's steps, in the order of their plans.
 
     Args:
-        suspects: told of who has got on.
-        service: told of the tokens that were generated; None where the order does not depend on it.
-        speculation: told how drafts fared. stats: counts them.
+        suspects: told which requests made progress.
+        service: told about generated tokens; None if the policy's order does not depend on them.
+        speculation: told how many drafts were accepted. stats: counts drafts.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Commit:
         self._stats = stats
 
     def commit(self, step: Step, results: Sequence[RowResult]) -> list[Update]:
-        """Commit what the rows of a step computed, and end those of its requests that ended.
+        """Commit the results of a step's rows, and end the requests that are complete.
 
         Returns:
             One update per request that committed tokens or prompt log-probabilities.
@@ -63,7 +63,7 @@ class Commit:
                 if update is not None:
                     updates.append(update)
             else:
-                # What was sampled since its end is in no block that others can hit.
+                # Tokens sampled after its end are in no block that others can hit.
                 num_tokens = min(num_tokens, len(request.token_ids) - request.num_computed)
                 self._blocks.commit(request, num_tokens, draft, num_accepted=0)
         if self._service is not None:
@@ -77,7 +77,7 @@ class Commit:
     ) -> Update | None:
         run, prompt_offset = row_result.token_ids, request.num_computed
         token_ids, reason = request.append(run)
-        # What follows a token that ended the request counts for nothing.
+        # Tokens behind the one that ended the request do not count.
         num_accepted = len(token_ids) - 1 if token_ids else 0
         if draft.num_drafts:
             assert self._speculation is not None

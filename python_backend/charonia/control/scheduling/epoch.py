@@ -1,33 +1,33 @@
 """One epoch of the engine: its rows, its blocks, and its steps from plan() to apply().
 
-Owns the order in which a step is given out, and the order of the steps in flight. Must not know how
-requests come and go, nor what comes after the engine is lost.
+Owns the order in which a step's tokens, rows and blocks are assigned, and the order of the steps in
+flight. Knows nothing about how requests come and go, or what follows the loss of the engine.
 
-A step's tokens, rows and blocks go to these, in turn::
+A step is planned in this order::
 
-    transfers.set_aside        nobody: blocks for which there is no memory any more
-    admission.admit_urgent     who may displace running requests, and whom that costs their rows
-    row_planner.plan_running   the running: blocks that run out are taken from the last of them
-    admission.admit_waiting    those that wait, unless somebody was preempted
-    row_planner.add_drafts     drafts, unless tokens are in flight that they would follow
-    transfers.plan             blocks of slower tiers, with what memory is left
+    transfers.set_aside        set aside blocks for which there is no memory any more
+    admission.admit_urgent     admit urgent requests, which may displace running ones
+    row_planner.plan_running   plan running requests; if blocks run out, preempt the last of them
+    admission.admit_waiting    admit waiting requests, unless a request was preempted
+    row_planner.add_drafts     add drafts, unless the tokens before them are in flight
+    transfers.plan             load and save blocks of slower tiers, with the memory that is left
 
-An engine of several stages has as many steps in flight, over disjoint rows, each row coming back
-when its step is applied:
+An engine with several stages has as many steps in flight, over disjoint rows. A row can be planned
+again when its step is applied::
 
     plan 1 (a b) ─► plan 2 (c d) ─► apply 1 ─► plan 3 (a b) ─► apply 2 ─► plan 4 (c d) ─► ...
 
-Where an engine has one stage, a step may be planned while the one before it computes, for the same
-rows: what that one samples is not known then, but that it is one token is, and the engine has it::
+With one stage, a step may be planned while the one before it computes, for the same rows. The plan
+needs only the number of tokens that step samples, which is one per row; the engine has the tokens::
 
     plan 1 (a b) ─► plan 2 (a b) ─► apply 1 ─► plan 3 (a b) ─► apply 2 ─► plan 4 (a b) ─► ...
 
-So a request that ends in step 1, otherwise than by its length, is in step 2 for nothing. What needs
-the tokens themselves, or the blocks of a request in flight, waits until nothing is: drafts,
-preemption, displacement, and suspects.
+So a request that ends in step 1, other than by its length, is computed in step 2 for nothing.
+Whatever needs the tokens themselves, or the blocks of a request in flight, waits until no step is
+in flight: drafts, preemption, displacement, and suspects.
 
-The engine executes plans in order, so what is freed may be used in the next plan, whatever is in
-flight.
+The engine executes plans in order, so the next plan may use whatever is freed, even while other
+steps are in flight.
 """
 
 from collections import deque
@@ -58,20 +58,20 @@ from charonia.control.state.step import Step
 from charonia.protocol import StepPlan, StepResult
 
 _LOOK_AT_MEMORY_S = 1.0
-"""After so long without a step an engine that watches its memory gets one that does nothing."""
+"""An engine that watches its memory gets an empty step after so long without one."""
 
 
 class Epoch:
     """The steps of one epoch, from its first one on.
 
     Args:
-        number: of the epoch.
-        blocks: of this engine, all of them free.
-        tiers: of this engine, slower than its KV cache; None where it has none.
-        live: who may be in a step; nobody has a row. The others: see `Scheduler`.
+        number: number of the epoch.
+        blocks: block tables of this engine, all blocks free.
+        tiers: slower tiers of this engine's KV cache; None without tiers.
+        live: the live requests; none has a row. For the others see `Scheduler`.
 
     Attributes:
-        transfers: what its steps move beside what they compute.
+        transfers: the loads and saves of its steps.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Epoch:
         self._in_flight: deque[Step] = deque()  # in the order of their plans
         self._next_step_id = 0
         self._applied_at = 0.0
-        self._is_short = False  # so was the step that was planned last
+        self._is_short = False  # `is_short` of the step that was planned last
         self._started: list[Request] = []  # see take_started()
 
         fetching = None if tiers is None else Fetching(blocks, tiers, stats)
@@ -133,13 +133,13 @@ class Epoch:
             sharing.start_epoch(limits, prompt_time, stats)
 
     def num_cached(self, request: Request) -> int:
-        """Tokens of a waiting request that need not be computed, if nothing is evicted before."""
+        """Cached tokens of a waiting request, if nothing is evicted before it is admitted."""
         return self._lookups.num_found(request) * self.limits.block_size
 
     def may_plan_ahead(self, shedding: LoadShedding) -> bool:
-        """Whether a step may be planned for rows of which tokens are in flight.
+        """Whether a step may be planned for rows that have tokens in flight.
 
-        A suspect runs alone, or its guilt would not be known.
+        Not with a suspect: it runs alone, or a crash would not prove its guilt.
         """
         if not self.limits.overlaps or not self._in_flight:
             return False
@@ -151,14 +151,14 @@ class Epoch:
         return self._speculation.rests_after(last)
 
     def take_started(self) -> list[Request]:
-        """The requests that the last plan began, which had none of their tokens computed before."""
+        """The requests that the last plan admitted for the first time."""
         started, self._started = self._started, []
         return started
 
     # ------------------------------------------------------------------ plan
 
     def plan(self, now: float, shedding: LoadShedding) -> StepPlan | None:
-        """Choose what the next step computes; None when nothing is to be done before an apply()."""
+        """Choose what the next step computes; None if there is nothing to do before an apply()."""
         assert len(self._in_flight) < self.limits.max_steps_in_flight, "too many steps in flight"
         is_ahead = self.limits.overlaps and bool(self._in_flight)
         if is_ahead and not self.may_plan_ahead(shedding):
@@ -185,9 +185,9 @@ class Epoch:
         return step.as_plan(self.number, self._rows.take_leaves())
 
     def _isolate(self, suspect: Request) -> None:
-        """Have nobody run but a suspect.
+        """Preempt all running requests except a suspect.
 
-        None of the others is in flight: suspicion comes with a new epoch.
+        None of them is in flight, because suspicion begins with a new epoch.
         """
         for request in self._policy.running.in_order():
             if request is not suspect:
@@ -202,11 +202,11 @@ class Epoch:
     def _plan_rows(
         self, step: Step, suspect: Request | None, speculation: Speculation | None
     ) -> None:
-        """Give the tokens, rows and blocks of a step out.
+        """Assign the tokens, rows and blocks of a step.
 
         Args:
-            suspect: the only one that may run, if there is any.
-            speculation: None where nobody may draft.
+            suspect: the only request that may run; None if there is no suspect.
+            speculation: None if the step has no drafts.
         """
         self._stats.draft_depth = 0.0
         num_preempted = self._stats.preemptions
@@ -221,14 +221,14 @@ class Epoch:
             self._row_planner.add_drafts(step, speculation.draft(step, self.limits))
 
     def _is_to_look(self, now: float) -> bool:
-        """Whether a step is due in which the engine does nothing but look at its memory."""
+        """Whether an empty step is due, in which the engine only looks at its memory."""
         is_idle = self.limits.watches_memory and not self._in_flight
         return is_idle and now >= self._applied_at + _LOOK_AT_MEMORY_S
 
     # ------------------------------------------------------------------ apply
 
     def apply(self, result: StepResult, now: float) -> list[Update]:
-        """Commit what the oldest step in flight did, and end those of its requests that ended.
+        """Commit the results of the oldest step in flight, and end the requests that are complete.
 
         Returns:
             One update per request that committed tokens or prompt log-probabilities.
@@ -242,9 +242,9 @@ class Epoch:
         return self._commit.commit(step, result.rows)
 
     def _learn_from(self, step: Step, result: StepResult, now: float) -> None:
-        """Take note of how long a step took that has rows."""
-        # The cycle of one of several stages includes waiting behind others, which no choice of what
-        # it computes changes: then it is what the engine says that is the same for each.
+        """Learn from the time of a step with rows."""
+        # With several stages the time between two steps includes waiting for other stages, whatever
+        # the step computes. The time that the engine reports does not.
         is_alone = self.limits.num_stages == 1
         seconds = now - max(step.planned_at, self._applied_at) if is_alone else result.seconds
         if self._speculation is not None:

@@ -1,7 +1,7 @@
-"""Which waiting request can have a row next, and whom that would cost theirs.
+"""Which waiting request can be admitted next, and which running ones it would displace.
 
-Owns the arithmetic of fitting: tokens of the step, blocks of the pool. Changes nothing. Must not
-know rows by number, nor what a step computes.
+Owns the arithmetic of fitting: tokens of the step, blocks of the pool. Changes nothing. Knows
+nothing about row numbers, or what a step computes.
 """
 
 from bisect import bisect_left
@@ -20,28 +20,29 @@ from charonia.control.state.request import Request
 from charonia.control.state.step import Step
 
 MAX_CONSIDERED = 4
-"""Waiting requests that a step looks at, where the first ones do not fit."""
+"""Most waiting requests that a step considers if the first ones do not fit."""
 
 MAX_HARMLESS = 8
-"""Waiting requests that might displace somebody by their level, and turn out not to; when a step
-has found so many it looks at no more, and the next step goes on behind them."""
+"""Waiting requests that might displace others by their level, but find no victim. After so many a
+step stops looking, and the next step continues behind them."""
 
 MAX_AWAITING = 64
-"""Waiting requests that a step leaves out because they wait for a prefix that others compute; the
+"""Most waiting requests that a step skips because they wait for a prefix that others compute. The
 requests behind them wait, too."""
 
 MAX_PASSES = 16
-"""How often a request that does not fit is passed by another that does. Then blocks that become
-free are kept for it."""
+"""How often a request that does not fit may be passed by others that do. After that, free blocks
+are kept for it."""
 
 
 class Fit(NamedTuple):
-    """Who may have a row.
+    """A request that may be admitted.
 
     Attributes:
-        hits: cached blocks of its prefix. victims: whom it displaces; where steps overlap, some of
-            them may be in flight. passed: who waits before it and does not fit.
-        owed: see `Fitting.num_owed`, before it has the row.
+        hits: cached blocks of its prefix.
+        victims: requests that it displaces; if steps overlap, some of them may be in flight.
+        passed: waiting requests before it that do not fit.
+        owed: see `Fitting.num_owed`; without this request.
     """
 
     request: Request
@@ -52,15 +53,15 @@ class Fit(NamedTuple):
 
 
 class Fitting:
-    """Finds whom to admit.
+    """Finds the next request to admit.
 
-    A request is admitted only when its whole known prompt fits beside what the running ones still
-    need for theirs.
+    A request is admitted only if all its known tokens fit beside what the running ones still need
+    for theirs.
 
     Args:
-        peak: whether they have room until they end, too; None where nobody asks.
-        sharing: who waits for a prefix that others compute; None has nobody wait for that.
-        fetching: who waits for a prefix that is loaded; None has nobody wait for that.
+        peak: checks that all have room until they end; None skips this check.
+        sharing: which requests wait for a prefix that others compute; None without prefix sharing.
+        fetching: which requests wait for a prefix to be loaded; None without tiers.
     """
 
     def __init__(
@@ -79,20 +80,20 @@ class Fitting:
         self._sharing = sharing
         self._fetching = fetching
         self._step: Step | None = None
-        self._num_skipped = 0  # waiting requests that the last step has looked at, in vain
+        self._num_skipped = 0  # waiting requests that the last step looked at in vain
 
     def begin(self, step: Step) -> None:
-        """Have the next questions be about this step."""
+        """Begin a step; the next questions are about it."""
         if self._peak is not None and step is not self._step:
             self._peak.begin_plan()
         self._step = step
 
     def num_owed(self) -> int:
-        """Blocks that all running requests lack for what the next step may compute of them."""
+        """Blocks that running requests still need for the tokens that the next step may compute."""
         return self._blocks.num_owed(self._policy.running.in_order())
 
     def num_to_load_into(self, owed: int) -> int:
-        """Blocks that may be loaded into for requests that wait, none of which others wait for.
+        """Free blocks to load into: not reserved, owed to running requests, or in the watermark.
 
         Args:
             owed: see `num_owed`.
@@ -107,7 +108,7 @@ class Fitting:
 
         Args:
             budget: tokens that the step has left. owed: see `num_owed`.
-            suspect: the only one that may run, if there is any.
+            suspect: the only request that may run; None if there is no suspect.
             now: seconds.
         """
         if suspect is not None:
@@ -129,11 +130,11 @@ class Fitting:
         return has_room and self._has_room_later(request, hits)
 
     def _candidates(self, owed: int, now: float) -> Iterator[tuple[Request, list[int] | None]]:
-        """The first of those that wait, and the cached blocks of their prefixes.
+        """The first waiting requests, and the cached blocks of their prefixes.
 
-        Where one does not fit, others may pass it, but not for ever; and nobody passes one that was
-        preempted. Those that wait for prefixes that others compute are left out. One that has to
-        have blocks loaded first comes without hits: it does not fit yet.
+        Others may pass a request that does not fit, but only so many times, and never one that was
+        preempted. Requests that wait for a prefix that others compute are skipped. A request whose
+        blocks must be loaded first comes with None in place of hits: it does not fit yet.
         """
         num_considered = num_awaiting = 0
         for request in self._policy.waiting.in_order():
@@ -158,7 +159,7 @@ class Fitting:
                 return
 
     def _is_fetched(self, request: Request, hits: list[int], owed: int) -> bool:
-        """Whether a request waits for blocks that are loaded."""
+        """Whether a request waits for blocks to be loaded."""
         if self._fetching is None:
             return False
         return self._fetching.waits(request, hits, self.num_to_load_into(owed))
@@ -166,15 +167,15 @@ class Fitting:
     def next_urgent(
         self, budget: int, owed: int | None = None, *, has_free_row: bool
     ) -> Fit | None:
-        """The next request in order that may displace anybody and would fit then.
+        """The next request in order that may displace others and fits once it has.
 
-        One that fits without that has not much more right to what is free than others: it may pass
-        who comes first as often as any other may. Then it displaces somebody all the same, so that
-        what is free is kept for that one.
+        If it fits without displacing, it may pass the first waiting request as often as any other
+        request may. After that it displaces others even so, and free blocks are kept for the first
+        one.
 
         Args:
             budget: tokens that the step has left.
-            owed: see `num_owed`; None counts it, where anybody may displace others.
+            owed: see `num_owed`; None computes it when it is needed.
         """
         displacement = self._policy.displacement
         if displacement is None or not self._policy.waiting:
@@ -204,9 +205,9 @@ class Fitting:
     def _displacers(
         self, displacement: Displacement
     ) -> Iterator[tuple[Request, Iterator[Request]]]:
-        """Waiting requests that may displace somebody now, and whom; they pass those that may not.
+        """Waiting requests that may displace others now, each with the victims it may choose from.
 
-        Nothing may be admitted or preempted meanwhile.
+        They pass those that may not. Nothing may be admitted or preempted during the iteration.
         """
         running = self._policy.running
         highest_level = running.highest_level
@@ -226,12 +227,12 @@ class Fitting:
                 return
 
     def _has_budget(self, request: Request, hits: list[int], budget: int) -> bool:
-        """Whether a step with so many tokens left can begin a waiting request."""
+        """Whether a step with `budget` tokens left can begin a waiting request."""
         can_wait = self._limits.enable_chunked_prefill
         return can_wait or self._blocks.num_left(request, hits) <= budget
 
     def _spare(self, request: Request, hits: list[int], owed: int) -> int:
-        """Blocks that are left when a waiting request is admitted; it does not fit if negative."""
+        """Blocks left after admitting a waiting request; negative if it does not fit."""
         num_free = self._blocks.kv.num_free - self._blocks.num_taken(request, hits)
         return num_free - owed - self._watermark
 
@@ -242,7 +243,7 @@ class Fitting:
     def _has_room_later(
         self, request: Request, hits: list[int], victims: Iterable[Request] = ()
     ) -> bool:
-        """Whether a waiting request has room beside the running ones but these, to their ends."""
+        """Whether a waiting request and the running ones, without victims, fit until they end."""
         if self._peak is None:
             return True
         running = self._policy.running.in_order()
@@ -254,23 +255,24 @@ class Fitting:
     def _victims(
         self, request: Request, num_lacking: int, hits: list[int], below: Iterable[Request]
     ) -> list[Request] | None:
-        """The fewest of `below`, from the first on, that give up a row and enough blocks.
+        """The fewest of `below`, in order, whose preemption frees a row and enough blocks.
 
         Args:
-            num_lacking: blocks. hits: which are not given up, whoever holds them.
+            num_lacking: blocks that are missing.
+            hits: blocks that are not freed, whoever holds them.
 
         Returns:
-            Them; None where all of them are not enough.
+            The victims; None if all of `below` are not enough.
         """
         kept, num_running = set(hits), len(self._policy.running)
         victims: list[Request] = []
-        num_enough: int | None = None  # of them, as long as nobody asks for later
-        uncounted: list[Request] = []  # of them, who cannot be enough even if nobody shares blocks
-        num_at_most = 0  # blocks of these
+        num_enough: int | None = None  # victims that free enough blocks for now
+        uncounted: list[Request] = []  # victims whose released blocks are not counted yet
+        num_at_most = 0  # blocks of these: the most that they can release
         released: Counter[int] = Counter()
         for victim in below:
             if victim.num_in_flight and not self._limits.overlaps:
-                continue  # with stages others are in none; else one waits for all of them alike
+                continue  # with stages, others are in no step; with overlap, all are waited for
             victims.append(victim)
             if num_enough is not None:
                 continue
@@ -289,7 +291,7 @@ class Fitting:
                     return victims
         if num_enough is None or not self._has_room_later(request, hits, victims):
             return None
-        # The more give up what they hold, the more room there is later.
+        # Room until the end grows with the number of victims, so search by bisection.
         numbers = range(num_enough + 1, len(victims))
         index = bisect_left(
             numbers, True, key=lambda count: self._has_room_later(request, hits, victims[:count])
@@ -299,11 +301,11 @@ class Fitting:
     def _num_released(
         self, victims: Iterable[Request], released: Counter[int], kept: set[int]
     ) -> int:
-        """Blocks that are free when these victims have given up theirs, too.
+        """Blocks that become free if these victims release theirs, too.
 
         Args:
-            released: how often each block was given up by others; these are added.
-            kept: blocks that are not given up, whoever holds them.
+            released: how often earlier victims release each block; these victims are added.
+            kept: blocks that are not freed, whoever holds them.
         """
         num_references, num_released = self._blocks.kv.num_references, 0
         for victim in victims:

@@ -1,15 +1,15 @@
-"""Every live request, and where it is: parked, waiting, running, or ended but still in flight.
+"""Every live request and its state: parked, waiting, running, or ended but still in flight.
 
-Owns these places and the moves between them, with what each move gives or takes: a row, blocks,
-what is reserved in the cache. Must not know steps or budgets, nor choose who is to move.
+Owns these states and the transitions between them, with the row, blocks and reservations that each
+gives or takes. Knows nothing about steps or budgets, and does not choose which request moves.
 
-    add() ──► waiting ──── admit() ───► running ──► end(): gone, but for the row and blocks of
-      │        ▲   ▲                     │                 who is in flight, until drop_ended()
+    add() ──► waiting ──── admit() ───► running ──► end(): gone; if it is in flight, it keeps its
+      │        ▲   ▲                     │                 row and blocks until drop_ended()
       ▼        │   └───── preempt() ─────┘
     parked ────┘ release_parked(): the prompt of their group is computed
 
-A step in flight writes into its requests' blocks. So until its apply() these are not preempted, and
-nothing of theirs is freed.
+A step in flight writes into its requests' blocks. Until its apply() these requests are not
+preempted, and none of their blocks is freed.
 """
 
 from collections.abc import Iterable
@@ -32,12 +32,13 @@ class LiveRequests:
     """The requests of one scheduler, through all epochs of its engine.
 
     Args:
-        policy: has those that wait and those that run, each in its order.
-        suspects, speculation, lengths, peak_memory: told of ends. stats: counts preemptions.
+        policy: holds the waiting and the running requests, each in its order.
+        suspects, speculation, lengths, peak_memory: told when a request ends.
+        stats: counts preemptions.
 
     Attributes:
-        by_key: all that have had no end, in the order in which they came.
-        ended: that have had one, but are in flight: their rows and blocks are kept.
+        by_key: all requests that have not ended, in the order of arrival.
+        ended: requests that have ended but are in flight; they keep their rows and blocks.
     """
 
     def __init__(
@@ -66,16 +67,16 @@ class LiveRequests:
         self._lookups: Lookups
 
     def unparked(self) -> Iterable[Request]:
-        """All that have had no end, but those that wait for another one's prompt."""
+        """All requests that have not ended, except parked ones."""
         return (one for one in self.by_key.values() if one not in one.group.parked)
 
     # ------------------------------------------------------------------ epochs
 
     def lose_all(self, limits: Limits) -> None:
-        """The engine has lost all rows and blocks: who ran waits, and who has ended is gone.
+        """The engine lost all rows and blocks: running requests wait, and ended ones are dropped.
 
         Args:
-            limits: of the next one.
+            limits: those of the next engine.
         """
         for request in self._running.in_order():
             self._running.remove(request)
@@ -92,16 +93,16 @@ class LiveRequests:
     def start_epoch(
         self, limits: Limits, blocks: BlockTables, rows: Rows, lookups: Lookups
     ) -> None:
-        """Begin with the first step of an engine, of which nobody has a row or a block."""
+        """Begin with the first step of an engine; no request has a row or a block."""
         self._limits = limits
         self._blocks = blocks
         self._rows = rows
         self._lookups = lookups
 
-    # ------------------------------------------------------------------ who comes
+    # ------------------------------------------------------------------ arrival
 
     def add(self, request: Request) -> None:
-        """Take a request in. Those of a group that come behind its first one wait for the prompt.
+        """Add a request. All but the first of a group are parked until the prompt is computed.
 
         Raises:
             InvalidRequestError: its prompt is empty or too long.
@@ -120,23 +121,23 @@ class LiveRequests:
             group.parked.append(request)
 
     def release_parked(self, leader: Request) -> None:
-        """The prompt of a group is computed: those that waited for it wait for a row."""
+        """The prompt of a group is computed: its parked requests now wait for a row."""
         group = leader.group
         group.leader = None
         parked, group.parked = group.parked, []
         num_full = leader.num_prompt // self._limits.block_size
         for request in parked:
-            request.block_keys = leader.block_keys[:num_full]  # of the same tokens
+            request.block_keys = leader.block_keys[:num_full]  # the tokens are the same
             self._enter(request)
 
     def _follow(self, group: Group) -> None:
-        """The leader of a group has gone before the prompt was computed: another one takes over."""
+        """A group's leader ended before the prompt was computed: another request takes over."""
         group.leader = group.parked.pop(0) if group.parked else None
         if group.leader is not None:
             self._enter(group.leader)
 
     def _enter(self, request: Request) -> None:
-        """Let a new request wait for a row."""
+        """Put a new request into the queue for a row."""
         self._lookups.add(request)
         self._wait(request, is_new=True)
 
@@ -145,7 +146,7 @@ class LiveRequests:
         if self._policy.deadlines is not None:
             self._policy.deadlines.note_waiting(request)
 
-    # ------------------------------------------------------------------ who waits, who runs
+    # ------------------------------------------------------------------ waiting and running
 
     def demote(self, request: Request) -> None:
         """Put a waiting request behind all others."""
@@ -157,10 +158,10 @@ class LiveRequests:
         """Give a waiting request a row and the cached blocks of its prefix.
 
         Args:
-            hits: these blocks, of this moment.
+            hits: these blocks, looked up just now.
 
         Returns:
-            What must be copied first, see `BlockTables.begin`.
+            A block that must be copied first, see `BlockTables.begin`.
         """
         copy = self._blocks.begin(request, hits)
         self._waiting.remove(request)
@@ -172,7 +173,7 @@ class LiveRequests:
         return copy
 
     def preempt(self, request: Request) -> None:
-        """Take everything from a running request that is in no step."""
+        """Take row and blocks from a running request, which must be in no step in flight."""
         self._stats.preemptions += 1
         request.num_preemptions += 1
         self._running.remove(request)
@@ -180,10 +181,10 @@ class LiveRequests:
         self._give_row_back(request)
         self._wait(request)
 
-    # ------------------------------------------------------------------ who ends
+    # ------------------------------------------------------------------ end
 
     def end(self, request: Request, *, is_complete: bool = False) -> None:
-        """Forget a request, but for its row and blocks as long as it is in flight.
+        """Forget a request. It keeps its row and blocks while it is in flight.
 
         Args:
             is_complete: whether it has generated all its tokens.
@@ -213,7 +214,7 @@ class LiveRequests:
         self.drop_ended()
 
     def drop_ended(self) -> None:
-        """Free what requests that have ended held for steps in flight."""
+        """Free the rows and blocks of ended requests that are not in flight any more."""
         ended, self.ended = self.ended, []
         for request in ended:
             if request.num_in_flight:
@@ -227,7 +228,7 @@ class LiveRequests:
             self._peak_memory.num_held = sum(len(request.block_ids) for request in self.ended)
 
     def _give_row_back(self, request: Request) -> None:
-        """Take the row of a request that runs no longer, and holds no blocks any more."""
+        """Free the row of a request that no longer runs and holds no blocks."""
         assert request.row is not None
         assert not request.num_in_flight, "a step in flight writes into its blocks"
         self._rows.give_back(request.row)

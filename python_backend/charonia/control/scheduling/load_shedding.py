@@ -1,17 +1,17 @@
-"""What steps do without while more is asked of the server than it can do.
+"""What steps do without while the server is overloaded.
 
-Owns the words for it. Must not know when that is.
+Owns the settings. Knows nothing about when they apply.
 """
 
 from typing import NamedTuple
 
 
 class LoadShedding(NamedTuple):
-    """How steps are made lighter for those who wait, or for those whose tokens come.
+    """How steps are made lighter under load.
 
     Attributes:
-        speculates: whether tokens are guessed ahead.
-        prompt_share: of the tokens of prompts that a step computes beside rows that generate.
+        speculates: whether tokens are drafted.
+        prompt_share: share of the prompt tokens that a step computes beside rows that generate.
     """
 
     speculates: bool = True

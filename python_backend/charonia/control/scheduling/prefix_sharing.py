@@ -1,17 +1,17 @@
 """Which waiting requests wait for a prefix that another one is computing.
 
-Owns that choice. Must not know rows, nor in which order requests are admitted.
+Owns that choice. Knows nothing about rows, or the order of admission.
 
-Of several requests that come at once with a long common prefix, one computes it; the others are
-passed over until it is in the cache::
+If several requests arrive at once with a long common prefix, one computes it. The others are
+skipped until it is in the cache::
 
     step     1              2              3
     a   ─► [ prefix     ][ own   ][ generates ...
     b   ─►   waits          waits    [ own ][ ...        a block is there at the apply() of its step
 
-A request waits no longer than the prefix would take it by itself, however often whoever computes it
-loses its blocks or goes away. Where prefixes part more than once, that is so of each part. What is
-not worth a step is computed at once by all.
+A request waits no longer than it would take to compute the prefix alone, even if the request that
+computes it is preempted or ends, however often. If prefixes diverge at several points, this holds
+for each part. A prefix that is not worth a step is computed at once by all.
 """
 
 from bisect import bisect_left
@@ -24,12 +24,12 @@ from charonia.control.state.request import Request
 from charonia.control.state.stats import SchedulerStats
 
 _WORTH = 2.0
-"""Steps of one token that a prefix must take, for others to wait for it: the one behind which they
-come, and one more where steps overlap."""
+"""Others wait for a prefix only if it takes at least as long as so many steps of one token: the
+step that they start behind, and one more in case steps overlap."""
 
 
 class PrefixSharing:
-    """Has requests wait for blocks that a running one will publish."""
+    """Makes requests wait for blocks that a running one will publish."""
 
     def __init__(self) -> None:
         self._computing: list[Request] = []
@@ -41,7 +41,7 @@ class PrefixSharing:
         """Begin with the first step of an engine.
 
         Args:
-            time: that prompts take. stats: where to count who waits.
+            time: estimates how long prompts take. stats: counts requests that wait.
         """
         self._stats = stats
         self._computing = []
@@ -49,17 +49,17 @@ class PrefixSharing:
         self._time = time
 
     def begin(self, running: Iterable[Request]) -> None:
-        """Look who computes a prompt, before it is asked who waits."""
+        """Find the requests that compute a prompt; call it before the questions below."""
         self._computing = [one for one in running if _num_to_publish(one)]
 
     def note_admission(self, request: Request) -> None:
-        """A request has a row."""
+        """A request was admitted."""
         request.awaits = None
         if _num_to_publish(request):
             self._computing.append(request)
 
     def still_waits(self, request: Request, now: float) -> bool:
-        """Whether what a request was found to wait for is still to come."""
+        """Whether a request still waits for blocks that are being computed."""
         other = request.awaits
         if other is None:
             return False
@@ -68,16 +68,16 @@ class PrefixSharing:
         return request.awaits is not None and now < request.awaits_until
 
     def waits(self, request: Request, num_hits: int, now: float) -> bool:
-        """Whether a request that does not wait for a prefix is to do so from now on.
+        """Whether a request that waits for no prefix begins to wait for one.
 
         Args:
-            request: its keys are those of all that it knows.
-            num_hits: blocks of it that are cached.
+            request: must have the keys of all its known tokens.
+            num_hits: its cached blocks.
         """
         num_most = (len(request.token_ids) - 1) // self._block_size
         keys = request.block_keys[:num_most]
         num_known = num_hits
-        if request.awaits_until <= now:  # only what is behind all that it waited for counts
+        if request.awaits_until <= now:  # it only waits for blocks behind those it waited for
             num_known = max(num_hits, request.end_awaited // self._block_size)
         found = max(
             ((_num_common(one, keys, num_known), one) for one in self._computing),
@@ -97,10 +97,10 @@ class PrefixSharing:
         return True
 
     def _until(self, request: Request, num_hits: int, num_blocks: int, now: float) -> float:
-        """When a request has waited long enough for so many blocks, and for those before.
+        """Until when a request waits at most for its first `num_blocks` blocks.
 
-        Where prefixes part more than once it finds the next part when the last one is there. What
-        it has waited for once counts once.
+        If prefixes diverge at several points, it finds the next part when the last one is there.
+        Blocks that it already waited for are not counted again.
         """
         until = now if request.awaits_until == inf else request.awaits_until
         num_known = max(num_hits, request.end_awaited // self._block_size)
@@ -110,7 +110,7 @@ class PrefixSharing:
         return until
 
     def seconds(self, num_blocks: int, num_before: int) -> float:
-        """What computing so many blocks takes behind others."""
+        """How long it takes to compute `num_blocks` blocks behind `num_before` others."""
         return self._time.of(num_blocks * self._block_size, num_before * self._block_size)
 
 
@@ -120,10 +120,10 @@ def _num_to_publish(request: Request) -> int:
 
 
 def _num_common(running: Request, keys: Sequence[bytes], num_hits: int) -> int:
-    """How many blocks of a prefix will be there, of which so many are."""
+    """Blocks of a prefix that a running request has in common, of which `num_hits` are known."""
     own = running.block_keys
     num_most = min(len(own), len(keys))
     if num_hits >= num_most or own[num_hits] != keys[num_hits]:
         return num_hits
-    # A key stands for all before it: where two prefixes have parted they stay so.
+    # A key covers all tokens before it, so prefixes that have diverged never meet again.
     return bisect_left(range(num_most), True, num_hits, key=lambda i: own[i] != keys[i])

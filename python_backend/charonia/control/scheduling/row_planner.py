@@ -1,7 +1,7 @@
 """What each row computes in a step: its next tokens, the blocks they need, drafts behind them.
 
-Owns the growth of running requests, and preemption where blocks run out. Must not know who is
-admitted, nor whose guesses drafts are.
+Owns the growth of running requests, and preemption when blocks run out. Knows nothing about
+admission, or where drafts come from.
 """
 
 from charonia.control.cache.block_tables import BlockTables
@@ -20,7 +20,7 @@ class RowPlanner:
     """Plans the rows of one epoch's steps.
 
     Args:
-        stats: shows how many drafts a row has.
+        stats: gets the drafts per row.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class RowPlanner:
         self._one_token = [RowStep(row, 1) for row in range(limits.max_num_seqs)]
 
     def plan_running(self, step: Step) -> None:
-        """Plan those that have a row, as far as budget and blocks go."""
+        """Plan the running requests, as far as budget and blocks go."""
         max_rows = self._budget.share(len(self._running))
         order = self._running.in_order()
         is_short = step.prompt_budget < step.budget
         if step.joins and (is_short or not self._limits.enable_chunked_prefill):
-            # There is room for them in this step: without chunks perhaps in no other one.
+            # This step has room for them. Without chunks, perhaps no other step has.
             joined = {join.row for join in step.joins}
             order.sort(key=lambda request: request.row not in joined)
-        for request in order:  # which gets shorter at its end
+        for request in order:  # plan_row() may remove requests from its end
             if step.budget <= 0 or len(step.rows) >= max_rows:
                 return
             if request.num_in_flight and not (self._limits.overlaps and _goes_on(request)):
@@ -64,10 +64,10 @@ class RowPlanner:
         """Plan the next tokens of a request that has a row.
 
         Args:
-            order: of those that have one; whoever loses its blocks is the last, and is removed.
+            order: the running requests in order; the last are preempted first, and removed.
 
         Returns:
-            Whether those behind it may be planned, too.
+            Whether the requests behind it may be planned, too.
         """
         num_left = num_tokens = request.num_to_compute
         if num_tokens > step.budget:
@@ -80,7 +80,7 @@ class RowPlanner:
         num_new = self._blocks.num_missing(request, end)
         while num_new and num_new > self._kv.num_free:
             victim = order[-1]
-            # Of one in flight its blocks are to be had when its step is applied.
+            # Blocks of a request in flight become free only when its step is applied.
             if victim.num_in_flight or any(join.row == victim.row for join in step.joins):
                 return not self._limits.overlaps
             self._live.preempt(order.pop())
@@ -111,14 +111,14 @@ class RowPlanner:
         return True
 
     def add_drafts(self, step: Step, found: list[tuple[int, Draft]]) -> None:
-        """Have rows that decode verify drafts, with what the step leaves of budget and blocks.
+        """Add drafts to rows that decode, with the budget and blocks that the step has left.
 
         Args:
-            found: drafts within the budget, each with its place in the step.
+            found: drafts within the budget, each with its index in the step.
         """
         for place, wanted in found:
             request, planned = step.requests[place], step.rows[place]
-            # A draft that is rejected leaves its block with the row.
+            # The row keeps the block of a rejected draft.
             spare = 0 if self._waiting else max(0, self._kv.num_free - self._kv.watermark)
             num_held = (len(request.block_ids) + spare) * self._limits.block_size
             draft = wanted.capped(num_held - len(request.token_ids))
@@ -138,5 +138,5 @@ class RowPlanner:
 
 
 def _goes_on(request: Request) -> bool:
-    """Whether a request in flight will need another step, as far as that is known."""
+    """Whether a request in flight needs another step, unless a token in flight ends it."""
     return len(request.token_ids) + request.num_sampling < request.max_known

@@ -1,6 +1,6 @@
 """The rows of one epoch of the engine: which are free, and which were given back.
 
-Owns the numbers. Must not know requests.
+Owns the row numbers. Knows nothing about requests.
 """
 
 
@@ -13,15 +13,15 @@ class Rows:
 
     @property
     def num_free(self) -> int:
-        """Rows that nobody has."""
+        """Number of free rows."""
         return len(self._free)
 
     def take(self) -> int:
-        """Take a row that is free."""
+        """Take a free row."""
         return self._free.pop()
 
     def give_back(self, row: int) -> None:
-        """Give a row back: the next plan says that it leaves, and may have it join again."""
+        """Give a row back. It leaves in the next plan, which may also assign it again."""
         self._leaves.append(row)
         self._free.append(row)
 

@@ -1,20 +1,20 @@
 """The scheduler: a state machine that plans steps and applies their results.
 
-Owns the way of requests in and out, through all epochs of the engine. Must not know text, tensors,
-threads or the time of day: it is driven by calls, and time is an argument.
+Owns how requests come and go, through all epochs of the engine. Knows nothing about text, tensors,
+threads or the clock: it is driven by calls, and time is an argument.
 
-One rule, no phases: every request has a cursor `num_computed` that chases its known tokens, under
-one token budget per step. Prefill, chunked prefill, prefix hits, decode and resumption after a
-preemption are all that one rule. Drafts take what a step leaves over of budget and blocks, and
-no new block while anybody waits.
+There is one rule and no phases: every request has a cursor `num_computed` that chases its known
+tokens, under one token budget per step. Prefill, chunked prefill, prefix hits, decode and resuming
+after a preemption are all this one rule. Drafts use the budget and blocks that a step has left, and
+no new block while any request waits.
 
     add() ──► waiting ──admit──► running ──apply(): stop, length──► gone
                  ▲                  │  │
                  └──── preempt ─────┘  └── finish() (text stop, cancel): at its step's apply()
                        reset: all of them, in a new epoch
 
-Its parts: `LiveRequests` has the requests, and moves them along these arrows. An `Epoch` has the
-rows and blocks of one engine, and the steps in flight; it chooses who moves.
+`LiveRequests` holds the requests and moves them along these arrows. An `Epoch` holds the rows and
+blocks of one engine and the steps in flight; it chooses which requests move.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,26 +47,26 @@ class Scheduler:
     Args:
         limits: capacity of the engine.
         hash_secret: key of the block hash, 1 to 64 random bytes.
-        epoch: of the engine so far; the first plan opens the next one.
-        stats: counts to go on from, those of a scheduler that this one replaces.
-        speculation: drafts for rows that sample; None for none.
-        policy: of this scheduler alone; None is first come first served.
-        prompt_budget: how many tokens of prompts a step computes beside rows that decode; None is
-            all that fit.
-        peak_memory: requests get a row only where all have room until they end; None is where they
-            have it now.
-        step_size: chooses how many rows and tokens a step has; None is as many as there may be.
-        eviction: of what is cached; called with the number of blocks in each epoch.
-        sharing: has requests wait for a prefix that another one is computing; None has each compute
-            what is not cached.
-        cache_events: told of what can be hit; None where nobody listens.
-        tiers: of this engine, slower than its KV cache; None where it has none. Their hash secret
-            counts in place of the other one.
-        cache_weight_of: of a tenant, its share of what is cached; None where nobody has one.
-        new_hasher: makes the hasher of blocks, of the secret and the tokens of a block.
+        epoch: the engine's last epoch; the first plan opens the next one.
+        stats: counts to continue, those of a scheduler that this one replaces.
+        speculation: makes drafts for rows that sample; None makes none.
+        policy: must not be shared with another scheduler; None is first come first served.
+        prompt_budget: limits the prompt tokens of a step in which rows decode; None sets no limit.
+        peak_memory: admits a request only if all have room until they end; None admits it if they
+            have room now.
+        step_size: chooses the most rows and tokens of a step; None takes the most that `limits`
+            allow.
+        eviction: makes the eviction policy of an epoch from the number of blocks.
+        sharing: makes requests wait for a prefix that another one is computing; None lets each
+            compute what is not cached.
+        cache_events: told which blocks can be hit; None tells nothing.
+        tiers: slower tiers of this engine's KV cache; None without tiers. Their hash secret
+            replaces `hash_secret`.
+        cache_weight_of: a tenant's weight in the cache; None without shares.
+        new_hasher: makes the hasher of blocks from the secret and the tokens per block.
 
     Attributes:
-        shedding: what steps do without; may be set at any time.
+        shedding: what steps do without under load; may be set at any time.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def limits(self) -> Limits:
-        """What the engine that is there now can do."""
+        """Limits of the current engine."""
         return self._epoch.limits
 
     @property
@@ -129,12 +129,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one."""
+        """Requests that wait for a row."""
         return len(self._policy.waiting)
 
     @property
     def num_live(self) -> int:
-        """Requests that have had no end."""
+        """Number of requests that have not ended."""
         return len(self._live.by_key)
 
     @property
@@ -143,23 +143,23 @@ class Scheduler:
         return self._epoch.blocks.kv
 
     def tier_sizes(self) -> Iterable[tuple[str, int]]:
-        """Names of slower tiers, and how many blocks they hold."""
+        """Names of slower tiers, and the number of blocks in each."""
         return self._epoch.transfers.sizes()
 
     @property
     def requests(self) -> Iterable[Request]:
-        """All that have had no end."""
+        """All requests that have not ended."""
         return self._live.by_key.values()
 
     @property
     def may_plan_ahead(self) -> bool:
-        """Whether a step may be planned for rows of which tokens are in flight."""
+        """Whether a step may be planned for rows that have tokens in flight."""
         return self._epoch.may_plan_ahead(self.shedding)
 
     # ------------------------------------------------------------------ requests come and go
 
     def add(self, request: Request) -> None:
-        """Take a request in. Those of a group that come behind its first one wait for the prompt.
+        """Add a request. All but the first of a group are parked until the prompt is computed.
 
         Raises:
             InvalidRequestError: its prompt is empty or too long.
@@ -169,13 +169,13 @@ class Scheduler:
     def finish(self, key: str, *, is_complete: bool = False) -> Request | None:
         """End a request from outside: its text met a stop string, or its client is gone.
 
-        Its blocks are free at once, or at the apply() of its last step when it is in flight.
+        Its blocks are freed at once, or at the apply() of its last step if it is in flight.
 
         Args:
-            is_complete: whether its answer is, which is as long as it was to be.
+            is_complete: whether its answer is complete, so that its length may be learned from.
 
         Returns:
-            The request, or None when no such request is live.
+            The request, or None if no such request is live.
         """
         request = self._live.by_key.get(key)
         if request is not None:
@@ -183,20 +183,21 @@ class Scheduler:
         return request
 
     def take_late(self) -> list[Late]:
-        """The requests that were ended since the last call because they would be late."""
+        """The requests that were ended since the last call because they would miss a deadline."""
         late, self._late = self._late, []
         return late
 
     def take_started(self) -> list[Request]:
-        """The requests that the last plan began, which had none of their tokens computed before."""
+        """The requests that the last plan admitted for the first time."""
         return self._epoch.take_started()
 
     # ------------------------------------------------------------------ one step
 
     def plan(self, now: float) -> StepPlan | None:
-        """Choose what the next step computes; None when there is nothing to do before an apply().
+        """Choose what the next step computes; None if there is nothing to do before an apply().
 
-        At most `max_steps_in_flight` plans may be neither applied nor given up with `reset`.
+        At most `max_steps_in_flight` plans may be in flight: neither applied nor given up by
+        `reset`.
         """
         self.kv.pass_time(now)
         if self._policy.deadlines is not None:
@@ -204,7 +205,7 @@ class Scheduler:
         return self._epoch.plan(now, self.shedding)
 
     def _give_up_late(self, deadlines: Deadlines, now: float) -> None:
-        """End those that cannot meet their deadlines any more, or put them behind all others."""
+        """End requests that can no longer meet their deadlines, or put them behind all others."""
         late = deadlines.take_late(now, self._epoch.num_cached)
         if deadlines.demotes:
             for one in late:
@@ -219,11 +220,10 @@ class Scheduler:
                 self._late.append(one)
 
     def _to_be_tried(self, late: Sequence[Late]) -> Late | None:
-        """Who of the late ones runs all the same, the one that lacks the least time.
+        """The late request that runs anyway, if any: the one that lacks the least time.
 
-        Where all that there are would end nothing would run, and what is expected of answers and
-        steps would stay as it is for ever, however wrong. On an idle engine it costs nobody
-        anything to try one.
+        If every request were ended as late, nothing would run, and wrong estimates of answers and
+        steps would never be corrected. On an idle engine it costs nothing to try one.
         """
         if self.num_running or len(late) < self.num_waiting:
             return None
@@ -231,7 +231,7 @@ class Scheduler:
         return min(left, key=lambda one: one.needed_s - one.left_s, default=None)
 
     def apply(self, result: StepResult, now: float) -> list[Update]:
-        """Commit what the oldest step in flight did, and end those of its requests that ended.
+        """Commit the results of the oldest step in flight, and end the requests that are complete.
 
         Returns:
             One update per request that committed tokens or prompt log-probabilities.
@@ -243,18 +243,18 @@ class Scheduler:
     def reset(
         self, limits: Limits | None = None, *, epoch: int = 0, tiers: Tiers | None = None
     ) -> None:
-        """Open a new epoch: all KV is lost, every request is recomputed from its tokens.
+        """Open a new epoch: all KV is lost, and every request is recomputed from its tokens.
 
-        Steps in flight are given up; there will be no apply() of them.
+        Steps in flight are given up and must not be applied.
 
         Args:
-            limits: of the engine that is there now; None leaves them.
-            epoch: of that engine so far. tiers: of that engine; None where it has none, or where
-                it is to be seen what they hold.
+            limits: limits of the new engine; None keeps the current ones.
+            epoch: that engine's last epoch.
+            tiers: slower tiers of that engine; None if it has none, or their content is unknown.
         """
         if limits is not None:
             for request in self.requests:
-                request.expected_ids.clear()  # they may be no tokens of this engine
+                request.expected_ids.clear()  # this engine may not have such tokens
         limits = limits or self.limits
         self._live.lose_all(limits)
         self._epoch = self._open_epoch(max(self._epoch.number, epoch) + 1, limits, tiers)
@@ -263,8 +263,8 @@ class Scheduler:
         """Note that the engine died with the steps in flight; call before `reset`.
 
         Returns:
-            The request that it died of, which is ended, or None where that is not known (see
-            `suspects`); one that was ended before is told nothing.
+            The request that killed it, which is ended now; None if it is unknown (see `suspects`),
+            or had ended before.
         """
         guilty = self._suspects.note_death(self.requests)
         if guilty is None or guilty.is_ended:

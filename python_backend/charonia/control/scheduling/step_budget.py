@@ -1,7 +1,7 @@
-"""How large the next step may be: rows, tokens, and tokens of prompts.
+"""How large the next step may be: rows, tokens, and prompt tokens.
 
-Owns the choice between what was configured and what is learned from steps, and which rows will
-decode. Must not know who gets a row, nor what a step has.
+Owns the choice between configured and learned sizes, and the estimate of which rows will decode.
+Knows nothing about which request gets a row, or what a step contains.
 """
 
 from collections import deque
@@ -18,22 +18,25 @@ from charonia.protocol import StepResult
 
 
 class _Decodes(NamedTuple):
-    """What a step computed beside prompts: rows that sample, and drafts that they verify."""
+    """What a step computed beside prompts: rows that sample, and drafts that they verify.
+
+    Attributes:
+        num_before: computed tokens of a prompt that it left unfinished.
+    """
 
     num_rows: int
     num_drafts: int
-    num_before: int  # tokens before what it left of a prompt
+    num_before: int
 
 
 class StepBudget:
     """The budgets of one scheduler's steps.
 
     Args:
-        prompts: how many tokens of prompts a step computes beside rows that decode; None is all
-            that fit.
-        prompt_time: knows what a prompt's tokens take to look back.
-        sizes: chooses how many rows and tokens a step has; None is as many as there may be.
-        stats: shows what was chosen.
+        prompts: limits the prompt tokens of a step in which rows decode; None sets no limit.
+        prompt_time: knows the time of a prompt token's attention.
+        sizes: chooses the most rows and tokens of a step; None takes the most that `limits` allow.
+        stats: gets the chosen sizes.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class StepBudget:
         self._sizes = sizes
         self._stats = stats
         self._limits: Limits
-        self._last: deque[_Decodes]  # of the last steps, one of each stage
+        self._last: deque[_Decodes]  # the last steps, one for each stage
 
     def start_epoch(self, limits: Limits) -> None:
         """Begin with the first step of an engine."""
@@ -57,19 +60,19 @@ class StepBudget:
         self._show(num_running=0)
 
     def num_tokens(self, num_running: int) -> int:
-        """Of the next step. Those that were chosen are beside the one of each row."""
+        """Token budget of the next step. A learned size comes on top of one token per row."""
         most = self._limits.max_num_batched_tokens
         if self._sizes is None or not self._limits.enable_chunked_prefill:
             return most
         return min(most, num_running + self._sizes.max_tokens)
 
     def num_prompt_tokens(self, num_tokens: int, num_running: int, shedding: LoadShedding) -> int:
-        """Of the next step, whose rows that decode should not wait for prompts for long.
+        """Prompt token budget of the next step, so that decoding rows do not wait too long.
 
-        Those that decode are the ones that were given a token when last their stage had a step.
+        The decoding rows are taken to be those that sampled in the last step of the same stage.
 
         Args:
-            num_tokens: of the step, at most.
+            num_tokens: token budget of the step.
         """
         in_turn = len(self._last) == self._limits.num_stages
         last = self._last[0] if in_turn else _Decodes(0, 0, 0)
@@ -85,38 +88,38 @@ class StepBudget:
         return max(1, int(num_tokens * shedding.prompt_share))
 
     def share(self, num_requests: int) -> int:
-        """Rows that a step takes at most, so that each step that may be in flight has as many.
+        """Most rows of a step, so that all steps that may be in flight have the same number.
 
-        Who joins is in the step that it joins with, so no more may join.
+        A request is in the step that it joins with, so no more may join.
 
-        All rows count alike. What prompts compute is not shared out: a chunk fills the budget of
-        its step, which keeps every stage busy for long, however few rows come with it.
+        All rows count alike. Prompt tokens are not divided between steps: a chunk fills the budget
+        of its step, which keeps every stage busy for long, however few rows come with it.
 
         Args:
-            num_requests: that have a row, or may get one.
+            num_requests: requests that have a row, or may get one.
         """
         return -(-num_requests // self._limits.num_stages)
 
     def num_rows(self, num_free: int, num_running: int) -> int:
-        """How many of the free rows requests may be given."""
+        """How many of the free rows may be given to requests."""
         if self._sizes is None:
             return num_free
         num_more = self._sizes.max_rows * self._limits.num_stages - num_running
         return max(0, min(num_free, num_more))
 
     def note_plan(self, step: Step) -> None:
-        """This step is the next one."""
+        """This step was planned."""
         self._last.append(_Decodes(step.num_sampling, step.num_decode_drafts, step.num_before_rest))
 
     def note_preemption(self, num_running: int) -> None:
-        """A request lost its blocks, which leaves so many in all stages."""
+        """A request was preempted, which leaves `num_running` in all stages."""
         if self._sizes is not None:
             self._sizes.note_preemption(-(-num_running // self._limits.num_stages))
 
     def observe(self, step: Step, result: StepResult, seconds: float, num_running: int) -> None:
-        """Learn what a step took."""
+        """Learn from the time of a step."""
         num_rows = len(step.rows)
-        # A row that verifies drafts computes one token more for each, and gives several tokens.
+        # A row that verifies drafts computes one more token for each, and may commit several.
         num_decoded, token_s = num_rows - step.num_prompts, seconds
         if step.drafts:
             num_decoded += step.num_decode_drafts

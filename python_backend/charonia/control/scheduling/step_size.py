@@ -1,34 +1,33 @@
-"""How many rows, and tokens, a step has where nobody says it: as many as pay.
+"""How many rows and tokens a step has if "auto" is configured: as many as still raise throughput.
 
-Owns the choice, learned from the steps that ran. Must not know requests.
+Owns the choice, learned from past steps. Knows nothing about requests.
 
-A step takes some time however little it computes, above all to read the weights, and some for each
-row or token more. So the more it computes, the more it does per second, but ever less more, while
-each token of a row comes later, and chunks make others wait for longer. With `fixed` and `each`
-seconds it has the fewest rows, and the fewest tokens of prompts, that come near the rate of the
-largest step::
+A step takes a fixed time, above all to read the weights, and some time for each row or token. A
+larger step has a higher throughput, but with diminishing returns. It also delays each row's next
+token, and its chunks make other rows wait longer. With `fixed` and `each` seconds the chosen size
+is the smallest one whose rate comes near the rate of the largest step::
 
     size / (fixed + each * size)  >=  near * most / (fixed + each * most)
 
-Rows are fewer where a time between two tokens is to be kept, and where the KV cache has no room for
-so many: after a preemption there are as many as are left, and some time without one gives one back.
-A time that not even a single row keeps would be missed all the same, at a fraction of the rate.
-Then there are as few rows as are ever chosen without such a time.
+A target time between two tokens, or a lack of room in the KV cache, lowers the number of rows.
+After a preemption it drops to the rows that are left; some time without one adds a row again.
+If not even a single row keeps the target, a smaller step would miss it too, at a fraction of the
+rate. Then the number of rows is the least that is ever chosen without a target.
 """
 
 from collections import deque
 from math import ceil, log2
 from statistics import fmean, linear_regression, median
 
-_NEAR = 0.95  # of the rate of the largest step
+_NEAR = 0.95  # share of the rate of the largest step to reach
 _LEAST_ROWS, _LEAST_TOKENS = 16, 64
-_FIRST = 2  # times as much, at first
-_TRIES = 60  # large steps after which they may be twice as large
-_STEPS_PER_ROW = 50  # without a preemption
+_FIRST = 2  # the first limit, as a multiple of the least size
+_TRIES = 60  # large steps after which the limit is doubled
+_STEPS_PER_ROW = 50  # steps without a preemption after which a row is added again
 _CHOOSE_EVERY = 8  # steps
 _PER_OCTAVE = 2  # groups of sizes whose times are kept together
-_NUM_KEPT = 15  # times of a group, whose median counts
-_MEMORY = 20_000  # steps after which a group that was not renewed is forgotten
+_NUM_KEPT = 15  # times kept per group; their median counts
+_MEMORY = 20_000  # steps after which a group without new times is forgotten
 
 
 class _Size:
@@ -41,27 +40,27 @@ class _Size:
         self._seen: dict[int, int] = {}
         self._num_steps = 0
         self._limit = min(_FIRST * self._least, most)
-        self._num_large = 0  # steps that were near the limit, since it is there
+        self._num_large = 0  # steps near the limit since it was set
 
     def observe(self, size: int, seconds: float) -> None:
-        """Learn what a step took."""
+        """Learn the time of a step."""
         self._num_steps += 1
         group = round(_PER_OCTAVE * log2(size))
         self._groups.setdefault(group, deque(maxlen=_NUM_KEPT)).append((size, seconds))
         self._seen[group] = self._num_steps
 
     def note_tried(self, size: int) -> None:
-        """There was a step of such a size; after some that are large, larger ones are tried."""
+        """There was a step of this size. After enough large ones, the limit is doubled."""
         self._num_large += 2 * size > self._limit
         if self._num_large >= _TRIES:
             self._limit, self._num_large = min(2 * self._limit, self._most), 0
 
     def best(self, longest_s: float | None = None) -> int:
-        """The size to go for.
+        """The chosen size.
 
         Args:
-            longest_s: seconds that a step may take; None for any number. Where the smallest step
-                takes longer, `least` is the size: so a size that barely keeps it may come and go.
+            longest_s: most seconds of a step; None sets no limit. If even a step of size 1 takes
+                longer, `least` is chosen, so near that point the size may jump back and forth.
         """
         found = self._fit()
         if found is None:
@@ -76,9 +75,9 @@ class _Size:
         return min(self._limit, best)
 
     def _fit(self) -> tuple[float, float] | None:
-        """Seconds of a step, and of each row or token in it.
+        """Fixed seconds of a step, and seconds of each row or token.
 
-        By least squares of the seconds per row or token, so that small steps count like large ones.
+        A least-squares fit of the seconds per row or token, so small steps weigh as much as large.
         """
         for group, seen in list(self._seen.items()):
             if self._num_steps - seen > _MEMORY:
@@ -98,10 +97,10 @@ class StepSize:
     """The size of steps of one scheduler.
 
     Args:
-        max_rows, max_tokens: of a step at most. Tokens that are chosen are those of prompts, which
-            a step has beside the one of each other row.
-        adapts_rows, adapts_tokens: which of them are chosen; the other is always the most.
-        target_s: seconds between two tokens that rows are to keep; None is any.
+        max_rows, max_tokens: the largest step. The chosen tokens are prompt tokens, in addition to
+            one token for each other row.
+        adapts_rows, adapts_tokens: which of them are chosen; the other is always the maximum.
+        target_s: target for the seconds between two tokens of a row; None sets none.
     """
 
     def __init__(
@@ -134,9 +133,9 @@ class StepSize:
 
         Args:
             num_decoded: tokens of rows that decode, drafts included.
-            num_prompt_tokens: of the other rows. num_rows: all of these.
-            seconds: from the end of the step before it to its own. token_s: of these, for a token
-                of each row: where drafts are accepted there are several.
+            num_prompt_tokens: tokens of the other rows. num_rows: all rows.
+            seconds: from the end of the step before it to its own.
+            token_s: the same per committed token of a row; shorter if drafts were accepted.
         """
         if self._tokens is not None:
             self._tokens.note_tried(num_decoded + num_prompt_tokens)
@@ -151,7 +150,7 @@ class StepSize:
             self._choose()
 
     def note_preemption(self, num_running: int) -> None:
-        """There was no room for all rows, and so many are left."""
+        """There was no room for all rows; `num_running` are left."""
         self._room = max(1.0, min(self._room, num_running))
         if self._rows is not None:
             self.max_rows = min(self.max_rows, int(self._room))

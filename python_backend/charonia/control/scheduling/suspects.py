@@ -1,6 +1,7 @@
-"""Which request the engine dies of, found by having those that may be guilty run one at a time.
+"""Finds the request that kills the engine, by running suspects one at a time.
 
-Owns the suspicion. Must not know rows, blocks or plans: whoever plans asks who may run.
+Owns the suspicion. Knows nothing about rows, blocks or plans: the planner asks which request may
+run.
 """
 
 from collections.abc import Iterable
@@ -8,15 +9,15 @@ from collections.abc import Iterable
 from charonia.control.state.request import Request
 
 PROGRESS = 16
-"""Tokens. Two deaths of the engine between which a request has generated so many have nothing to do
-with each other: what a request does to an engine it does again at the same place."""
+"""Tokens. If a request generated so many between two deaths of the engine, they are unrelated: a
+request that kills the engine does so at the same position again."""
 
 
 class Suspects:
-    """Requests in flight at two deaths in a row, between which they have not got on.
+    """Requests in flight at two engine deaths in a row, without progress between them.
 
-    They run one at a time until each has generated a token more. One that kills the engine alone
-    is guilty.
+    They run one at a time until each has generated one more token. A request that kills the engine
+    while it runs alone is guilty.
     """
 
     def __init__(self) -> None:
@@ -24,14 +25,14 @@ class Suspects:
 
     @property
     def first(self) -> Request | None:
-        """The only one that may run while there are any; None where there are none."""
+        """The suspect that may run now, and no other request may; None without suspects."""
         return self._requests[0] if self._requests else None
 
     def note_death(self, requests: Iterable[Request]) -> Request | None:
         """The engine died with these live requests, some of them in flight.
 
         Returns:
-            The guilty one, where that is known.
+            The guilty request, if it is known.
         """
         stuck = []
         for request in requests:
@@ -47,18 +48,18 @@ class Suspects:
         return None
 
     def acquit(self, request: Request) -> None:
-        """The one that runs alone has generated a token."""
+        """The suspect that runs alone has generated a token."""
         self._requests.remove(request)
         request.num_known_at_death = None
 
     def forget(self, request: Request) -> None:
-        """It has gone."""
+        """The request has ended."""
         if request in self._requests:
             self._requests.remove(request)
 
 
 def _is_stuck(request: Request) -> bool:
-    """Whether the engine died of it, maybe, at the same place as the last time."""
+    """Whether the engine may have died of it twice, at the same position."""
     before = request.num_known_at_death
     if before is None or not request.num_in_flight or request.is_ended:
         return False

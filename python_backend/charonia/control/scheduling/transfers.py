@@ -1,6 +1,6 @@
-"""What a step moves beside what it computes: blocks loaded and saved, and memory given back.
+"""What a step moves in addition to computing: blocks loaded and saved, and memory given back.
 
-Owns the amounts. Must not know rows, nor which requests wait for what is loaded.
+Owns the amounts. Knows nothing about rows, or which requests wait for loads.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ class Transfers:
 
     Args:
         fitting: tells how many blocks may be loaded into.
-        tiers, fetching: None where the engine has none.
+        tiers, fetching: None without tiers.
     """
 
     def __init__(
@@ -39,28 +39,28 @@ class Transfers:
         self._num_usable = limits.num_blocks - 1  # blocks for which the engine has memory
 
     def sizes(self) -> Iterable[tuple[str, int]]:
-        """Names of slower tiers, and how many blocks they hold."""
+        """Names of slower tiers, and the number of blocks in each."""
         return () if self._tiers is None else self._tiers.sizes()
 
     def set_aside(self, step: Step) -> None:
-        """Have no more blocks in use than there is memory for, as far as others are free.
+        """Set aside free blocks for which there is no memory.
 
         Args:
-            step: in which no row has been planned: who is admitted gets none of those blocks.
+            step: no row of it may be planned yet, so that no request gets one of those blocks.
         """
         if self._num_usable != self._kv.num_usable:
-            # As many stay as one request may need, whatever the engine says.
+            # Keep as many as one request may need, whatever the engine reports.
             step.discards = self._kv.resize(max(self._num_usable, self._least_usable))
         if self._kv.num_usable < self._kv.num_blocks - 1:
             step.num_blocks = self._kv.num_usable + 1
 
     def plan(self, step: Step, *, is_alone: bool) -> None:
-        """Have some blocks loaded that waiting requests need, and some saved.
+        """Plan loads for waiting requests, and saves.
 
-        What is evicted in this plan is written to, or given back, in its step, and saved before.
+        The step overwrites or gives back what this plan evicted, and saves it before.
 
         Args:
-            step: in which all rows have been planned.
+            step: all its rows must be planned.
             is_alone: whether nothing is computed meanwhile.
         """
         if self._tiers is None or self._fetching is None:
@@ -73,7 +73,7 @@ class Transfers:
         step.saves = self._tiers.take_saves()
 
     def apply(self, step: Step, result: StepResult) -> None:
-        """Take note of what was loaded and saved, and of the memory that there is."""
+        """Record what was loaded and saved, and for how many blocks there is memory."""
         if self._tiers is not None and step.saves:
             self._tiers.note_saved(step.saves, result.not_saved)
         for fetch in step.fetches:

@@ -1,1 +1,1 @@
-"""What the rooms of the control plane share: a request, a step, limits and counts."""
+"""State that the packages of the control plane share: a request, a step, limits and counts."""

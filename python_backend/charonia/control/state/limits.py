@@ -1,7 +1,7 @@
 """The limits that every request and every step stays within.
 
-Owns the arithmetic of capacity: what an engine's size means for a request. Must not know which
-requests there are.
+Owns the arithmetic of capacity: what an engine's size means for a request. Knows nothing about the
+requests that exist.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,18 @@ from charonia.protocol import EngineInfo
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler plans within.
+    """Capacity of an engine, as the scheduler plans with it.
 
     Attributes:
         num_blocks: KV blocks with the null block 0, which is never handed out.
         block_size: tokens per block.
         max_model_len: tokens of a request, prompt and output together.
         max_num_seqs: rows. max_num_batched_tokens: token budget of a step.
-        max_draft_len: tokens that the engine's draft model can look back on, 0 without one.
-        watches_memory: whether the engine says how many blocks there is memory for as it runs.
-        num_stages: of the engine's pipeline. async_scheduling: whether a step is planned while the
-            one before it computes, for the same rows; a pipeline has other rows to compute.
+        max_draft_len: longest context of the engine's draft model, in tokens; 0 without one.
+        watches_memory: whether the engine reports how many blocks there is memory for as it runs.
+        num_stages: stages of the engine's pipeline.
+        async_scheduling: whether a step is planned while the one before it computes, for the same
+            rows. It has no effect on a pipeline, which overlaps steps of different rows.
     """
 
     num_blocks: int
@@ -87,15 +88,15 @@ class Limits:
         return self.num_stages + self.overlaps
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold that many tokens."""
+        """Number of blocks that hold that many tokens."""
         return -(-num_tokens // self.block_size)
 
     def check_prompt(self, num_tokens: int) -> None:
         """Refuse a prompt that can never be served.
 
         Raises:
-            InvalidRequestError: it is empty.
-            PromptTooLongError: it leaves no room for one generated token.
+            InvalidRequestError: the prompt is empty.
+            PromptTooLongError: the prompt leaves no room for one generated token.
         """
         if num_tokens < 1:
             raise InvalidRequestError("the prompt is empty; at least one token is needed")

@@ -1,14 +1,14 @@
 """Requests as the control plane sees them: tokens, a cursor, blocks.
 
-Owns a request's state; only the scheduler changes it. Must not know text.
+Owns a request's state; only the scheduler changes it. Knows nothing about text.
 
-What a client asks for is a group of one or more requests: n samples of one prompt are n requests,
-each with tokens, a row and blocks of its own. The first of a group computes the prompt; the others
-begin with its blocks when it has.
+A client's request is a group of one or more requests here: n samples of one prompt are n requests,
+each with its own tokens, row and blocks. The first of a group computes the prompt; then the others
+begin with its blocks.
 
     token_ids   [ p p p p p p p p p p g g g ] ?    p prompt, g generated, ? in flight
                   └─ num_computed ─┘│           KV exists before the cursor
-    block_ids   [  b0  ][  b1  ][  b2  ]           position i lives in block i // block_size
+    block_ids   [  b0  ][  b1  ][  b2  ]           position i is in block i // block_size
     block_keys  [  k0  ][  k1  ]                   one per full block, made as tokens come
 """
 
@@ -26,10 +26,10 @@ class Group:
     """The requests that sample from one prompt for one client.
 
     Attributes:
-        key: its name, which is the first one's, too.
-        members: that have had no end.
-        leader: of the members, who computes the prompt as long as others wait for that.
-        parked: who waits for it, in order.
+        key: its name, which is also the key of its first request.
+        members: requests that have not ended.
+        leader: the member that computes the prompt, until it is computed.
+        parked: members that wait for the prompt, in order.
     """
 
     key: str = ""
@@ -38,13 +38,13 @@ class Group:
     parked: list["Request"] = field(default_factory=list)
 
     def forks(self, num_computed: int) -> Iterator["Request"]:
-        """Who has a row and so many tokens computed."""
+        """Members that have a row and at least `num_computed` computed tokens."""
         return (
             one for one in self.members if one.row is not None and one.num_computed >= num_computed
         )
 
     def disband(self) -> None:
-        """Have all of them come anew."""
+        """Forget all members, so that they can be added again."""
         self.members, self.leader, self.parked = [], None, []
 
 
@@ -53,31 +53,30 @@ class Request:
     """A live request.
 
     Attributes:
-        key: unique name of this request. number: how many came before it.
-        group: whose it is. index: its place among the samples of that.
+        key: unique name of this request. number: how many requests were added before it.
+        group: the group of its samples. index: its index among them.
         token_ids: prompt and generated tokens; num_prompt of them are the prompt.
         stop_ids: tokens that end it. max_tokens, min_tokens: generated tokens.
         tenant: whose it is. priority: smaller is sooner. arrived_at: seconds.
-        expires_at: seconds, its deadline; infinite without one. is_demoted: it cannot meet that.
-        cache_scope: what isolates its prefix cache (tenant and salt).
-        takes_hits: whether it may start from cached blocks. is_probe: whether it is no client's;
-            it is not counted.
-        retention: how its blocks are kept in the cache, ranges in order that do not overlap.
-            refused_from: the block from which on none is kept longer, as there was no room for it.
-        speculates: whether tokens may be guessed ahead for it. expected_ids: what is left of the
-            client's guess at its tokens; nothing once that was wrong.
+        expires_at: its deadline in seconds; infinite without one. is_demoted: it cannot meet that.
+        cache_scope: isolates its prefix cache (tenant and salt).
+        takes_hits: whether it may start from cached blocks. is_probe: whether it is internal, not
+            a client's; such a request is not counted.
+        retention: how long its blocks are kept in the cache; sorted ranges that do not overlap.
+            refused_from: the first block that is not kept longer, because there was no room.
+        speculates: whether tokens may be drafted for it. expected_ids: what is left of the client's
+            prediction of its tokens; empty once that was wrong.
         max_known: tokens, prompt included, at which it ends by its length.
         num_slots: tokens that its blocks hold.
-        num_draft_computed: tokens that the draft model's KV exists for, as num_computed says it of
-            the target's.
-        awaits: who runs and computes blocks of its prefix, so many from the first on
-            (`num_awaited`), for which it waits until `awaits_until` at most, in seconds.
-            `end_awaited` is the end of all tokens for which it has waited, or does.
-        num_passed: how many were admitted before it that came after it in the policy's order.
-        num_in_flight: steps that are planned and not applied, and compute tokens of it.
-        num_computing: these tokens. num_sampling: how many of these steps give it another one.
-        num_known_at_death: tokens that it had at the last death of an engine that computed for it,
-            None where there was none.
+        num_draft_computed: like num_computed, for the draft model's KV.
+        awaits: the running request that computes the first `num_awaited` blocks of its prefix. It
+            waits for them until `awaits_until` at most, in seconds. `end_awaited` is the end of all
+            tokens that it waits for or has waited for.
+        num_passed: requests behind it in the policy's order that were admitted before it.
+        num_in_flight: steps that are planned but not applied and compute tokens of it.
+        num_computing: these tokens. num_sampling: those of these steps that sample a token for it.
+        num_known_at_death: its tokens when an engine that computed for it last died; None if none
+            did.
     """
 
     key: str
@@ -133,20 +132,20 @@ class Request:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens that the next step may compute: also one that a step in flight has yet to give."""
+        """Tokens that the next step may compute, including one that a step in flight samples."""
         num_tokens = len(self.token_ids) + self.num_sampling
         return num_tokens - self.num_computed - self.num_computing
 
     @property
     def min_tokens(self) -> int:
-        """Tokens that it must generate before a stop token counts."""
+        """Tokens to generate before a stop token counts."""
         return self.sampling.min_tokens
 
     def append(self, run: list[int]) -> tuple[list[int], FinishReason | None]:
         """Append a run of tokens, up to the first one that ends the request.
 
         Returns:
-            What was appended, and why the request has ended.
+            What was appended, and why the request has ended, if it has.
         """
         known = self.token_ids
         max_known, stop_ids = self.max_known, self.stop_ids

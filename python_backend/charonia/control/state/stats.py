@@ -1,21 +1,21 @@
-"""What the scheduler counts. Owns no more than the names."""
+"""The scheduler's counters. Owns their names only."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What became of drafts, of one request or of all.
+    """Outcome of drafts, of one request or of all.
 
     Attributes:
         num_rounds: a row's steps that verified drafts; each commits one token beside those
-            accepted. num_drafted, num_accepted: tokens; a draft behind a token that ended its
-            request does not count as accepted.
-        accepted_at: how many were accepted at each place of a run of drafts; drafted_at: how many
-            there were.
-        draft_seconds: in the draft model, in steps in which it computed something for the row.
-        verify_seconds: in the rest of the engine, in steps that verified drafts of the row. Both
-            are a step's whole time, as all rows wait for it.
+            accepted.
+        num_drafted, num_accepted: tokens; a draft behind a token that ended its request does not
+            count as accepted.
+        drafted_at, accepted_at: the same by position in a run of drafts.
+        draft_seconds: time of the draft model, in steps in which it computed something for the row.
+        verify_seconds: time of the rest of the engine, in steps that verified drafts of the row.
+            Both are the time of the whole step, because all rows wait for it.
     """
 
     num_rounds: int = 0
@@ -42,12 +42,14 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counts since the start. Tokens count once per request for the prompt's source.
+    """Counts since the start.
 
-    `blocks_saved` counts blocks once per tier; `blocks_loaded` those that came from any.
+    `prompt_tokens_computed` and `prompt_tokens_cached` count each request once, at its first
+    admission. `blocks_saved` counts a block once per tier; `blocks_loaded` counts blocks from any
+    tier.
 
-    `draft_depth` is of the step that was planned last: drafts per row that decodes. `max_rows` and
-    `max_step_tokens` are what a step may have at this moment.
+    Three values are gauges: `draft_depth`, the drafts per decoding row in the last planned step;
+    and `max_rows` and `max_step_tokens`, the limits of a step now.
     """
 
     prompt_tokens_computed: int = 0

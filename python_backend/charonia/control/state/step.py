@@ -1,6 +1,6 @@
 """One step and its rows, from planning to application.
 
-Owns what a plan says of it. Must not know why a row computes what it computes.
+Owns the content of a plan. Knows nothing about why a row computes what it computes.
 """
 
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from charonia.protocol import BlockCopy, BlockLoad, BlockSave, NewRow, RowStep, 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What one row drafts in a step: see `protocol.RowStep`. `is_given`: it is the client's."""
+    """Drafts of one row in a step, see `protocol.RowStep`. `is_given`: they are the client's."""
 
     num_drafts: int = 0
     draft_ids: list[int] = field(default_factory=list)
@@ -26,37 +26,38 @@ class Draft:
 
     @property
     def num_passes(self) -> int:
-        """Of the draft model: the first one catches up and guesses, the others guess one each."""
+        """Passes of the draft model: the first catches up and drafts; others draft one token."""
         return max(self.num_drafts, 1) if self.is_by_engine else 0
 
     def capped(self, num_drafts: int) -> "Draft":
-        """The same with fewer drafts, where there is no room for all."""
+        """The same with at most `num_drafts` drafts."""
         if num_drafts >= self.num_drafts:
             return self
         return replace(self, num_drafts=num_drafts, draft_ids=self.draft_ids[:num_drafts])
 
     def computed_after(self, num_tokens: int, num_computed: int, num_accepted: int) -> int:
-        """Tokens whose draft KV is valid when the step is through.
+        """Tokens whose draft KV is valid after the step.
 
         Args:
-            num_tokens: known before the step. num_computed: whose draft KV was valid then.
+            num_tokens: tokens known before the step.
+            num_computed: tokens whose draft KV was valid then.
         """
         if not self.num_drafts:
             return num_computed + self.num_draft_tokens
-        # The last draft is guessed but never computed.
+        # The draft model never computes its last draft.
         return num_tokens + min(num_accepted, self.num_drafts - 1)
 
 
 NO_DRAFT = Draft()
-NO_BLOCKS: list[int] = []  # nobody appends to it
+NO_BLOCKS: list[int] = []  # never appended to
 
 
 class Fetch(NamedTuple):
     """Blocks that a step loads for a request.
 
     Attributes:
-        first: place of the first of them in the request's table.
-        has_draft: of each, whether it has the draft model's KV.
+        first: index of the first of them in the request's block table.
+        has_draft: for each block, whether it has the draft model's KV.
     """
 
     request: Request
@@ -66,7 +67,7 @@ class Fetch(NamedTuple):
 
     @property
     def block_ids(self) -> list[int]:
-        """That nobody else holds until the step is applied."""
+        """The blocks to load into. Nothing else holds them until the step is applied."""
         return [load.block_id for load in self.loads]
 
 
@@ -76,20 +77,22 @@ class Step:
 
     Attributes:
         planned_at: the time given to `plan()`.
-        budget: tokens that it may still take. prompt_budget: of these, such that are not the one
-            token of a row that decodes.
-        num_sampling: rows that will give a token.
-        num_prompts, num_prompt_tokens: rows that compute more than a token of their own, and these.
-        num_pairs: of one of these and a token that it looks at. num_before_rest: tokens of a prompt
-            of which the step leaves a rest, up to that one; 0 where it leaves none.
-        joins: rows that begin with it. copies: of blocks, for these.
-        started: requests that begin with it, and had none of their tokens computed before.
-        fetches: what it loads, for requests that wait. saves: blocks that it saves to tiers.
-        discards: blocks that are set aside, of which no memory is left. num_blocks: that are in use
-            then, with the null block; None is all.
-        is_short: whether somebody lacks what requests in flight hold.
-        requests, rows: who computes, and what the plan says of each.
-        drafts: of some of them, by their places in these lists.
+        budget: tokens that it may still take. prompt_budget: how many of these may be prompt
+            tokens, i.e. go to rows with more than one token left to compute.
+        num_sampling: rows that will sample a token.
+        num_prompts, num_prompt_tokens: rows that have more than one token left to compute, and the
+            tokens of these rows in this step.
+        num_pairs: pairs of such a token and a token that it attends to.
+        num_before_rest: computed tokens of a prompt that the step leaves unfinished; 0 if it leaves
+            none.
+        joins: rows that begin with it. copies: block copies for them.
+        started: requests that begin with it for the first time.
+        fetches: loads for waiting requests. saves: blocks that it saves to tiers.
+        discards: blocks without memory, which are set aside. num_blocks: blocks in use after that,
+            with the null block; None is all.
+        is_short: whether a request lacks something that requests in flight hold.
+        requests, rows: the requests that compute, and the plan's row for each.
+        drafts: drafts of some of them, by index in these lists.
     """
 
     step_id: int
@@ -115,17 +118,17 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """That it computes, without drafts."""
+        """Tokens that it computes, without drafts."""
         return self.num_prompt_tokens + len(self.rows) - self.num_prompts
 
     @property
     def num_drafts(self) -> int:
-        """That its rows verify."""
+        """Drafts that its rows verify."""
         return sum(draft.num_drafts for draft in self.drafts.values())
 
     @property
     def num_decode_drafts(self) -> int:
-        """Of these, behind rows that compute no prompt."""
+        """Those of rows that compute no prompt."""
         return sum(
             draft.num_drafts
             for place, draft in self.drafts.items()
@@ -134,14 +137,14 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the engine has nothing to do for it."""
+        """Whether the engine has nothing to do in it."""
         return not (self.rows or self.saves or self.fetches or self.discards)
 
     def as_plan(self, epoch: int, leaves: list[int]) -> StepPlan:
-        """What the engine is told of it.
+        """The message to the engine.
 
         Args:
-            leaves: rows that were given back since the step before it.
+            leaves: rows that were freed since the step before it.
         """
         return StepPlan(
             epoch=epoch,
@@ -158,6 +161,6 @@ class Step:
         )
 
     def samples(self, place: int) -> bool:
-        """Whether the cursor of a request, which is in this step alone, reaches its last token."""
+        """Whether a request's cursor reaches its last token. It must be in no other step."""
         request = self.requests[place]
         return request.num_computed + self.rows[place].num_tokens == len(request.token_ids)

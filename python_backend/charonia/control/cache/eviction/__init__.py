@@ -1,7 +1,7 @@
-"""Which cached content goes first: one protocol, a file for each policy.
+"""Eviction policies: one protocol, one file per policy.
 
-What is reserved, retained or within a tenant's share comes before any policy's order; `KVCache`,
-`Retention` and `TenantShares` see to that.
+Reservations, cache priorities and tenants' shares take precedence over any policy's order;
+`KVCache`, `Retention` and `TenantShares` see to that.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +24,6 @@ EVICTIONS: Mapping[str, Callable[[int], Eviction]] = {
     "s3_fifo": S3Fifo,
     "arc": Arc,
 }
-"""By name: what makes one for a pool of so many blocks, the null block among them."""
+"""Policies by name; each is made from the number of blocks, with the null block."""
 
 __all__ = ["EVICTIONS", "Adaptive", "Arc", "Eviction", "Fifo", "Lfu", "Lru", "S3Fifo", "WTinyLfu"]

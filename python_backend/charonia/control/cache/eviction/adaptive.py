@@ -1,20 +1,19 @@
-"""What is given up is what holding on to brings the fewest hits per time, by what was learned.
+"""Adaptive eviction: evicts the entries that are expected to bring the fewest hits per time.
 
-Entries are told apart by how often they were asked for before, also while they were not cached. How
-soon entries of each kind are asked for again is learned while they are cached and after they were
-evicted (`reuse`): a session that keeps coming back weighs more than a prompt that came once, and
-where no cache could hold all until they are asked for again, some are held and the others are given
-up at once. The kinds are few: entries of one prompt mostly come back together, so a cache sees far
-fewer things to learn from than it has entries.
+The kind of an entry is its number of earlier hits, including requests while it was not cached. For
+each kind `reuse` learns how soon entries are used again, both while they are cached and after they
+were evicted. So a session that keeps coming back counts more than a prompt that came once. If no
+cache could hold all entries of a kind until they are used again, some are kept and the others are
+evicted at once. There are few kinds, because entries of one prompt mostly come back together: a
+cache sees far fewer independent observations than it has entries.
 
-Entries that become free together and are of one kind are a batch, and are given up from the deepest
-on. Batches of one kind and age are worth the same; of those the oldest goes first::
+Entries of one kind that become free together form a batch. A batch is evicted from its deepest
+entry on. Batches of the same kind and age are worth the same; the oldest is evicted first::
 
     free() free() free() ─► batches, by kind ─► age 0 ─► age 1 ─► ... ─► age 11
                                                   └ victim: the cell (kind, age) worth least
 
-Everything is O(1) per entry, but for the choice of a cell among those that there are, which is made
-once for some entries.
+Everything is O(1) per entry except the choice of a cell, which is made once for several entries.
 """
 
 from collections import OrderedDict, deque
@@ -24,9 +23,9 @@ from charonia.control.cache.eviction.reuse import ReuseTimes
 from charonia.control.cache.prefix_index import ROOT
 
 _NUM_KINDS = 6  # by hits: 0, 1, 2 and 3, 4 to 7, 8 to 15, more
-_WATCHED = 1024  # entries of a full cache that are watched, also after they were evicted
+_WATCHED = 1024  # entries of a full cache that are observed, also after eviction
 _KEY_RANGE = 1 << 32
-_MOST_BETWEEN = 16  # entries that become free until it is looked again what is worth least
+_MOST_BETWEEN = 16  # entries that become free between two updates of the worst cell
 _SLACK = 8
 
 
@@ -34,9 +33,10 @@ class _Batch:
     """Entries of one kind that became free at once.
 
     Attributes:
-        entries: the deepest last; some may have left it, and have another batch or none.
-        num_free: that have not.
-        num_watched: that were not asked for yet, evicted or not. ghosts: keys of evicted ones.
+        entries: the deepest last; some may have left the batch since.
+        num_free: entries that have not left it.
+        num_watched: observed entries that were not used again yet, evicted or not.
+        ghosts: keys of evicted ones.
     """
 
     __slots__ = ("age", "entries", "freed_at", "ghosts", "kind", "num_free", "num_watched")
@@ -52,19 +52,19 @@ class _Batch:
 
 
 class Adaptive:
-    """Evicts what is worth least, see above."""
+    """Evicts the entries that are worth least, see above."""
 
     def __init__(self, num_blocks: int) -> None:
         self._reuse = ReuseTimes(num_blocks, _NUM_KINDS)
         self._sketch = FrequencySketch(8 * num_blocks)
         self._now = 0  # entries that became free so far
         self._between = max(1, min(_MOST_BETWEEN, int(self._reuse.ends[0] / 2)))
-        self._looks_at = 0  # when it is time to
+        self._looks_at = 0  # time of the next update
         self._max_watched_key = min(_KEY_RANGE, _KEY_RANGE * _WATCHED // num_blocks)
         self._together: list[int] = []  # entries that became free since the last other event
         self._by_age: list[deque[_Batch]] = [deque() for _ in self._reuse.ends]
         self._cells: dict[tuple[int, int], OrderedDict[_Batch, None]] = {}
-        self._worst: tuple[int, int] | None = None  # of these, while it is there
+        self._worst: tuple[int, int] | None = None  # the cell worth least, while it exists
         self._ghosts: dict[bytes, _Batch] = {}
         self._batch_of: list[_Batch | None] = [None] * num_blocks  # of free entries; these by entry
         self._key = [b""] * num_blocks
@@ -95,7 +95,7 @@ class Adaptive:
     def free(self, entry: int) -> None:
         """See `Eviction`."""
         if self._together and self._parent[self._together[-1]] != entry:
-            self._settle()  # it is of another prefix
+            self._settle()  # the entry belongs to another prefix
         self._together.append(entry)
 
     def victim(self) -> int:
@@ -119,7 +119,7 @@ class Adaptive:
             batch.ghosts.append(self._key[entry])
 
     def _settle(self) -> None:
-        """Make batches of what became free, and let time pass."""
+        """Make batches of the entries that became free, and advance the time."""
         if not self._together:
             return
         entries, self._together = self._together, []
@@ -146,13 +146,13 @@ class Adaptive:
             self._worst = None
 
     def _age(self) -> None:
-        """Move batches on that have come into the next step of ages."""
+        """Move batches that have reached the next age."""
         last = len(self._by_age) - 1
         for age in range(last, -1, -1):
             batches, oldest = self._by_age[age], self._now - self._reuse.ends[age]
             while batches and batches[0].freed_at <= oldest:
                 batch = batches.popleft()
-                if age == last:  # nobody watches it any more
+                if age == last:  # its entries are no longer observed
                     batch.num_watched = 0
                     for key in batch.ghosts:
                         if self._ghosts.get(key) is batch:
@@ -178,7 +178,7 @@ class Adaptive:
             del self._cells[cell]
 
     def _leave(self, entry: int, batch: _Batch) -> None:
-        """An entry is free no longer."""
+        """An entry is no longer free."""
         self._batch_of[entry] = None
         batch.num_free -= 1
         if not batch.num_free:

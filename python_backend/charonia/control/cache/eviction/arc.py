@@ -1,8 +1,8 @@
-"""ARC: recency and frequency, and between them what would have been hit had it stayed.
+"""ARC: balances recency and frequency by hits on recently evicted keys (ghosts).
 
 Megiddo, Modha 2003 ("ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST '03, figure 4)::
 
-    asked for once   ghosts B1 ◄── T1 │ T2 ──► B2 ghosts   asked for again
+    used once        ghosts B1 ◄── T1 │ T2 ──► B2 ghosts        used again
                                       ▲
              a hit in B1 lets T1 grow ─┴─ a hit in B2 lets T2 grow
 """
@@ -15,14 +15,14 @@ _ONCE, _AGAIN = 0, 1
 
 
 class Arc:
-    """Entries that were asked for once and those that were again, each by recency. O(1).
+    """Entries that were used once and entries that were used again, each by recency. O(1).
 
-    What is held counts in the sizes of the two, too.
+    The sizes of both lists include held entries.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._target = 0.0  # entries that were asked for once
+        self._target = 0.0  # target number of entries that were used once
         self._free: tuple[OrderedDict[int, None], ...] = (OrderedDict(), OrderedDict())
         self._ghosts = (Ghosts(), Ghosts())
         self._num_entries = [0, 0]

@@ -4,7 +4,7 @@ from charonia.control.cache.eviction.scores import ByScore
 
 
 class Fifo:
-    """Entries in the order in which they were computed, whatever hits they have had. O(log n)."""
+    """Entries in the order in which they were computed, regardless of hits. O(log n)."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free = ByScore(num_blocks)

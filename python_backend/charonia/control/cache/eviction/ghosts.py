@@ -1,10 +1,10 @@
-"""Keys of what was evicted lately."""
+"""Keys of recently evicted entries."""
 
 from collections import OrderedDict
 
 
 class Ghosts:
-    """Keys, of which the oldest are forgotten."""
+    """A bounded set of keys that forgets the oldest ones."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
@@ -16,14 +16,14 @@ class Ghosts:
         return key in self._keys
 
     def add(self, key: bytes) -> None:
-        """Remember one."""
+        """Remember a key."""
         self._keys[key] = None
 
     def remove(self, key: bytes) -> None:
-        """Forget one that is there."""
+        """Forget a key, which must be there."""
         del self._keys[key]
 
     def shrink(self, num_keys: int) -> None:
-        """Forget the oldest ones but so many."""
+        """Forget the oldest keys until at most `num_keys` are left."""
         while len(self._keys) > max(0, num_keys):
             self._keys.popitem(last=False)

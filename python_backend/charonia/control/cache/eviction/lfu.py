@@ -2,13 +2,13 @@
 
 from charonia.control.cache.eviction.scores import ByScore
 
-_MANY = 2**64  # more than ever become free
+_MANY = 2**64  # more than the entries that ever become free
 
 
 class Lfu:
-    """Entries with the fewest hits first, and of equal ones those that became free first.
+    """Entries with the fewest hits first; of equal ones, those that became free first.
 
-    Hits count since an entry was computed, and are forgotten when it is evicted. O(log n).
+    Hits are counted from when an entry was computed until it is evicted. O(log n).
     """
 
     def __init__(self, num_blocks: int) -> None:

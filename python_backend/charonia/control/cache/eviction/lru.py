@@ -6,7 +6,8 @@ from collections import OrderedDict
 class Lru:
     """Entries in the order in which they became free.
 
-    What continues an entry became free before it, so it goes before it. Everything is O(1).
+    An entry becomes free after those that continue it, so it is evicted after them. Everything is
+    O(1).
     """
 
     def __init__(self, num_blocks: int) -> None:

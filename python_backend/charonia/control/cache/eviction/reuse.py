@@ -1,19 +1,20 @@
-"""How soon entries of each kind are asked for again, and what holding one is worth therefore.
+"""How soon entries of each kind are used again, and what keeping one is worth.
 
-Owns these statistics. Must not know entries, nor what a kind is.
+Owns these statistics. Knows nothing about entries, or the meaning of a kind.
 
-Of each kind it is counted how many entries got to each age without being asked for, and how many
-were asked for at that age; the quotient is a hazard (Kaplan, Meier 1958, "Nonparametric Estimation
-from Incomplete Observations"). Ages are in steps that double, so a kind takes a dozen numbers. What
-an entry of age a is worth is the most hits per time that holding it can bring, if it is given up at
-the best age b when it was not asked for::
+For each kind it counts how many entries reached each age without being used, and how many were used
+at that age. The quotient is a hazard (Kaplan, Meier 1958, "Nonparametric Estimation from Incomplete
+Observations"). Each step of ages is twice as long as the one before, so a kind takes a dozen
+numbers. The value of an entry of age a is the most hits per time that keeping it can bring, if it
+is evicted at the best age b unless it was used::
 
-                      P(asked for at an age in a .. b | not before a)
-    density(a) = max  ───────────────────────────────────────────────────
-                 b>a  E[time until it is asked for or b years old | same]
+                      P(used at an age in a .. b | not before a)
+    density(a) = max  ──────────────────────────────────────────────
+                 b>a  E[time until it is used or reaches age b | same]
 
-the index of Gittins (1979, "Bandit Processes and Dynamic Allocation Indices"): of things that each
-give once, at an unknown time, and of which few can be held, hold those whose index is the largest.
+This is the index of Gittins (1979, "Bandit Processes and Dynamic Allocation Indices"): among items
+that each pay once, at an unknown time, and of which only few can be kept, keep those with the
+largest index.
 """
 
 from itertools import pairwise
@@ -21,11 +22,11 @@ from itertools import pairwise
 _NUM_AGES = 12
 _FIRST_AGE = 1 / 32  # the end of the first step of ages, as a share of the cache's blocks
 _PRIOR_HAZARD = (
-    0.02  # per step of ages: the same in each, so that by default the old are worth less
+    0.02  # per step of ages; the same in each, so that old entries are worth less by default
 )
 _PRIOR_WEIGHT = 50.0  # entries
-_KIND_WEIGHT = 200.0  # entries of all kinds together that count beside those of one
-_HALF_LIFE = 8.0  # of what was counted, in fillings of the cache
+_KIND_WEIGHT = 200.0  # weight of the average of all kinds in one kind's hazards, in entries
+_HALF_LIFE = 8.0  # half-life of the counts, in fillings of the cache
 _MAX_WEIGHT = 1e100
 
 
@@ -33,17 +34,17 @@ class ReuseTimes:
     """Hazards and densities by kind and age. Time is counted in entries that become free.
 
     Args:
-        num_blocks: of the cache.
+        num_blocks: blocks of the cache.
 
     Attributes:
-        ends: of the steps of ages, in time.
+        ends: ends of the steps of ages, in time.
     """
 
     def __init__(self, num_blocks: int, num_kinds: int) -> None:
         self.ends = [max(1.0, _FIRST_AGE * num_blocks) * 2**age for age in range(_NUM_AGES)]
         self._widths = [end - start for start, end in pairwise([0.0, *self.ends])]
         self._num_blocks = num_blocks
-        self._weight = 1.0  # of what is counted now; it grows, instead of all counts shrinking
+        self._weight = 1.0  # weight of a new count; it grows instead of all counts shrinking
         self._everything = num_kinds
         self._reached = [[0.0] * _NUM_AGES for _ in range(num_kinds + 1)]
         self._asked = [[0.0] * _NUM_AGES for _ in range(num_kinds + 1)]
@@ -51,16 +52,16 @@ class ReuseTimes:
         self._pooled = [_PRIOR_HAZARD] * _NUM_AGES
         self._seen = [False] * num_kinds
         self._has_data: list[int] = []  # kinds that were seen
-        self._next = 0  # of them
+        self._next = 0  # index in it of the kind to learn next
         for kind in range(num_kinds):
             self._density[kind] = self._densities(self._pooled)
 
     def density(self, kind: int, age: int) -> float:
-        """Hits per time that holding an entry of a kind, at a step of ages, will bring at best."""
+        """Most hits per time that keeping an entry of this kind and age can bring."""
         return self._density[kind][age]
 
     def note_reached(self, kind: int, age: int, num_entries: int) -> None:
-        """So many entries came into a step of ages."""
+        """`num_entries` entries reached an age."""
         if num_entries and not self._seen[kind]:
             self._seen[kind] = True
             self._has_data.append(kind)
@@ -68,12 +69,12 @@ class ReuseTimes:
         self._reached[self._everything][age] += num_entries * self._weight
 
     def note_asked(self, kind: int, age: int) -> None:
-        """One of them was asked for in it."""
+        """An entry was used at an age."""
         self._asked[kind][age] += self._weight
         self._asked[self._everything][age] += self._weight
 
     def pass_time(self, num_entries: int) -> None:
-        """Let what was counted before weigh less."""
+        """Let earlier counts weigh less."""
         self._weight *= 2 ** (num_entries / (_HALF_LIFE * self._num_blocks))
         if self._weight > _MAX_WEIGHT:
             for counts in (*self._reached, *self._asked):
@@ -81,7 +82,7 @@ class ReuseTimes:
             self._weight = 1.0
 
     def learn(self) -> int | None:
-        """Take into account what was counted, of one kind at a time; it, if there is any."""
+        """Update the densities of one kind from the counts; return it, if there is any."""
         if not self._has_data:
             return None
         if self._next >= len(self._has_data):

@@ -1,4 +1,4 @@
-"""S3-FIFO: two queues, of which the small one lets go quickly of what is asked for once.
+"""S3-FIFO: two queues, the small one of which quickly drops entries that are used once.
 
 Yang et al. 2023 ("FIFO queues are all you need for cache eviction", SOSP '23, algorithm 1)::
 
@@ -18,7 +18,7 @@ _HITS_FOR_MAIN = 2
 
 
 class S3Fifo:
-    """Entries in two queues, in which those that are held keep their places. O(log n)."""
+    """Entries in two queues, in which held entries keep their places. O(log n)."""
 
     def __init__(self, num_blocks: int) -> None:
         self._max_small = max(1, int(_SMALL_SHARE * num_blocks))
@@ -60,7 +60,7 @@ class S3Fifo:
                 if self._num_hits[entry] < _HITS_FOR_MAIN:
                     return entry
                 self._num_small -= 1
-                self._num_hits[entry] = 0  # it has had its reward
+                self._num_hits[entry] = 0  # its hits have moved it to the main queue
             else:
                 entry = main.first()
                 if not self._num_hits[entry]:

@@ -1,4 +1,4 @@
-"""Entries by a score, for policies that are more than a queue."""
+"""A heap of entries by score, for policies that are more than a queue."""
 
 from heapq import heapify, heappop, heappush
 
@@ -9,17 +9,17 @@ _SLACK = 64
 class ByScore:
     """Some of the entries, the one with the smallest score first.
 
-    A heap with stale places: one whose entry has left, or has another score by now, is dropped when
-    it comes to the top, and all are when they outweigh the others. An entry that comes back with
-    the score that it had takes its old place. O(log n) per change.
+    A heap with stale items: an item is stale if its entry has left or has another score now. Stale
+    items are dropped when they reach the top, and all at once when they outnumber the others. An
+    entry that returns with its old score reuses its old item. O(log n) per change.
 
     Args:
-        num_blocks: entries are below it.
+        num_blocks: entries are numbers below it.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._score = [_NONE] * num_blocks
-        self._placed = [_NONE] * num_blocks  # the score of the last place of each in the heap
+        self._placed = [_NONE] * num_blocks  # the score of each entry's last item in the heap
         self._heap: list[tuple[int, int]] = []
         self._num_entries = 0
 
@@ -27,7 +27,7 @@ class ByScore:
         return self._num_entries
 
     def add(self, entry: int, score: int) -> None:
-        """Add one that is not there; the score is 0 or more."""
+        """Add an entry that is not there; the score is 0 or more."""
         self._score[entry] = score
         self._num_entries += 1
         if self._placed[entry] == score:
@@ -38,17 +38,17 @@ class ByScore:
             self._drop_stale()
 
     def discard(self, entry: int) -> None:
-        """Take one out, if it is there."""
+        """Remove an entry, if it is there."""
         if self._score[entry] != _NONE:
             self._score[entry] = _NONE
             self._num_entries -= 1
 
     def score_of(self, entry: int) -> int:
-        """The score of one that is there."""
+        """The score of an entry that is there."""
         return self._score[entry]
 
     def first(self) -> int:
-        """The one with the smallest score; there must be one."""
+        """The entry with the smallest score; there must be one."""
         while True:
             score, entry = self._heap[0]
             if self._score[entry] == score:

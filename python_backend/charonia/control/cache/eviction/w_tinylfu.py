@@ -1,17 +1,17 @@
-"""W-TinyLFU: what leaves a small window stays where it was asked for more often than another.
+"""W-TinyLFU: an entry that leaves a small window stays only if it is used more than another one.
 
 Einziger, Friedman, Manes 2017 ("TinyLFU: A Highly Efficient Cache Admission Policy", ACM
 Transactions on Storage 13, section 4)::
 
-    computed ──► window (1 %) ──more often asked for?──► probation ──hit──► protected (80 %)
+    computed ──► window (1 %) ──── used more often? ───► probation ──hit──► protected (80 %)
                      │ no                                 │    ▲                │
                      ▼                                    ▼    └── when full ───┘
                     gone                                 gone
 
-There one key comes at a time, and goes from the window at once where it is asked for less often
-than the victim. Here a request makes room for all its blocks before any of them is computed, and
-holds them: so the window may have more than its share for the moment, the main segments less, and
-it is decided who stays when room is needed again. Only while the cache fills does everybody stay.
+In the paper keys arrive one at a time, and a key leaves the window at once if it is used less often
+than the victim. Here a request allocates all its blocks before it computes any, and holds them. So
+the window may exceed its share for a moment, with fewer entries in the main segments, and the
+choice is made when room is needed again. While the cache fills for the first time, all stay.
 """
 
 from collections import OrderedDict
@@ -20,18 +20,18 @@ from charonia.control.cache.eviction.frequency_sketch import FrequencySketch
 
 _WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
 _WINDOW_SHARE = 0.01
-_PROTECTED_SHARE = 0.8  # of all but the window
+_PROTECTED_SHARE = 0.8  # share of the cache without the window
 
 
 class WTinyLfu:
-    """Entries in three segments, each by recency. O(1), but for the aging of the sketch.
+    """Entries in three segments, each by recency. O(1), except for the aging of the sketch.
 
-    What is held counts in the sizes of the segments, too.
+    The sizes of the segments include held entries.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._max_window = max(1, int(_WINDOW_SHARE * num_blocks))
-        self._max_main = num_blocks - 1 - self._max_window  # no block is number 0
+        self._max_main = num_blocks - 1 - self._max_window  # without the null block
         self._max_protected = int(_PROTECTED_SHARE * self._max_main)
         self._sketch = FrequencySketch(num_blocks)
         self._free: tuple[OrderedDict[int, None], ...] = tuple(OrderedDict() for _ in range(3))
@@ -90,7 +90,7 @@ class WTinyLfu:
         self._num_entries[segment] -= 1
 
     def _demote(self) -> None:
-        """Have no more protected entries than there may be, as far as they are free."""
+        """Move free entries out of the protected segment until it is within its limit."""
         protected = self._free[_PROTECTED]
         while self._num_entries[_PROTECTED] > self._max_protected and protected:
             entry = protected.popitem(last=False)[0]
@@ -98,7 +98,7 @@ class WTinyLfu:
             self._free[_PROBATION][entry] = None
 
     def _let_in(self, entry: int) -> None:
-        """Move a free entry from the window to the others."""
+        """Move a free entry from the window to probation."""
         del self._free[_WINDOW][entry]
         self._move(entry, _PROBATION)
         self._free[_PROBATION][entry] = None
