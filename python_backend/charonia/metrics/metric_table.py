@@ -336,8 +336,8 @@ METRICS = (
     Metric(
         name="charonia_engine_memory_bytes",
         kind="gauge",
-        help="The first rank's memory at its start: in use with weights, for the largest step (0 is "
-        "not measured), for the KV cache, and left.",
+        help="The first rank's memory at its start: in use with weights, for the largest step (0 "
+        "is not measured), for the KV cache, and left.",
         label="part",
         values=("weights", "step", "kv_cache", "left"),
     ),
