@@ -267,7 +267,7 @@ METRICS = (
     Metric(
         name="charonia_kv_retained_blocks",
         kind="gauge",
-        help="Blocks of the KV cache, used or cached, that requests protect from eviction with "
+        help="Blocks of the KV cache, used or cached, that are evicted after all others because of "
         "`cache_priority`.",
     ),
     Metric(
