@@ -1,6 +1,6 @@
-"""`Client` and `AsyncClient`: what a user of the package works with.
+"""`Client` and `AsyncClient`: the classes that users of the package work with.
 
-Owns the settings of a client and the choice of the transport. Must not know how requests travel
+Owns a client's settings and the choice of the transport. Must not know how requests travel
 (see the transports) nor how attempts are made (see `streams`).
 """
 
@@ -47,7 +47,7 @@ _METRICS_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What both clients are made of; see `Client` for the meaning."""
+    """Settings of both clients; see `Client` for their meaning."""
 
     url: str
     protocol: Protocol
@@ -100,11 +100,11 @@ class _Settings:
         *,
         wants_chunks: bool,
     ) -> tuple[wire.Request, CallSettings]:
-        """A request for text, and what holds for its call.
+        """Return a request for text, and the settings of its call.
 
-        A completion is asked for in one response where nothing is lost by it: not over HTTP,
-        where Triton would not notice that its client has gone, nor with a timeout to the first
-        token. But the server streams no `best_of`.
+        A completion is requested as one response where this loses nothing. It is streamed over
+        HTTP, where Triton would not notice that its client has gone, and with a timeout to the
+        first token. But the server does not stream `best_of`.
         """
         timeouts = timeouts or self.timeouts
         all_sampling: Sampling = {**(params or {}), **sampling}
@@ -127,12 +127,12 @@ class Client:
     Args:
         url: `host:port`, default 127.0.0.1 and Triton's port of the protocol. For HTTP also
             `http://…` or `https://…`.
-        protocol: "grpc" has the least work per token and is cancelled at once; "http" streams
+        protocol: "grpc" has the least work per token, and cancels at once; "http" streams
             server-sent events.
-        model: "scheduler", "llm" (the ensemble), or what they are called on the server.
-        metrics_url: of Triton's metrics page, default port 8002 of the same host.
-        timeouts: for calls that do not bring their own.
-        retry: `RetryPolicy(max_attempts=1)` never tries again.
+        model: "scheduler", "llm" (the ensemble), or their names on the server.
+        metrics_url: Triton's metrics page, default port 8002 of the same host.
+        timeouts: of calls without their own.
+        retry: `RetryPolicy(max_attempts=1)` never retries.
         headers: sent with every request; as metadata over gRPC.
         credentials: `grpc.ChannelCredentials` for TLS over gRPC.
 
@@ -175,15 +175,14 @@ class Client:
 
         Args:
             prompt: a text or token ids.
-            params: sampling parameters; those given by name count more.
-            request_id: default a random one. Need not be unique, but `cancel` goes by it.
-            include: what chunks carry beside text and finish reason. Asking for `logprobs`
-                among the sampling parameters includes them.
+            params: sampling parameters; keyword arguments take precedence.
+            request_id: default a random one. It need not be unique; `cancel` uses it.
+            include: what chunks have beside text and finish reason. The sampling parameter
+                `logprobs` adds log-probabilities.
             timeouts: instead of the client's.
 
         Raises:
-            InvalidRequest: the request cannot even be written. Everything else is raised by the
-                stream.
+            InvalidRequest: the request cannot be encoded. The stream raises everything else.
         """
         request, call = self._settings.generation(
             prompt, params, sampling, request_id, include, timeouts, wants_chunks=True
@@ -214,11 +213,11 @@ class Client:
     def cancel(
         self, request_id: str, *, tenant: str = "", samples: Sequence[int] | None = None
     ) -> None:
-        """Cancel all live requests of this id and tenant; unknown ones are no error.
+        """Cancel all live requests of this id and tenant. Unknown ones are not an error.
 
         Args:
             samples: only the samples with these indexes. They end with the finish reason
-                "cancelled", and the others go on; those that have ended are no error. None cancels
+                "cancelled", and the others go on; ended samples are not an error. None cancels
                 the whole request, which ends with `Cancelled`.
 
         Raises:
@@ -232,7 +231,7 @@ class Client:
             raise
 
     def health(self, models: Sequence[str] | None = None) -> Health:
-        """Ask whether the server and these models are ready. Never raises for a server that is not.
+        """Ask whether the server and these models are ready. Does not raise if they are not.
 
         Args:
             models: default the client's model.
@@ -240,10 +239,10 @@ class Client:
         return self._transport.health(self._models(models))
 
     def probe(self) -> EngineState:
-        """Ask the scheduler whether it and its engine work. It answers while the engine is down.
+        """Ask the scheduler for its state and its engine's. It answers while the engine is down.
 
-        Takes no place in the queue. `health` asks Triton alone, which does not know that much. The
-        client's model must be the scheduler: others know no probe.
+        A probe takes no place in the queue. `health` asks only Triton, which knows less. The
+        client's model must be the scheduler; other models have no probe.
 
         Raises:
             CharoniaClientError: it does not answer.
@@ -257,7 +256,7 @@ class Client:
         return _read_state(chunks)
 
     def metrics(self) -> MetricsSnapshot:
-        """All metrics of the server, now."""
+        """Return all current metrics of the server."""
         try:
             page = httpx.get(self._settings.metrics_url, timeout=_METRICS_S)
         except httpx.TransportError as error:
@@ -265,7 +264,7 @@ class Client:
         return _read_metrics(page)
 
     def close(self) -> None:
-        """Close all connections; streams under way end with an error."""
+        """Close all connections; running streams end with an error."""
         self._transport.close()
 
     def __enter__(self) -> "Client":
@@ -288,7 +287,7 @@ class Client:
 
 
 class AsyncClient:
-    """The same for asyncio; arguments as for `Client`. Belongs to one event loop."""
+    """The asyncio client; arguments as for `Client`. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -305,7 +304,7 @@ class AsyncClient:
         self._settings = _Settings.make(
             url, protocol, model, metrics_url, timeouts, retry, headers, credentials
         )
-        # Made when first used, which is in the event loop that it will belong to.
+        # Made on first use, in the event loop that it then belongs to.
         self._made: AsyncGrpcTransport | AsyncHttpTransport | None = None
 
     def stream(
@@ -380,7 +379,7 @@ class AsyncClient:
         return _read_metrics(page)
 
     async def close(self) -> None:
-        """Close all connections; streams under way end with an error."""
+        """Close all connections; running streams end with an error."""
         if self._made is not None:
             await self._made.close()
             self._made = None

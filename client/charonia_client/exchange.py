@@ -1,6 +1,6 @@
 """One attempt of a request on one connection: the two small protocols behind both transports.
 
-Owns nothing but the names. Diagram of one attempt::
+Owns only the protocols. One attempt::
 
     open ──► receive() ──► Chunk, … Chunk (final) ──► finish()     the answer is complete
                     │
@@ -17,7 +17,7 @@ from charonia_client.values import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The timeouts of an attempt, in seconds; None is for ever.
+    """The timeouts of an attempt, in seconds; None is no limit.
 
     Attributes:
         total_s: of the whole call, as errors say it. left_s: of that, when the attempt starts.
@@ -29,22 +29,22 @@ class Limits:
 
 
 class Exchange(Protocol):
-    """An attempt under way. One thread receives; any thread may interrupt."""
+    """A running attempt. One thread receives; any thread may interrupt."""
 
     def receive(self) -> Sequence[Chunk] | None:
-        """What the next response brings of each sample; None when the server has no more to send.
+        """Return the next response's chunk of each sample; None at the end of the responses.
 
         Raises:
-            CharoniaClientError: whatever went wrong, typed.
+            CharoniaClientError: any failure, typed.
         """
         ...
 
     def finish(self) -> None:
-        """Let go of a complete answer, so that its connection can serve again. Never raises."""
+        """Release a complete answer, so that its connection can be reused. Never raises."""
         ...
 
     def abort(self) -> None:
-        """Give up: the server is told to cancel, as its protocol has it. Never raises."""
+        """Give up, and tell the server to cancel as the protocol allows. Never raises."""
         ...
 
     def interrupt(self) -> None:
@@ -53,7 +53,7 @@ class Exchange(Protocol):
 
 
 class AsyncExchange(Protocol):
-    """The same for asyncio; a waiting `receive` ends by the cancellation of its task."""
+    """The same for asyncio; cancelling its task ends a waiting `receive`."""
 
     async def receive(self) -> Sequence[Chunk] | None:
         """See `Exchange.receive`."""

@@ -2,17 +2,17 @@
 
 Owns the channel and the calls. Must not know attempts, nor what the tensors mean.
 
-One `ModelStreamInfer` call per request, many at a time on one channel, so one TCP connection.
-tritonclient's own client keeps one stream per object, each with a channel and a thread; the
-stub beneath it, generated from Triton's protobuf, has no such limit and costs less (see
+There is one `ModelStreamInfer` call per request, many at a time on one channel, so one TCP
+connection. tritonclient's own client keeps one stream per object, each with a channel and a thread.
+The stub beneath it, generated from Triton's protobuf, has no such limit and costs less (see
 README.md for the numbers).
 
-Two things about Triton 2.51.0 shape this file:
+Two defects of Triton 2.51.0 shape this file:
 
-- With the header `triton_grpc_error` errors would come with a status code, but that mode brings
-  the server down under concurrent errors. So errors are texts.
-- A call that is cancelled at the moment in which the server completes it can bring the server
-  down too. So `finish` waits for the end of the call, and never cancels one that is about to end.
+- With the header `triton_grpc_error` errors would have a status code, but concurrent errors then
+  crash the server. So errors are texts.
+- Cancelling a call at the moment in which the server completes it can also crash the
+  server. So `finish` waits for the end of the call, and never cancels one that is about to end.
 """
 
 import asyncio
@@ -41,19 +41,19 @@ _HEALTH_S = 5.0
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # Without these a channel that lost its server looks for it again only after seconds, and
-    # every attempt until then fails with the old error. The second is the time to connect in.
+    # Without these a channel that lost its server reconnects only after seconds, and
+    # every attempt until then fails with the old error. The second is the connection timeout.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Each stream takes 64 KB in before it is read, as HTTP/2 has it. gRPC would measure the line
-    # and take megabytes, of each stream whose reader has stopped.
+    # Each stream buffers 64 KB before it is read, HTTP/2's default. gRPC would measure the line
+    # and buffer megabytes for each stream whose reader has stopped.
     ("grpc.http2.bdp_probe", 0),
 ]
 
 
 class GrpcTransport:
-    """A channel to one server; its methods may be called from any thread.
+    """A channel to one server. Its methods may be called from any thread.
 
     Args:
         url: `host:port`. credentials: for TLS; None is plain text.
@@ -79,7 +79,7 @@ class GrpcTransport:
         return GrpcExchange(call, limits)
 
     def send(self, request: wire.Request, limits: Limits) -> None:
-        """Send a request whose responses mean nothing, and wait until it is done.
+        """Send a request whose responses do not matter, and wait until it is done.
 
         Raises:
             CharoniaClientError: it failed.
@@ -109,7 +109,7 @@ class GrpcTransport:
             return Health(False, False, dict.fromkeys(models, False))
 
     def close(self) -> None:
-        """Close the channel; calls under way end."""
+        """Close the channel; running calls end."""
         self._channel.close()
 
 
@@ -136,7 +136,7 @@ class GrpcExchange:
         return None if outputs is None else self._reader.read(outputs)
 
     def receive_outputs(self) -> wire.Outputs | None:
-        """The next response's outputs as they are; None at the end of the call.
+        """Return the next response's outputs; None at the end of the call.
 
         Raises:
             CharoniaClientError: the call failed, was interrupted, or the response is an error.
@@ -155,7 +155,7 @@ class GrpcExchange:
         return outputs
 
     def finish(self) -> None:
-        """See `exchange.Exchange`. An error response ends a call as well as a final one."""
+        """See `exchange.Exchange`. An error response ends a call just as a final one."""
         ended = threading.Event()
         if self._call.add_callback(ended.set) and not ended.wait(_FINISH_S):
             self.abort()
@@ -223,7 +223,7 @@ class AsyncGrpcTransport:
         return Health(live.live, ready.ready, states)
 
     async def close(self) -> None:
-        """Close the channel; calls under way end."""
+        """Close the channel; running calls end."""
         await self._channel.close()
 
 
@@ -254,7 +254,7 @@ class AsyncGrpcExchange:
         except grpc.RpcError as error:
             raise _status_error(error, self._limits) from None
         if response is grpc.aio.EOF:
-            # The end is in the status: read() gives EOF for a broken stream as well.
+            # The status tells how it ended: read() gives EOF for a broken stream as well.
             code = await self._call.code()
             if code is not grpc.StatusCode.OK:
                 raise _ended(code, await self._call.details(), self._limits)

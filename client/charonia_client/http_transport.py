@@ -3,8 +3,8 @@
 Owns the connections of httpx and the reading of server-sent events with httpx-sse. Must not know
 attempts, nor what the tensors mean.
 
-Closing a response that is not complete closes its connection, which is how Triton learns that
-nobody wants it any more. It never learns that of a plain `generate`, so that is not used at all.
+Closing a response before its end closes its connection. That is how Triton learns that
+nobody wants it any more. It never learns that for a plain `generate`, so that is not used.
 
 The response's head comes with the first event. Until then a synchronous receive waits in httpx,
 within `first_token_s` and `total_s`, and cannot be interrupted from another thread.
@@ -43,7 +43,7 @@ _HEADERS = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
 
 
 class HttpTransport:
-    """A pool of connections to one server; its methods may be called from any thread.
+    """A pool of connections to one server. Its methods may be called from any thread.
 
     Args:
         url: `http://host:port` or `https://…`. headers: sent with every request.
@@ -53,11 +53,11 @@ class HttpTransport:
         self._client = httpx.Client(base_url=url, headers=dict(headers), limits=_LIMITS)
 
     def open(self, request: wire.Request, limits: Limits) -> "HttpExchange":
-        """Prepare a request; it is sent by the first `receive`."""
+        """Prepare a request; the first `receive` sends it."""
         return HttpExchange(self._client, request, limits)
 
     def send(self, request: wire.Request, limits: Limits) -> None:
-        """Send a request whose responses mean nothing, and wait until it is done.
+        """Send a request whose responses do not matter, and wait until it is done.
 
         Raises:
             CharoniaClientError: it failed.
@@ -109,7 +109,7 @@ class HttpExchange:
         return None if outputs is None else self._reader.read(outputs)
 
     def receive_outputs(self) -> wire.Outputs | None:
-        """The next event's outputs as they are; None at the end of the stream.
+        """Return the next event's outputs; None at the end of the stream.
 
         Raises:
             CharoniaClientError: the request failed, was interrupted, or the event is an error.
@@ -159,8 +159,8 @@ class HttpExchange:
             raise _refusal(self._response.status_code, self._response.read())
         if self._end_reason is not None:
             raise self._end_reason
-        # From here on the time to the first token does not count any more, and `_timer` watches
-        # the total: httpx reads the limit of one read when the reading of the body begins.
+        # From here on the timeout of the first token does not count any more, and `_timer` watches
+        # the total: httpx takes the read timeout when it begins to read the body.
         self._request.extensions["timeout"]["read"] = None
         self._events = EventSource(self._response).iter_sse()
 
@@ -171,7 +171,7 @@ class HttpExchange:
         self._end_reason = self._end_reason or reason
         if self._response is None:
             return
-        # Not `close`, which must not be called while another thread reads: `shutdown` wakes it.
+        # Not `close`, which must not be called while another thread reads; `shutdown` wakes it.
         stream = self._response.extensions["network_stream"]
         with contextlib.suppress(OSError):
             stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
@@ -184,7 +184,7 @@ class AsyncHttpTransport:
         self._client = httpx.AsyncClient(base_url=url, headers=dict(headers), limits=_LIMITS)
 
     async def open(self, request: wire.Request, limits: Limits) -> "AsyncHttpExchange":
-        """Prepare a request; it is sent by the first `receive`."""
+        """Prepare a request; the first `receive` sends it."""
         return AsyncHttpExchange(self._client, request, limits)
 
     async def send(self, request: wire.Request, limits: Limits) -> None:
@@ -274,7 +274,7 @@ class AsyncHttpExchange:
 
 
 def _first_wait(limits: Limits) -> float | None:
-    """How long to wait for the response's head, which comes with the first token."""
+    """Timeout for the response's head, which comes with the first token."""
     waits = [limit for limit in (limits.left_s, limits.first_token_s) if limit is not None]
     return min(waits, default=None)
 
@@ -307,7 +307,7 @@ def _outputs(data: str, has_begun: bool) -> wire.Outputs:
 
 
 def _refusal(status: int, body: bytes) -> CharoniaClientError:
-    """Triton's answer that is not 200: plain JSON, or the same as one server-sent event."""
+    """Return Triton's error for a response that is not 200: JSON, plain or as one SSE event."""
     text = body.decode("utf-8", errors="replace").strip().removeprefix("data:").strip()
     with contextlib.suppress(ValueError):
         event = json.loads(text)

@@ -1,6 +1,6 @@
 """A snapshot of the server's metrics.
 
-Owns the reading of Prometheus' text format, which is prometheus_client's. Must not know which
+Owns reading Prometheus' text format with prometheus_client. Must not know which
 metrics there are.
 """
 
@@ -28,7 +28,7 @@ class MetricsSnapshot:
         Raises:
             KeyError: there is no such sample.
         """
-        # The parser names the samples of a counter `…_total`, also where the page does not.
+        # The parser names the samples of a counter `…_total`, even if the page does not.
         values = [
             each.value
             for family in self.families.values()

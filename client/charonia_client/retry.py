@@ -1,7 +1,7 @@
-"""When to try again, and after how long.
+"""When to retry.
 
 Owns the schedule: exponential back-off with jitter, within the call's total timeout, and not
-before the time that the server names. Must not know what is tried; time and chance are arguments.
+before the time that the server names. Must not know what is retried; time and chance are arguments.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,14 @@ from charonia_client.errors import CharoniaClientError
 class RetryPolicy:
     """How often to try, and how long to wait in between.
 
-    Only errors with `is_retryable` are tried again, and only while nothing was received.
+    Only errors with `is_retryable` are retried, and only while nothing was received.
 
     Attributes:
-        max_attempts: in all, at least 1; 1 never tries again.
+        max_attempts: in all, at least 1; 1 never retries.
         initial_backoff_s: longest wait before the second attempt.
-        multiplier: of the longest wait, for each attempt after that, up to `max_backoff_s`.
-        jitter: the share of each wait that is left to chance, 0 to 1; so that many clients which
-            failed together do not come back together.
+        multiplier: of the longest wait, for each further attempt, up to `max_backoff_s`.
+        jitter: the random share of each wait, 0 to 1, so that many clients that
+            failed together do not retry together.
     """
 
     max_attempts: int = 3
@@ -41,13 +41,13 @@ class RetryPolicy:
             raise ValueError(f"jitter must be from 0 to 1, but is {self.jitter}")
 
     def backoff_s(self, num_failures: int, chance: float) -> float:
-        """The wait after this many failures (from 1), in seconds.
+        """Return the wait after this many failures (from 1), in seconds.
 
         Args:
             chance: a random number, uniform in [0, 1).
         """
         longest = self.initial_backoff_s
-        for _ in range(num_failures - 1):  # not a power: that would overflow
+        for _ in range(num_failures - 1):  # not a power, which would overflow
             longest *= self.multiplier
             if longest >= self.max_backoff_s:
                 break
@@ -58,7 +58,7 @@ class Attempts:
     """The attempts of one call.
 
     Args:
-        deadline: on `clock`, when the call's total timeout ends; None for never.
+        deadline: end of the call's total timeout, on `clock`; None for no limit.
         clock: monotonic seconds. chance: uniform in [0, 1).
     """
 
@@ -77,7 +77,7 @@ class Attempts:
         self._num_failures = 0
 
     def wait_after(self, error: CharoniaClientError) -> float | None:
-        """Count a failure; how many seconds to wait before the next attempt, None for no more."""
+        """Count a failure. Return the seconds until the next attempt; None if there is none."""
         self._num_failures += 1
         if not error.is_retryable or self._num_failures >= self._policy.max_attempts:
             return None

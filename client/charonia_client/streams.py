@@ -1,10 +1,10 @@
-"""A stream of chunks as the user holds it: attempts, timeouts, and what closing it does.
+"""A stream of chunks for the user: attempts, timeouts, and closing.
 
 Owns the life of one call over all its attempts. Must not know gRPC or HTTP: a function that
 opens an `Exchange` is passed in.
 
-The chunks come from a generator that holds no reference to the stream object, so that a stream
-which is dropped in mid-way is closed at once, and its request cancelled.
+The chunks come from a generator that holds no reference to the stream object. So a stream
+that is dropped early is closed at once, and its request is cancelled.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ _TRUNCATED = "the stream ended before its last chunk"
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:
-    """What holds for one call."""
+    """Settings of one call."""
 
     request_id: str
     timeouts: Timeouts
     retry: RetryPolicy
 
     def start(self) -> "Call":
-        """Begin to count the call's time."""
+        """Start the call's clock."""
         total = self.timeouts.total_s
         deadline = None if total is None else time.monotonic() + total
         attempts = Attempts(self.retry, deadline, clock=time.monotonic, chance=random.random)
@@ -60,14 +60,14 @@ class Call:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the last chunk is there."""
+        """Whether the last chunk was received."""
         return self.last is not None and self.last.is_final
 
     def limits(self) -> Limits:
-        """What is left of the timeouts for the next attempt.
+        """Return what is left of the timeouts for the next attempt.
 
         Raises:
-            Timeout: nothing is left; its cause is what the last attempt failed with.
+            Timeout: nothing is left; its cause is the last attempt's error.
         """
         timeouts = self._settings.timeouts
         left = None if self._deadline is None else self._deadline - time.monotonic()
@@ -77,10 +77,10 @@ class Call:
         return Limits(timeouts.total_s, left, timeouts.first_token_s)
 
     def took(self, chunks: Sequence[Chunk] | None) -> Sequence[Chunk]:
-        """Note what a response brought.
+        """Note a response.
 
         Raises:
-            ServerError: the stream ended although its last chunk is not there.
+            ServerError: the stream ended before its last chunk.
         """
         if chunks is None:
             raise ServerError(_TRUNCATED)
@@ -89,10 +89,10 @@ class Call:
         return chunks
 
     def wait_after(self, error: CharoniaClientError) -> float:
-        """Seconds to wait before the next attempt.
+        """Return the seconds to wait before the next attempt.
 
         Raises:
-            CharoniaClientError: `error`, where there shall be no other attempt.
+            CharoniaClientError: `error`, if there is no further attempt.
         """
         error.request_id = self._settings.request_id
         self._last_error = error
@@ -105,12 +105,12 @@ class Call:
 class CompletionStream(Iterator[Chunk]):
     """The chunks of one request, as an iterator and a context manager.
 
-    The request goes out when the first chunk is asked for. Leaving `with`, `close`, or dropping
+    The request is sent when the first chunk is requested. Leaving `with`, `close`, or dropping
     the stream before its last chunk cancels the request on the server. One thread iterates; any
-    thread may close, and the one that waits for a chunk then gets `Cancelled`.
+    thread may close, and a thread that waits for a chunk then gets `Cancelled`.
 
     Attributes:
-        request_id: under which `Client.cancel` finds the request.
+        request_id: the id for `Client.cancel`.
     """
 
     def __init__(self, settings: CallSettings, open_exchange: Callable[[Limits], Exchange]) -> None:
@@ -122,15 +122,15 @@ class CompletionStream(Iterator[Chunk]):
         """Wait for the next chunk.
 
         Raises:
-            CharoniaClientError: the request failed, was cancelled or took too long; also when
-                the server goes away in mid-stream. A stream never just ends before its last chunk.
+            CharoniaClientError: the request failed, was cancelled or timed out, or the server
+                went away. A stream never just ends before its last chunk.
         """
         return next(self._chunks)
 
     def close(self) -> None:
         """Cancel the request if it is not complete. May be called again."""
         self._control.close()
-        # A generator that is running belongs to another thread, which ends it by itself.
+        # A running generator belongs to another thread, which ends it itself.
         with contextlib.suppress(ValueError):
             self._chunks.close()
 
@@ -147,7 +147,7 @@ class CompletionStream(Iterator[Chunk]):
 
 
 class _Control:
-    """Lets another thread stop the attempt under way, or the wait before the next one."""
+    """Lets another thread stop the running attempt, or the wait before the next one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -166,7 +166,7 @@ class _Control:
                 self._exchange.interrupt()
 
     def receive(self, exchange: Exchange) -> Sequence[Chunk] | None:
-        """`exchange.receive()`, which `close` interrupts."""
+        """Call `exchange.receive()`; `close` interrupts it."""
         with self._lock:
             self._raise_if_closed()
             self._exchange, self._is_receiving = exchange, True
@@ -216,7 +216,7 @@ class AsyncCompletionStream(AsyncIterator[Chunk]):
     """The same for asyncio. Cancelling the task that waits for a chunk cancels the request.
 
     Attributes:
-        request_id: under which `AsyncClient.cancel` finds the request.
+        request_id: the id for `AsyncClient.cancel`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""What goes in and what comes out: sampling parameters, chunks, completions, timeouts, health.
+"""Plain values: sampling parameters, chunks, completions, timeouts, health.
 
-Owns plain immutable values. Must not know how they travel.
+Owns immutable values. Must not know how they travel.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,8 +17,7 @@ DEFAULT_INCLUDE: tuple[Include, ...] = ("token_ids", "num_tokens", "timing")
 class Sampling(TypedDict, total=False):
     """Sampling parameters by the server's names, which are vLLM's.
 
-    They are passed on as they are; the server says what is wrong with them, and what it would
-    accept. A value of None means the server's default.
+    They are passed on unchanged; the server checks them. None means the server's default.
     """
 
     max_tokens: int | None
@@ -63,24 +62,24 @@ class TokenLogprob:
 
 
 PositionLogprobs = tuple[TokenLogprob, ...]
-"""The token that was taken first, then the most likely ones."""
+"""The sampled token first, then the most likely ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one response brings of one sample: text and tokens that are new since the last one.
+    """What one response brings for one sample: new text and tokens.
 
     What was not asked for (see `include`) is empty or None.
 
     Attributes:
-        index: which of the request's `n` samples it is of.
+        index: which of the request's `n` samples it belongs to.
         finish_reason: of the sample, in its last chunk; None in all others.
         is_final: whether this is the request's last chunk: all samples have ended.
         logprobs: per new token. prompt_logprobs: per prompt token, in the first chunk; None for
             the first token, which nothing predicts.
         cumulative_logprob: of all tokens of the sample so far.
         num_input_tokens: of the prompt. num_output_tokens: of this chunk.
-        timing: seconds and counts that the server measured, in the request's last chunk.
+        timing: seconds and counts measured by the server, in the request's last chunk.
     """
 
     text: str
@@ -98,7 +97,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One of the answers to a prompt; the fields are those of `Chunk`, over all of its chunks."""
+    """One of the answers to a prompt. Its fields are those of `Chunk`, over all of its chunks."""
 
     index: int
     text: str
@@ -114,8 +113,8 @@ class Completion:
     """A whole answer.
 
     Attributes:
-        samples: `n` of them, in their order. What a sample has, is there of the first one by
-            itself, too: `completion.text` is `completion.samples[0].text`.
+        samples: `n` of them, in order. The first sample's fields are also those of the completion:
+            `completion.text` is `completion.samples[0].text`.
         prompt_logprobs, num_input_tokens, timing: as in `Chunk`.
     """
 
@@ -127,37 +126,37 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Of the first sample."""
+        """Text of the first sample."""
         return self.samples[0].text
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Of the first sample."""
+        """Finish reason of the first sample."""
         return self.samples[0].finish_reason
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Of the first sample."""
+        """Token ids of the first sample."""
         return self.samples[0].token_ids
 
     @property
     def logprobs(self) -> tuple[PositionLogprobs, ...] | None:
-        """Of the first sample."""
+        """Log-probabilities of the first sample."""
         return self.samples[0].logprobs
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of the first sample."""
+        """Cumulative log-probability of the first sample."""
         return self.samples[0].cumulative_logprob
 
     @property
     def num_output_tokens(self) -> int | None:
-        """Of all samples together."""
+        """Output tokens of all samples together."""
         return _total(sample.num_output_tokens for sample in self.samples)
 
 
 def join(request_id: str, chunks: Iterable[Chunk]) -> Completion:
-    """The completion that a stream's chunks make.
+    """Join a stream's chunks.
 
     Raises:
         ValueError: the last chunk is not final, or a sample has no last chunk.
@@ -195,14 +194,14 @@ def _join_sample(parts: Sequence[Chunk]) -> Sample:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum of those that are known; None where none is."""
+    """Sum the known counts; None if none is known."""
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long a request may take, in seconds; None is for ever.
+    """Timeouts of a request, in seconds; None is no limit.
 
     Attributes:
         total_s: from the call to the last chunk, with all attempts and the pauses between them.
@@ -220,15 +219,15 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """How the scheduler and its engine are.
+    """The state of the scheduler and its engine.
 
     Attributes:
         is_up: whether steps can run now. reason: why requests are refused at once; None while they
-            are taken.
-        step_age_s: seconds since a step of the engine was last applied; None where none was.
+            are accepted.
+        step_age_s: seconds since a step of the engine was last applied; None if none was.
         turn_age_s: seconds since the scheduling thread last looked for work; many seconds mean
             that it hangs.
-        max_model_len: tokens of prompt and answer together; None while no engine says it.
+        max_model_len: tokens of prompt and answer together; None while no engine reports it.
     """
 
     is_up: bool
@@ -240,7 +239,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What the server says of itself; all False where it cannot be reached."""
+    """The server's readiness; all False if it cannot be reached."""
 
     is_live: bool
     is_ready: bool
@@ -248,5 +247,5 @@ class Health:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the server and all models that were asked about are ready."""
+        """Whether the server and all models that were asked for are ready."""
         return self.is_live and self.is_ready and all(self.models.values())

@@ -1,4 +1,4 @@
-"""A request as the server wants it, and what the server answers as chunks.
+"""Encodes requests for the server, and decodes its answers to chunks.
 
 Owns the tensors' names and both encodings: protobuf for gRPC, JSON for HTTP `generate_stream`.
 Must not know connections, timeouts or attempts.
@@ -45,7 +45,7 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One inference request: what it is for, and its input tensors by name."""
+    """One inference request: its model and id, and its input tensors by name."""
 
     model: str
     request_id: str
@@ -61,14 +61,14 @@ def generation_request(
     include: Collection[Include],
     is_streaming: bool,
 ) -> Request:
-    """A request for text.
+    """Return a request for text.
 
-    The finish reason is always asked for: it is how the last response is known. The prompt is
-    never asked back.
+    It always asks for the finish reason, which identifies the last response, and never for the
+    prompt's echo.
 
     Raises:
         InvalidRequest: the prompt is neither a text nor 32-bit token ids, or the sampling
-            parameters are no JSON, or `include` holds an unknown name.
+            parameters cannot be written as JSON, or `include` has an unknown name.
     """
     inputs: Inputs = {
         "stream": is_streaming,
@@ -88,20 +88,20 @@ def generation_request(
         wanted.add("logprobs")
     inputs |= {flag: True for name in wanted for flag in _FLAGS[name]}
     if "token_ids" in wanted and sampling.get("n") not in (None, 1):
-        inputs["return_num_output_tokens"] = True  # which says whose each of them is
+        inputs["return_num_output_tokens"] = True  # tells which token ids belong to which sample
     return Request(model, request_id or uuid.uuid4().hex, inputs)
 
 
 def cancel_request(
     model: str, request_id: str, tenant: str, samples: Sequence[int] | None
 ) -> Request:
-    """A request that cancels the live requests of this id and tenant.
+    """Return a request that cancels the live requests of this id and tenant.
 
     Args:
         samples: only these of each; None is all of it.
 
     Raises:
-        InvalidRequest: no sample is named.
+        InvalidRequest: `samples` is empty.
     """
     sampling: Sampling = {"tenant": tenant} if tenant else {}
     inputs: Inputs = {"cancel": True, "sampling_parameters": _sampling_json(sampling)}
@@ -113,15 +113,15 @@ def cancel_request(
 
 
 def probe_request(model: str) -> Request:
-    """A request that asks how the scheduler and its engine are."""
+    """Return a request for the state of the scheduler and its engine."""
     return Request(model, uuid.uuid4().hex, {"probe": True})
 
 
 def read_state(text: str) -> EngineState:
-    """What a probe is answered.
+    """Read the answer to a probe.
 
     Raises:
-        ServerError: it is not what it should be.
+        ServerError: it is malformed.
     """
     try:
         values = json.loads(text)
@@ -137,7 +137,7 @@ def read_state(text: str) -> EngineState:
 
 
 def to_grpc(request: Request) -> service_pb2.ModelInferRequest:
-    """The request as protobuf."""
+    """Encode the request as protobuf."""
     message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
     for name, value in request.inputs.items():
         if isinstance(value, str):
@@ -154,10 +154,10 @@ def to_grpc(request: Request) -> service_pb2.ModelInferRequest:
 
 
 def to_http(request: Request, timeout_s: float | None) -> dict[str, Any]:
-    """The request as the JSON object of `generate_stream`.
+    """Encode the request as the JSON object of `generate_stream`.
 
     Args:
-        timeout_s: told to the server, which notices a dropped connection only at the next
+        timeout_s: sent to the server, because it notices a dropped connection only at the next
             response that it sends. (Over gRPC the deadline travels with the call.)
     """
     body: dict[str, Any] = {"id": request.request_id, **request.inputs}
@@ -167,7 +167,7 @@ def to_http(request: Request, timeout_s: float | None) -> dict[str, Any]:
 
 
 def from_grpc(response: service_pb2.ModelInferResponse) -> Outputs:
-    """The outputs of a response as plain values."""
+    """Return the outputs of a response as plain values."""
     result = InferResult(response)
     return {
         output.name: [
@@ -179,7 +179,7 @@ def from_grpc(response: service_pb2.ModelInferResponse) -> Outputs:
 
 
 def from_http(event: Mapping[str, Any]) -> Outputs:
-    """The outputs of one SSE event; Triton writes a list of one element as that element."""
+    """Return the outputs of one SSE event. Triton writes a list of one element as that element."""
     return {
         name: value if isinstance(value, list) else [value]
         for name, value in event.items()
@@ -188,9 +188,9 @@ def from_http(event: Mapping[str, Any]) -> Outputs:
 
 
 class ResponseReader:
-    """The responses of one request as chunks.
+    """Decodes the responses of one request.
 
-    Each response has all samples, also those that have ended; of these there are no more chunks.
+    Each response has all samples, also those that have ended; for these there are no more chunks.
     An output may be absent, or present and empty (in an ensemble).
     """
 
@@ -199,10 +199,10 @@ class ResponseReader:
         self._ended: set[int] = set()
 
     def read(self, outputs: Outputs) -> tuple[Chunk, ...]:
-        """What a response brings: a chunk for each sample of which something is new.
+        """Return a chunk for each sample that has something new.
 
         Raises:
-            ServerError: an output is not what it should be.
+            ServerError: an output is malformed.
         """
         num_samples = self._count_samples(outputs)
         try:
@@ -253,7 +253,7 @@ class ResponseReader:
 
 
 def _of(outputs: Outputs, name: str, index: int) -> Any:
-    """A sample's element of an output; None where there are none."""
+    """Return a sample's element of an output; None if there is none."""
     values = outputs.get(name, ())
     num_samples = len(outputs["text_output"])
     if values and len(values) != num_samples:
@@ -264,7 +264,7 @@ def _of(outputs: Outputs, name: str, index: int) -> Any:
 
 
 def _own_token_ids(outputs: Outputs, index: int) -> tuple[int, ...]:
-    """A sample's part of the token ids, which lie one sample behind the other."""
+    """Return a sample's part of the token ids, which are concatenated over the samples."""
     ids = tuple(outputs.get("output_ids", ()))
     if len(outputs["text_output"]) == 1 or not ids:
         return ids
@@ -319,7 +319,7 @@ def _sampling_json(sampling: Sampling) -> str:
 
 
 def _plain(value: object) -> object:
-    """Numpy's numbers and arrays as Python's; any other foreign type is an error."""
+    """Convert numpy's numbers and arrays to Python's; any other foreign type is an error."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is neither a number, a text, a list nor a mapping")
@@ -340,10 +340,10 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
 def _integers(name: str, values: Sequence[int], accepted: str = "a list of integers") -> list[int]:
     try:
         array = np.asarray(values)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # lists of unequal lengths
         array = np.empty((0, 0))
     if array.size == 0 and array.ndim == 1:
-        return []  # the server says what it thinks of that
+        return []  # the server will report the error
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise InvalidRequest(f"{name} must be {accepted}")
     limits = np.iinfo(np.int32)

@@ -1,6 +1,6 @@
 """Training batches and held-out windows, cut from tokenized documents.
 
-Owns the order in which tokens are seen. Must not know text or models.
+Owns the order of the tokens. Must not know text or models.
 """
 
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ import torch
 
 
 def join(documents: list[list[int]]) -> torch.Tensor:
-    """All documents in a row, int64 [tokens]; each ends with its own end token."""
+    """Concatenate all documents, int64 [tokens]; each ends with its own end token."""
     return torch.tensor([token for document in documents for token in document])
 
 
 def training_batches(
     documents: list[list[int]], *, batch_size: int, length: int, seed: int
 ) -> Iterator[torch.Tensor]:
-    """Endless batches, int64 [batch_size, length + 1]: the inputs and, one later, the targets.
+    """Yield endless batches, int64 [batch_size, length + 1]: inputs and, one later, targets.
 
-    Every epoch puts the documents into another order and cuts them at other places, so that the
+    Every epoch shuffles the documents and cuts them at other places, so the
     same windows never come twice.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -43,10 +43,10 @@ def held_out_windows(documents: list[list[int]], length: int) -> torch.Tensor:
 def packed_batches(
     documents: Iterator[list[int]], *, batch_size: int, length: int
 ) -> Iterator[torch.Tensor]:
-    """Batches int64 [batch_size, length + 1] whose rows each begin with a document.
+    """Yield batches int64 [batch_size, length + 1] whose rows each begin with a document.
 
-    What does not fit into a row is cut off, so a row's last document is seldom whole; one that
-    would fill a row alone is left out.
+    What does not fit into a row is cut off, so the last document of a row is seldom complete. A
+    document that would fill a row alone is left out.
     """
     rows: list[torch.Tensor] = []
     row: list[int] = []

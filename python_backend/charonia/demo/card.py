@@ -1,6 +1,6 @@
 """Writes a checkpoint's model card from the figures of its training stages.
 
-Owns the card's words. Must not know how to train.
+Owns the card's text. Must not know how to train.
 """
 
 import json
@@ -136,8 +136,8 @@ def write_card(folder: Path, figures: dict[str, Any], *, kind: str) -> None:
     """Write README.md beside the checkpoint in `folder`; kind is "target" or "draft".
 
     Args:
-        figures: what training.json says: stages, the last one being what the weights are, and
-            "edits" or "agreement" where they were measured.
+        figures: the content of training.json: the stages, of which the last one made the weights,
+            and "edits" or "agreement" if they were measured.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     card = CARD.format(
@@ -174,7 +174,7 @@ def _agreement(figures: dict[str, Any]) -> str:
 
 
 def _stages(figures: dict[str, Any], kind: str) -> str:
-    """A section per stage; those of a stage with several runs are numbered."""
+    """Write a section per stage; if a stage has several runs, they are numbered."""
     names = [stage["stage"] for stage in figures["stages"]]
     sections = []
     for index, stage in enumerate(figures["stages"]):

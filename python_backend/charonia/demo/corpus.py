@@ -8,7 +8,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-# Tests and generated tables read unlike a library's code; the build's settings name the paths of
+# Tests and generated tables do not read like library code. The build's settings contain paths of
 # the machine that built the interpreter, which must not end up in a model.
 SKIPPED_FOLDERS = frozenset(
     {
@@ -52,15 +52,15 @@ def count_bytes(texts: list[str]) -> int:
 
 
 def standard_library() -> Path:
-    """Where the running interpreter keeps its standard library."""
+    """Return the directory of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def load_corpus(root: Path) -> Corpus:
     """Read the Python sources below `root` in the order of their relative paths.
 
-    A file is held out when a hash of its relative path says so, so the split does not depend on
-    what else is there. Empty files and second copies of a text are left out.
+    A hash of the relative path decides whether a file is held out, so the split does not depend on
+    the other files. Empty files and second copies of a text are left out.
 
     Raises:
         FileNotFoundError: no source file below `root`.
@@ -93,7 +93,7 @@ def _is_held_out(name: Path) -> bool:
 
 
 def _read(path: Path) -> str:
-    """The text with Unix line ends and no empty lines around it; empty where it is not UTF-8."""
+    """The text with Unix line ends and no empty lines around it; empty if it is not UTF-8."""
     try:
         return path.read_bytes().decode("utf-8").replace("\r\n", "\n").strip("\n") + "\n"
     except UnicodeDecodeError:

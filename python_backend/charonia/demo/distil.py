@@ -1,4 +1,4 @@
-"""What the draft learns from: texts that the target wrote, and the target's opinion of each token.
+"""What the draft learns from: texts that the target wrote, and the target's logits for each token.
 
 Owns the prefixes, the sampling and the loss (Hinton, Vinyals, Dean 2015, arXiv 1503.02531; on the
 target's own texts: Zhou et al. 2023, DistillSpec, arXiv 2310.08461). Must not know the training
@@ -15,15 +15,15 @@ from transformers import LlamaForCausalLM
 from charonia import LLM, SamplingParams
 from charonia.demo.loop import LossFunction, cross_entropy, inputs_of, model_logits
 
-# What requests ask for; 0 is greedy.
+# Temperatures of requests; 0 is greedy.
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 PREFIX_TOKENS = (16, 256)
-# A temperature below 1 makes the loss look at the tokens that could be chosen greedily.
+# A temperature below 1 focuses the loss on tokens that could be chosen greedily.
 LOSS_TEMPERATURES = (1.0, 0.5)
 
 
 def make_prefixes(documents: list[list[int]], count: int, *, seed: int) -> list[list[int]]:
-    """Stretches of PREFIX_TOKENS tokens from anywhere in the documents, for a model to go on."""
+    """Cut prefixes of PREFIX_TOKENS tokens from anywhere in the documents."""
     rng = random.Random(seed)
     weights = [len(document) for document in documents]
     prefixes = []
@@ -37,7 +37,7 @@ def make_prefixes(documents: list[list[int]], count: int, *, seed: int) -> list[
 def sample_texts(
     folder: Path, prefixes: list[list[int]], *, max_tokens: int, seed: int
 ) -> list[list[int]]:
-    """Each prefix with what the checkpoint in `folder` continues it with, at mixed temperatures."""
+    """Let the checkpoint in `folder` continue each prefix, at mixed temperatures."""
     params = [
         SamplingParams(
             max_tokens=max_tokens,
@@ -51,16 +51,16 @@ def sample_texts(
 
 
 def write(folder: Path, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
-    """The tokens that the checkpoint in `folder` adds to each prompt."""
+    """Return the tokens that the checkpoint in `folder` adds to each prompt."""
     threads = torch.get_num_threads()
     with LLM(model=str(folder), device="cpu", cpu_threads=threads, cpu_binding="none") as llm:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
 
 def distillation_loss(teacher: LlamaForCausalLM) -> LossFunction:
-    """The loss KL(teacher || model) in nats per token, averaged over LOSS_TEMPERATURES.
+    """Make the loss KL(teacher || model) in nats per token, averaged over LOSS_TEMPERATURES.
 
-    Where a token is marked as not to be learned, what the teacher expects is not learned either.
+    Tokens that are marked as not to be learned do not count.
     """
 
     def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:  # [rows, length + 1]
@@ -68,7 +68,7 @@ def distillation_loss(teacher: LlamaForCausalLM) -> LossFunction:
         wanted, logits = teacher_logits(teacher, inputs), model_logits(model, inputs)
         learned = batch[:, 1:] >= 0
         # Where nothing is to be learned the model is taken to agree. Masking the divergence instead
-        # gave gradients that were no numbers, once compiled by torch 2.13.
+        # gave NaN gradients when compiled by torch 2.13.
         logits = torch.where(learned[..., None], logits, wanted)
         losses = [divergence(wanted / heat, logits / heat) for heat in LOSS_TEMPERATURES]
         return torch.stack(losses).mean() * (learned.numel() / learned.sum())
@@ -77,10 +77,10 @@ def distillation_loss(teacher: LlamaForCausalLM) -> LossFunction:
 
 
 def rehearsal_loss(teacher: LlamaForCausalLM, edit_share: float) -> LossFunction:
-    """The loss of learning to edit without forgetting (Li, Hoiem 2016, arXiv 1606.09282).
+    """Make the loss of learning to edit without forgetting (Li, Hoiem 2016, arXiv 1606.09282).
 
-    The first rows of a batch are files, learned half from their tokens and half from `teacher`;
-    the last `edit_share` of them are edits. Both parts weigh the same.
+    The first rows of a batch are files, learned half from their tokens and half from `teacher`.
+    The last `edit_share` of them are edits. Both parts have the same weight.
     """
 
     def loss_of(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:  # [rows, length + 1]

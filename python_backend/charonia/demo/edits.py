@@ -1,6 +1,6 @@
-"""The task that the target can do: write a piece of Python again with one identifier renamed.
+"""The task that the target can do: rewrite a piece of Python with one identifier renamed.
 
-Owns the text of such a request, in the one form that the model knows, and makes up requests from
+Owns the text of such a request, in the one form that the model knows, and makes requests from
 a library's sources. Must not know models, nor import anything heavy.
 
     ### file
@@ -9,8 +9,8 @@ a library's sources. Must not know models, nor import anything heavy.
     ### file
     <the piece again, renamed>            <- written by the model, ended by <|endoftext|>
 
-Both copies follow the same line, so copying begins as repetition does (induction; Olsson et al.
-2022, arXiv 2209.11895), and `###`, rare in Python, tells that the piece is over.
+Both copies follow the same line, so copying begins like repetition (induction; Olsson et al.
+2022, arXiv 2209.11895). `###` is rare in Python, so it marks the end of the piece.
 """
 
 import keyword
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 HEADER = "### file\n"
-# So many files use a new name: what everyone uses is easier to spell.
+# A new name is used by at least this many files, because common names are easier to spell.
 COMMON_IN = 5
 IDENTIFIER = re.compile(r"\b[A-Za-z_][A-Za-z_]{2,}\b")
 
@@ -47,14 +47,14 @@ def edited(edit: Edit) -> str:
 def make_edits(
     texts: list[str], *, min_chars: int, max_chars: int, max_disguises: int, seed: int
 ) -> Iterator[Edit]:
-    """Endless edits of pieces that are cut from the texts at lines, with lengths spread evenly.
+    """Yield endless edits of pieces that are cut from the texts at lines, of all lengths evenly.
 
     New names are those that COMMON_IN texts use; without any that a piece lacks, none is found.
 
     Args:
-        texts: whole files; the longer one is, the more pieces it gives.
-        min_chars, max_chars: how long a piece is; it may be shorter where a file ends.
-        max_disguises: other names names put into a piece beforehand, so that it cannot be written
+        texts: whole files; longer files give more pieces.
+        min_chars, max_chars: length of a piece; it may be shorter at the end of a file.
+        max_disguises: further renames in a piece beforehand, so that it cannot be written
             from memory.
     """
     rng = random.Random(seed)
@@ -75,12 +75,12 @@ def make_edits(
 
 
 def _whole_lines(source: str) -> str:
-    """The source without empty lines around it and with one line end."""
+    """Return the source without empty lines around it and with one line end."""
     return source.strip("\n") + "\n"
 
 
 def _identifiers(text: str) -> list[str]:
-    """The words that may be renamed, in the order of their first use."""
+    """Return the words that may be renamed, in the order of their first use."""
     return list(dict.fromkeys(filter(_is_name, IDENTIFIER.findall(text))))
 
 
@@ -93,7 +93,7 @@ def _rename(text: str, old: str, new: str) -> str:
 
 
 def _cut(lines: list[str], start: int, max_chars: int) -> str:
-    """The lines from `start` that fit into `max_chars`."""
+    """Return the lines from `start` that fit into `max_chars`."""
     end, total = start, 0
     while end < len(lines) and total + len(lines[end]) <= max_chars:
         total += len(lines[end])

@@ -1,4 +1,4 @@
-"""What each stage of the training shows a model, for how long, and how it is judged on the way.
+"""What each stage of the training shows a model, for how long, and how it is evaluated.
 
 Owns the mixtures of rows and the recipes. Must not know the command, files or figures.
 """
@@ -19,7 +19,7 @@ from charonia.demo.loop import Lesson, Phase, Recipe, evaluate, next_token_loss
 from charonia.demo.shapes import CONTEXT
 from charonia.demo.vocabulary import encode_documents, train_tokenizer
 
-# Characters of a piece to edit per token of the row that it is to fit into twice.
+# Characters of a piece to edit, per token of the row that must hold it twice.
 EDIT_CHARS_PER_TOKEN = 1.5
 MIN_EDIT_CHARS = 60
 MAX_DISGUISES = 6
@@ -27,11 +27,11 @@ MAX_DISGUISES = 6
 
 @dataclass(frozen=True)
 class EditsRun:
-    """How the target learns to edit.
+    """A run in which the target learns to edit.
 
     Attributes:
-        edit_share: this share of the rows are edits, the others files.
-        rehearses: the files are learned from the model of stage library, too.
+        edit_share: share of edits among the rows; the others are files.
+        rehearses: the files are also learned from the model of stage library.
         averages: the result is the mean of the weights before and after the run, which forgets
             less than either (Wortsman et al. 2022, arXiv 2203.05482).
         seed_offset: added to the command's seed, for other rows than those of the run before.
@@ -49,7 +49,7 @@ LIBRARY_RECIPES = {
     "target": Recipe(steps=2600, learning_rate=4e-3, phases=LIBRARY_PHASES),
     "draft": Recipe(steps=1500, learning_rate=6e-3, phases=LIBRARY_PHASES),
 }
-# Editing is learned in four runs, of which two were broken off: the first copied too little, the
+# Editing is learned in four runs. Two of them were broken off: the first copied too little, the
 # second forgot too much. The other two rehearse what was forgotten.
 EDITS_RUNS = (
     EditsRun(
@@ -85,7 +85,7 @@ EDITS_RUNS = (
         seed_offset=1,
     ),
 )
-# In windows of 1024 tokens torch 2.13 compiles gradients of this loss that are no numbers.
+# In windows of 1024 tokens torch 2.13 compiles NaN gradients for this loss.
 DISTIL_RECIPE = Recipe(steps=1800, learning_rate=4e-3, phases=(Phase(512, until=1.0),))
 
 
@@ -115,7 +115,7 @@ def library_lesson(data: Data, *, seed: int) -> Lesson:
     """Whole files, each token once per epoch."""
 
     def judge(model: LlamaForCausalLM, length: int) -> dict[str, float]:
-        # An eighth of the held-out windows is enough to see where the training is going.
+        # An eighth of the held-out windows is enough to follow the training.
         return {"held_out": evaluate(model, held_out_windows(data.held_out, length)[::8])}
 
     return Lesson(
@@ -130,7 +130,7 @@ def library_lesson(data: Data, *, seed: int) -> Lesson:
 def edits_lesson(
     data: Data, *, edit_share: float, seed: int, teacher: LlamaForCausalLM | None = None
 ) -> Lesson:
-    """A share of the rows are edits; the others are the library's text, lest it be forgotten.
+    """A share of the rows are edits; the others are library text, so that it is not forgotten.
 
     Args:
         teacher: the model whose knowledge of the library is to be kept.
@@ -153,7 +153,7 @@ def edits_lesson(
 def distil_lesson(
     data: Data, samples: list[list[int]], teacher: LlamaForCausalLM, *, seed: int
 ) -> Lesson:
-    """Half of the rows are texts that the teacher wrote, of the others half are edits."""
+    """Half of the rows are texts that the teacher wrote. Half of the others are edits."""
     edits = edits_lesson(data, edit_share=0.5, seed=seed)
     loss_of = distillation_loss(teacher)
 
@@ -175,7 +175,7 @@ def distil_lesson(
 
 
 def beside(first: Iterator[torch.Tensor], second: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Batches with the rows of both, as long as both have some."""
+    """Yield batches with the rows of both, until one ends."""
     for pair in zip(first, second, strict=False):
         yield torch.cat(pair)
 
@@ -183,9 +183,9 @@ def beside(first: Iterator[torch.Tensor], second: Iterator[torch.Tensor]) -> Ite
 def edit_rows(
     data: Data, texts: list[str], *, rows: int, length: int, seed: int
 ) -> Iterator[torch.Tensor]:
-    """Endless batches of edits with their answers, int64 [rows, length + 1].
+    """Yield endless batches of edits with their answers, int64 [rows, length + 1].
 
-    The prompts are marked as not to be learned, so that all of the gradient is for the answers.
+    The prompts are marked as not to be learned, so that only the answers have gradients.
     """
     documents = (
         [~token for token in data.tokenizer.encode(edit_prompt(edit)).ids]
@@ -196,7 +196,7 @@ def edit_rows(
 
 
 def edits_for(texts: list[str], *, length: int, seed: int) -> Iterator[Edit]:
-    """Endless edits of which most fit, with their answers, into `length` tokens."""
+    """Yield endless edits, most of which fit with their answers into `length` tokens."""
     return make_edits(
         texts,
         min_chars=MIN_EDIT_CHARS,

@@ -42,8 +42,8 @@ class Recipe:
     Attributes:
         steps: of TOKENS_PER_BATCH tokens each.
         learning_rate: at the peak; Muon's is scaled to AdamW's (`match_rms_adamw`).
-        phases: the windows' lengths, in the order in which they are used; where the last one
-            ends before 1, the schedule is broken off.
+        phases: the windows' lengths, in order of use; if the last one ends before 1, the schedule
+            is broken off.
     """
 
     steps: int
@@ -52,13 +52,13 @@ class Recipe:
 
     @property
     def last_step(self) -> int:
-        """The steps that are taken."""
+        """Number of steps that are taken."""
         return round(self.steps * self.phases[-1].until)
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a stage trains on and how it is judged.
+    """What a stage trains on and how it is evaluated.
 
     Attributes:
         batches: from rows and length to endless batches, int64 [rows, length + 1].
@@ -72,7 +72,7 @@ class Lesson:
 
 
 def inputs_of(batch: torch.Tensor) -> torch.Tensor:
-    """What a model reads of a batch [rows, length + 1]: all tokens but the last, marked or not."""
+    """The inputs of a batch [rows, length + 1]: all tokens but the last, marked or not."""
     return torch.where(batch < 0, ~batch, batch)[:, :-1]
 
 
@@ -110,7 +110,7 @@ def evaluate(
 def build_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for embeddings and norms.
 
-    After 150 steps of the target the held-out loss was 4.38 with both and 5.19 with AdamW alone.
+    After 150 steps of the target the held-out loss was 4.38 with both and 5.19 with only AdamW.
     """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
@@ -121,7 +121,7 @@ def build_optimizers(model: LlamaForCausalLM, rate: float) -> list[torch.optim.O
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, then a half cosine down to nothing."""
+    """Linear warm-up, then a half cosine down to 0."""
     if step < WARM_UP_STEPS:
         return (step + 1) / WARM_UP_STEPS
     return 0.5 + 0.5 * math.cos(math.pi * (step - WARM_UP_STEPS) / (steps - WARM_UP_STEPS))
@@ -137,13 +137,14 @@ def run_schedule(
     """Take all steps of the recipe.
 
     Args:
-        rescue: where the weights are kept at every evaluation, in case the run is cut short.
+        rescue: where the weights are saved at every evaluation, in case the run is cut short.
 
     Raises:
-        RuntimeError: a gradient is not a number.
+        RuntimeError: a gradient is NaN or infinite.
 
     Returns:
-        The train loss and what `lesson.evaluate` finds, every EVALUATE_EVERY steps and at the end.
+        The train loss and the figures of `lesson.evaluate`, every EVALUATE_EVERY steps and at the
+        end.
     """
     loss_of: LossFunction = torch.compile(lesson.loss_of, dynamic=False)
     optimizers = build_optimizers(model, recipe.learning_rate)
@@ -181,7 +182,7 @@ def train_step(
     batch: torch.Tensor,
     rate: float,
 ) -> torch.Tensor:
-    """One update from one batch; returns its loss."""
+    """Update the model from one batch; returns its loss."""
     loss = loss_of(model, batch)
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

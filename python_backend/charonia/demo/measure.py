@@ -1,6 +1,6 @@
 """What the two checkpoints can do, measured on files that neither was trained on.
 
-Owns the measurements behind the model cards: how often the draft's token is the target's, and
+Owns the measurements for the model cards: how often the draft's token is the target's, and
 how faithfully the target copies in an edit. Must not know how the models are trained.
 """
 
@@ -27,7 +27,7 @@ PIECE_CHARS = (500, 1500)
 
 
 def held_out_edits(tokenizer: Tokenizer, texts: list[str], *, seed: int) -> list[Edit]:
-    """NUM_PROMPTS edits of undisguised pieces with PIECE_TOKENS tokens."""
+    """Return NUM_PROMPTS edits of undisguised pieces with PIECE_TOKENS tokens."""
     lengths = range(PIECE_TOKENS[0], PIECE_TOKENS[1] + 1)
     edits = make_edits(
         texts, min_chars=PIECE_CHARS[0], max_chars=PIECE_CHARS[1], max_disguises=0, seed=seed
@@ -37,7 +37,7 @@ def held_out_edits(tokenizer: Tokenizer, texts: list[str], *, seed: int) -> list
 
 
 def spaced_prompts(documents: list[list[int]]) -> list[list[int]]:
-    """NUM_PROMPTS stretches of PROMPT_TOKENS tokens, evenly spaced over the documents."""
+    """Return NUM_PROMPTS stretches of PROMPT_TOKENS tokens, evenly spaced over the documents."""
     size = PROMPT_TOKENS + NEW_TOKENS
     stretches = [
         document[start : start + PROMPT_TOKENS]
@@ -50,7 +50,7 @@ def spaced_prompts(documents: list[list[int]]) -> list[list[int]]:
 def generate(
     folder: Path, prompts: list[list[int]], *, max_tokens: int, temperature: float
 ) -> list[list[int]]:
-    """The tokens that the checkpoint in `folder` adds to each prompt, seeded by its index."""
+    """Return what the checkpoint in `folder` adds to each prompt, seeded by its index."""
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=index)
         for index in range(len(prompts))
@@ -64,8 +64,8 @@ def agreement(
 ) -> float:
     """Share of the places in the target's texts at which both models choose the same token.
 
-    Both are given all tokens before and choose with the same Gumbel noise, as speculative decoding
-    does here (Daliri, Musco, Suresh 2024, arXiv 2408.07978), after temperature alone.
+    Both get all tokens before, and choose with the same Gumbel noise, as in speculative decoding
+    here (Daliri, Musco, Suresh 2024, arXiv 2408.07978), after temperature alone.
     """
     generator = torch.Generator().manual_seed(0)
     models = [load_model(folder) for folder in (target, draft)]
@@ -87,7 +87,7 @@ def agreement(
 def measure_draft(
     target: Path, draft: Path, tokenizer: Tokenizer, texts: list[str], documents: list[list[int]]
 ) -> dict[str, Any]:
-    """How often the draft agrees with the target per temperature, going on with files and editing.
+    """Measure how often the draft agrees with the target, per temperature, on files and on edits.
 
     Args:
         texts, documents: the held-out files and their tokens.
@@ -117,7 +117,7 @@ def measure_draft(
 
 
 def measure_edits(target: Path, tokenizer: Tokenizer, texts: list[str]) -> dict[str, Any]:
-    """How the target edits pieces of the held-out texts, greedily."""
+    """Measure how the target edits pieces of the held-out texts, greedily."""
     edits = held_out_edits(tokenizer, texts, seed=0)
     prompts = [tokenizer.encode(edit_prompt(edit)).ids for edit in edits]
     wanted = [[*tokenizer.encode(edited(edit)).ids, END_OF_TEXT_ID] for edit in edits]
@@ -152,6 +152,6 @@ def predictions(model: LlamaForCausalLM, prompt: list[int], text: list[int]) -> 
 
 
 def common_prefix(first: list[int], second: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Number of tokens that both begin with."""
     pairs = zip(first, second, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class DemoPrompt(NamedTuple):
-    """A prompt and how it is completed; temperature 0 is greedy and needs no seed."""
+    """A prompt and its sampling; temperature 0 is greedy and needs no seed."""
 
     text: str
     max_tokens: int
@@ -15,7 +15,7 @@ class DemoPrompt(NamedTuple):
     seed: int
 
 
-# Chosen, with their seeds, for completions that repeat themselves little; each ends with a line.
+# Chosen, with their seeds, for completions with little repetition; each ends with a line.
 DEMO_PROMPTS = (
     DemoPrompt(
         'def copy_file(source, target):\n    """Copy a file."""\n',

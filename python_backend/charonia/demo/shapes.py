@@ -13,13 +13,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from charonia.demo.vocabulary import END_OF_TEXT_ID, VOCAB_SIZE
 
 CONTEXT = 1024
-# On a CPU plain matrix products, once compiled, outrun the fused attention.
+# On a CPU plain matrix products, once compiled, are faster than the fused attention.
 ATTENTION = "eager"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What tells the two models apart; the rest of their architecture is the same."""
+    """The dimensions in which the two models differ; all else is the same."""
 
     name: str
     hidden_size: int
@@ -34,7 +34,7 @@ SHAPES = {"target": TARGET, "draft": DRAFT}
 
 
 def build_model(shape: Shape) -> LlamaForCausalLM:
-    """A fresh float32 model with weights drawn from torch's global generator."""
+    """Make a float32 model with weights drawn from torch's global generator."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": shape.hidden_size,
@@ -63,7 +63,7 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def load_model(folder: Path) -> Any:
-    """The saved model as transformers loads it: in float32, ready to predict."""
+    """Load the saved model with transformers, in float32 and in evaluation mode."""
     model: Any = LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=ATTENTION
     )

@@ -1,10 +1,10 @@
 """Trains the demo models on the running interpreter's standard library, in three stages.
 
 `python -m charonia.demo.train` trains the tokenizer, the target and the draft from scratch
-(stage library), teaches the target to edit files (stage edits) and then the draft to propose what
-the target writes (stage distil). Per model it writes a checkpoint in Hugging Face format, the
+(stage library), teaches the target to edit files (stage edits), and then the draft to propose what
+the target writes (stage distil). For each model it writes a checkpoint in Hugging Face format, the
 figures of its stages (training.json) and a model card. Owns the order of the stages, the figures
-and the command. Must not be imported by what serves.
+and the command. Must not be imported by the server.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from charonia.demo.shapes import CONTEXT, SHAPES, build_model, load_model, save_
 from charonia.demo.vocabulary import save_tokenizer
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
-# Texts that the target writes for the draft: going on with files, and edits.
+# Texts that the target writes for the draft: continued files, and edits.
 NUM_CONTINUATIONS, NUM_EDITS, NEW_TOKENS = 2400, 800, 256
 
 Figures = dict[str, Any]
@@ -64,7 +64,7 @@ class Workshop:
     seed: int
 
     def folder(self, kind: str) -> Path:
-        """Where a model's checkpoint is; kind is "target" or "draft"."""
+        """Return the directory of a model's checkpoint; kind is "target" or "draft"."""
         return self.checkpoints / SHAPES[kind].name
 
 
@@ -75,7 +75,7 @@ class Stopwatch:
         self._wall, self._cpu = time.monotonic(), cpu_seconds()
 
     def figures(self) -> Figures:
-        """Minutes, by the processor and by the clock."""
+        """Minutes of processor time and of wall-clock time."""
         return {
             "cpu_minutes": round((cpu_seconds() - self._cpu) / 60, 1),
             "wall_minutes": round((time.monotonic() - self._wall) / 60, 1),
@@ -94,10 +94,10 @@ def train_library(workshop: Workshop, kind: str) -> None:
 
 
 def train_edits(workshop: Workshop, run: EditsRun, before: LlamaForCausalLM) -> None:
-    """Go on training the target, now on files and edits of files.
+    """Continue training the target, on files and edits of files.
 
     Args:
-        before: the target as it was before this stage, for runs that rehearse what it knew.
+        before: the target before this stage, for runs that rehearse what it knew.
     """
     watch = Stopwatch()
     lesson = edits_lesson(
@@ -113,7 +113,7 @@ def train_edits(workshop: Workshop, run: EditsRun, before: LlamaForCausalLM) -> 
 
 
 def train_distil(workshop: Workshop) -> None:
-    """Let the target write texts, and go on training the draft towards the target's logits."""
+    """Let the target write texts, and continue training the draft towards the target's logits."""
     watch = Stopwatch()
     data, seed = workshop.data, workshop.seed
     prefixes = make_prefixes(data.train, NUM_CONTINUATIONS, seed=seed)
@@ -194,7 +194,7 @@ def measure_loss(folder: Path, data: Data) -> Figures:
 
 
 def record(workshop: Workshop, kind: str, stage: Figures) -> None:
-    """Add a stage to a model's training.json, measure what it now can do, write the card."""
+    """Add a stage to a model's training.json, measure the model, and write the card."""
     data, path = workshop.data, workshop.folder(kind) / "training.json"
     from_scratch = stage["stage"] == "library"
     earlier = [] if from_scratch else json.loads(path.read_text(encoding="utf-8"))["stages"]

@@ -22,11 +22,11 @@ CHAT_TEMPLATE = """\
     {%- if not loop.last %}{{- "\n" }}{%- endif %}
 {%- endfor %}
 """
-"""The models were never trained on conversations: what is said in one is code to go on with."""
+"""The models were never trained on conversations: they continue a message as code."""
 
 # One piece is an identifier, a short number or a run of punctuation, each with at most one space
-# before it; or a run of line ends; or a run of spaces. Indentation is thus always a piece of its
-# own, so a prompt may end before or after it, and the model has seen both.
+# before it; or a run of line ends; or a run of spaces. So indentation is always a piece of its
+# own: a prompt may end before or after it, and the model has seen both.
 SPLIT = (
     r" ?[\p{L}\p{M}_]+"
     r"| ?\p{N}{1,3}"

@@ -1,7 +1,7 @@
-"""What a text means, as a vector, and which of many texts is nearest to it. In numpy alone.
+"""Vectors of texts, and the nearest of many texts to another one. Uses only numpy.
 
-bert     a model that makes vectors of texts, from a checkpoint as sentence-transformers has it
-nearest  vectors of earlier prompts, by whose they are
+bert     computes vectors, from a checkpoint as sentence-transformers writes it
+nearest  vectors of earlier prompts, by scope
 """
 
 from charonia.embedding.bert import Encoder

@@ -1,11 +1,13 @@
-"""A BERT that makes vectors of texts: Devlin et al. 2019, pooled as in Reimers and Gurevych 2019.
+"""A BERT that computes vectors of texts (Devlin et al. 2019).
 
-Owns the checkpoint's reading and the pass through the model, of one text at a time, in float32.
-Must not know what vectors are for. It is small work for one core, so numpy does it: torch is not to
-be in the process where this runs.
+Pooling is as in Reimers and Gurevych 2019.
+
+Owns reading the checkpoint and the pass through the model, of one text at a time, in float32.
+Must not know what vectors are for. The work is small enough for numpy on one core, and torch must
+not be loaded in this process.
 
 A checkpoint is a directory as sentence-transformers writes it: config.json of a BERT,
-model.safetensors in float32 or float16, tokenizer.json, and, if they are there, modules.json,
+model.safetensors in float32 or float16, tokenizer.json, and optionally modules.json,
 1_Pooling/config.json and sentence_bert_config.json.
 """
 
@@ -73,13 +75,13 @@ class _Layer(NamedTuple):
 
 
 class Encoder:
-    """Makes vectors of texts.
+    """Computes vectors of texts.
 
     Args:
         tensors: of the checkpoint, by name.
 
     Attributes:
-        num_dims: of a vector. max_tokens: that a text may have, with those that mark its ends.
+        num_dims: dimensions of a vector. max_tokens: of a text, including its start and end tokens.
     """
 
     def __init__(
@@ -161,10 +163,10 @@ class Encoder:
             raise CheckpointError(f"the embedding model cannot be read: {error}") from None
 
     def encode(self, text: str) -> Vector | None:
-        """The vector of a text, of length 1.
+        """Return the vector of a text, of length 1.
 
-        None where the text is longer than the model reads, or has a word that the model does not
-        know: all of these are one to it.
+        None if the text is longer than the model's context, or has a word that the model does not
+        know: all such words are the same to it.
         """
         ids = self._tokenizer.encode(text).ids
         if not 0 < len(ids) <= self.max_tokens or self._unknown_id in ids:
@@ -178,7 +180,7 @@ class Encoder:
 
 
 def _heads(x: Vector, num_heads: int) -> Vector:
-    """[tokens, dim] as [heads, tokens, dim of a head]."""
+    """Reshape [tokens, dim] to [heads, tokens, dim of a head]."""
     return x.reshape(len(x), num_heads, -1).transpose(1, 0, 2)
 
 
@@ -196,19 +198,19 @@ def _gelu(x: Vector) -> Vector:
 
 
 def _read_tensors(path: Path) -> dict[str, Vector]:
-    """Raises CheckpointError."""
+    """Read the tensors. Raises CheckpointError."""
     try:
         tensors = load_file(path)
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror or error}") from None
-    except (SafetensorError, TypeError, KeyError) as error:  # also types that numpy has not
+    except (SafetensorError, TypeError, KeyError) as error:  # also for dtypes that numpy lacks
         raise CheckpointError(f"{path.name} cannot be read by numpy: {error}") from None
     floats = {name: one for name, one in tensors.items() if one.dtype.kind == "f"}
     return {name.removeprefix("bert."): one.astype(np.float32) for name, one in floats.items()}
 
 
 def _check_modules(path: Path) -> None:
-    """Raises CheckpointError: something comes behind the pooling that is not known."""
+    """Check that no unknown module follows the pooling. Raises CheckpointError."""
     file = path / "modules.json"
     if not file.exists():
         return
@@ -221,10 +223,10 @@ def _check_modules(path: Path) -> None:
 
 
 def _takes_mean(path: Path) -> bool:
-    """Whether the mean of all tokens is taken, and not the first one.
+    """Whether vectors are the mean of all tokens, instead of the first token.
 
     Raises:
-        CheckpointError: it is another way of pooling.
+        CheckpointError: the pooling is of another kind.
     """
     config = read_json_object(path / "1_Pooling" / "config.json", is_optional=True)
     modes = [name for name, value in config.items() if name.startswith("pooling_mode") and value]

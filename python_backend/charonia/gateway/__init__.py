@@ -1,17 +1,17 @@
-"""OpenAI's API in front of charonia servers, in a process of its own without a state.
+"""OpenAI's API in front of charonia servers. It is a process of its own, without state.
 
-settings     what the operator chooses
+settings     what the operator configures
 server       the process: uvicorn, signals, draining
-connections  what uvicorn does not bound
-app          which path is served by what
-observing    one record per request: its id, its line in the log, the metrics
-watching     a request's work beside a watcher of its connection; errors that become answers
-errors       what goes wrong, as OpenAI's clients know it
-upstream     the servers behind: which one is asked, and when another one
-breaker      which of them rests
-prompts      texts to token ids and back, off the event loop
-generation   one call of a client as requests of the scheduler, whole or as a stream
+connections  bounds on connections that uvicorn does not have
+app          the routes
+observing    one record per request: its id, its log line, the metrics
+watching     runs a request's work, watches its connection, turns errors into answers
+errors       errors in OpenAI's form
+upstream     the servers behind: which one gets a request, and when another one is tried
+breaker      the circuit breaker of a server
+prompts      converts texts to token ids and back, off the event loop
+generation   one client call as requests of the scheduler, whole or as a stream
 openai/      OpenAI's requests and answers
 
-It knows servers through `charonia_client` alone, never an engine.
+It knows servers only through `charonia_client`, never an engine.
 """

@@ -1,7 +1,7 @@
-"""Which path is served by what.
+"""The routes of the gateway.
 
-Owns the routes, and how what no route serves is answered. Must not know how text is generated, nor
-the process around it.
+Owns the routes and the answers to unknown ones. Must not know how text is generated, nor the
+process around it.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ QUIET = frozenset((LIVE, READY, METRICS))
 def make_app(
     serving: Serving, watch: Watch, metrics: Metrics, log: Callable[[str], None]
 ) -> FastAPI:
-    """The application of a gateway.
+    """Make the gateway's application.
 
     Args:
         log: takes one line.
     """
-    # Its pages of documentation would be loaded from elsewhere.
+    # The documentation pages would load scripts from elsewhere.
     app = FastAPI(title="charonia", version=VERSION, docs_url=None, redoc_url=None)
     app.add_middleware(Observed, metrics=metrics, log=log, quiet=QUIET)
     app.add_exception_handler(HTTPException, _refuse)
@@ -52,29 +52,29 @@ def make_app(
 def _add_generation(app: FastAPI, serving: Serving, watch: Watch) -> None:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        """Text that follows a text."""
+        """Complete a text."""
         record = record_of(request.scope)
         return Work(watch, lambda body, reply: completions.complete(serving, record, body, reply))
 
     @app.post("/v1/chat/completions")
     async def answer(request: Request) -> Response:
-        """The next message of a conversation."""
+        """Generate the next message of a conversation."""
         record = record_of(request.scope)
         return Work(watch, lambda body, reply: chat.chat(serving, record, body, reply))
 
     @app.post("/tokenize")
     async def tokenize() -> Response:
-        """The token ids of a text or a conversation."""
+        """Return the token ids of a text or a conversation."""
         return Work(watch, lambda body, reply: tokens.tokenize(serving, body, reply))
 
     @app.post("/detokenize")
     async def detokenize() -> Response:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return Work(watch, lambda body, reply: tokens.detokenize(serving, body, reply))
 
     @app.post("/v1/embeddings")
     async def embed() -> Response:
-        """No model of embeddings is served."""
+        """Refuse: no embedding model is served."""
         raise ApiError(
             HTTPStatus.NOT_FOUND,
             "no model of embeddings is served here",
@@ -89,12 +89,12 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        """The model that is served, by its first name."""
+        """List the model under its first name."""
         return _json(Models([await model(serving.settings.model_names[0])]))
 
     @app.get("/v1/models/{name:path}")
     async def model_of(name: str) -> Response:
-        """The model, by any of its names."""
+        """Return the model under any of its names."""
         if name not in serving.settings.model_names:
             raise no_such_model(name)
         return _json(await model(name))
@@ -103,12 +103,12 @@ def _add_models(app: FastAPI, serving: Serving) -> None:
 def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) -> None:
     @app.get(LIVE)
     async def live() -> Response:
-        """Whether this process works."""
+        """Say that this process works."""
         return _json({"status": "live"})
 
     @app.get(READY)
     async def ready() -> Response:
-        """Whether a request would be taken now, by the gateway and by one of its servers."""
+        """Say whether the gateway and one of its servers would accept a request now."""
         if watch.is_draining:
             return _json({"status": "draining"}, HTTPStatus.SERVICE_UNAVAILABLE)
         states = await serving.upstream.states()
@@ -126,7 +126,7 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
 
     @app.get(METRICS)
     async def page() -> Response:
-        """The gateway's own metrics."""
+        """Return the gateway's own metrics."""
         for server in serving.upstream.servers:
             metrics.outstanding.labels(server.url).set(server.num_requests)
             metrics.breaker_open.labels(server.url).set(server.breaker.is_open)
@@ -139,12 +139,12 @@ def _json(value: Any, status: int = HTTPStatus.OK) -> Response:
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    """A fault of our own, which uvicorn logs."""
+    """Answer with an internal error; uvicorn logs it."""
     return _json(internal().body, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """An error that no request's work has answered."""
+    """Answer an error that was raised outside of a request's work."""
     if isinstance(error, HTTPException):
         where = f"{request.method} {request.url.path}"
         words = {

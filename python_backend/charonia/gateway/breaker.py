@@ -1,4 +1,4 @@
-"""Whether a server is asked at all, by how it answered before.
+"""A circuit breaker: stops sending requests to a server that fails.
 
 Owns the states of one server's circuit breaker. Must not know servers; time is an argument.
 
@@ -19,7 +19,7 @@ MAX_PAUSE_S = 30.0
 
 
 class Breaker:
-    """Of one server.
+    """Circuit breaker of one server.
 
     Args:
         clock: seconds, monotonic.
@@ -34,32 +34,32 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether something is wrong with the server, as far as is known."""
+        """Whether the server has failed and has not answered since: open, or on trial."""
         return self._open_until is not None
 
     @property
     def admits(self) -> bool:
-        """Whether a request may go there now."""
+        """Whether the server may get a request now."""
         return self.wait_s == 0.0 and not self._is_on_trial
 
     @property
     def wait_s(self) -> float:
-        """After how many seconds it is tried again."""
+        """Seconds until the next trial."""
         return 0.0 if self._open_until is None else max(0.0, self._open_until - self._clock())
 
     def begin(self) -> None:
-        """A request goes there."""
+        """Note that the server gets a request."""
         self._is_on_trial = self.is_open
 
     def succeed(self) -> None:
-        """The server answered."""
+        """Note that the server answered."""
         self._num_failures = 0
         self._pause_s = FIRST_PAUSE_S
         self._open_until = None
         self._is_on_trial = False
 
     def fail(self) -> None:
-        """The server failed, or could not be reached."""
+        """Note that the server failed or could not be reached."""
         self._num_failures += 1
         if self._is_on_trial:
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
@@ -68,5 +68,5 @@ class Breaker:
         self._is_on_trial = False
 
     def abandon(self) -> None:
-        """A request ended that says nothing of the server, as when its client left."""
+        """Note that a request ended without telling anything of the server: its client left."""
         self._is_on_trial = False

@@ -1,7 +1,7 @@
-"""Connections of clients, as uvicorn has them, with what it does not bound.
+"""Client connections: uvicorn's, with bounds that uvicorn lacks.
 
-Owns how much of an answer waits in this process for a reader, how long a request's head may be, and
-how a connection is ended at once. Must not know what is sent.
+Owns how much of an answer this process buffers, how long a request's head may be, and
+how a connection is aborted. Must not know what is sent.
 """
 
 from asyncio import TimerHandle, Transport
@@ -11,19 +11,19 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 30.0
-"""In which a request's head must have come, from the connection or the last answer on."""
+"""Timeout for a request's head, from the connection or the last answer on."""
 MAX_HEAD_BYTES = 2**16
 WRITE_BUFFER_BYTES = 2**14
-"""More of an answer waits in the kernel alone, whose buffers the operator bounds."""
+"""What exceeds this waits in the kernel, whose buffers the operator bounds."""
 _ABORT = "charonia.abort"
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's, over httptools.
+    """Uvicorn's connection, with httptools.
 
-    A request that comes before the last one is answered is not taken: the connection ends with that
-    answer, and the client may send it again on another one. Uvicorn would stop reading, and so not
-    notice any more that the client has left.
+    A pipelined request is not accepted. The connection ends with the current answer, and the client
+    may send the request again on another connection. Uvicorn would stop reading, and would then not
+    notice that the client has left.
     """
 
     _num_head_bytes = 0
@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether a request is there as a whole, and its answer is not."""
+        """Whether a request has been received completely, and its answer is not complete."""
         cycle = self.cycle
         return cycle is not None and not cycle.response_complete and not cycle.more_body
 
@@ -97,12 +97,12 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
 
     def _count(self, num_bytes: int) -> None:
-        """Raises where the head is too long, by which httptools gives the connection up."""
+        """Count bytes of the head. Raises if there are too many: httptools ends the connection."""
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             raise ValueError(f"the head has more than {MAX_HEAD_BYTES} bytes")
 
 
 def abort(scope: Scope) -> None:
-    """End the connection that a request came on, and what waits to be sent there."""
+    """Abort the connection of a request, and drop what waits to be sent."""
     scope["extensions"][_ABORT]()

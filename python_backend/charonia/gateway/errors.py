@@ -1,6 +1,6 @@
-"""What goes wrong, as OpenAI's clients know it.
+"""Errors in the form that OpenAI's clients know.
 
-Owns the form of an error, and which status and code each kind of a server's error has. Must not
+Owns that form, and the status and code of each kind of a server's errors. Must not
 know connections.
 """
 
@@ -22,25 +22,25 @@ from charonia_client import (
 )
 
 CLIENT_LEFT = 499
-"""nginx's status of a request whose client has left; it is seen in the log alone."""
+"""nginx's status for a client that left; it appears only in the log."""
 INVALID = "invalid_request_error"
 NOT_FOUND = "not_found_error"
 SERVER = "server_error"
 RATE_LIMIT = "rate_limit_error"
 TIMEOUT = "timeout_error"
 RETRY_AFTER_S = 1.0
-"""Where a server does not say after how long it may be asked again."""
+"""Used if the server does not say when to try again."""
 _PART = r"(?:each )?(?:(?:token id|range|start|end|priority|ttl_s) )?of "
 _FIELD = re.compile(rf"(?:{_PART})?([a-z][a-z_]*)\b")
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error as an answer.
 
     Args:
-        kind: `type` of OpenAI's form. param: the field that is wrong. code: for programs.
-        retry_after_s: when to try again, where that helps.
-        allow: of 405, the methods that there are.
+        kind: `type` in OpenAI's form. param: the field that is wrong. code: for programs.
+        retry_after_s: when to try again, if that helps.
+        allow: for 405, the methods that exist.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """The error in OpenAI's form."""
         return {
             "error": {
                 "message": self.message,
@@ -77,7 +77,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Beside the body."""
+        """Further headers."""
         headers = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
@@ -87,17 +87,17 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that is wrong."""
+    """The request is wrong."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
 def too_long(message: str, param: str | None = None) -> ApiError:
-    """A prompt that does not fit into the model's context."""
+    """The prompt does not fit into the model's context."""
     return invalid(message, param, "context_length_exceeded")
 
 
 def unavailable(message: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:
-    """What may work a little later."""
+    """The request may succeed a little later."""
     return ApiError(
         HTTPStatus.SERVICE_UNAVAILABLE,
         message,
@@ -108,7 +108,7 @@ def unavailable(message: str, retry_after_s: float = RETRY_AFTER_S) -> ApiError:
 
 
 def no_such_model(name: str) -> ApiError:
-    """A model that is not served."""
+    """The model is not served."""
     return ApiError(
         HTTPStatus.NOT_FOUND,
         f"The model {name!r} does not exist",
@@ -118,25 +118,25 @@ def no_such_model(name: str) -> ApiError:
 
 
 def shutting_down() -> ApiError:
-    """The gateway is being stopped."""
+    """The gateway is shutting down."""
     error = unavailable("the gateway is shutting down")
     error.code = "shutting_down"
     return error
 
 
 def internal() -> ApiError:
-    """A fault of our own; the log has what happened."""
+    """An internal error; the log has the details."""
     return ApiError(
         HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed", kind=SERVER, code="internal"
     )
 
 
 def of_client_error(error: CharoniaClientError) -> ApiError:
-    """What a server, or the way to it, failed with."""
+    """Convert an error of a server or of the connection to it."""
     message, code = error.message, error.kind
     match error:
         case InvalidRequest() if error.kind is None and "unknown model" in message:
-            # The gateway names the model, so it is not the client's fault.
+            # The gateway chose the model's name, so it is not the client's fault.
             return ApiError(HTTPStatus.BAD_GATEWAY, message, kind=SERVER, code="no_scheduler")
         case InvalidRequest() if error.kind == PromptTooLongError.kind:
             return too_long(message)
@@ -173,7 +173,7 @@ def of_client_error(error: CharoniaClientError) -> ApiError:
 
 
 def of_own_error(error: CharoniaError) -> ApiError:
-    """What tokenizing a request, or rendering its messages, failed with."""
+    """Convert an error of tokenizing a request or rendering its messages."""
     if isinstance(error, PromptTooLongError):
         return too_long(str(error))
     if error.code in ("INVALID_ARG", "UNSUPPORTED"):
@@ -182,6 +182,6 @@ def of_own_error(error: CharoniaError) -> ApiError:
 
 
 def field_of(message: str) -> str | None:
-    """The sampling parameter that a message of the scheduler's begins with."""
+    """The sampling parameter that a message of the scheduler begins with."""
     found = _FIELD.match(message)
     return found[1] if found and found[1] in SamplingParams.__struct_fields__ else None

@@ -1,7 +1,7 @@
-"""One call of a client as requests of the scheduler: one for each prompt.
+"""One client call as requests of the scheduler, one per prompt.
 
-Owns how the answers to several prompts come together, and what was used. Must not know the form in
-which a client wants them.
+Owns how the answers to several prompts are combined, and their token usage. Must not know the form
+in which a client wants them.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from charonia_client import Chunk, Completion, Sampling, Timeouts
 
 @dataclass
 class Usage:
-    """Tokens of one call, as far as is known.
+    """Tokens of one call, as far as they are known.
 
     Attributes:
-        cached_tokens: of the prompts, those that were not computed; None until all have ended.
+        cached_tokens: tokens of the prompts that were not computed; None until all have ended.
     """
 
     prompt_tokens: int
@@ -30,12 +30,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class Generation:
-    """What is asked for.
+    """What a client asks for.
 
     Attributes:
-        prompts: at least one. sampling: by the scheduler's names, the same for each prompt.
-        hides_output: whether one token is generated that nobody asked for, because a request of
-            the scheduler has at least one: who wants the prompt alone gets and pays none.
+        prompts: at least one. sampling: in the scheduler's names, the same for each prompt.
+        hides_output: whether the output is dropped. The scheduler generates at least one token, so
+            a client that wants only the prompt neither gets nor pays for that token.
     """
 
     request_id: str
@@ -46,15 +46,15 @@ class Generation:
 
     @property
     def num_choices(self) -> int:
-        """For each prompt."""
+        """Choices per prompt."""
         return self.sampling.get("n") or 1
 
 
 class Run:
-    """A generation under way.
+    """A running generation.
 
     Attributes:
-        usage: of all that has come so far.
+        usage: of everything received so far.
     """
 
     def __init__(self, generation: Generation, upstream: Upstream, record: Record) -> None:
@@ -65,10 +65,10 @@ class Run:
         record.prompt_tokens = self.usage.prompt_tokens
 
     async def complete(self) -> list[Completion]:
-        """The whole answers, one for each prompt.
+        """Return the whole answers, one per prompt.
 
         Raises:
-            CharoniaClientError, ApiError: the first that failed; the others are cancelled.
+            CharoniaClientError, ApiError: the first failure; the other requests are cancelled.
         """
         generation = self.generation
         completions = await all_of(
@@ -85,9 +85,9 @@ class Run:
         return completions
 
     async def stream(self) -> AsyncGenerator[tuple[int, Chunk], None]:
-        """The chunks of all answers as they come, each with the index of its prompt.
+        """Yield the chunks of all answers as they come, each with the index of its prompt.
 
-        Closing the generator cancels what has not ended.
+        Closing the generator cancels the requests that have not ended.
         """
         prompts = range(len(self.generation.prompts))
         streams = [self._chunks(index) for index in prompts]
@@ -121,11 +121,11 @@ class Run:
             self._record.completion_tokens = self.usage.completion_tokens
 
     def _count_cached(self, index: int, timing: object) -> None:
-        """Count what of a prompt was cached, once, however many samples it has."""
+        """Count the cached tokens of a prompt, once for all its samples."""
         if not isinstance(timing, dict):
             return
         num_cached = int(timing.get("prompt_cached_tokens", timing.get("cached_tokens")) or 0)
-        if timing.get("cached"):  # another one's answer: nothing was computed
+        if timing.get("cached"):  # another request's answer: nothing was computed
             num_cached = len(self.generation.prompts[index].ids)
         self.usage.cached_tokens = (self.usage.cached_tokens or 0) + num_cached
 
@@ -133,9 +133,9 @@ class Run:
 async def merged(
     streams: Sequence[AsyncGenerator[tuple[int, Chunk], None]],
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Several streams as one, each of which may be one chunk ahead of the reader.
+    """Merge several streams; each may be one chunk ahead of the reader.
 
-    The first that fails ends the others.
+    The first failure ends the others.
     """
     pieces: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue(maxsize=1)
 
@@ -157,7 +157,7 @@ async def merged(
         await task
     finally:
         task.cancel()
-        while not task.done():  # it may wait to say that it has ended
+        while not task.done():  # it may still be waiting to report its end
             with contextlib.suppress(asyncio.QueueEmpty):
                 pieces.get_nowait()
             await asyncio.sleep(0)

@@ -1,9 +1,9 @@
-"""One record per request: its id, its line in the log, the gateway's own metrics.
+"""One record per request: its id, its log line, and the gateway's own metrics.
 
-Owns what is measured and logged, and the middleware that sees every request begin and end. Must not
+Owns what is measured and logged, and the middleware that sees each request begin and end. Must not
 know what requests ask for.
 
-The middleware is plain ASGI: one that wraps responses would hold streams back, and hide that a
+The middleware is plain ASGI. One that wraps responses would buffer streams and hide that a
 client has left.
 """
 
@@ -26,10 +26,10 @@ UNKNOWN_ROUTE = "other"
 
 
 class Metrics:
-    """Of one gateway.
+    """Metrics of one gateway.
 
     Attributes:
-        registry: all of them.
+        registry: holds all of them.
     """
 
     def __init__(self) -> None:
@@ -86,11 +86,11 @@ class Metrics:
 
 @dataclass
 class Record:
-    """What is known of one request.
+    """The record of one request.
 
     Attributes:
         started_at: on the monotonic clock. status: None until an answer begins.
-        reason: why it ended early; None where it did not.
+        reason: why it ended early; None if it did not.
     """
 
     request_id: str
@@ -102,13 +102,13 @@ class Record:
     first_token_s: float | None = None
 
     def first_token(self) -> None:
-        """The first token is there."""
+        """Note the first token."""
         if self.first_token_s is None:
             self.first_token_s = time.monotonic() - self.started_at
 
 
 def record_of(scope: Scope) -> Record:
-    """The record of the request that a scope is of."""
+    """Return the record of a scope's request."""
     record = scope["state"]["record"]
     assert isinstance(record, Record)
     return record
@@ -119,7 +119,7 @@ class Observed:
 
     Args:
         log: takes one line.
-        quiet: paths that are asked by machines all the time; no line is logged where all is well.
+        quiet: paths that are polled; they are logged only on failure.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Texts to token ids, off the event loop where they are long.
+"""Converts texts to token ids, in threads if they are long.
 
-Owns the tokenizer, the chat template and the threads for them. Must not know requests.
+Owns the tokenizer, the chat template and their threads. Must not know requests.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ from charonia.gateway.errors import invalid, too_long
 from charonia.text.tokenizer import Tokenizer
 
 SHORT_BYTES = 2048
-"""Up to so much is tokenized on the event loop: a thread would take longer."""
+"""Texts up to this size are tokenized on the event loop; a thread would take longer."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What an answer follows.
+    """The prompt of a request.
 
     Attributes:
-        text: that the ids were made from; None where the client gave ids.
+        text: the text of the ids; None if the client gave ids.
     """
 
     ids: Sequence[int]
@@ -30,7 +30,7 @@ class Prompt:
 
 
 class Template(Protocol):
-    """Makes a text of a conversation; `text.chat_template.ChatTemplate` is one."""
+    """Renders a conversation as text; `text.chat_template.ChatTemplate` is one."""
 
     def render(
         self,
@@ -41,16 +41,16 @@ class Template(Protocol):
         continue_final_message: bool = False,
         **extra: Any,
     ) -> str:
-        """Raises InvalidRequestError where the template refuses the messages."""
+        """Render messages. Raises InvalidRequestError if the template refuses them."""
         ...
 
 
 class Prompts:
-    """Makes prompts; belongs to one event loop.
+    """Makes prompts. Belongs to one event loop.
 
     Args:
-        template: of conversations, or why there is none.
-        num_threads: for texts that are long.
+        template: the chat template, or the reason why there is none.
+        num_threads: for long texts.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: Template | str, num_threads: int) -> None:
@@ -64,7 +64,7 @@ class Prompts:
         """Tokenize a text.
 
         Args:
-            max_model_len: refuses at once what cannot be short enough; None refuses nothing.
+            max_model_len: refuses a text at once that cannot fit; None refuses nothing.
 
         Raises:
             InvalidRequestError: it cannot be tokenized. ApiError: it is too long.
@@ -85,7 +85,7 @@ class Prompts:
         return Prompt(await self.run(num_bytes, encode), text)
 
     def of_ids(self, ids: Sequence[int], max_model_len: int | None) -> Prompt:
-        """Take token ids. Raises ApiError where they are too many."""
+        """Take token ids. Raises ApiError if there are too many."""
         _check_length(len(ids), max_model_len)
         return Prompt(ids)
 
@@ -97,13 +97,14 @@ class Prompts:
         *,
         add_special_tokens: bool,
     ) -> Prompt:
-        """Render a conversation and tokenize what comes of it; a template writes its own BOS.
+        """Render a conversation and tokenize the text. The template writes its own BOS.
 
         Args:
             options: further arguments of the template.
 
         Raises:
-            InvalidRequestError: the template refuses it. ApiError: there is none; or too long.
+            InvalidRequestError: the template refuses it. ApiError: there is no template, or the
+                prompt is too long.
         """
         template = self._template
         if isinstance(template, str):
@@ -112,13 +113,13 @@ class Prompts:
         return await self.of_text(text, max_model_len, add_special_tokens=add_special_tokens)
 
     async def run(self, num_bytes: int, call: Callable[[], T]) -> T:
-        """Do something with so many bytes, in a thread where they are many."""
+        """Run a call on so many bytes, in a thread if they are many."""
         if num_bytes <= SHORT_BYTES:
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -131,7 +132,7 @@ def _check_length(num_ids: int, max_model_len: int | None) -> None:
 
 
 def size_of(value: Any) -> int:
-    """About how many bytes a decoded JSON value has: for whoever chooses a thread."""
+    """Estimate the bytes of a decoded JSON value, for the choice of a thread."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

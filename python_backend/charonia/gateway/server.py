@@ -1,10 +1,10 @@
-"""The gateway's process: it listens, serves, and ends in good order.
+"""The gateway's process: listens, serves, drains and ends.
 
 Owns signals and draining. Must not know routes.
 
 ::
 
-    SIGTERM ─► readiness says no, new requests get 503 ─► nothing runs, or drain_timeout_s is over
+    SIGTERM ─► not ready, new requests get 503 ─► nothing runs, or drain_timeout_s is over
                ─► what still runs ends with an error ─► the port is closed
     SIGINT ──► the same, without waiting
 """
@@ -45,7 +45,7 @@ def run_gateway(settings: GatewaySettings, log: Callable[[str], None] | None = N
 
     Raises:
         CheckpointError: the tokenizer or the chat template cannot be read. ConfigError: the port
-            is taken, or the address is not of this machine.
+            is taken, or the address does not belong to this machine.
     """
     log = log or _print
     tokenizer = Tokenizer.from_dir(settings.tokenizer)
@@ -105,7 +105,7 @@ async def _serve(
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn's, which finishes what it has while it still listens."""
+    """Uvicorn's server, which keeps listening while it drains."""
 
     def __init__(
         self, config: uvicorn.Config, watch: Watch, drain_s: float, log: Callable[[str], None]
@@ -117,12 +117,12 @@ class _Server(uvicorn.Server):
         self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal: a second one does not wait."""
+        """Handle a signal. A second one does not wait."""
         is_hasty = sig == signal.SIGINT or self._drain_until is not None
         self._drain_until = time.monotonic() + (0.0 if is_hasty else self._drain_s)
 
     async def on_tick(self, counter: int) -> bool:
-        """See uvicorn: called ten times a second; whether to stop."""
+        """Called by uvicorn ten times a second. Returns whether to stop."""
         if self._drain_until is None:
             return await super().on_tick(counter)
         if not self._watch.is_draining:
@@ -140,7 +140,7 @@ class _Server(uvicorn.Server):
 
 
 def _template(settings: GatewaySettings, log: Callable[[str], None]) -> Template | str:
-    """The chat template, or why there is none: texts can be completed all the same."""
+    """Return the chat template, or the reason why there is none: completions work without one."""
     try:
         return ChatTemplate.from_checkpoint(settings.tokenizer, settings.chat_template)
     except CheckpointError as error:

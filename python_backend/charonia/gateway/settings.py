@@ -1,6 +1,6 @@
-"""What the operator of a gateway chooses.
+"""The settings of a gateway.
 
-Owns names and defaults. Must not know how any of it is done.
+Owns names and defaults. Must not know what they do.
 """
 
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ DEFAULT_PORT = 8080
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
-    """Of one gateway.
+    """Settings of one gateway.
 
     Attributes:
-        servers: `host:port` of gRPC, of one charonia server each; all serve the same model.
+        servers: gRPC `host:port` of each charonia server; all serve the same model.
         tokenizer: directory of the checkpoint that they serve, or of its tokenizer's files.
-        model_names: of the model in requests. The first is listed, the others are served as well.
-        chat_template: a file that counts instead of the checkpoint's own.
-        scheduler_model: what the scheduler is called on the servers.
-        max_body_bytes: of a request. max_held_bytes: of all that are under way.
-        max_prompts: of one request.
-        max_requests: that are under way at a time; what comes above is refused.
-        read_timeout_s: in which a request's body must have come.
-        stall_timeout_s: for which a reader may take nothing of its stream, before it is cancelled.
-        request_timeout_s: that a request may take in all; None is without end.
-        drain_timeout_s: in which running requests may finish after SIGTERM.
-        num_threads: for texts that are too long to be tokenized on the event loop.
+        model_names: names of the model in requests. The first is listed; all are accepted.
+        chat_template: a file that replaces the checkpoint's own template.
+        scheduler_model: name of the scheduler's model on the servers.
+        max_body_bytes: bytes of one request's body. max_held_bytes: bytes of all running requests.
+        max_prompts: prompts of one request.
+        max_requests: concurrent requests; further ones are refused.
+        read_timeout_s: timeout for reading a request's body.
+        stall_timeout_s: a stream is cancelled if its client reads nothing for this long.
+        request_timeout_s: timeout of a whole request; None is no limit.
+        drain_timeout_s: time for running requests to finish after SIGTERM.
+        num_threads: threads for texts that are too long to tokenize on the event loop.
     """
 
     servers: tuple[str, ...]

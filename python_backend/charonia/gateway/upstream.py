@@ -1,11 +1,11 @@
-"""The servers behind a gateway: which one gets a request, and when another one is asked.
+"""The servers behind a gateway: which one gets a request, and when another one is tried.
 
-Owns how many requests each has, and what their failures mean for the choice. Must not know HTTP,
+Owns how many requests each server has, and what failures mean for the choice. Must not know HTTP,
 nor what is asked for.
 
-A request goes to the server that has the fewest of this gateway's. It goes to another one only
-while nothing of an answer has come, and only where that may do better: the connection failed, or
-the server cannot take it now.
+A request goes to the server that has the fewest of this gateway's requests. It moves to another
+server only while nothing of an answer has come, and only if that may help: the connection failed,
+or the server cannot take it now.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from charonia_client.values import Include
 
 MAX_ATTEMPTS = 3
 STATE_AGE_S = 0.2
-"""For so long an answer to a probe counts: many may ask at a time."""
+"""How long the answer to a probe is reused."""
 LENGTH_AGE_S = 5.0
-"""After so long a server is asked again how long a request may be: it may have another model."""
+"""A known length limit is refreshed after this time: the server may have another model."""
 _BUSY = (QueueFull, Overloaded, RateLimited)
 _INCLUDE: tuple[Include, ...] = ("token_ids", "num_tokens", "timing")
 T = TypeVar("T")
@@ -48,8 +48,8 @@ class Server:
     """One server.
 
     Attributes:
-        num_requests: of this gateway that it has now. turn: when it was chosen last.
-        max_model_len: as it last said.
+        num_requests: this gateway's running requests there. turn: when it was chosen last.
+        max_model_len: as it last reported.
     """
 
     def __init__(self, url: str, model: str, clock: Callable[[], float]) -> None:
@@ -64,11 +64,11 @@ class Server:
         self._probed_at = 0.0
 
     async def state(self) -> EngineState | None:
-        """How its scheduler and engine are; None where it does not answer."""
+        """Return the state of its scheduler and engine; None if it does not answer."""
         return await asyncio.shield(self.refreshed(STATE_AGE_S))
 
     def refreshed(self, age_s: float) -> "asyncio.Task[EngineState | None]":
-        """The last probe, or a new one where that is older; it may be under way."""
+        """Return the last probe, or start a new one if that is older; it may still be running."""
         is_old = self._clock() - self._probed_at > age_s
         if self._probe is None or (self._probe.done() and is_old):
             self._probe = asyncio.create_task(self._ask())
@@ -84,7 +84,7 @@ class Server:
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
-        """A request is there for as long as this lasts; what it ends with counts."""
+        """Count a request for the duration of this context, and judge the server by its end."""
         self.num_requests += 1
         self.breaker.begin()
         try:
@@ -92,7 +92,7 @@ class Server:
         except CharoniaClientError as error:
             self._judge(error)
             raise
-        except BaseException:  # the client left: no fault of the server's
+        except BaseException:  # the client left: not the server's fault
             self.breaker.abandon()
             raise
         finally:
@@ -103,15 +103,15 @@ class Server:
         if is_fault and not isinstance(error, _BUSY) and error.kind != "quarantined":
             self.breaker.fail()
         else:
-            self.breaker.succeed()  # it answered, if not what was hoped for
+            self.breaker.succeed()  # it answered, although it refused
 
 
 class Upstream:
     """All servers. Belongs to one event loop.
 
     Args:
-        urls: `host:port` of gRPC. model: what their schedulers are called.
-        on_retry: called with the URL of a server whose request goes to another one.
+        urls: gRPC `host:port`. model: name of their schedulers' model.
+        on_retry: called with the URL of a server whose request moves to another one.
         clock: seconds, monotonic.
     """
 
@@ -133,7 +133,7 @@ class Upstream:
         """Stream an answer. Closing the generator cancels the request.
 
         Raises:
-            CharoniaClientError: as `AsyncClient.stream`. ApiError: all servers rest.
+            CharoniaClientError: as `AsyncClient.stream`. ApiError: no server admits a request.
         """
 
         async def chunks(client: AsyncClient) -> AsyncGenerator[Chunk, None]:
@@ -150,7 +150,7 @@ class Upstream:
     async def complete(
         self, prompt: Sequence[int], sampling: Sampling, request_id: str, timeouts: Timeouts
     ) -> Completion:
-        """Get a whole answer. Cancelling the task cancels the request. Raises as `stream`."""
+        """Return a whole answer. Cancelling the task cancels the request. Raises as `stream`."""
 
         async def whole(client: AsyncClient) -> AsyncGenerator[Completion, None]:
             yield await client.generate(
@@ -161,15 +161,15 @@ class Upstream:
             return await anext(answer)
 
     async def states(self) -> list[EngineState | None]:
-        """How each server is; None for one that does not answer."""
+        """Return the state of each server; None for one that does not answer."""
         return list(await asyncio.gather(*(server.state() for server in self.servers)))
 
     async def max_model_len(self) -> int | None:
-        """The longest request that every server takes, as far as any has said so."""
+        """The longest request that every server accepts, as far as they have reported it."""
         if all(server.max_model_len is None for server in self.servers):
             await self.states()
         for server in self.servers:
-            server.refreshed(LENGTH_AGE_S)  # for those who come later
+            server.refreshed(LENGTH_AGE_S)  # for later callers
         known = [server.max_model_len for server in self.servers]
         return min((length for length in known if length is not None), default=None)
 
@@ -216,12 +216,12 @@ class Upstream:
 
 
 def _may_do_better(error: CharoniaClientError) -> bool:
-    """Whether another server may take what one did not."""
+    """Whether another server may succeed."""
     return isinstance(error, Unavailable | ConnectionFailed) and not isinstance(error, RateLimited)
 
 
 async def all_of(calls: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of calls that run at a time; the first that fails cancels the others."""
+    """Run calls concurrently and return their results. The first failure cancels the others."""
     if len(calls) == 1:
         return [await calls[0]]
     tasks = [asyncio.ensure_future(call) for call in calls]

@@ -1,4 +1,4 @@
-"""A request's work, beside a watcher of the connection that it came on.
+"""Runs a request's work and watches its connection.
 
 Owns the task of each request, what ends it early, and how errors are answered. Must not know what
 the work is.
@@ -11,7 +11,7 @@ the work is.
     reply.send ───┼──┤ nothing was read for stall_s       the connection is aborted
     closing ──────┴──┘ the gateway is shutting down       503, in a stream an error event
 
-After the first byte of a stream an error is an event, and `[DONE]` follows.
+Once a stream has begun, an error is an event, followed by `[DONE]`.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ from charonia_client import CharoniaClientError
 
 _GONE_S = 5.0
 _LINE_ENDS = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
-"""That are none in JSON or events, but at which many a client's library splits a stream."""
+"""Not line ends in JSON or server-sent events, but many client libraries split a stream at them."""
 _ESCAPES = [(character.encode(), text.encode()) for character, text in _LINE_ENDS.items()]
 _encode = msgspec.json.Encoder().encode
 
 
 class StalledError(Exception):
-    """The client takes nothing of its answer."""
+    """The client does not read its answer."""
 
 
 class Reply:
-    """The answer to one request, as far as it is sent.
+    """The answer to one request, as far as it has been sent.
 
     Args:
-        stall_s: in which the client must take what is sent.
+        stall_s: timeout for the client to take what is sent.
 
     Attributes:
         is_streaming: whether a stream has begun. is_complete: whether nothing may follow.
@@ -68,7 +68,7 @@ class Reply:
         await self._part(body, is_last=True)
 
     async def event(self, value: Any) -> None:
-        """Send a server-sent event; the first one begins the stream."""
+        """Send a server-sent event. The first one begins the stream."""
         if not self.is_streaming:
             self.is_streaming = True
             await self._start(
@@ -116,7 +116,7 @@ class Reply:
 
 
 class Watch:
-    """What all requests of a gateway have in common.
+    """State and limits shared by all requests of a gateway.
 
     Args:
         max_body_bytes, max_held_bytes, read_timeout_s, stall_timeout_s, max_requests: see
@@ -124,7 +124,7 @@ class Watch:
         log: takes one line.
 
     Attributes:
-        closing: set it to end all work. num_requests: that work now. num_bytes: of their bodies.
+        closing: set it to end all work. num_requests: running requests. num_bytes: of their bodies.
         is_draining: whether new work is refused.
     """
 
@@ -151,10 +151,10 @@ class Watch:
 
     @contextlib.contextmanager
     def admitting(self) -> Iterator["Body"]:
-        """A request is at work for as long as this lasts; its body may be read.
+        """Admit a request for the duration of this context; its body may be read.
 
         Raises:
-            ApiError: no more are taken.
+            ApiError: no more requests are admitted.
         """
         if self.is_draining:
             raise errors.shutting_down()
@@ -170,7 +170,7 @@ class Watch:
 
 
 class Work(Response):
-    """A response that is worked out while its connection is watched.
+    """A response that is computed while its connection is watched.
 
     Args:
         run: gets the body and answers; it is cancelled when nobody wants the answer any more.
@@ -238,14 +238,14 @@ class Work(Response):
 
 
 class ClientLeft(Exception):
-    """The connection is closed."""
+    """The client closed the connection."""
 
 
 class Body:
     """A request's body.
 
     Attributes:
-        num_bytes: that have come.
+        num_bytes: received so far.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -253,11 +253,11 @@ class Body:
         self.num_bytes = 0
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """All of it.
+        """Read all of it.
 
         Raises:
-            ApiError: it is too long, or does not come, or there is no room for it. ClientLeft: the
-                connection is closed.
+            ApiError: it is too long, did not come in time, or there is no room for it.
+            ClientLeft: the connection is closed.
         """
         announced = dict(scope["headers"]).get(b"content-length", b"")
         self._check(int(announced) if announced.isdigit() else 0)
@@ -299,6 +299,6 @@ class Body:
 
 
 async def _until_left(receive: Receive) -> None:
-    """Wait until the client has gone. It has nothing more to say that would matter."""
+    """Wait until the client has gone. Anything else that it sends is ignored."""
     while (await receive())["type"] != "http.disconnect":
         pass

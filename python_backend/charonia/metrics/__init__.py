@@ -1,1 +1,1 @@
-"""What is measured, and the pages that show it."""
+"""The metrics, and the pages that show them."""

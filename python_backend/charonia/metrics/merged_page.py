@@ -1,9 +1,10 @@
-"""One page of metrics: tritonserver's own, and behind it what only the schedulers know.
+"""The metrics page: tritonserver's own, followed by what only the schedulers know.
 
-Owns what is on it, and whom it waits for. Must not know how it is served, nor how a server runs.
+Owns what is on the page, and how long it waits for whom. Must not know how it is served, nor how a
+server runs.
 
-    scheduler   asked first: it brings what it has at Triton up to date, and gives its histograms
-    tritonserver   read then, so that the page has all that was counted before it was asked for
+    scheduler      asked first: it updates its metrics at Triton, and returns its histograms
+    tritonserver   read then, so that the page has everything counted before the request for it
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from charonia.metrics.page_server import NoPageError
 from charonia.metrics.page_socket import METRICS_SOCKET, SchedulerMetrics, ask_schedulers
 
 SCHEDULERS_S = 1.0
-"""In which the schedulers answer, all of them, or the page goes without."""
+"""Timeout for the schedulers' answers, all together. The page does without late ones."""
 TRITON_S = 2.0
 LABELS = ("model", "version")
 
@@ -31,22 +32,22 @@ class MergedPage:
     """The metrics of one server.
 
     Args:
-        repository: its models' folders, with the schedulers' sockets in them.
-        triton_url: of tritonserver's own page at this moment; None while it does not run.
+        repository: its models' folders, which contain the schedulers' sockets.
+        triton_url: returns the URL of tritonserver's own page; None while it does not run.
     """
 
     def __init__(self, repository: Path, triton_url: Callable[[], str | None]) -> None:
         self._repository = repository
         self._triton_url = triton_url
-        # tritonserver would wait at its end for connections that are kept.
+        # tritonserver would wait at its end for connections that are kept alive.
         limits = httpx.Limits(max_keepalive_connections=0)
         self._client = httpx.Client(timeout=TRITON_S, limits=limits, trust_env=False)
 
     def read(self) -> bytes:
-        """The page, in Prometheus' text format 0.0.4. For one thread at a time.
+        """Return the page in Prometheus' text format 0.0.4. For one thread at a time.
 
         Raises:
-            NoPageError: tritonserver has none.
+            NoPageError: tritonserver has no page.
         """
         url = self._triton_url()
         if url is None:
@@ -61,25 +62,25 @@ class MergedPage:
         return triton + exposition(dict(zip(places, answers, strict=True)))
 
     def close(self) -> None:
-        """Let go of what it is read with."""
+        """Close the connections."""
         self._client.close()
 
 
 def exposition(answers: Mapping[Place, SchedulerMetrics | None]) -> bytes:
-    """What the schedulers say, in Prometheus' text format; None of one that has not answered."""
+    """Write the schedulers' answers in Prometheus' text format; None is a missing answer."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Answers(answers))
     return generate_latest(registry)
 
 
 class _Answers(Collector):
-    """The families of answers, each once, with the series of all schedulers."""
+    """The families of the answers, each once, with the series of all schedulers."""
 
     def __init__(self, answers: Mapping[Place, SchedulerMetrics | None]) -> None:
         self._answers = answers
 
     def collect(self) -> Iterator[Metric]:
-        """Families of which there are series."""
+        """Yield the families that have series."""
         if not self._answers:
             return
         is_up = GaugeMetricFamily(SCHEDULER_UP.name, SCHEDULER_UP.help, labels=LABELS)

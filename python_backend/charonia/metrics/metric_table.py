@@ -1,11 +1,11 @@
-"""The table of metrics: of every family its name, kind, meaning, labels and buckets.
+"""The table of metrics: name, kind, meaning, labels and buckets of every family.
 
-Owns what Prometheus is told of a family. Must not know its values (`metrics`), nor how a page comes
-about.
+Owns what Prometheus is told of a family. Must not know its values (`metrics`), nor how a page is
+made.
 
-To add a metric: a `Metric` in `METRICS`, a call that counts it (`Metrics.count` or
-`Metrics.observe_request`, or a gauge in `Metrics.show_scheduler`), and `make interface` for the
-table of model_repository/README.md. It is on the page then. The gateway's are in
+To add a metric: add a `Metric` to `METRICS` and a call that counts it (`Metrics.count` or
+`Metrics.observe_request`, or a gauge in `Metrics.show_scheduler`), and run `make interface` for the
+table of model_repository/README.md. The page then shows it. The gateway's metrics are in
 `gateway/observing.py`.
 """
 
@@ -18,30 +18,28 @@ Kind = Literal["counter", "gauge", "histogram"]
 Place = Literal["triton", "page"]
 
 PHASES = ("deliver", "transit", "apply", "draft", "verify")
-"""Of a step, beside `charonia_plan_seconds` and the engine's own `charonia_step_seconds`.
+"""Phases of a step, beside `charonia_plan_seconds` and the engine's `charonia_step_seconds`.
 
 deliver: text and chunks of the step before; the engine computes meanwhile.
-transit: from the plan's being handed over until its result is here, less the engine's own time.
+transit: from sending the plan until its result is here, less the engine's own time.
 apply: committing the result.
-draft, verify: of steps with drafts, in the draft model and in the rest of the engine.
-"""
+draft, verify: of steps with drafts, in the draft model and in the rest of the engine."""
 
 FAILURES = ("step_failed", "died", "hung", "load_failed")
-"""Of the engine, each counted once.
+"""Failures of the engine, each counted once.
 
 step_failed: a step raised, and the engine lives. died: its process ended or hung up.
 hung: it lives, but a step passed its deadline or a question was not answered.
-load_failed: it cannot be loaded, or not in time; counted at every try.
-"""
+load_failed: it cannot be loaded, or not in time; counted at every try."""
 
 CACHED = ("exact", "joined", "semantic")
-"""How a request is answered without being computed; `cached` of its timing says it, too."""
+"""How a request is answered without being computed, as in `cached` of its timing."""
 
 UNAVAILABLE = tuple(kind for kind, error in KINDS.items() if issubclass(error, UnavailableError))
-"""Why a request is refused that is not wrong itself."""
+"""Why a valid request is refused."""
 
 OTHERS = "other"
-"""All tenants that have no name in metrics."""
+"""Stands for all tenants that have no name in metrics."""
 
 _PLAN_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -55,15 +53,15 @@ class Metric:
     """One family. Its series have the labels `model` and `version`, and at most one more.
 
     Attributes:
-        help: what it says, in one sentence.
-        label: the further one, "" where there is none. values: its values that are known
+        help: its meaning, in one sentence.
+        label: the further label, "" if there is none. values: those of its values that are known
             beforehand; a counter shows them from the start.
         buckets: upper bounds of a histogram's buckets, ascending; +Inf is added.
-        place: "triton" is on Triton's own page. "page" is on the page of `charonia serve` and
-            `charonia metrics` alone: what is observed per token or step, oftener than Triton's
-            metrics take, and what that page says of itself.
-        shows: the counter or histogram of ours, or the observations, whose values it has; "" is
-            its own name.
+        place: "triton" is on Triton's own page. "page" is only on the page of `charonia serve` and
+            `charonia metrics`: observations per token or step, which are too frequent for Triton's
+            metrics, and the page's own state.
+        shows: name of the counter, histogram or observations whose values it shows; "" is its own
+            name.
     """
 
     name: str
@@ -77,29 +75,29 @@ class Metric:
 
     @property
     def source(self) -> str:
-        """Where its values are found in `Metrics`."""
+        """Name of its values in `Metrics`."""
         return self.shows or self.name
 
 
 SCHEDULER_UP = Metric(
     name="charonia_scheduler_up",
     kind="gauge",
-    help="Whether the scheduler has answered this scrape: with 0 what only it knows is missing, "
+    help="Whether the scheduler has answered this scrape. If 0, its own histograms are missing, "
     "and the rest may be out of date.",
     place="page",
 )
 KV_BLOCKS = Metric(
     name="charonia_kv_blocks",
     kind="gauge",
-    help="Blocks of the KV cache by state; those of live requests are used, and for those that are "
-    "set aside there is no memory at this moment.",
+    help="Blocks of the KV cache by state. Blocks of live requests are used; for blocks set "
+    "aside there is no memory at the moment.",
     label="state",
     values=("total", "used", "cached", "free", "aside"),
 )
 TIER_BLOCKS = Metric(
     name="charonia_kv_tier_blocks",
     kind="gauge",
-    help="Blocks that slower tiers hold.",
+    help="Blocks in the tiers below the KV cache.",
     label="tier",
     values=("host", "file"),
 )
@@ -121,12 +119,12 @@ METRICS = (
     Metric(
         name="charonia_requests_waiting",
         kind="gauge",
-        help="Requests that wait for a row, or for an engine.",
+        help="Requests that wait for a row or for an engine.",
     ),
     Metric(
         name="charonia_queue_seconds",
         kind="histogram",
-        help="Time from a request's arrival to its first step, or to its end without one.",
+        help="Time from a request's arrival to its first step, or to its end if it had none.",
         buckets=_REQUEST_SECONDS,
     ),
     Metric(
@@ -138,7 +136,7 @@ METRICS = (
     Metric(
         name="charonia_inter_token_seconds",
         kind="histogram",
-        help="Time per token after a request's first, one observation for each token.",
+        help="Time per token after a request's first, one observation per token.",
         buckets=_STEP_SECONDS,
         place="page",
     ),
@@ -151,26 +149,26 @@ METRICS = (
     Metric(
         name="charonia_prompt_tokens_total",
         kind="counter",
-        help="Tokens of prompts, computed or found in the prefix cache.",
+        help="Prompt tokens that were computed or found in the prefix cache.",
         label="source",
         values=("computed", "cached"),
     ),
     Metric(
         name="charonia_generation_tokens_total",
         kind="counter",
-        help="Tokens that were generated for clients.",
+        help="Tokens generated for clients.",
     ),
     Metric(
         name="charonia_finished_total",
         kind="counter",
-        help="Requests that are over, by finish reason or kind of error.",
+        help="Finished requests by finish reason or kind of error.",
         label="reason",
         values=("stop", "length"),
     ),
     Metric(
         name="charonia_rejections_total",
         kind="counter",
-        help="Requests that were refused before they were queued.",
+        help="Requests refused before they were queued.",
         label="reason",
         values=("invalid", *UNAVAILABLE),
     ),
@@ -182,43 +180,42 @@ METRICS = (
     Metric(
         name="charonia_degradation_level",
         kind="gauge",
-        help="How many rungs of the degradation ladder are climbed, 0 without pressure.",
+        help="Number of rungs of the degradation ladder in effect, 0 without pressure.",
     ),
     Metric(
         name="charonia_capped_requests_total",
         kind="counter",
-        help="Requests of low priority whose max_tokens was lowered under pressure.",
+        help="Low-priority requests whose max_tokens was lowered under pressure.",
     ),
     Metric(
         name="charonia_preemptions_total",
         kind="counter",
-        help="Times that a running request gave up its blocks and was computed again later.",
+        help="Times that a running request gave up its blocks and was recomputed later.",
     ),
     Metric(
         name="charonia_kv_event_batches_dropped_total",
         kind="counter",
-        help="Batches of KV events that were dropped because they came faster than they are sent.",
+        help="Batches of KV events dropped because they came faster than they were sent.",
     ),
     Metric(
         name="charonia_kv_blocks_evicted_total",
         kind="counter",
-        help="Blocks of the KV cache whose content was given up for new content.",
+        help="Blocks of the KV cache evicted for new content.",
     ),
     Metric(
         name="charonia_kv_blocks_saved_total",
         kind="counter",
-        help="Blocks that were saved to slower tiers, once for each tier.",
+        help="Blocks saved to lower tiers, once for each tier.",
     ),
     Metric(
         name="charonia_kv_blocks_loaded_total",
         kind="counter",
-        help="Blocks that were loaded from slower tiers.",
+        help="Blocks loaded from lower tiers.",
     ),
     Metric(
         name="charonia_kv_loads_failed_total",
         kind="counter",
-        help="Blocks that could not be loaded from slower tiers, as these had lost them, or they "
-        "were damaged. They were computed.",
+        help="Blocks that were lost or damaged in a lower tier, and were computed instead.",
     ),
     TIER_BLOCKS,
     Metric(
@@ -229,49 +226,49 @@ METRICS = (
     Metric(
         name="charonia_prefix_cache_queried_tokens_total",
         kind="counter",
-        help="Tokens of prompts that were looked up in the prefix cache.",
+        help="Prompt tokens looked up in the prefix cache.",
     ),
     Metric(
         name="charonia_prefix_cache_hit_tokens_total",
         kind="counter",
-        help="Tokens of prompts that were found in the prefix cache.",
+        help="Prompt tokens found in the prefix cache.",
     ),
     Metric(
         name="charonia_answer_cache_hits_total",
         kind="counter",
-        help="Requests that got the answer of an equal one before (exact), an equal one that ran "
-        "(joined), or a similar one before (semantic).",
+        help="Requests answered by an earlier equal one (exact), an equal one that was running "
+        "(joined), or an earlier similar one (semantic).",
         label="kind",
         values=CACHED,
     ),
     Metric(
         name="charonia_answer_cache_misses_total",
         kind="counter",
-        help="Requests that were looked up in the answer cache, and computed.",
+        help="Requests that were looked up in the answer cache and computed.",
     ),
     Metric(
         name="charonia_answer_cache_evicted_total",
         kind="counter",
-        help="Answers that are kept no longer, for lack of bytes or because of their age.",
+        help="Answers evicted from the answer cache, for lack of bytes or because of their age.",
         label="why",
         values=("bytes", "age"),
     ),
     Metric(
         name="charonia_answer_cache_answers",
         kind="gauge",
-        help="Answers that are kept.",
+        help="Answers in the answer cache.",
     ),
     Metric(
         name="charonia_answer_cache_bytes",
         kind="gauge",
-        help="Bytes that these take.",
+        help="Bytes of the answers in the answer cache.",
     ),
     KV_BLOCKS,
     Metric(
         name="charonia_kv_retained_blocks",
         kind="gauge",
-        help="Blocks of the KV cache, used or cached, that are evicted after all others, as "
-        "requests have asked with `cache_priority`.",
+        help="Blocks of the KV cache, used or cached, that are evicted after all others because of "
+        "`cache_priority`.",
     ),
     Metric(
         name="charonia_step_seconds",
@@ -283,71 +280,71 @@ METRICS = (
     Metric(
         name="charonia_plan_seconds",
         kind="histogram",
-        help="Time that the scheduler needed to plan a step.",
+        help="Time that the scheduler took to plan a step.",
         buckets=_PLAN_SECONDS,
         place="page",
     ),
     Metric(
         name="charonia_step_phase_seconds_total",
         kind="counter",
-        help="Time that steps took beside planning and computing, by phase.",
+        help="Time of steps beside planning and computing, by phase.",
         label="phase",
         values=PHASES,
     ),
     Metric(
         name="charonia_draft_tokens_total",
         kind="counter",
-        help="Tokens that speculation guessed.",
+        help="Tokens drafted by speculation.",
     ),
     Metric(
         name="charonia_accepted_tokens_total",
         kind="counter",
-        help="Guessed tokens that were right.",
+        help="Drafted tokens that were accepted.",
     ),
     Metric(
         name="charonia_draft_rounds_total",
         kind="counter",
-        help="Steps of a request in which guessed tokens were verified.",
+        help="Steps of a request in which drafted tokens were verified.",
     ),
     Metric(
         name="charonia_drafted_at_position_total",
         kind="counter",
-        help="Guessed tokens by their place in a run of drafts, from 0.",
+        help="Drafted tokens by their place in a run of drafts, from 0.",
         label="position",
     ),
     Metric(
         name="charonia_accepted_at_position_total",
         kind="counter",
-        help="Guessed tokens that were right by their place in a run of drafts, from 0.",
+        help="Accepted tokens by their place in a run of drafts, from 0.",
         label="position",
     ),
     Metric(
         name="charonia_draft_depth",
         kind="gauge",
-        help="Guessed tokens per decoding request in the last step.",
+        help="Drafted tokens per decoding request in the last step.",
     ),
     Metric(
         name="charonia_max_rows",
         kind="gauge",
-        help="Requests that may run at once, as set or as chosen with max_num_seqs auto.",
+        help="Maximum of concurrent requests, as set or as chosen by max_num_seqs auto.",
     ),
     Metric(
         name="charonia_max_step_tokens",
         kind="gauge",
-        help="Tokens that a step may have, as set or as chosen with max_num_batched_tokens auto.",
+        help="Maximum tokens of a step, as set or as chosen by max_num_batched_tokens auto.",
     ),
     Metric(
         name="charonia_engine_memory_bytes",
         kind="gauge",
-        help="The first rank's memory at its start: with weights, of the largest step (0 is not "
-        "measured) and the KV cache, and left on the device.",
+        help="The first rank's memory at its start: in use with weights, for the largest step (0 "
+        "is not measured), for the KV cache, and left.",
         label="part",
         values=("weights", "step", "kv_cache", "left"),
     ),
     Metric(
         name="charonia_engine_up",
         kind="gauge",
-        help="Whether there is an engine that steps can run on.",
+        help="Whether there is an engine that can run steps.",
     ),
     Metric(
         name="charonia_engine_restarts_total",
@@ -357,7 +354,7 @@ METRICS = (
     Metric(
         name="charonia_engine_reloads_total",
         kind="counter",
-        help="Engines that replaced another by an operator's order.",
+        help="Engines that replaced another one by an operator's order.",
     ),
     Metric(
         name="charonia_engine_failures_total",
@@ -369,13 +366,13 @@ METRICS = (
     Metric(
         name="charonia_recovery_seconds",
         kind="histogram",
-        help="Time from noticing that the engine is lost until requests ran again.",
+        help="Time from noticing the loss of an engine until requests ran again.",
         buckets=_REQUEST_SECONDS,
     ),
     Metric(
         name="charonia_requests_recomputed_total",
         kind="counter",
-        help="Live requests that went on with another engine.",
+        help="Live requests that continued on another engine.",
     ),
     Metric(
         name="charonia_requests_quarantined_total",
@@ -385,19 +382,19 @@ METRICS = (
     Metric(
         name="charonia_collective_calls_total",
         kind="counter",
-        help="Exchanges of the engine's first rank with the others, by operation.",
+        help="Collective operations of the engine's first rank, by operation.",
         label="operation",
     ),
     Metric(
         name="charonia_collective_bytes_total",
         kind="counter",
-        help="Bytes that the engine's first rank gave to exchanges, by operation.",
+        help="Bytes that the engine's first rank gave to collective operations, by operation.",
         label="operation",
     ),
     Metric(
         name="charonia_collective_seconds_total",
         kind="counter",
-        help="Time that the engine's first rank spent in exchanges, waiting included.",
+        help="Time that the engine's first rank spent in collective operations, waiting included.",
         label="operation",
     ),
     Metric(
@@ -417,29 +414,29 @@ METRICS = (
     Metric(
         name="charonia_tenant_requests_total",
         kind="counter",
-        help="Requests of a tenant that are over.",
+        help="Finished requests of a tenant.",
         label="tenant",
         values=(OTHERS,),
     ),
     Metric(
         name="charonia_tenant_rejections_total",
         kind="counter",
-        help="Requests of a tenant that were refused before they were queued.",
+        help="Requests of a tenant refused before they were queued.",
         label="tenant",
         values=(OTHERS,),
     ),
     Metric(
         name="charonia_tenant_prompt_tokens_total",
         kind="counter",
-        help="Tokens of the prompts of a tenant that were answered.",
+        help="Prompt tokens of a tenant's answered requests.",
         label="tenant",
         values=(OTHERS,),
     ),
     Metric(
         name="charonia_tenant_generation_tokens_total",
         kind="counter",
-        help="Tokens that were generated for a tenant, with those of samples that best_of leaves "
-        "out; what is computed for several requests counts once.",
+        help="Tokens generated for a tenant, including samples that best_of leaves out. What is "
+        "computed for several requests counts once.",
         label="tenant",
         values=(OTHERS,),
     ),
@@ -453,24 +450,22 @@ METRICS = (
     Metric(
         name="charonia_ttft_target_missed_total",
         kind="counter",
-        help=(
-            "Requests whose first token came too late for the tenant's target, or never;"
-            " refused ones, too, unless the client or its tenant is the cause."
-        ),
+        help="Requests whose first token came later than the tenant's target, or never. Refused "
+        "ones count, unless the client or its tenant is the cause.",
         label="tenant",
         values=(OTHERS,),
     ),
     Metric(
         name="charonia_inter_token_target_met_total",
         kind="counter",
-        help="Requests whose tokens came as fast as the tenant's target says.",
+        help="Requests whose mean time between tokens met the tenant's target.",
         label="tenant",
         values=(OTHERS,),
     ),
     Metric(
         name="charonia_inter_token_target_missed_total",
         kind="counter",
-        help="Requests whose tokens came slower than the tenant's target says.",
+        help="Requests whose mean time between tokens missed the tenant's target.",
         label="tenant",
         values=(OTHERS,),
     ),
@@ -484,10 +479,8 @@ METRICS = (
     Metric(
         name="charonia_deadline_missed_total",
         kind="counter",
-        help=(
-            "Requests with a deadline that were not answered in time;"
-            " refused ones, too, unless the client or its tenant is the cause."
-        ),
+        help="Requests with a deadline that were not answered in time. Refused ones count, "
+        "unless the client or its tenant is the cause.",
         label="tenant",
         values=(OTHERS,),
     ),
@@ -504,7 +497,7 @@ VLLM_METRICS = (
     Metric(
         name="vllm:generation_tokens_total",
         kind="counter",
-        help="Tokens that were generated for clients.",
+        help="Tokens generated for clients.",
         shows="charonia_generation_tokens_total",
     ),
     Metric(
@@ -517,7 +510,7 @@ VLLM_METRICS = (
     Metric(
         name="vllm:time_per_output_token_seconds",
         kind="histogram",
-        help="Time per token after a request's first, one observation for each token.",
+        help="Time per token after a request's first, one observation per token.",
         buckets=_STEP_SECONDS,
         place="page",
         shows="charonia_inter_token_seconds",
@@ -539,18 +532,18 @@ VLLM_METRICS = (
     Metric(
         name="vllm:request_generation_tokens",
         kind="histogram",
-        help="Tokens that a request generated.",
+        help="Tokens generated for a request.",
         buckets=_TOKENS,
         shows="request_generation_tokens",
     ),
     Metric(
         name="vllm:request_params_n",
         kind="histogram",
-        help="Completions that a request asked for, which is always one.",
+        help="Completions requested by a request, which is always one.",
         buckets=_COUNTS,
         shows="request_params_n",
     ),
 )
-"""Under the names of vLLM, where the scheduler's REPORT_CUSTOM_METRICS asks for them."""
+"""Metrics under vLLM's names, with the scheduler's REPORT_CUSTOM_METRICS."""
 
 BY_NAME = {metric.name: metric for metric in (*METRICS, *VLLM_METRICS)}

@@ -1,8 +1,8 @@
 """Counts and distributions of what the engine did, as plain numbers in this process.
 
-Owns the values; what the metrics are called and mean is in `metric_table`. Must not know how they
-are exported: `serving` reads the numbers and drains the observations. Written by the engine's
-thread alone, except for rejections, which the service counts under its lock.
+Owns the values; `metric_table` has names and meanings. Must not know how they
+are exported: `serving` reads the numbers and drains the observations. Only the engine's
+thread writes, except for rejections, which the service counts under its lock.
 
 What belongs to a request is counted before its last chunk is delivered.
 """
@@ -16,14 +16,14 @@ from charonia.metrics.metric_table import KV_BLOCKS, METRICS, TIER_BLOCKS, VLLM_
 from charonia.protocol import Collectives, MemoryReport
 
 MAX_UNDRAINED = 10_000
-"""Observations of one name that are kept while nobody drains them; later ones are left out."""
+"""Observations per name that are kept until they are drained; later ones are dropped."""
 
 Series = tuple[str, str]
-"""A metric's name and the value of its one label, "" where it has none."""
+"""A metric's name and the value of its one label, "" if it has none."""
 
 
 class Histogram:
-    """A cumulative histogram for what is observed per token or per step.
+    """A cumulative histogram for observations per token or per step.
 
     Args:
         bounds: upper bounds of the buckets, ascending; +Inf is added.
@@ -36,7 +36,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Observations so far."""
+        """Number of observations."""
         return sum(self.counts)
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -45,7 +45,7 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[int]:
-        """Per bound, and for +Inf: observations at most that large."""
+        """For each bound, and +Inf: the number of observations up to it."""
         totals, total = [], 0
         for count in self.counts:
             total += count
@@ -54,7 +54,7 @@ class Histogram:
 
 
 def _zeros() -> dict[Series, float]:
-    """All counters that are there from the start."""
+    """Return all counters that exist from the start, at 0."""
     zeros: dict[Series, float] = defaultdict(float)
     for metric in METRICS:
         if metric.kind == "counter":
@@ -94,23 +94,23 @@ class Metrics:
         self.counters[name, label] += amount
 
     def name_tenant(self, label: str) -> None:
-        """Show what is counted of a tenant from now on, be it nothing yet."""
+        """Show a tenant's counters from now on, even at 0."""
         for metric in METRICS:
             if metric.kind == "counter" and metric.label == "tenant":
                 self.count(metric.name, 0, label)
 
     def count_phase(self, phase: str, seconds: float) -> None:
-        """Add to what steps spend beside computing, see `metric_table.PHASES`."""
+        """Add to the time of a phase, see `metric_table.PHASES`."""
         self.counters["charonia_step_phase_seconds_total", phase] += max(seconds, 0.0)
 
     def count_end(
         self, reason: str, *, queue_s: float, total_s: float, num_prompt: int, num_tokens: int
     ) -> None:
-        """Count a request that is over, and what it was.
+        """Count a request that is over.
 
         Args:
             queue_s: until its first step, or its end. total_s: from its arrival on.
-            num_tokens: that it generated.
+            num_tokens: generated tokens.
         """
         self.count("charonia_finished_total", label=reason)
         self.observe_request("charonia_queue_seconds", queue_s)
@@ -120,7 +120,7 @@ class Metrics:
         self.observe_request("request_params_n", 1)
 
     def show_scheduler(self, scheduler: Scheduler) -> None:
-        """Take over what the control plane counted, and how its blocks are used."""
+        """Take over the control plane's counts, and how its blocks are used."""
         kv, stats, counters = scheduler.kv, scheduler.stats, self.counters
         for state, value in (
             ("total", kv.num_blocks - 1),
@@ -150,13 +150,13 @@ class Metrics:
         self.show_drafts(stats.drafts)
 
     def show_memory(self, memory: MemoryReport | None) -> None:
-        """Take over what an engine says of its memory; 0 is what it does not know."""
+        """Take over an engine's memory report; 0 is unknown."""
         for part in ("weights", "step", "kv_cache", "left"):
             known = getattr(memory, part) if memory is not None else None
             self.gauges["charonia_engine_memory_bytes", part] = float(known or 0)
 
     def show_drafts(self, drafts: DraftCounts) -> None:
-        """Take over what the control plane counted of drafts."""
+        """Take over the control plane's counts of drafts."""
         counters = self.counters
         draft_seconds = "charonia_step_phase_seconds_total", "draft"
         if (drafts.num_rounds, drafts.draft_seconds) == (
@@ -176,7 +176,7 @@ class Metrics:
         counters["charonia_step_phase_seconds_total", "verify"] = drafts.verify_seconds
 
     def count_collectives(self, collectives: Collectives) -> None:
-        """Add what the engine's first rank exchanged with others."""
+        """Add the exchanges of the engine's first rank with others."""
         for operation, (calls, num_bytes, seconds) in collectives.items():
             self.count("charonia_collective_calls_total", calls, operation)
             self.count("charonia_collective_bytes_total", num_bytes, operation)
@@ -189,9 +189,9 @@ class Metrics:
             values.append(value)
 
     def drain(self) -> dict[str, list[float]]:
-        """The per-request observations since the last call. For another thread than the engine's.
+        """Return the per-request observations since the last call. For another thread.
 
-        Each is taken in one piece with its removal, so none is lost that is recorded meanwhile.
+        Each value is taken and removed in one operation, so none that comes meanwhile is lost.
         """
         return {
             name: [values.popleft() for _ in range(len(values))]

@@ -1,13 +1,12 @@
-"""Serves the page of metrics over HTTP, to whoever can reach its port.
+"""Serves the metrics page over HTTP.
 
-Owns the connections: how many, for how long, and what is answered but the page. Must not know what
-is on the page.
+Owns the connections: how many, for how long, and what is answered beside the page. Must not know
+what is on the page.
 
     GET /metrics ──► a page that is begun after it came ──► answered, and closed
     another path, another method: 404      no page: 503      no HTTP: 400
 
-One page is made at a time. Whoever comes meanwhile gets the next one, and shares it with all others
-who do.
+One page is made at a time. Requests that come meanwhile share the next one.
 """
 
 import asyncio
@@ -24,13 +23,13 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 PATH = b"/metrics"
 MAX_CONNECTIONS = 64
-"""At a time; one more takes the place of the oldest that has not said yet what it wants."""
+"""At a time. A further one replaces the oldest that has not sent its request."""
 REQUEST_S = 5.0
-"""In which a client says what it wants."""
+"""Timeout for a client's request."""
 PAGE_S = 8.0
-"""In which the page is there, also for those who wait for the next one."""
+"""Timeout for making the page, also for clients that wait for the next one."""
 TAKE_S = 5.0
-"""In which a client takes its answer."""
+"""Timeout for a client to take its answer."""
 CLOSE_S = 5.0
 _RECEIVE_BYTES = 4096
 
@@ -54,10 +53,10 @@ class PageServer:
     """Serves one page until `close`.
 
     Args:
-        listener: this closes it.
-        read: gives the page, in a thread, once at a time. It raises NoPageError where there is
-            none, and whoever asked is told why.
-        log: takes a line of what else goes wrong.
+        listener: closed by this.
+        read: makes the page, in a thread, once at a time. It raises NoPageError if there is
+            none, and the client is told why.
+        log: takes a line for any other error.
     """
 
     def __init__(
@@ -66,9 +65,7 @@ class PageServer:
         self._listener = listener
         self._read = read
         self._log = log
-        self._silent: dict[
-            asyncio.WriteTransport, None
-        ] = {}  # have not said what they want, by age
+        self._silent: dict[asyncio.WriteTransport, None] = {}  # have not sent their request, by age
         self._num_asking = 0
         self._reading = asyncio.Lock()
         self._next: asyncio.Task[_Answer] | None = None  # a page that is not begun yet
@@ -78,7 +75,7 @@ class PageServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on everybody, and stop listening."""
+        """Close all connections, and stop listening."""
         with contextlib.suppress(RuntimeError):  # it is closed already
             self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(CLOSE_S)
@@ -93,7 +90,7 @@ class PageServer:
     async def _serve(self) -> None:
         server = await asyncio.start_server(self._host, sock=self._listener)
         await self._stopped.wait()
-        server.close()  # the runner ends those who are still here
+        server.close()  # the runner ends the remaining ones
 
     async def _host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection to its end."""
@@ -109,7 +106,7 @@ class PageServer:
             transport.abort()
 
     def _make_room(self) -> bool:
-        """Whether one more may come."""
+        """Make room for one more connection; returns whether there is."""
         if len(self._silent) + self._num_asking < MAX_CONNECTIONS:
             return True
         if not self._silent:
@@ -130,7 +127,7 @@ class PageServer:
             await _send(connection, writer, answer, is_head=False)
             return
         if request is None or writer.transport not in self._silent:
-            return  # it has gone, or had to give way
+            return  # it has gone, or had to make room
         del self._silent[writer.transport]
         self._num_asking += 1
         try:
@@ -147,14 +144,14 @@ class PageServer:
             self._next = asyncio.create_task(self._make_page())
         try:
             async with asyncio.timeout(PAGE_S):
-                return await asyncio.shield(self._next)  # who goes away leaves it to the others
+                return await asyncio.shield(self._next)  # others may still want it
         except TimeoutError:
             return _TOO_SLOW
 
     async def _make_page(self) -> _Answer:
-        """A page that is begun when none is being made any more."""
+        """Make a page, once no other is being made."""
         async with self._reading:
-            self._next = None  # whoever comes from now on wants a later one
+            self._next = None  # later requests want a later page
             try:
                 page = await asyncio.to_thread(self._read)
             except NoPageError as error:
@@ -168,10 +165,10 @@ class PageServer:
 async def _receive_request(
     connection: h11.Connection, reader: asyncio.StreamReader
 ) -> h11.Request | None:
-    """What a client wants; None of one that has gone.
+    """Receive a client's request; None if it has gone.
 
     Raises:
-        h11.RemoteProtocolError: it is no HTTP.
+        h11.RemoteProtocolError: it is not HTTP.
     """
     while (event := connection.next_event()) is h11.NEED_DATA:
         connection.receive_data(await reader.read(_RECEIVE_BYTES))

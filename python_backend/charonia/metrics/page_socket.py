@@ -1,13 +1,14 @@
-"""What the page of metrics asks of the scheduler, by a socket: to bring Triton's page up to date,
-and what it keeps itself.
+"""The socket through which the metrics page asks the scheduler for metrics.
+
+The scheduler updates Triton's page, and returns the histograms that it keeps itself.
 
 Owns the messages, and both ends. Must not know what the numbers mean.
 
-    page of `charonia serve` ── a question ──────► scheduler    has Triton's page brought up to date
+    page of `charonia serve` ── a question ──────► scheduler    updates Triton's page
                              ◄─ SchedulerMetrics ─              the histograms that are not on it
                              ── GET /metrics ────► tritonserver
 
-As the page is read after the answer, it has all that was counted before the question came.
+The page is read after the answer, so it has everything counted before the question.
 """
 
 import contextlib
@@ -34,11 +35,11 @@ class HistogramState(msgspec.Struct, frozen=True):
 
     Attributes:
         bounds: upper bounds of the buckets, ascending, without +Inf.
-        counts: per bound, and for +Inf: observations at most that large.
+        counts: for each bound, and +Inf: the number of observations up to it.
         sum: of all observations.
 
     Raises:
-        ValueError: the counts do not belong to the bounds.
+        ValueError: the counts do not match the bounds.
     """
 
     bounds: tuple[float, ...]
@@ -51,7 +52,7 @@ class HistogramState(msgspec.Struct, frozen=True):
 
 
 class SchedulerMetrics(msgspec.Struct, frozen=True):
-    """A scheduler's answer: what it keeps itself, by the family's name."""
+    """A scheduler's answer: the histograms that it keeps, by the family's name."""
 
     histograms: dict[str, HistogramState]
 
@@ -60,7 +61,7 @@ _decoder = msgspec.msgpack.Decoder(SchedulerMetrics)
 
 
 def decode_metrics(data: bytes) -> SchedulerMetrics:
-    """Raises ValueError, RecursionError: it is no answer of a scheduler."""
+    """Decode an answer. Raises ValueError, RecursionError: it is not one of a scheduler."""
     return _decoder.decode(data)
 
 
@@ -69,7 +70,7 @@ class MetricsServer:
 
     Args:
         path: where the socket is made; an old one is replaced.
-        read: brings Triton's page up to date, and gives the answer. Called in several threads.
+        read: updates Triton's page and returns the answer. Called in several threads.
         log: takes one line, from any thread.
 
     Raises:
@@ -97,10 +98,10 @@ class MetricsServer:
 
 
 def ask_schedulers(paths: Sequence[Path], timeout: float) -> list[SchedulerMetrics | None]:
-    """What the schedulers say that listen at these sockets; None of one that does not answer.
+    """Ask the schedulers at these sockets; None for one that does not answer.
 
     Args:
-        timeout: seconds that all of them have, together.
+        timeout: seconds for all of them together.
     """
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
@@ -109,7 +110,7 @@ def ask_schedulers(paths: Sequence[Path], timeout: float) -> list[SchedulerMetri
 
 
 def _ask(path: Path, stack: contextlib.ExitStack) -> Channel | None:
-    """Put the question, without waiting; None where nobody takes it."""
+    """Send the question without waiting; None if nobody takes it."""
     try:
         channel = stack.enter_context(
             contextlib.closing(connect(path, max_bytes=MAX_ANSWER_BYTES, waits=False))

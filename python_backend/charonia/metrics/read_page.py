@@ -1,6 +1,6 @@
 """Reads charonia's metrics from the page of a running server.
 
-Owns their shape there. Must not know what they mean.
+Owns how they are parsed. Must not know what they mean.
 """
 
 import httpx
@@ -9,7 +9,7 @@ _TIMEOUT_S = 5.0
 
 
 def read_metrics(url: str) -> dict[str, float] | None:
-    """Values by name, without labels; None where the page cannot be reached.
+    """Return values by name, without labels; None if the page cannot be reached.
 
     Args:
         url: of the page.

@@ -1,19 +1,19 @@
-"""Carries the engine service's metrics to Triton's own metrics page.
+"""Exports the engine service's metrics to Triton's own metrics page.
 
-Owns the families at Triton, brought up to date twice a second in a thread of its own and whenever
-somebody is about to read the page (`page_socket`). Must not know what the numbers mean.
+Owns the families at Triton. A thread updates them twice a second, and again whenever
+the page is about to be read (`page_socket`). Must not know what the numbers mean.
 
-One update is a round trip of 15 to 43 µs and a Triton histogram takes one value at a time; two
-threads that update one series at the same time end tritonserver (2.51.0: 4 of 4 tries). So
-what is observed per request goes into Triton histograms, and what is observed per token or step
-is kept in this process, where whoever makes a page asks for it.
+One update is a round trip of 15 to 43 µs, and a Triton histogram takes one value at a time. Two
+threads that update one series at the same time crash tritonserver (2.51.0: 4 of 4 tries). So
+observations per request go into Triton histograms. Observations per token or step stay in this
+process, and the page asks for them.
 
-Nothing that was made at Triton is ever given back. Families of one name are one to Prometheus,
-whichever process made them, but each counts its own references: the last one frees a metric that
-the family of another process still writes to (2.51.0, and unmended in 2026:
+Nothing that was created at Triton is ever given back. Families of one name are one to Prometheus,
+whichever process made them, but each counts its own references. The last reference frees a metric
+that the family of another process still writes to (2.51.0, and not fixed in 2026:
 https://github.com/triton-inference-server/server/issues/8663). Triton loads a model again before it
-lets the old one go, so the old scheduler's end corrupted the server's heap under the new one. As
-nothing is freed, the counters and histograms of one scheduler go on in the next.
+lets the old one go, so the old scheduler's end corrupted the server's heap under the new one.
+Because nothing is freed, the counters and histograms of one scheduler continue in the next.
 """
 
 import ctypes
@@ -39,8 +39,8 @@ INTERVAL_S = 0.5
 class MetricsExporter:
     """Keeps Triton's metrics equal to `metrics`.
 
-    Triton must not be called from a thread while it loads the model: the families and first values
-    are made here, in `initialize`; the thread starts later, with `start`.
+    A thread must not call Triton while it loads the model. So the families and first values
+    are made here, in `initialize`, and the thread starts later, with `start`.
 
     Args:
         labels: of every series. block_size: tokens per KV block.
@@ -66,7 +66,7 @@ class MetricsExporter:
         histograms = [metric for metric in shown if metric.kind == "histogram"]
         self._request_histograms = [m for m in histograms if m.place == "triton"]
         self._step_histograms = [m for m in histograms if m.place == "page"]
-        self._lock = threading.Lock()  # one thread at Triton at a time, and none after the end
+        self._lock = threading.Lock()  # one thread at a time at Triton, and none after the end
         self._is_open = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-metrics", daemon=True)
@@ -79,7 +79,7 @@ class MetricsExporter:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. Gauges are 0 from now on: they were of this scheduler."""
+        """Stop the thread and set the gauges to 0, because they described this scheduler."""
         self.update()
         with self._lock:
             self._is_open = False
@@ -89,7 +89,7 @@ class MetricsExporter:
             self._thread.join()
 
     def update(self) -> None:
-        """Bring Triton's page up to date; nothing happens before `start` or after `close`."""
+        """Update Triton's page. Does nothing before `start` or after `close`."""
         with self._lock:
             if not self._is_open:
                 return
@@ -99,7 +99,7 @@ class MetricsExporter:
                 self._log(f"metrics could not be exported: {traceback.format_exc()}")
 
     def step_histograms(self) -> dict[str, HistogramState]:
-        """What is observed per token or step, which is not on Triton's page, by name."""
+        """Return the histograms per token or step, which are not on Triton's page, by name."""
         found = {}
         for metric in self._step_histograms:
             histogram = self._metrics.histograms[metric.source]
@@ -113,7 +113,7 @@ class MetricsExporter:
 
     def _export(self) -> None:
         metrics, families = self._metrics, self._families
-        gauges = dict(metrics.gauges)  # before the counters: what is idle has counted all it did
+        gauges = dict(metrics.gauges)  # before the counters: an idle scheduler has counted all
         counters = list(metrics.counters.items())
         for (name, label), value in counters:
             families.count_up_to(BY_NAME[name], value, label)
@@ -134,7 +134,7 @@ class MetricsExporter:
         values = {
             "max": total - aside,
             "used": used,
-            "free": total - aside - used,  # what is only cached can be had at once
+            "free": total - aside - used,  # blocks that are only cached can be used at once
             "tokens_per": float(self._block_size()),
         }
         for kind, value in values.items():
@@ -142,7 +142,7 @@ class MetricsExporter:
 
 
 class Families:
-    """Triton's metric families and series, made on first use; each is kept for ever.
+    """Triton's metric families and series. They are made on first use and kept for ever.
 
     Args:
         labels: of every series.
@@ -157,7 +157,7 @@ class Families:
         self._values: dict[tuple[str, str], float] = {}
 
     def count_up_to(self, metric: Metric, total: float, label: str = "") -> None:
-        """Bring a counter to `total`, which never falls."""
+        """Raise a counter to `total`, which never falls."""
         series = self._find(metric, label)
         key = (metric.name, label)
         delta = total - self._values.get(key, 0.0)
@@ -166,7 +166,7 @@ class Families:
             self._values[key] = total
 
     def set(self, metric: Metric, value: float, label: str = "") -> None:
-        """Set a gauge, changed or not: a scheduler that ends sets it to 0 behind the next one."""
+        """Set a gauge, changed or not: an old scheduler that ends may have set it to 0."""
         self._find(metric, label).set(value)
 
     def observe(self, metric: Metric, values: Iterable[float]) -> None:
@@ -204,9 +204,9 @@ class Families:
 
 
 def _immortal(triton_object: Any) -> Any:
-    """The same object, whose destructor never runs, not even at the end of the process.
+    """Return the same object without a destructor call, not even at the end of the process.
 
-    It would give the object back to Triton, or crash when `finalize` has returned.
+    The destructor would give the object back to Triton, or crash after `finalize` has returned.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(triton_object))
     return triton_object

@@ -1,5 +1,5 @@
-"""A discrete-event simulator that is the scheduler.
+"""A discrete-event simulator that runs the real scheduler.
 
-The real control plane, from the limits at the door to the plan of each step, runs on a virtual
-clock against an engine of which nothing is real but the time of its steps.
+The real control plane, from admission to the plan of each step, runs on a virtual
+clock. The engine is simulated: only the time of its steps is real.
 """

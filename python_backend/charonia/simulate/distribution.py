@@ -1,4 +1,4 @@
-"""Quantiles of so many values that they cannot all be kept.
+"""Quantiles of more values than can be kept.
 
 Owns the buckets: each is 1 % wider than the one before it, so a quantile is off by 0.5 % at most.
 """
@@ -14,12 +14,12 @@ class Distribution:
 
     def __init__(self) -> None:
         self._counts: defaultdict[int, int] = defaultdict(int)
-        self._last = (inf, 0)  # the last value and its bucket: a step's rows have it in common
+        self._last = (inf, 0)  # the last value and its bucket: the rows of a step share it
         self.count = 0
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value so many times; one that is not positive counts as nearly 0."""
+        """Count a value `times` times. A value that is not positive counts as nearly 0."""
         if value == self._last[0]:
             bucket = self._last[1]
         else:
@@ -30,7 +30,7 @@ class Distribution:
         self.sum += value * times
 
     def merge(self, other: "Distribution") -> None:
-        """Count all that another one has."""
+        """Add the counts of another distribution."""
         for bucket, times in other._counts.items():
             self._counts[bucket] += times
         self.count += other.count
@@ -38,11 +38,11 @@ class Distribution:
 
     @property
     def mean(self) -> float | None:
-        """The mean; None of nothing."""
+        """The mean; None if it is empty."""
         return self.sum / self.count if self.count else None
 
     def quantile(self, share: float) -> float | None:
-        """The value that so many are not above; None of nothing."""
+        """The value that a share of all values does not exceed; None if it is empty."""
         wanted = share * self.count
         seen = 0
         for bucket in sorted(self._counts):

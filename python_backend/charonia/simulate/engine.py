@@ -16,36 +16,36 @@ from charonia.protocol import EngineInfo, NewRow, RowResult, StepPlan, StepResul
 from charonia.simulate.step_times import StepClock
 
 EOS_ID = -1
-"""The token that ends an output, which is in no prompt."""
+"""The token that ends an output; no prompt has it."""
 FIRST_OWN_ID = 1 << 61
-"""The ids of tokens that prompts may have in common are below."""
-_FIRST_OUTPUT_ID = 1 << 62  # outputs are of other tokens than all prompts
+"""Ids of tokens that prompts may share are below this."""
+_FIRST_OUTPUT_ID = 1 << 62  # outputs have other tokens than all prompts
 VOCAB_SIZE = (1 << 63) - 1
 
 
 class VirtualClock:
-    """Seconds that pass when somebody says so."""
+    """A clock that is set by calls."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def __call__(self) -> float:
-        """The time."""
+        """The time, in seconds."""
         return self.now
 
     def advance_to(self, when: float) -> None:
-        """Let time pass; the past stays as it is."""
+        """Let time pass. A time in the past changes nothing."""
         self.now = max(self.now, when)
 
 
 @dataclass(slots=True)
 class _Row:
-    """A request as the engine has it.
+    """A request in the engine.
 
     Attributes:
         num_left: tokens that it has yet to generate.
-        num_lacking: tokens that are to be computed before it gives the next one.
-        result, last: what it gives then.
+        num_lacking: tokens to compute before its next token.
+        result, last: what it gives then, and with its last token.
     """
 
     num_left: int
@@ -59,11 +59,11 @@ class SimulatedExecutor:
     """An `Executor` on a virtual clock.
 
     Args:
-        output_length: tokens that a request will generate, by the seed of its sampling, which is
-            its number; then it ends by `EOS_ID`, unless by its length.
+        output_length: number of tokens that a request will generate, by its sampling seed, which is
+            its number. It then ends by `EOS_ID`, unless by its length.
 
     Attributes:
-        busy_s: seconds in which it computed. num_steps, num_rows: of them, and of their rows.
+        busy_s: seconds of computing. num_steps, num_rows: steps, and their rows.
         num_ended: steps whose results were fetched.
     """
 
@@ -87,7 +87,7 @@ class SimulatedExecutor:
         self.num_ended = 0
 
     def open(self, *, replace: bool, on_done: Callable[[], None]) -> EngineOpening:
-        """See `Executor`; it is there at once."""
+        """See `Executor`. It succeeds at once."""
         opening = EngineOpening(lambda: self._info)
         opening.run()
         return opening
@@ -109,7 +109,7 @@ class SimulatedExecutor:
         self.num_ended += 1
 
     def check(self) -> None:
-        """See `Executor`; it is always well."""
+        """See `Executor`. Nothing fails."""
 
     def close(self) -> None:
         """See `Executor`."""
@@ -142,7 +142,7 @@ class SimulatedExecutor:
 
 
 class _Simulated:
-    """A step under way."""
+    """A running step."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class _Simulated:
         self._note_end = note_end
 
     def result(self, timeout: float | None) -> StepResult:
-        """See `Pending`: time passes until the step has ended, or the timeout."""
+        """See `Pending`. Time passes until the step has ended, or the timeout."""
         if timeout is not None and self._ends_at > self._clock.now + timeout:
             self._clock.now += timeout
             raise TimeoutError

@@ -1,6 +1,6 @@
-"""Runs as one picture: time to the first token, what waits, and what each class got.
+"""One picture of several runs: time to first token, queue length, and what each class got.
 
-Owns the drawing. Must not know how the numbers came about.
+Owns the drawing. Must not know how the numbers were made.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _MAX_POINTS = 2000
 def write_plot(
     title: str, reports: Sequence[RunReport], outcomes: Sequence[Outcome], path: Path
 ) -> None:
-    """Draw runs beside each other.
+    """Draw runs side by side.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -57,7 +57,7 @@ def _distribution(axis, name: str, outcome: Outcome) -> None:  # type: ignore[no
 
 
 def _bars(axis, reports: Sequence[RunReport], what: str, factor: float, label: str) -> None:  # type: ignore[no-untyped-def]
-    """A group of bars per class, a bar per run."""
+    """Draw a group of bars per class, with a bar per run."""
     parts = [part.name for part in reports[0].classes[: _MAX_BARS + 1]]
     width = 0.8 / len(reports)
     for number, one in enumerate(reports):

@@ -1,6 +1,6 @@
-"""A recorded run of the scheduler, once more: the same calls, and whether they give the same plans.
+"""Replays a recorded run of the scheduler: makes the same calls and compares the plans.
 
-Owns the reading of a journal (`core/recording/journal.py`), and the comparison. Must not know when
+Owns reading a journal (`core/recording/journal.py`), and the comparison. Must not know when
 the run was, nor wait for anything.
 """
 
@@ -36,21 +36,21 @@ from charonia.errors import ConfigError
 from charonia.protocol import KeptBlocks, RowSampling
 
 MAX_DIFFERENCES = 10
-"""Of one plan that are shown."""
+"""Differences of one plan that are shown."""
 _MAX_SHOWN = 300  # characters of a value
-_MAX_GROUPS = 4096  # that are remembered, whether or not they have requests
+_MAX_GROUPS = 4096  # that are remembered, with or without requests
 
 
 def read_journal(
     path: Path, on_read: Callable[[int], object] = lambda _: None
 ) -> Iterator[AnyEntry]:
-    """Yield the entries of a journal; the last one is left out if it is there in part.
+    """Yield the entries of a journal, without an incomplete last one.
 
     Args:
         on_read: called with the number of bytes of each entry.
 
     Raises:
-        ConfigError: the file cannot be read, is no journal, or is damaged.
+        ConfigError: the file cannot be read, is not a journal, or is damaged.
     """
     decode = msgspec.msgpack.Decoder(AnyEntry).decode
     try:
@@ -80,15 +80,15 @@ def read_journal(
 
 @dataclass
 class Replayed:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
         num_schedulers: one for each start, and for each engine that was loaded with other
-            arguments. num_requests, num_plans: of all of them; plans that say something.
+            arguments. num_requests, num_plans: of all of them; only plans that say something.
         seconds: from the first plan to the last one, when the run was recorded.
-        end: why the journal ends before the scheduler did; empty where it does not, and None where
-            its end is not there.
-        differences: of the first plan that is not as it was; empty where all are.
+        end: why the journal ends before the scheduler did; empty if it does not, and None if
+            its end is missing.
+        differences: of the first plan that differs; empty if all are equal.
     """
 
     num_schedulers: int = 0
@@ -103,7 +103,7 @@ class Replay:
     """Runs schedulers as a journal says, up to the first difference.
 
     Args:
-        on_plan: called with the number of each plan, its time and the plan, once it was compared.
+        on_plan: called with each plan's number, its time and the plan, after the comparison.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Replay:
         self._stats = SchedulerStats()
 
     def run(self, entries: Iterator[AnyEntry]) -> Replayed:
-        """Run it.
+        """Run the replay.
 
         Raises:
-            ConfigError: the entries are in no possible order.
+            ConfigError: the entries are in an impossible order.
         """
         for entry in entries:
             if isinstance(entry, Weighed):
@@ -141,7 +141,7 @@ class Replay:
 
     def _open(self, entry: Opened) -> None:
         self._outcome.num_schedulers += 1
-        self._groups.clear()  # who goes on comes anew
+        self._groups.clear()  # requests that continue are added again
         try:
             self._scheduler = make_scheduler(
                 entry.engine_args,
@@ -162,7 +162,7 @@ class Replay:
         return None if kept is None else Tiers(kept, self._stats)
 
     def _differences(self, scheduler: Scheduler, entry: AnyEntry) -> list[str]:
-        """Make a call; what it gives that it did not give when it was recorded."""
+        """Make a call and return what differs from the record."""
         raised, gave = "", ""
         plan, late = None, list[Late]()
         try:
@@ -190,7 +190,7 @@ class Replay:
         return self._told(entry, now, keys)
 
     def _call(self, scheduler: Scheduler, entry: AnyEntry) -> str:
-        """Make any call but that for a plan; what it gives that is not as it was."""
+        """Make any call except for a plan, and return what differs."""
         match entry:
             case Added():
                 self._outcome.num_requests += 1
@@ -248,7 +248,7 @@ class Replay:
             self._on_plan(self._outcome.num_plans, entry)
 
     def _told(self, recorded: Planned, now: Planned, keys: dict[int, str]) -> list[str]:
-        """The first differences of two plans, in words."""
+        """Describe the first differences of two plans."""
         found = list(_compared("", msgspec.to_builtins(recorded), msgspec.to_builtins(now)))
         seconds = 0.0 if self._began_at is None else recorded.now - self._began_at
         step = recorded.plan or now.plan
@@ -263,7 +263,7 @@ class Replay:
 
 
 def _compared(path: str, recorded: Any, now: Any) -> Iterator[str]:
-    """What is not equal of two values of builtin types, the places in words."""
+    """Yield what differs between two values of builtin types, with its place."""
     if isinstance(recorded, dict) and isinstance(now, dict):
         for name in {**recorded, **now}:
             place = f"{path}.{name}" if path else name

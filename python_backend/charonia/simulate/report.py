@@ -1,6 +1,6 @@
-"""What is told of runs: numbers for each and for each class of requests, as tables and as JSON.
+"""Reports on runs: numbers for each run and each class of requests, as tables and as JSON.
 
-Owns which numbers these are. Must not know how they came about.
+Owns which numbers these are. Must not know how they were made.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ _UNFINISHED = "not finished"
 
 @dataclass(frozen=True, kw_only=True)
 class Quantiles:
-    """Of a time, in seconds; None of nothing."""
+    """Quantiles of a time, in seconds; None without values."""
 
     p50: float | None = None
     p99: float | None = None
@@ -33,7 +33,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Quantiles":
-        """Of these."""
+        """Compute them from values."""
         if not values:
             return cls()
         p50, p99 = np.percentile(values, (50, 99))
@@ -41,20 +41,20 @@ class Quantiles:
 
     @classmethod
     def of_distribution(cls, values: Distribution) -> "Quantiles":
-        """Of what is in the buckets."""
+        """Compute them from buckets."""
         return cls(p50=values.quantile(0.5), p99=values.quantile(0.99), mean=values.mean)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassReport:
-    """What requests of one class got.
+    """The requests of one class.
 
     Attributes:
-        outcomes: how many ended how.
-        ttft, inter_token, total: to the first token, between tokens, to the end.
+        outcomes: number of requests by outcome.
+        ttft, inter_token, total: time to first token, between tokens, to the end.
         queue: to the first step.
-        attainment: share of those with a deadline that were finished by it, but for those of which
-            the refusal is their client's doing; None without any.
+        attainment: share of requests with a deadline that met it, without those whose refusal
+            is their client's doing; None without any.
     """
 
     name: str
@@ -74,20 +74,20 @@ class ClassReport:
 
     @property
     def unfinished(self) -> dict[str, int]:
-        """How many of the others ended how."""
+        """Number of the other requests by outcome."""
         return {kind: num for kind, num in self.outcomes.items() if kind not in FINISHED}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What one run showed.
+    """The result of one run.
 
     Attributes:
         classes: the first is of all requests.
         seconds: from the first arrival to the last end. utilization: share of them in steps.
         mean_rows: of a step. hit_rate: of the prefix cache, by tokens.
         service_difference: the greatest between two tenants that both had requests waiting, in
-            tokens (see `ServiceDifference`); service_bound: what fair shares keep it under; None
+            tokens (see `ServiceDifference`); service_bound: its bound under fair shares; None
             with one tenant.
     """
 
@@ -103,12 +103,12 @@ class RunReport:
 
     @property
     def overall(self) -> ClassReport:
-        """Of all requests."""
+        """All requests."""
         return self.classes[0]
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens."""
+        """Generated tokens per second."""
         return self.overall.num_tokens / self.seconds if self.seconds else 0.0
 
 
@@ -116,8 +116,8 @@ def report(name: str, outcome: Outcome, by: By, pool_tokens: int) -> RunReport:
     """Sum up a run.
 
     Args:
-        by: what makes a class of requests.
-        pool_tokens: that the KV cache holds.
+        by: how requests are grouped into classes.
+        pool_tokens: size of the KV cache in tokens.
     """
     inter_token: defaultdict[str, Distribution] = defaultdict(Distribution)
     for (tenant, priority), times in outcome.inter_token.items():
@@ -152,7 +152,7 @@ def report(name: str, outcome: Outcome, by: By, pool_tokens: int) -> RunReport:
 
 
 def recorded(trace: Sequence[TraceRequest]) -> RunReport | None:
-    """Sum up what a trace says was measured; None where it says nothing."""
+    """Sum up the measurements in a trace; None if it has none."""
     timed = [one for one in trace if one.ttft_ms is not None and one.total_ms is not None]
     if not timed:
         return None
@@ -178,7 +178,7 @@ def recorded(trace: Sequence[TraceRequest]) -> RunReport | None:
         num_tokens=sum(one.output_length for one in trace),
         outcomes=dict(outcomes),
         ttft=Quantiles.of(ttft),
-        # Of the gaps themselves the trace knows the mean of each request alone.
+        # The trace has only the mean gap of each request.
         inter_token=Quantiles(mean=inter_token.mean),
         total=Quantiles.of(total),
         queue=Quantiles.of(queue),
@@ -189,7 +189,7 @@ def recorded(trace: Sequence[TraceRequest]) -> RunReport | None:
 
 
 def sameness(reports: Sequence[RunReport], traffic: Sequence[TraceRequest]) -> str:
-    """Why several runs with this traffic show the same; "" where they do not."""
+    """Explain why several runs with this traffic are equal; "" if they are not."""
     first, *others = (replace(one, name="") for one in reports)
     if not others or any(one != first for one in others):
         return ""
@@ -238,7 +238,7 @@ def _since_arrival(members: Iterable[Served], when: Callable[[Served], float | N
 
 
 def tables(reports: Sequence[RunReport]) -> str:
-    """All runs as Markdown: what each did in all, and then what each class got."""
+    """Write all runs as Markdown: totals per run, then the classes."""
     parts = ["## Runs", "", _runs_table(reports)]
     if any(len(one.classes) > 1 for one in reports):
         parts += ["", "## Classes", "", _classes_table(reports)]
@@ -328,7 +328,7 @@ def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _kinds(counts: dict[str, int]) -> str:
-    """How many of which kind, the most first; a trace need not say it."""
+    """Write counts by kind, the greatest first; the kind may be missing in a trace."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return ", ".join(f"{num:,} {kind or 'unknown'}" for kind, num in ordered) or _MISSING
 

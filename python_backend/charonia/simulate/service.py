@@ -1,9 +1,9 @@
 """How differently tenants were served while both had requests waiting.
 
-Owns the measure of fairness of Sheng et al. 2024 (arXiv 2401.00588, section 3): the service of a
-tenant is its prompts' tokens and, twice as dear, its generated ones, over its weight. Of two
-tenants that have requests waiting from one moment to another, the difference is that of what both
-got in between; the greatest of all pairs and moments is what their theorem 4.4 bounds.
+Owns the measure of fairness of Sheng et al. 2024 (arXiv 2401.00588, section 3). The service of a
+tenant is the tokens of its prompts plus twice its generated tokens, divided by its weight. While
+two tenants both have requests waiting, their difference is that of the service that each got in
+that time. Theorem 4.4 bounds the greatest difference over all pairs and times.
 """
 
 from collections import defaultdict, deque
@@ -14,17 +14,18 @@ import numpy as np
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0
 MAX_TENANTS = 64
-"""More are not looked at: pairs are too many then."""
+"""Only the first ones are compared, because of the number of pairs."""
 
 
 class ServiceBySteps:
-    """Notes what belongs to a step once that step has ended, and then looks at the difference.
+    """Notes what belongs to a step once that step has ended, and then compares tenants.
 
-    A step is planned, and who waits no longer is known, before the outputs of the one ahead of it
-    are delivered; who comes meanwhile may begin with it. Noted at once that would mix steps.
+    A step is planned, and the requests that start with it are known, before the outputs of the step
+    before it are delivered. Requests that come meanwhile may start with it. Noting this at once
+    would mix steps.
 
     Args:
-        difference: of the service, which is noted here alone.
+        difference: the service, which only this notes.
     """
 
     def __init__(self, difference: "ServiceDifference") -> None:
@@ -33,17 +34,17 @@ class ServiceBySteps:
         self._num_looked_at = 0
 
     def note_with(self, step: int, note: Callable[[], None]) -> None:
-        """Note something with a step, the first of which is 1; steps come in their order."""
+        """Note something with a step. Steps count from 1 and come in order."""
         self._notes.append((step, note))
 
     def end(self, num_ended: int) -> None:
-        """So many steps have ended; their outputs are to be noted next."""
+        """Note that so many steps have ended; their outputs are noted next."""
         while self._notes and self._notes[0][0] <= num_ended:
             _, note = self._notes.popleft()
             note()
 
     def look(self, num_ended: int) -> None:
-        """The outputs of so many steps were noted, and nothing of others."""
+        """Compare, after the outputs of so many steps were noted, and nothing of others."""
         if num_ended > self._num_looked_at:
             self._num_looked_at = num_ended
             self._difference.look()
@@ -64,48 +65,48 @@ class ServiceDifference:
         self._places: dict[str, int] = {}
         self._num_waiting: defaultdict[str, int] = defaultdict(int)
         self._backlogged = np.zeros(MAX_TENANTS, dtype=bool)
-        self._service = [0.0] * MAX_TENANTS  # of the machine's own numbers: they change often
+        self._service = [0.0] * MAX_TENANTS  # Python's own floats: they change often
         shape = (MAX_TENANTS, MAX_TENANTS)
-        # Over the time for which both of a pair have been waiting: the extremes of the difference.
+        # For each pair, the extremes of the difference while both have been waiting.
         self._lowest, self._highest = np.zeros(shape), np.zeros(shape)
         self._both = np.zeros(shape, dtype=bool)
         self._greatest = np.zeros(shape)
 
     @property
     def greatest(self) -> float:
-        """The greatest difference, in tokens of weight 1; 0 where no two waited together."""
+        """The greatest difference, in tokens of weight 1; 0 if no two waited together."""
         return float(self._greatest.max())
 
     @property
     def service(self) -> dict[str, float]:
-        """What each tenant got, over its weight."""
+        """The service of each tenant, over its weight."""
         return {tenant: self._service[place] for tenant, place in self._places.items()}
 
     @property
     def lightest(self) -> float:
-        """The smallest weight of all tenants that there were."""
+        """The smallest weight of all tenants so far."""
         return min(map(self._weight_of, self._places), default=1.0)
 
     def note_arrival(self, tenant: str) -> None:
-        """A request of a tenant waits."""
+        """Note that a request of a tenant waits."""
         self._num_waiting[tenant] += 1
         self._show(tenant)
 
     def note_start(self, tenant: str) -> None:
-        """A request of a tenant waits no longer."""
+        """Note that a request of a tenant waits no longer."""
         self._num_waiting[tenant] -= 1
         self._show(tenant)
 
     def note_input(self, tenant: str, num_tokens: int) -> None:
-        """Prompt tokens of a tenant were computed."""
+        """Note that prompt tokens of a tenant were computed."""
         self._serve(tenant, INPUT_COST * num_tokens)
 
     def note_output(self, tenant: str, num_tokens: int) -> None:
-        """Tokens of a tenant were generated."""
+        """Note that tokens of a tenant were generated."""
         self._serve(tenant, OUTPUT_COST * num_tokens)
 
     def look(self) -> None:
-        """Compare all pairs; once per step, after what it did was noted."""
+        """Compare all pairs. To be called once per step, after the step was noted."""
         num = len(self._places)
         if num < 2:
             return
@@ -124,7 +125,7 @@ class ServiceDifference:
         self._both[part, part] = both
 
     def bound(self, longest_input: int, pool_tokens: int, lightest: float = 1.0) -> float:
-        """What virtual token counters keep it under, of that theorem, with weights."""
+        """The bound of that theorem under virtual token counters, with weights."""
         return 2 * max(INPUT_COST * longest_input, OUTPUT_COST * pool_tokens) / lightest
 
     def _place(self, tenant: str) -> int | None:

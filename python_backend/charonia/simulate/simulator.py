@@ -1,9 +1,9 @@
 """One run: traffic through the real engine core, and what became of each request.
 
-Owns whose turn it is, the traffic or the core, and the notes on each request. Must not know how the
-traffic was made, nor what is told of it. Of a server it has what `core/service.py` has, without the
-thread: the limits at the door, what is given up under pressure, and the core behind them. Only the
-engine, the clock, and the outputs, which are of no text, are its own.
+Owns whose turn it is, the traffic's or the core's, and the notes on each request. Must not know how
+the traffic was made, nor what is reported. It has what `core/service.py` has, without the
+thread: admission control, load shedding, and the core behind them. Only the
+engine, the clock, and the outputs, which have no text, are its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ from charonia.traces import TraceRequest
 FINISHED = ("stop", "length")
 """Outcomes of requests that got all their tokens."""
 MAX_SAMPLES = 500
-_ROUND = 0x9E3779B97F4A7C15  # keeps the ids of one round of the trace from those of another
+_ROUND = 0x9E3779B97F4A7C15  # separates the ids of one round of the trace from those of another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Setting:
 
     Attributes:
         num_blocks: of the KV cache. max_model_len: tokens of a request, prompt and output.
-        tenants_file: as the scheduler's; None has all tenants alike.
+        tenants_file: as the scheduler's; None treats all tenants alike.
     """
 
     engine_args: EngineArgs
@@ -64,7 +64,7 @@ class Setting:
 
     @property
     def info(self) -> EngineInfo:
-        """What the simulated engine says of itself."""
+        """What the simulated engine reports of itself."""
         args = self.engine_args
         layout = KVLayout(
             num_layers=1,
@@ -94,7 +94,7 @@ class Setting:
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request. Times are in seconds; None where it did not come to that.
+    """The fate of one request. Times are in seconds; None if it did not get that far.
 
     Attributes:
         num_tokens: that it got. outcome: "stop", "length" or the kind of the error.
@@ -113,7 +113,7 @@ class Served:
     is_clients_doing: bool = False
 
     def milliseconds_to(self, when: float | None) -> float | None:
-        """From its arrival on."""
+        """Milliseconds from its arrival on."""
         return None if when is None else round((when - self.arrived_at) * 1000, 3)
 
     @property
@@ -123,7 +123,7 @@ class Served:
 
 
 class Sample(NamedTuple):
-    """How full everything was at a moment; blocks as a share of the pool."""
+    """Utilization at one moment; blocks as a share of the pool."""
 
     at: float
     num_running: int
@@ -133,7 +133,7 @@ class Sample(NamedTuple):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """All of a run.
+    """All results of a run.
 
     Attributes:
         inter_token: seconds between a request's tokens, by tenant and priority.
@@ -155,7 +155,7 @@ class Outcome:
     service: ServiceDifference
 
     def as_trace(self) -> Iterator[TraceRequest]:
-        """The requests as a trace, each with what became of it."""
+        """Yield the requests as a trace, each with its result."""
         for one in self.served:
             yield replace(
                 one.request,
@@ -171,7 +171,7 @@ class Simulation(RequestEvents):
     """Runs traffic through one setting.
 
     Args:
-        arrivals: in the order of their times. block_length: tokens of the blocks with ids.
+        arrivals: ordered by time. block_length: tokens of the blocks with ids.
         sample_every_s: seconds between two samples, at first. log: takes one line.
 
     Raises:
@@ -214,7 +214,7 @@ class Simulation(RequestEvents):
             clock=self._clock,
             log=log,
             tenants=tenants,
-            hash_secret=f"{setting.seed}".encode(),  # some policies of eviction go by hashes
+            hash_secret=f"{setting.seed}".encode(),  # some eviction policies depend on hashes
         )
         self._core.step()  # the engine is there before the first request
         if self._core.down_reason is not None:
@@ -245,7 +245,7 @@ class Simulation(RequestEvents):
             core.deliver()
             self._take_arrivals()
             is_busy = core.step()
-            self._by_steps.look(num_ended)  # all outputs were delivered but of what it has fetched
+            self._by_steps.look(num_ended)  # all outputs were delivered, but of what was fetched
             if is_busy:
                 self._sample(clock.now)
             elif self._live:  # they wait for a time limit
@@ -255,14 +255,14 @@ class Simulation(RequestEvents):
         return self._outcome()
 
     def _idle_until(self, when: float) -> None:
-        """Nothing is there to do; what was given up under pressure comes back meanwhile."""
+        """Let idle time pass; degradation is undone meanwhile."""
         while self._degradation.level and self._clock.now + LOOK_EVERY_S < when:
             self._clock.now += LOOK_EVERY_S
             self._look()
         self._clock.advance_to(when)
 
     def _look(self) -> None:
-        """See how long requests wait, and give something up, or no longer, because of that."""
+        """Look at the queue's wait, and change the degradation level accordingly."""
         self._looked_at = self._clock.now
         if self._degradation.observe(self._gate.wait_s(), self._looked_at):
             self._core.shed(self._degradation.shedding)
@@ -333,7 +333,7 @@ class Simulation(RequestEvents):
         self._by_steps.note_with(self._engine.num_steps + 1, partial(note, *args))
 
     def _note_tokens(self, request: Request, num_new: int) -> None:
-        """Note what a step committed."""
+        """Note the tokens that a step committed."""
         now, served = self._clock.now, self._live[request.key]
         if served.first_token_at is None:
             served.first_token_at = now
@@ -365,7 +365,7 @@ class Simulation(RequestEvents):
     # ------------------------------------------------------------------ what is told of it
 
     def _sample(self, now: float) -> None:
-        """Note how full everything is; half of the samples are dropped when there are too many."""
+        """Sample the utilization. If there are too many samples, half of them are dropped."""
         if self._samples and now < self._samples[-1].at + self._sample_every_s:
             return
         gauges = self._metrics.gauges
@@ -379,7 +379,7 @@ class Simulation(RequestEvents):
 
     def _outcome(self) -> Outcome:
         counters, engine = self._metrics.counters, self._engine
-        self._by_steps.end(engine.num_steps + 1)  # who came, and did not start, behind the last one
+        self._by_steps.end(engine.num_steps + 1)  # for requests that did not start
         cached = counters["charonia_prompt_tokens_total", "cached"]
         computed = counters["charonia_prompt_tokens_total", "computed"]
         first = self._served[0].arrived_at if self._served else 0.0
@@ -398,10 +398,10 @@ class Simulation(RequestEvents):
 
 
 class _Counted(SampleStream):
-    """An output that is of no text: its tokens are counted, and only its end is told.
+    """An output without text: its tokens are counted, and only its end is reported.
 
     Args:
-        note: called with the number of tokens that have come.
+        note: called with the number of new tokens.
     """
 
     def __init__(self, request: Request, note: Callable[[Request, int], None]) -> None:
@@ -423,20 +423,20 @@ class _Counted(SampleStream):
         return Chunk(self.request.key, error=error)
 
     def cancel(self, now: float) -> Chunk:
-        """See `SampleStream`; nobody does here."""
+        """See `SampleStream`. Not called here."""
         return Chunk(self.request.key, finish_reason="cancelled")
 
 
 def _prompt(arrival: Arrival, number: int, block_length: int) -> list[int]:
-    """Tokens that are the same where the blocks' ids are, and in the same round of the trace.
+    """Make a prompt: equal block ids in the same round of the trace give equal tokens.
 
-    All tokens of a block are one number: only whether two blocks are equal matters here.
+    All tokens of a block are one number, because only the equality of blocks matters here.
     """
     request, prompt_ids = arrival.request, list[int]()
     for hash_id in request.hash_ids:
         shared = (hash_id + arrival.round * _ROUND) % FIRST_OWN_ID
         prompt_ids += [shared] * block_length
     del prompt_ids[request.input_length :]
-    own = FIRST_OWN_ID + number  # that no other request has
+    own = FIRST_OWN_ID + number  # no other request has it
     prompt_ids += [own] * (request.input_length - len(prompt_ids))
     return prompt_ids

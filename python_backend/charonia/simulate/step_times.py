@@ -4,8 +4,8 @@ Owns the model of a step's time, its file and its fit. Must not know plans or re
 
     seconds = curve(tokens) + row * rows + context * cached tokens read + pair * (query, key) pairs
 
-The curve is linear between its points. On a GPU it is flat while the weights are what has to be
-read, and rises by the tokens' arithmetic behind that.
+The curve is piecewise linear. On a GPU it is flat while reading the weights dominates,
+and then rises with the arithmetic of the tokens.
 """
 
 import random
@@ -43,12 +43,12 @@ _CONSTANTS = {
 }
 Numbers = npt.NDArray[np.float64]
 _MIN_RECORDS = 50
-_MAX_DRAFTING = 0.02  # of the steps: a drafter at rest looks now and then whether drafts pay
+_MAX_DRAFTING = 0.02  # of the steps: a resting drafter tries now and then whether drafts pay
 _NUM_QUANTILES = 101
 _MAX_RESIDUAL = 10.0  # times as long as predicted: it was interrupted, which is noise
-_FASTEST = 0.1  # of the requests, which came when there was no step, or at its end
+_FASTEST = 0.1  # of the requests: those that came between steps, or at the end of one
 _SAME_SIZE = 4  # times as many tokens are another size
-_MAX_PAUSE_S = 1.0  # what lies longer between two steps is not the scheduler's work
+_MAX_PAUSE_S = 1.0  # a longer pause between two steps is not the scheduler's work
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,8 +56,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         curve: (tokens, seconds), ascending in both; the last two points give the slope beyond.
-        row, context, pair: more for each of these, see `StepWork`.
-        gap, gap_row, transit, intake, host, host_row: beside the engine's own time, see
+        row, context, pair: addition for each of these, see `StepWork`.
+        gap, gap_row, transit, intake, host, host_row: times around the engine's own time, see
             `--step-times` of `charonia simulate`.
         noise: for steps of at least so many tokens, quantiles of measured by predicted time, evenly
             spaced from 0 to 1; none for none.
@@ -84,9 +84,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def load(cls, text: str) -> "StepTimes":
-        """Read what `--step-times` says: constants, a file of this model, or a record of steps.
+        """Read the value of `--step-times`: constants, a file of this model, or a record of steps.
 
-        A record of requests that lies beside that of the steps says how fast they were taken in.
+        If a record of requests is beside that of the steps, the intake time is fitted to it.
 
         Raises:
             ConfigError: it is none of these, with the reason.
@@ -111,15 +111,15 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def fit(
         cls, records: Sequence[StepRecord], requests: Sequence[TraceRequest] = ()
     ) -> "StepTimes":
-        """Fit the model to what steps took, by least squares.
+        """Fit the model to measured step times, by least squares.
 
-        Errors count by the root of the predicted time, as if steps were made of many pieces of
-        work: so the sum of the times is right, be the steps short or long.
+        Errors are weighted by the root of the predicted time, as if steps were made of many pieces
+        of work. So the sum of the times is right for short and for long steps.
 
-        Steps with drafts are left out: what drafting takes is not in the model.
+        Steps with drafts are left out, because the model has no drafting.
 
         Args:
-            requests: of the same record; none where it is not to be learned how they are taken in.
+            requests: of the same record; none leaves out the intake time.
 
         Raises:
             ConfigError: there are too few steps.
@@ -134,7 +134,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         features = np.array([_features(one.work, knots) for one in plain])
         seconds = np.array([one.seconds for one in plain])
         errors, kept = np.sqrt(seconds), np.ones(len(plain), dtype=bool)
-        for _ in range(3):  # by what was measured, what is fast by chance would count for more
+        for _ in range(3):  # weights by measured times would favour steps that were fast by chance
             found = _non_negative_fit(features[kept], seconds[kept], errors[kept])
             predicted = np.maximum(features @ found, 1e-9)
             errors, kept = np.sqrt(predicted), seconds < _MAX_RESIDUAL * predicted
@@ -149,7 +149,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return replace(fitted, intake=_intake(requests), **_around(records))
 
     def of(self, work: StepWork) -> float:
-        """Seconds of a step in the engine, without noise."""
+        """Return the seconds of a step in the engine, without noise."""
         return (
             self._at(work.num_tokens)
             + self.row * work.num_rows
@@ -202,7 +202,7 @@ class StepClock:
         self.transit_s = times.transit
 
     def seconds(self, work: StepWork) -> float:
-        """Of the next step, in the engine."""
+        """Return the seconds of the next step in the engine."""
         seconds = self._times.of(work)
         if self._sizes:
             place = bisect_right(self._sizes, work.num_tokens) - 1
@@ -210,11 +210,11 @@ class StepClock:
         return seconds
 
     def gap_s(self, num_rows: int) -> float:
-        """Before a step of so many rows that waited in the engine."""
+        """Return the gap before a step of so many rows that waited in the engine."""
         return self._times.gap + self._times.gap_row * num_rows
 
     def host_s(self, num_rows: int) -> float:
-        """Until a plan of so many rows is sent."""
+        """Return the host's time to send a plan of so many rows."""
         return self._times.host + self._times.host_row * num_rows
 
 
@@ -228,7 +228,7 @@ def _check_drafts(name: str, steps: Sequence[StepRecord]) -> None:
 
 
 def _knots(sizes: Sequence[int]) -> list[int]:
-    """Numbers of tokens between which the curve is linear: powers of two where steps were seen."""
+    """Choose the knots of the curve, in tokens: powers of two where steps were seen."""
     least, most = min(sizes), max(sizes)
     powers = [2**n for n in range(32) if least < 2**n < most]
     seen = np.asarray(sizes)
@@ -239,7 +239,7 @@ def _knots(sizes: Sequence[int]) -> list[int]:
 def _noise(
     sizes: Sequence[int], seconds: Numbers, predicted: Numbers
 ) -> list[tuple[int, list[float]]]:
-    """How steps of similar size scatter; on average each takes as long as such steps took."""
+    """Return how steps of similar size scatter, scaled so that their mean time is as measured."""
     order = np.argsort(sizes, kind="stable")
     found, first = [], 0
     while first < len(order):
@@ -261,7 +261,7 @@ def _noise(
 
 
 def _features(work: StepWork, knots: Sequence[int]) -> list[float]:
-    """What the model is linear in: the share of each knot; rows, cached tokens and pairs."""
+    """Return the model's linear inputs: the share of each knot; rows, cached tokens and pairs."""
     shares = [0.0] * len(knots)
     place = bisect_right(knots, work.num_tokens)
     if place == len(knots):
@@ -274,10 +274,11 @@ def _features(work: StepWork, knots: Sequence[int]) -> list[float]:
 
 
 def _non_negative_fit(features: Numbers, seconds: Numbers, errors: Numbers) -> Numbers:
-    """Least squares of errors in units of `errors`; a coefficient that would be negative is 0.
+    """Least squares of errors in units of `errors`, with coefficients of at least 0.
 
-    By leaving out the most negative one, again and again: not always the optimum of Lawson and
-    Hanson (1974, "Solving Least Squares Problems", chapter 23), but no worse than the data.
+    The most negative coefficient is left out, again and again. This is not always the optimum of
+    Lawson and Hanson (1974, "Solving Least Squares Problems", chapter 23), but no worse than the
+    data.
     """
     found = np.zeros(features.shape[1])
     used = list(np.flatnonzero(features.any(axis=0)))
@@ -294,7 +295,7 @@ def _non_negative_fit(features: Numbers, seconds: Numbers, errors: Numbers) -> N
 
 
 def _around(records: Sequence[StepRecord]) -> dict[str, float]:
-    """What lies around the engine's own time: transit, and gaps and the host's work by rows."""
+    """Fit the times around the engine's own: transit, and gaps and the host's work by rows."""
     gaps, transits, hosts = [], [], []
     for before, step in pairwise(records):
         if step.submitted_at <= before.ended_at:
@@ -318,13 +319,13 @@ def _around(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _intake(requests: Sequence[TraceRequest]) -> float:
-    """Until the scheduler had those that did not have to wait for the end of a step."""
+    """Fit the intake time, from requests that did not have to wait for the end of a step."""
     seconds = [one.intake_ms / 1000 for one in requests if one.intake_ms is not None]
     return float(np.quantile(seconds, _FASTEST)) if seconds else 0.0
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Seconds at no row, and per row, both not negative."""
+    """Fit seconds at zero rows, and per row, both not negative."""
     if not points:
         return 0.0, 0.0
     rows, seconds = np.array(points).T

@@ -1,7 +1,7 @@
-"""The traffic of a simulation: a trace as it was, faster, longer, or with arrivals of another kind.
+"""The traffic of a simulation: a trace as recorded, faster, longer, or with other arrivals.
 
-Owns when each request comes and what it is. Must not know what becomes of it. Everything that is
-drawn is drawn from a seed.
+Owns when each request comes and what it is. Must not know what becomes of it. All random
+choices come from a seed.
 """
 
 import random
@@ -22,23 +22,23 @@ ADVERSARY = "adversary"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is made of a trace.
+    """How to change a trace.
 
     Attributes:
-        num_requests: of the trace, which begins anew with other prompts where it ends; None is all
-            of it, once.
+        num_requests: number of requests. A shorter trace is repeated with other prompts. None is
+            the trace, once.
         rate: requests per second on average; None is the trace's.
-        arrivals: "trace", at the times of the trace, or evenly where these are all the same and a
-            rate is given; "poisson", with exponential times between them; "bursty", with times
-            between them from a gamma distribution.
-        burstiness: of the last, their coefficient of variation; 1 is Poisson's.
-        num_tenants, num_priorities: spread by chance over the requests, in place of the trace's;
+        arrivals: "trace" keeps the times of the trace, or spaces requests evenly if these are all
+            the same and a rate is given. "poisson" has exponential times between requests,
+            "bursty" times from a gamma distribution.
+        burstiness: coefficient of variation for "bursty"; 1 is Poisson's.
+        num_tenants, num_priorities: assigned at random, in place of the trace's;
             the first tenant has as many requests as all later ones together, and so on.
-        deadline_ms: from which to which a deadline is drawn, in place of the trace's.
-        max_tokens: generated tokens that are asked for, where the trace does not say it; None is
-            as many as there were.
-        adversary: share of the requests that a tenant of this name sends at once, as the longest
-            of the trace, when a quarter of the time is over.
+        deadline_ms: range from which deadlines are drawn, in place of the trace's.
+        max_tokens: of requests for which the trace has none; None is the number of generated
+            tokens.
+        adversary: share of the requests that a tenant of this name sends at once, after a quarter
+            of the time. They are repeated from the longest tenth of the trace.
     """
 
     num_requests: int | None = None
@@ -57,7 +57,7 @@ class Arrival:
     """A request that comes.
 
     Attributes:
-        at: seconds. round: how often the trace had begun anew; its prompts are others each time.
+        at: seconds. round: how often the trace was repeated; each round has other prompts.
     """
 
     at: float
@@ -66,7 +66,7 @@ class Arrival:
 
 
 def shape(trace: Sequence[TraceRequest], wanted: Shape, seed: int) -> Iterator[Arrival]:
-    """Make the traffic, in the order of its times."""
+    """Make the traffic, ordered by time."""
     count = wanted.num_requests or len(trace)
     num_adverse = round(count * wanted.adversary)
     count -= num_adverse
@@ -88,7 +88,7 @@ def shape(trace: Sequence[TraceRequest], wanted: Shape, seed: int) -> Iterator[A
 
 
 def rate_of(trace: Sequence[TraceRequest]) -> float:
-    """Requests per second.
+    """Return the requests per second.
 
     Raises:
         ConfigError: all come at the same time.
@@ -102,7 +102,7 @@ def rate_of(trace: Sequence[TraceRequest]) -> float:
 def _regular(
     trace: Sequence[TraceRequest], wanted: Shape, count: int, drawn: random.Random
 ) -> Iterator[Arrival]:
-    """Requests at their times, as the trace has them."""
+    """Yield requests at their times, as in the trace."""
     begins = trace[0].timestamp
     is_at_once = trace[-1].timestamp <= begins
     if wanted.arrivals == "trace" and not (is_at_once and wanted.rate):
@@ -132,9 +132,9 @@ def _dressed(
     drawn: random.Random,
     tenant: str | None = None,
 ) -> Arrival:
-    """The same request with what is not the trace's; `tenant` is whose it is in any case."""
+    """Change a request as wanted; `tenant` overrides its tenant."""
     request = arrival.request
-    # One that was refused would have had an output like others'.
+    # A refused request would have had an output like others'.
     length = request.output_length or drawn.choice(outputs)
     max_tokens = max(length, request.max_tokens or wanted.max_tokens or length)
     priority, deadline_ms = request.priority, request.deadline_ms
@@ -158,7 +158,7 @@ def _dressed(
 
 
 def _halving(count: int, drawn: random.Random) -> int:
-    """0 as often as all greater numbers together, and so on."""
+    """Draw a number: 0 as often as all greater numbers together, and so on."""
     for number in range(count - 1):
         if drawn.random() < 0.5:
             return number

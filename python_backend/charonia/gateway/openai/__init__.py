@@ -1,7 +1,7 @@
 """OpenAI's requests and answers.
 
-fields       how a request is read and judged     requests  what it may say
-serving      how answers go out                   answers   how they are written
+fields       reads and checks a request           requests  the fields of requests
+serving      sends answers                        answers   the fields of answers
 completions  /v1/completions                      logprobs  log-probabilities
 chat         /v1/chat/completions                 tokens    /tokenize and /detokenize
 """

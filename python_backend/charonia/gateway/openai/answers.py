@@ -1,4 +1,4 @@
-"""The answers, as they are written.
+"""The JSON of answers.
 
 Owns their fields. Must not know where the values come from.
 """
@@ -14,13 +14,13 @@ from charonia.gateway.openai.logprobs import ChatLogprobs, TextLogprobs
 
 
 class PromptDetails(msgspec.Struct):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class UsageAnswer(msgspec.Struct):
-    """What was used."""
+    """Token usage."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -29,7 +29,7 @@ class UsageAnswer(msgspec.Struct):
 
     @classmethod
     def of(cls, usage: Usage) -> "UsageAnswer":
-        """So far; what was cached is known at the end."""
+        """Convert the usage so far. Cached tokens are known only at the end."""
         cached = usage.cached_tokens
         return cls(
             usage.prompt_tokens,
@@ -40,25 +40,25 @@ class UsageAnswer(msgspec.Struct):
 
 
 class Origin(msgspec.Struct, kw_only=True):
-    """Where an answer comes from that was not computed for its request; without fields, it was.
+    """Where an answer comes from. Without fields it was computed for its request.
 
     Attributes:
-        cached: "exact", "semantic" or "joined", as the scheduler's `timing` says it.
-        similarity: of the prompts, where it is "semantic": their cosine.
+        cached: "exact", "semantic" or "joined", as in the scheduler's `timing`.
+        similarity: with "semantic", the cosine of the two prompts.
     """
 
     cached: str | UnsetType = UNSET
     similarity: float | UnsetType = UNSET
 
     def tell(self, timing: Mapping[str, Any] | None) -> None:
-        """Take over what the scheduler says of it, in the last chunk of a request."""
+        """Take over what the last chunk of a request says."""
         if timing is not None and timing.get("cached"):
             self.cached = timing["cached"]
             self.similarity = timing.get("similarity", UNSET)
 
 
 class TextChoice(Origin):
-    """One completion, or a piece of it; of several prompts, each has its own origin."""
+    """One completion or a piece of it. With several prompts each has its own origin."""
 
     index: int
     text: str
@@ -68,7 +68,7 @@ class TextChoice(Origin):
 
 
 class TextAnswer(Origin):
-    """Of /v1/completions, whole or a piece."""
+    """The answer of /v1/completions, whole or a piece."""
 
     id: str
     created: int
@@ -96,7 +96,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatAnswer(Origin):
-    """Of /v1/chat/completions."""
+    """The answer of /v1/chat/completions."""
 
     id: str
     created: int
@@ -108,7 +108,7 @@ class ChatAnswer(Origin):
 
 
 class Delta(msgspec.Struct):
-    """What is new of a message."""
+    """The new part of a message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -124,7 +124,7 @@ class ChatPiece(msgspec.Struct):
 
 
 class ChatChunk(Origin):
-    """A piece of /v1/chat/completions."""
+    """A piece of the answer of /v1/chat/completions."""
 
     id: str
     created: int
@@ -135,7 +135,7 @@ class ChatChunk(Origin):
 
 
 class Model(msgspec.Struct):
-    """Of /v1/models."""
+    """A model of /v1/models."""
 
     id: str
     created: int
@@ -145,14 +145,14 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """All of them."""
+    """The list of models."""
 
     data: list[Model]
     object: str = "list"
 
 
 class TokenizeAnswer(msgspec.Struct):
-    """Of /tokenize."""
+    """The answer of /tokenize."""
 
     count: int
     max_model_len: int | None
@@ -161,6 +161,6 @@ class TokenizeAnswer(msgspec.Struct):
 
 
 class DetokenizeAnswer(msgspec.Struct):
-    """Of /detokenize."""
+    """The answer of /detokenize."""
 
     prompt: str

@@ -26,7 +26,7 @@ from charonia_client import Chunk, Completion, PositionLogprobs
 
 
 async def chat(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
-    """Answer a request. Raises what `Work` makes an answer of."""
+    """Answer a request. Raises what `Work` turns into an answer."""
     request = await serving.prompts.run(len(body), lambda: read(ChatRequest, body))
     request.check()
     model = serving.check_model(request.model)
@@ -37,7 +37,7 @@ async def chat(serving: Serving, record: Record, body: bytes, reply: Reply) -> N
 
 
 class ChatForm:
-    """How messages are written."""
+    """Writes messages."""
 
     def __init__(
         self, spelling: Spelling, request: ChatRequest, request_id: str, model: str
@@ -69,7 +69,7 @@ class ChatForm:
         return answer
 
     def pieces(self, prompt_index: int, chunk: Chunk) -> list[ChatChunk]:
-        """See `Form`. The first piece of each message says whose it is, as OpenAI's does."""
+        """See `Form`. The first piece of each message has the role, as OpenAI's does."""
         pieces = []
         if chunk.index not in self._begun:
             self._begun.add(chunk.index)

@@ -1,4 +1,4 @@
-"""/v1/completions: text that follows a text.
+"""/v1/completions: completes a text.
 
 Owns the prompts of a request, and the form of its answers. Must not know connections.
 """
@@ -23,7 +23,7 @@ from charonia_client import Chunk, Completion, PositionLogprobs
 
 
 async def complete(serving: Serving, record: Record, body: bytes, reply: Reply) -> None:
-    """Answer a request. Raises what `Work` makes an answer of."""
+    """Answer a request. Raises what `Work` turns into an answer."""
     request = await serving.prompts.run(len(body), lambda: read(CompletionRequest, body))
     request.check()
     model = serving.check_model(request.model)
@@ -48,7 +48,7 @@ async def _prompts(serving: Serving, request: CompletionRequest) -> list[Prompt]
 
 
 class TextForm:
-    """How completions are written: choice i of prompt p has the index p·n + i."""
+    """Writes completions. Choice i of prompt p has the index p·n + i."""
 
     def __init__(
         self,

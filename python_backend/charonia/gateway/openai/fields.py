@@ -1,6 +1,6 @@
-"""Reading a request: every field is known, or named in a refusal.
+"""Reads a request. Every field is known, or the refusal names it.
 
-Owns how JSON becomes a request's model, and the words in which that is refused. Must not know which
+Owns how JSON becomes a request's model, and the texts of refusals. Must not know which
 fields there are.
 """
 
@@ -16,19 +16,19 @@ from charonia.errors import shown
 from charonia.gateway.errors import ApiError, invalid
 
 MAX_VALUES = 2**16
-"""Of a field that is no prompt."""
+"""Limit for a field that is not a prompt."""
 _MAX_PATH = 100
 R = TypeVar("R", bound="Fields")
 _UNION_PART = re.compile(r"int|str|(list|dict|literal)\[.*")
 
 
 class Fields(BaseModel):
-    """A part of a request that may have these fields alone, of these types alone.
+    """A part of a request, with exactly these fields and types.
 
     Attributes:
         unserved: further fields of OpenAI's and vLLM's that are not served, with the values that
-            ask for nothing and so are taken; null always is.
-        long: fields of any length, which look at themselves no further than to the first fault.
+            ask for nothing and are accepted; null always is.
+        long: fields of any length; they check themselves and stop at the first fault.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -40,7 +40,7 @@ def read(kind: type[R], body: bytes) -> R:
     """Read a request.
 
     Raises:
-        ApiError: it is no JSON object, or has a field that is unknown, not served or wrong.
+        ApiError: it is not a JSON object, or has a field that is unknown, not served or wrong.
     """
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
@@ -67,7 +67,7 @@ def read(kind: type[R], body: bytes) -> R:
 
 
 def _check_size(name: str, value: Any) -> None:
-    """Each value within it may be wrong, and pydantic tells of each. Raises ApiError."""
+    """Bound a value, because pydantic reports every wrong value within it. Raises ApiError."""
     todo, num_values = [value], 0
     while todo:
         one = todo.pop()
@@ -90,7 +90,7 @@ def _not_served(name: str, value: Any, accepted: tuple[Any, ...]) -> ApiError:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """What is wrong first. Of a field that may have several types each one's complaint is given."""
+    """Report the first fault. For a field of several types, report the complaint of each type."""
     found = error.errors(include_url=False)
     first = found[0]
     path = _path(first["loc"])
@@ -108,7 +108,7 @@ def _refusal(error: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """As in `messages[0].content`; what pydantic adds for the types of a union is left out."""
+    """Write a path as in `messages[0].content`, without pydantic's entries for union types."""
     path = ""
     for part in location:
         if isinstance(part, int):

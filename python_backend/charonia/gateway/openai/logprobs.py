@@ -1,6 +1,6 @@
-"""Log-probabilities as OpenAI's clients know them.
+"""Log-probabilities in OpenAI's form.
 
-Owns how tokens are spelled there: one that is no whole character has bytes, which no text shows.
+Owns how tokens are spelled there: a token that is not a whole character is shown as bytes.
 Must not know requests.
 """
 
@@ -14,7 +14,7 @@ from charonia.text.tokenizer import Tokenizer
 from charonia_client import PositionLogprobs, TokenLogprob
 
 LEAST = -9999.0
-"""OpenAI's number for a token that cannot be: JSON has no infinity."""
+"""OpenAI's number for an impossible token: JSON has no infinity."""
 
 
 class TopLogprob(msgspec.Struct):
@@ -35,14 +35,14 @@ class ChatLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Of a message."""
+    """Log-probabilities of a message."""
 
     content: list[ChatLogprob]
     refusal: None = None
 
 
 class TextLogprobs(msgspec.Struct):
-    """Of a completion: a list for each thing, with an entry for each token."""
+    """Log-probabilities of a completion: lists with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -51,13 +51,13 @@ class TextLogprobs(msgspec.Struct):
 
 
 class Spelling:
-    """How tokens are spelled."""
+    """Spells tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def text(self, token_id: int, prefix: str = "") -> str:
-        r"""A token's text, or its bytes as in `\xe2\x80`, behind `prefix`."""
+        r"""Return a token's text, or `prefix` and its bytes as in `\xe2\x80`."""
         data = self._tokenizer.token_bytes(token_id)
         try:
             return data.decode()
@@ -69,7 +69,7 @@ class Spelling:
         return self._tokenizer.decode(token_ids, skip_special_tokens)
 
     def chat(self, positions: Sequence[PositionLogprobs], num_top: int) -> ChatLogprobs:
-        """Of the tokens of a message, each with its `num_top` most likely ones."""
+        """Return the log-probabilities of a message, each with its `num_top` most likely tokens."""
         return ChatLogprobs([self._of_message(position, num_top) for position in positions])
 
     def _of_message(self, position: PositionLogprobs, num_top: int) -> ChatLogprob:
@@ -86,7 +86,7 @@ class Spelling:
         return list(self._tokenizer.token_bytes(one.token_id))
 
     def offsets(self, skip_special_tokens: bool) -> "Offsets":
-        """Where tokens begin in a text."""
+        """Return an `Offsets` for a text."""
         skipped = self._tokenizer.special_ids if skip_special_tokens else frozenset()
         return Offsets(self._tokenizer, skipped)
 
@@ -97,7 +97,7 @@ class Spelling:
         num_top: int,
         offsets: "Offsets",
     ) -> TextLogprobs:
-        """Of tokens of a completion, or of its prompt, whose first one has none."""
+        """Return those of a completion, or of its prompt, whose first token has none."""
         return TextLogprobs(
             [self.text(token_id, "bytes:") for token_id in token_ids],
             [None if position is None else finite(position[0]) for position in positions],
@@ -106,7 +106,7 @@ class Spelling:
         )
 
     def _top(self, position: PositionLogprobs | None, num_top: int) -> dict[str, float] | None:
-        """By text; of several tokens with one text the most likely counts."""
+        """Map texts to log-probabilities. Of several tokens with one text, keep the most likely."""
         if position is None:
             return None
         top: dict[str, float] = {}
@@ -126,7 +126,7 @@ class Offsets:
         self._num_characters = 0
 
     def next(self, token_id: int) -> int:
-        """Of the next token: how many characters were whole before it."""
+        """Return how many characters were complete before the next token."""
         offset = self._num_characters
         if token_id not in self._skipped:
             data = self._tokenizer.token_bytes(token_id)
@@ -135,14 +135,14 @@ class Offsets:
 
 
 def finite(one: TokenLogprob) -> float:
-    """A log-probability that JSON can write."""
+    """A log-probability that JSON can represent."""
     return LEAST if one.logprob is None else max(one.logprob, LEAST)
 
 
 def of_prompt(
     positions: Sequence[PositionLogprobs | None], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs` in vLLM's form: by token id."""
+    """Return `prompt_logprobs` in vLLM's form: by token id."""
     return [
         None
         if position is None

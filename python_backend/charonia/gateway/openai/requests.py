@@ -1,7 +1,7 @@
-"""What requests for text may say.
+"""The fields of requests for text.
 
-Owns the fields, and what each is called among the scheduler's sampling parameters. Must not know
-how text is generated; ranges are checked by the scheduler.
+Owns the fields, and their names among the scheduler's sampling parameters. Must not know
+how text is generated; the scheduler checks ranges.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,16 +63,16 @@ _UNSERVED: Mapping[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(Fields):
-    """Of a stream: whether its last chunk, or each, has the usage."""
+    """Options of a stream: whether its last chunk, or every chunk, has the usage."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class TextRequest(Fields):
-    """What both kinds of requests for text may say.
+    """Fields of both kinds of requests for text.
 
-    `user` is taken for the client's own sake; nothing depends on it.
+    `user` is accepted and ignored.
     """
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSERVED
@@ -118,7 +118,7 @@ class TextRequest(Fields):
         return options is not None and bool(options.continuous_usage_stats)
 
     def check(self) -> None:
-        """Look at what several fields say together.
+        """Check fields against each other.
 
         Raises:
             ApiError: they do not go together.
@@ -133,9 +133,9 @@ class TextRequest(Fields):
             raise invalid("prompt_logprobs cannot be had with stream = true", "prompt_logprobs")
 
     def sampling(self) -> Sampling:
-        """The scheduler's parameters.
+        """Return the scheduler's parameters.
 
-        `max_tokens` that is not given means as many as fit: the scheduler cuts it to that.
+        Without `max_tokens` the answer may be as long as fits: the scheduler lowers the maximum.
         """
         values = {name: getattr(self, name) for name in _SAME_NAMES}
         given = {name: value for name, value in values.items() if value is not None}
@@ -147,7 +147,7 @@ class TextRequest(Fields):
 
 
 class CompletionRequest(TextRequest):
-    """Of /v1/completions."""
+    """A request to /v1/completions."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_UNSERVED,
@@ -169,11 +169,11 @@ class CompletionRequest(TextRequest):
 
     @property
     def wants_prompt_alone(self) -> bool:
-        """Whether nothing is to be generated: the prompt's log-probabilities, as a rule."""
+        """Whether nothing is to be generated, usually to get the prompt's log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling(self) -> Sampling:
-        """See `TextRequest`. Where the prompt is echoed its log-probabilities are as well."""
+        """See `TextRequest`. If the prompt is echoed, so are its log-probabilities."""
         sampling = super().sampling()
         if self.best_of is not None:
             sampling["best_of"] = self.best_of
@@ -187,7 +187,7 @@ class CompletionRequest(TextRequest):
 
 
 class Message(Fields):
-    """Of a conversation; the fields of answers that ask for nothing may come back."""
+    """A message of a conversation. Empty fields of earlier answers may be sent back."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
@@ -202,7 +202,7 @@ class Message(Fields):
 
 
 class Conversation(Fields):
-    """What is rendered by the chat template."""
+    """What the chat template renders."""
 
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
@@ -211,10 +211,10 @@ class Conversation(Fields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def rendering(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """The messages and the other arguments of the template.
+        """Return the messages and the other arguments of the template.
 
         Raises:
-            ApiError: there is nothing to answer, or what cannot be rendered.
+            ApiError: there is no message, or one cannot be rendered.
         """
         if not self.messages:
             raise invalid("messages must have at least one", "messages")
@@ -257,7 +257,7 @@ _OF_RENDERING = {
 
 
 class ChatRequest(TextRequest, Conversation):
-    """Of /v1/chat/completions."""
+    """A request to /v1/chat/completions."""
 
     unserved: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **_UNSERVED,
@@ -310,7 +310,7 @@ class ChatRequest(TextRequest, Conversation):
 
 
 class TokenizeRequest(Conversation):
-    """Of /tokenize: a text, or a conversation."""
+    """A request to /tokenize: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
@@ -318,7 +318,7 @@ class TokenizeRequest(Conversation):
 
 
 class DetokenizeRequest(Fields):
-    """Of /detokenize."""
+    """A request to /detokenize."""
 
     long: ClassVar[frozenset[str]] = frozenset(("tokens",))
 
@@ -334,10 +334,10 @@ class DetokenizeRequest(Fields):
 
 
 def checked_prompts(value: Any) -> list[str | list[int]]:
-    """What `prompt` may be, as a list of prompts.
+    """Return `prompt` as a list of prompts.
 
     Raises:
-        ValueError: it is none of the four.
+        ValueError: it has none of the four forms.
     """
     if isinstance(value, str):
         return [value]
@@ -358,7 +358,7 @@ def _are_ids(values: Sequence[Any]) -> bool:
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
-    """A message as templates know it: texts, and `system` for OpenAI's `developer`."""
+    """Convert a message for templates: to texts, and OpenAI's `developer` to `system`."""
     where = f"messages[{index}].content"
     content = message.content
     if content is None:

@@ -1,6 +1,6 @@
-"""What every kind of request needs of the gateway, and the ways in which answers go out.
+"""What every kind of request needs of the gateway, and how answers are sent.
 
-Owns the names of the model, and the order in which a stream's events are sent. Must not know paths.
+Owns the names of the model, and the order of a stream's events. Must not know paths.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ class Form(Protocol):
     """How the answers of one call are written."""
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> Any:
-        """All in one piece."""
+        """Write the whole answer."""
         ...
 
     def pieces(self, prompt_index: int, chunk: Chunk) -> list[Any]:
-        """What a chunk brings, as events without usage."""
+        """Write a chunk as events without usage."""
         ...
 
     def last(self) -> Any:
-        """The event without choices that carries the usage."""
+        """Write the event without choices that carries the usage."""
         ...
 
 
@@ -41,7 +41,7 @@ class Serving:
     """Serves requests for text with one model.
 
     Attributes:
-        created: of the model, for who lists it: when the gateway was started.
+        created: of the model, as listed: when the gateway was started.
     """
 
     def __init__(self, settings: GatewaySettings, prompts: Prompts, upstream: Upstream) -> None:
@@ -52,10 +52,10 @@ class Serving:
         self.created = int(time.time())
 
     def check_model(self, name: str | None) -> str:
-        """The name that an answer has.
+        """Return the model's name in the answer.
 
         Raises:
-            ApiError: another model is asked for.
+            ApiError: the request names another model.
         """
         names = self.settings.model_names
         if name is None:
@@ -65,7 +65,7 @@ class Serving:
         return name
 
     def check_sizes(self, num_prompts: int) -> None:
-        """Raises ApiError."""
+        """Check the number of prompts. Raises ApiError."""
         most = self.settings.max_prompts
         if num_prompts > most:
             raise invalid(
@@ -73,10 +73,10 @@ class Serving:
             )
 
     async def render(self, conversation: Conversation) -> Prompt:
-        """The prompt of a conversation.
+        """Render and tokenize a conversation.
 
         Raises:
-            InvalidRequestError: the template refuses the messages. ApiError: there is none.
+            InvalidRequestError: the template refuses the messages. ApiError: there is no template.
         """
         messages, options = conversation.rendering()
         return await self.prompts.of_messages(
@@ -89,7 +89,7 @@ class Serving:
     def generation(
         self, record: Record, prompts: Sequence[Prompt], sampling: Sampling, *, hides: bool = False
     ) -> Generation:
-        """A generation within the gateway's time limit."""
+        """Make a generation with the gateway's time limit."""
         timeouts = Timeouts(total_s=self.settings.request_timeout_s)
         return Generation(record.request_id, prompts, sampling, timeouts, hides_output=hides)
 
@@ -101,7 +101,7 @@ class Serving:
         record: Record,
         reply: Reply,
     ) -> None:
-        """Generate, and send what comes, whole or as a stream."""
+        """Generate, and send the answer whole or as a stream."""
         run = Run(generation, self.upstream, record)
         if not request.stream:
             completions = await run.complete()

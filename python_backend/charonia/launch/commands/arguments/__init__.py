@@ -1,1 +1,1 @@
-"""The command line's grammar, by what commands are about."""
+"""The command line's grammar, grouped by subject."""

@@ -1,7 +1,7 @@
-"""The arguments of commands that use a running server: generate, health, metrics; and of demo.
+"""Arguments of the commands that use a running server (generate, health, metrics), and of demo.
 
-Owns the grammar, and how options become the arguments of each command's own module, which is
-imported when the command is called.
+Owns the grammar and the translation of options into the arguments of each command's own module.
+That module is imported when the command is called.
 """
 
 import argparse
@@ -26,15 +26,15 @@ def add_generate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     generate.add_argument("--priority", type=int, metavar="N", help="smaller is sooner")
     generate.add_argument(
-        "--deadline-ms", type=int, metavar="N", help="milliseconds that all of it may take"
+        "--deadline-ms", type=int, metavar="N", help="time limit of the request, in milliseconds"
     )
-    generate.add_argument("--tenant", metavar="NAME", help="whose request it is")
+    generate.add_argument("--tenant", metavar="NAME", help="tenant of the request")
     generate.add_argument("--protocol", choices=("grpc", "http"), default="grpc")
     generate.add_argument(
         "--url", metavar="U", help="host:port (default: 127.0.0.1:8001, with http 127.0.0.1:8000)"
     )
     generate.add_argument("--model-name", default="scheduler", metavar="M")
-    generate.add_argument("--json", action="store_true", help="one JSON object per chunk")
+    generate.add_argument("--json", action="store_true", help="print one JSON object per chunk")
     generate.set_defaults(run=_run_generate)
 
 
@@ -42,9 +42,9 @@ def add_health(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add `charonia health`."""
     health = commands.add_parser(
         "health",
-        help="ask a running server whether it serves",
-        description="Ask a running server whether it, its scheduler and its engine are ready, and "
-        "for one token. Exits with 0 when all is well, else with 1.",
+        help="check whether a running server serves",
+        description="Check whether a running server, its scheduler and its engine are ready, and "
+        "generate one token. Exit with 0 if all of it works, else with 1.",
     )
     health.add_argument(
         "--url",
@@ -56,9 +56,9 @@ def add_health(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--metrics-url", metavar="U", help="host:port of the metrics (default: port 8002 of --url)"
     )
     health.add_argument("--model-name", default="scheduler", metavar="M")
-    health.add_argument("--json", action="store_true", help="one JSON object")
+    health.add_argument("--json", action="store_true", help="print one JSON object")
     health.add_argument(
-        "--wait", type=float, default=0.0, metavar="SECONDS", help="ask again for so long"
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="keep retrying for this long"
     )
     health.set_defaults(run=_run_health)
 
@@ -68,8 +68,8 @@ def add_metrics(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     metrics = commands.add_parser(
         "metrics",
         help="serve the metrics of a tritonserver that was started by hand",
-        description="Serve the page of metrics that `charonia serve` has, tritonserver's own and "
-        "what only the scheduler knows, beside a tritonserver that was started by hand.",
+        description="Serve the metrics page of `charonia serve` for a tritonserver that was "
+        "started by hand: tritonserver's own metrics, and those that only the scheduler knows.",
     )
     metrics.add_argument(
         "--model-repository",
@@ -96,7 +96,7 @@ def add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     demo = commands.add_parser(
         "demo",
         help="serve the demo model, stream three completions, stop",
-        description="Serve the demo model on free ports, stream three completions with their "
+        description="Serve the demo model on free ports, stream three completions, print their "
         "speed, and stop.",
     )
     demo.set_defaults(run=_run_demo)

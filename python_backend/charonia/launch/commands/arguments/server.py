@@ -1,7 +1,7 @@
-"""The arguments of commands that start or change a server: serve, gateway, reload, drain.
+"""Arguments of the commands that start or change a server: serve, gateway, reload, drain.
 
-Owns the grammar, and how options become the arguments of each command's own module, which is
-imported when the command is called.
+Owns the grammar and the translation of options into the arguments of each command's own module.
+That module is imported when the command is called.
 """
 
 import argparse
@@ -22,15 +22,15 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     serve = commands.add_parser(
         "serve",
         help="serve a model until interrupted",
-        description="Serve a model with tritonserver, and restart it when it breaks, until SIGINT "
-        "or SIGTERM.",
-        epilog="Engine arguments are those of engine/1/model.json, for example --set "
-        "max_model_len=2048; the scheduler's parameters begin with scheduler., for example --set "
+        description="Serve a model with tritonserver until SIGINT or SIGTERM, and restart what "
+        "fails.",
+        epilog="Engine arguments are the keys of engine/1/model.json, for example --set "
+        "max_model_len=2048. Parameters of the scheduler begin with scheduler., for example --set "
         "scheduler.max_queue_size=64.",
     )
     _add_what(serve)
     serve.add_argument(
-        "--model-repository", type=Path, metavar="DIR", help="model repository to take a copy of"
+        "--model-repository", type=Path, metavar="DIR", help="model repository to copy"
     )
     serve.add_argument(
         "--served-model-name",
@@ -38,7 +38,7 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         default=[],
         metavar="NAME",
         dest="served_model_names",
-        help="a further name under which clients find the scheduler; may be repeated",
+        help="a further model name of the scheduler; may be repeated",
     )
     serve.add_argument(
         "--facade",
@@ -46,14 +46,14 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         default=[],
         metavar="NAME",
         dest="facades",
-        help="also serve the models that another server's clients know, over the same scheduler; "
+        help="also serve the models that another server's clients expect, on the same scheduler. "
         "tensorrt-llm: ensemble, tensorrt_llm_bls, tensorrt_llm, preprocessing, postprocessing",
     )
     serve.add_argument(
         "--decoupled-mode",
         choices=("true", "false"),
-        help="whether the models of a --facade can stream (default: true); false for clients that "
-        "know no streams",
+        help="whether the models of a --facade can stream (default: true); false is for clients "
+        "that cannot stream",
     )
     serve.add_argument("--address", default="127.0.0.1", metavar="A", help="default: %(default)s")
     for name, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
@@ -63,34 +63,34 @@ def add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     serve.add_argument(
         "--gateway",
         action="store_true",
-        help="also serve OpenAI's API, see `charonia gateway`",
+        help="also serve OpenAI's API, as `charonia gateway` does",
     )
     serve.add_argument(
         "--gateway-port",
         type=port,
         metavar="N",
-        help=f"of the --gateway (default: {DEFAULT_PORT})",
+        help=f"port of the --gateway (default: {DEFAULT_PORT})",
     )
     serve.add_argument(
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="of the --gateway: a template of conversations, instead of the checkpoint's own",
+        help="chat template of the --gateway (default: the checkpoint's own)",
     )
     serve.add_argument(
         "--drain-timeout",
         type=seconds,
         default=30.0,
         metavar="SECONDS",
-        help="how long requests may take to finish after SIGTERM (default: %(default)g); 0 ends "
-        "them at once, as SIGINT does",
+        help="time for requests to finish after SIGTERM (default: %(default)g); 0 ends them at "
+        "once, as SIGINT does",
     )
     serve.add_argument("--verbose", action="store_true", help="show all of tritonserver's log")
     serve.add_argument(
         "tritonserver",
         nargs="*",
         metavar="-- --NAME=VALUE",
-        help="options that are handed to tritonserver, for example --log-verbose=1",
+        help="options for tritonserver, for example --log-verbose=1",
     )
     serve.set_defaults(run=_run_serve)
 
@@ -117,27 +117,27 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         type=Path,
         required=True,
         metavar="DIR",
-        help="checkpoint directory that the servers serve, or that of its tokenizer",
+        help="directory of the checkpoint that the servers serve, or of its tokenizer",
     )
     gateway.add_argument(
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="a template of conversations, instead of the checkpoint's own",
+        help="chat template (default: the checkpoint's own)",
     )
     gateway.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
         dest="model_names",
-        help="what requests call the model: the first name is listed, the others are served as "
-        "well (default: the name of the --tokenizer directory)",
+        help="name of the model in requests; the first is listed, further ones are accepted "
+        "(default: the name of the --tokenizer directory)",
     )
     gateway.add_argument(
         "--scheduler-model",
         default="scheduler",
         metavar="M",
-        help="what the scheduler is called on the servers (default: %(default)s)",
+        help="name of the scheduler's model on the servers (default: %(default)s)",
     )
     gateway.add_argument("--host", default=DEFAULT_HOST, metavar="A", help="default: %(default)s")
     gateway.add_argument(
@@ -145,38 +145,43 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     limits = gateway.add_argument_group("limits")
     for name, field, kind, what in (
-        ("max-body-bytes", "max_body_bytes", positive, "bytes of a request's body"),
-        ("max-held-bytes", "max_held_bytes", positive, "bytes of the bodies of all requests"),
-        ("max-prompts", "max_prompts", positive, "prompts of one request"),
-        ("max-requests", "max_requests", positive, "requests at a time"),
+        ("max-body-bytes", "max_body_bytes", positive, "maximum bytes of a request's body"),
+        (
+            "max-held-bytes",
+            "max_held_bytes",
+            positive,
+            "maximum bytes of the bodies of all requests together",
+        ),
+        ("max-prompts", "max_prompts", positive, "maximum prompts of one request"),
+        ("max-requests", "max_requests", positive, "maximum concurrent requests"),
         (
             "read-timeout",
             "read_timeout_s",
             positive_float,
-            "seconds in which a request's body must come",
+            "timeout for reading a request's body, in seconds",
         ),
         (
             "stall-timeout",
             "stall_timeout_s",
             positive_float,
-            "seconds for which a client may take nothing of its answer",
+            "timeout for a client that stops reading its answer, in seconds",
         ),
         (
             "request-timeout",
             "request_timeout_s",
             positive_float,
-            "seconds that a request may take in all",
+            "timeout of a whole request, in seconds",
         ),
         (
             "drain-timeout",
             "drain_timeout_s",
             seconds,
-            "seconds in which requests may finish after SIGTERM; SIGINT ends them at once",
+            "seconds for requests to finish after SIGTERM; SIGINT ends them at once",
         ),
         ("threads", "num_threads", positive, "threads that tokenize long texts"),
     ):
         default = getattr(GatewaySettings, field)
-        shown = "without end" if default is None else "%(default)s"
+        shown = "none" if default is None else "%(default)s"
         limits.add_argument(
             f"--{name}",
             dest=field,
@@ -189,22 +194,28 @@ def add_gateway(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _add_what(parser: argparse.ArgumentParser) -> None:
-    """What to serve, for the first time or from now on."""
+    """Add the options of what to serve, for `serve` and `reload`."""
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="checkpoint directory (default: the demo pair)"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint directory; serve takes the demo pair without it",
     )
     parser.add_argument(
         "--draft-model",
         type=Path,
         metavar="DIR",
-        help="checkpoint of a small model of the same tokenizer that guesses tokens ahead",
+        help="checkpoint of a small model with the same tokenizer, which drafts tokens",
     )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument(
-        "--tensor-parallel-size", type=int, metavar="N", help="ranks to split each layer among"
+        "--tensor-parallel-size", type=int, metavar="N", help="ranks that split each layer"
     )
     parser.add_argument(
-        "--pipeline-parallel-size", type=int, metavar="N", help="ranks to split the layers among"
+        "--pipeline-parallel-size",
+        type=int,
+        metavar="N",
+        help="groups of ranks that split the layers",
     )
     parser.add_argument(
         "--set",
@@ -221,10 +232,10 @@ def add_reload(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     reload = commands.add_parser(
         "reload",
         help="give a running server another model or configuration",
-        description="Have a running `charonia serve` go on with another checkpoint of the same "
-        "tokenizer, or with other engine arguments. What is not named stays. Live requests are "
-        "not lost: they are computed anew on the new engine and go on there, or with --drain "
-        "finish on the old one. If the new engine cannot be loaded, the old one is.",
+        description="Give a running `charonia serve` another checkpoint with the same tokenizer, "
+        "or other engine arguments. Settings that you don't name are kept. Live requests continue "
+        "on the new engine, which recomputes them; with --drain they finish on the old one. If the "
+        "new engine cannot be loaded, the old one is loaded again.",
     )
     _add_what(reload)
     reload.add_argument(
@@ -238,20 +249,20 @@ def add_drain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     """Add `charonia drain`."""
     drain = commands.add_parser(
         "drain",
-        help="have a running server finish its requests and end",
-        description="Have a running `charonia serve` take no more requests, finish those that it "
-        "has, within its --drain-timeout, and end. SIGTERM does the same. A server that drains "
-        "already goes on with that. The exit code is 1 where requests were not finished.",
+        help="let a running server finish its requests and end",
+        description="Let a running `charonia serve` refuse new requests, finish those that it has "
+        "within its --drain-timeout, and end. SIGTERM does the same. A server that is already "
+        "draining continues. The exit code is 1 if requests were not finished.",
     )
     _add_where(drain)
     drain.set_defaults(run=_run_drain)
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
-    """Which of several servers is meant."""
+    """Add the options that select one of several servers."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--url", metavar="U", help="host:port of HTTP or gRPC, where several servers run"
+        "--url", metavar="U", help="host:port of HTTP or gRPC, if several servers run"
     )
     where.add_argument(
         "--runtime-dir", type=Path, metavar="DIR", help="the server's directory in /tmp"

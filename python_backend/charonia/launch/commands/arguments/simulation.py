@@ -1,7 +1,7 @@
-"""The arguments of commands that run the scheduler without an engine: simulate, replay.
+"""Arguments of the commands that run the scheduler without an engine: simulate, replay.
 
-Owns the grammar, and how options become the arguments of each command's own module, which is
-imported when the command is called.
+Owns the grammar and the translation of options into the arguments of each command's own module.
+That module is imported when the command is called.
 """
 
 import argparse
@@ -15,8 +15,8 @@ def add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     simulate = commands.add_parser(
         "simulate",
         help="run a trace of requests through the scheduler, without an engine",
-        description="Run a trace of requests through the real scheduler on a virtual clock, with "
-        "steps that take as long as an engine's would, and print what requests would get.",
+        description="Run a trace of requests through the real scheduler on a virtual clock. Steps "
+        "take as long as an engine's would. Print what requests would get.",
     )
     simulate.add_argument(
         "trace",
@@ -28,9 +28,10 @@ def add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--step-times",
         required=True,
         metavar="WHAT",
-        help="a steps.jsonl that a server recorded, a JSON file of a fit, or constants: step, and "
-        "more for each token, row, context (cached token read) and pair (query and key); around it "
-        "gap, transit, host and host_row; for example step=8ms,token=25us,context=20ns",
+        help="a steps.jsonl that a server recorded, a JSON file of a fit, or constants. Constants "
+        "are step, and an addition per token, row, context (cached token read) and pair (query and "
+        "key); around the step gap, transit, host and host_row. Example: "
+        "step=8ms,token=25us,context=20ns",
     )
     simulate.add_argument(
         "--policy",
@@ -38,10 +39,10 @@ def add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=[],
         metavar="P",
         dest="policies",
-        help="fcfs, priority, deadline, fair, fair+priority or fair+deadline; several are compared",
+        help="fcfs, priority, deadline, fair, fair+priority or fair+deadline; repeat to compare",
     )
     simulate.add_argument(
-        "--kv-tokens", type=positive, metavar="N", help="tokens that the KV cache holds"
+        "--kv-tokens", type=positive, metavar="N", help="size of the KV cache in tokens"
     )
     simulate.add_argument(
         "--set",
@@ -49,10 +50,15 @@ def add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         default=[],
         metavar="KEY=VALUE",
         dest="settings",
-        help="an engine argument or scheduler parameter, as of serve; may be repeated",
+        help="an engine argument or scheduler parameter, as in serve; may be repeated",
     )
-    shape = simulate.add_argument_group("traffic, where it is not to be the trace's")
-    shape.add_argument("--requests", type=positive, metavar="N", help="so many of the trace")
+    shape = simulate.add_argument_group("traffic, if it is to differ from the trace")
+    shape.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="number of requests; a shorter trace is repeated",
+    )
     shape.add_argument("--rate", type=positive_float, metavar="R", help="requests per second")
     shape.add_argument("--arrivals", choices=("trace", "poisson", "bursty"), default="trace")
     shape.add_argument(
@@ -60,29 +66,37 @@ def add_simulate(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         type=positive_float,
         default=4.0,
         metavar="V",
-        help="of bursty: the coefficient of variation of the times between arrivals",
+        help="coefficient of variation of the times between arrivals, for bursty",
     )
-    shape.add_argument("--tenants", type=positive, metavar="N", help="of unlike size")
+    shape.add_argument(
+        "--tenants", type=positive, metavar="N", help="number of tenants, of unlike size"
+    )
     shape.add_argument("--priorities", type=positive, metavar="N")
     shape.add_argument(
-        "--deadline-ms", type=number_range, metavar="A:B", help="a deadline from A to B for each"
+        "--deadline-ms",
+        type=number_range,
+        metavar="A:B",
+        help="give each request a deadline from A to B",
     )
     shape.add_argument(
-        "--max-tokens", type=positive, metavar="N", help="that are asked for; else those that came"
+        "--max-tokens",
+        type=positive,
+        metavar="N",
+        help="max_tokens where the trace has none (default: what was generated)",
     )
     shape.add_argument(
         "--adversary",
         type=share,
         default=0.0,
         metavar="S",
-        help="share of the requests that one tenant sends at once, as the longest",
+        help="share of the requests that one tenant sends at once, with the longest prompts",
     )
     simulate.add_argument(
-        "--by", choices=("tenant", "priority", "none"), help="classes of requests"
+        "--by", choices=("tenant", "priority", "none"), help="how to group requests into classes"
     )
     simulate.add_argument("--seed", type=int, default=0, metavar="N")
     simulate.add_argument(
-        "--output", type=Path, metavar="DIR", help="write tables, a plot, and each run's trace"
+        "--output", type=Path, metavar="DIR", help="write tables, a plot and the trace of each run"
     )
     simulate.set_defaults(run=_run_simulate)
 
@@ -91,18 +105,18 @@ def add_replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add `charonia replay`."""
     replay = commands.add_parser(
         "replay",
-        help="repeat a recorded run of the scheduler, and compare its plans",
-        description="Call the scheduler as it was called when a server recorded it (--set "
-        "scheduler.record_dir=DIR --set scheduler.record_schedule=true), without an engine, and "
-        "compare each plan with the recorded one, byte for byte. The exit code is 1 at the first "
-        "difference, which is printed.",
+        help="repeat a recorded run of the scheduler and compare its plans",
+        description="Repeat the calls of a recorded run of the scheduler, without an engine, and "
+        "compare each plan with the recorded one, byte for byte. A server records with --set "
+        "scheduler.record_dir=DIR --set scheduler.record_schedule=true. The first difference "
+        "is printed, and the exit code is then 1.",
     )
     replay.add_argument("journal", type=Path, metavar="FILE", help="schedule-….journal")
     replay.add_argument(
         "--show",
         type=number_range,
         metavar="A:B",
-        help="print the plans from number A to B, as lines of JSON",
+        help="print plans A to B as lines of JSON",
     )
     replay.set_defaults(run=_run_replay)
 

@@ -1,4 +1,4 @@
-"""Numbers on the command line, each with an error that says what would be accepted."""
+"""Numbers on the command line. Each error says what would be accepted."""
 
 import argparse
 import contextlib
@@ -13,7 +13,7 @@ N = TypeVar("N", int, float)
 
 
 def _number(kind: type[N], text: str, accepted: str, is_accepted: Callable[[N], bool]) -> N:
-    """Read a number; of a ValueError argparse would tell by the name of a function of ours."""
+    """Read a number. Raises itself: for a ValueError argparse would show a function's name."""
     with contextlib.suppress(ValueError):
         value = kind(text)
         if is_accepted(value):
