@@ -120,17 +120,17 @@ def test_events_tell_what_can_be_hit_whatever_is_evicted(eviction):
     ]
     scenario = Scenario(prompts, 24, 4, 6, 1000, True, True, {30}, {40}, eviction=eviction)
     driver = Driver(scenario)
-    twins = 0
+    duplicates = 0
     check = driver._check
 
     def check_and_count() -> None:
-        nonlocal twins
+        nonlocal duplicates
         check()
-        twins += bool(driver.scheduler.kv._index._twins)
+        duplicates += bool(driver.scheduler.kv._index._duplicates)
 
     driver._check = check_and_count
     driver.run()
-    assert twins, "no two blocks had the same content"
+    assert duplicates, "no two blocks had the same content"
     assert driver.view.counts["removed"] > 10
     assert driver.view.counts["cleared"] == 3
 

@@ -454,7 +454,7 @@ def test_what_another_one_has_computed_before_it_is_loaded_is_there_once():
     for pending in (computing, other):
         bench.scheduler.apply(pending.result(None), 0.0)
         check_invariants(bench.scheduler)
-    assert not bench.scheduler.kv._index._twins
+    assert not bench.scheduler.kv._index._duplicates
     bench.ends()
 
 

@@ -167,7 +167,7 @@ def test_a_scheduler_that_was_unloaded_serves_again_once_it_is_loaded(server: Tr
 
 
 @long
-def test_a_scheduler_is_unloaded_and_loaded_over_while_only_a_front_has_requests(
+def test_a_scheduler_is_unloaded_and_loaded_over_while_only_a_proxy_has_requests(
     server: TritonServer,
 ) -> None:
     """Triton counts none of them at the scheduler, so it does not wait for their end."""

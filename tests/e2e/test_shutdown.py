@@ -137,7 +137,7 @@ def test_a_server_that_is_stopped_tells_everybody_and_ends_in_order(target, prep
 
 
 @long
-def test_requests_of_a_front_alone_are_told_when_others_stop_the_server(target) -> None:
+def test_requests_of_a_proxy_alone_are_told_when_others_stop_the_server(target) -> None:
     """Triton waits for those, and counts none of the scheduler's."""
     url, sampling = target.server.grpc_url, {"max_tokens": 3900, "ignore_eos": True}
     requests = [

@@ -64,7 +64,7 @@ DECODERS: dict[str, tuple[Decode, list[bytes]]] = {
         [
             relay.encode(relay.RelayedRequest("k", RAW)),
             relay.encode(relay.Delivery("k", 1)),
-            relay.encode(relay.Parting()),
+            relay.encode(relay.Disconnect()),
             relay.encode(relay.Cancellation("k")),
         ],
     ),

@@ -20,9 +20,9 @@ from charonia.config import EngineArgs
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
 from charonia.parallel import groups, team
 from charonia.parallel.groups import Groups, Membership
-from charonia.parallel.meeting import Meeting
 from charonia.parallel.messages import Join, Message, Prepared, Ready, Refusal, Setup, encode
 from charonia.parallel.peer import Peer
+from charonia.parallel.rendezvous import Rendezvous
 from charonia.parallel.table import Table
 from charonia.parallel.topology import Topology
 from charonia.parallel.worker import SECRET_VARIABLE
@@ -111,12 +111,12 @@ def rank_of(args: EngineArgs, num_local: int = 1) -> Iterator[Peer]:
     Args:
         num_local: how many ranks of its machine it is told of.
     """
-    meeting = Meeting(args, print)
-    address = f"{meeting.address}:{meeting.port}"
+    rendezvous = Rendezvous(args, print)
+    address = f"{rendezvous.address}:{rendezvous.port}"
     command = [sys.executable, "-m", "charonia.parallel.worker", "--join", address]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([*command, "--parent", str(os.getpid())], env=env) as process:
-        [(_, peer)] = meeting.wait(lambda: None)
+        [(_, peer)] = rendezvous.wait(lambda: None)
         peer.send(Setup(1, args, 0, num_local))
         try:
             yield peer
@@ -124,7 +124,7 @@ def rank_of(args: EngineArgs, num_local: int = 1) -> Iterator[Peer]:
         finally:
             process.kill()
             peer.close()
-            meeting.close()
+            rendezvous.close()
 
 
 def next_of(peer: Peer) -> Message:

@@ -1,4 +1,4 @@
-"""What tests of the Triton glue share: a double of `pb_utils`, and an outlet that keeps all."""
+"""What tests of the Triton glue share: a double of `pb_utils`, and a responder that keeps all."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ def pb_utils() -> PbUtils:
     return PbUtils()
 
 
-class RecordingOutlet:
-    """An outlet that keeps what it got. Raises what is in `errors`, one per send."""
+class RecordingResponder:
+    """A responder that keeps what it got. Raises what is in `errors`, one per send."""
 
     is_polled = True
     is_acknowledged = False
@@ -40,8 +40,8 @@ class RecordingOutlet:
 
 
 @pytest.fixture
-def new_outlet() -> type[RecordingOutlet]:
-    return RecordingOutlet
+def new_responder() -> type[RecordingResponder]:
+    return RecordingResponder
 
 
 def strings(*values: str | bytes) -> Any:

@@ -22,8 +22,8 @@ from support.waiting import WAIT_S
 # ---------------------------------------------------------------------- sessions
 
 
-class SlowOutlet:
-    """An outlet whose sends wait until `go` is set."""
+class SlowResponder:
+    """A responder whose sends wait until `go` is set."""
 
     is_polled = True
     is_acknowledged = False
@@ -65,18 +65,18 @@ def test_a_stream_whose_send_is_under_way_at_the_end_still_gets_its_last_respons
         Endless(),
         log=lambda line: None,
     )
-    outlet = SlowOutlet()
-    sink = sessions.open("key", options, str, outlet)
+    responder = SlowResponder()
+    sink = sessions.open("key", options, str, responder)
     sink(Chunk("key", text="a", token_ids=(1,)))
-    assert outlet.is_sending.wait(WAIT_S)
+    assert responder.is_sending.wait(WAIT_S)
     closing = threading.Thread(target=sessions.close)
     closing.start()
     time.sleep(0.1)  # both threads' marks are in the queue now
-    outlet.go.set()
+    responder.go.set()
     closing.join(WAIT_S)
     assert not closing.is_alive()
-    assert outlet.num_sent == 1
-    assert [str(error) for error in outlet.failures] == ["the server is shutting down"]
+    assert responder.num_sent == 1
+    assert [str(error) for error in responder.failures] == ["the server is shutting down"]
 
 
 # ---------------------------------------------------------------------- what plain clients can do

@@ -66,13 +66,13 @@ class Bench:
 
     def __init__(
         self,
-        new_outlet: Callable[[], Any],
+        new_responder: Callable[[], Any],
         engine: EchoExecutor | None = None,
         wait_s: float = WAIT_S,
         tenants_file: Path | None = None,
     ) -> None:
         self.tokenizer = Gated()
-        self.new_outlet = new_outlet
+        self.new_responder = new_responder
         self.service = EngineService(
             engine or EchoExecutor(max_model_len=2**13, num_blocks=2**10, vocab_size=384),
             EngineArgs(model="echo"),
@@ -109,18 +109,18 @@ class Bench:
         flags: Mapping[str, Any] = {},
         **parameters: Any,
     ) -> Any:
-        """Take a request in; its outlet."""
-        outlet = self.new_outlet()
+        """Take a request in; its responder."""
+        responder = self.new_responder()
         tensors = {"text_input": np.array([text.encode()], dtype=object), **flags}
         raw = RawRequest(tensors, parameters, request_id=request_id, num_bytes=len(text))
-        self.intake.take(lambda: raw, outlet)
-        return outlet
+        self.intake.take(lambda: raw, responder)
+        return responder
 
     def take_ids(self, num_ids: int, **parameters: Any) -> Any:
-        outlet = self.new_outlet()
+        responder = self.new_responder()
         raw = RawRequest({"input_ids": np.full(num_ids, 5, dtype=np.int32)}, parameters)
-        self.intake.take(lambda: raw, outlet)
-        return outlet
+        self.intake.take(lambda: raw, responder)
+        return responder
 
     def count(self, name: str, label: str = "") -> float:
         return self.service.metrics.counters[name, label]
@@ -133,35 +133,35 @@ class Bench:
 
 
 @pytest.fixture
-def bench(new_outlet: Callable[[], Any]) -> Iterator[Bench]:
-    made = Bench(new_outlet)
+def bench(new_responder: Callable[[], Any]) -> Iterator[Bench]:
+    made = Bench(new_responder)
     yield made
     made.close()
     assert made.quota.held == (0, 0)
 
 
-def error_of(outlet: Any) -> Exception:
-    eventually(lambda: outlet.failures)
-    (error,) = outlet.failures
-    assert not outlet.sent
+def error_of(responder: Any) -> Exception:
+    eventually(lambda: responder.failures)
+    (error,) = responder.failures
+    assert not responder.sent
     return error  # type: ignore[no-any-return]
 
 
-def text_of(outlet: Any) -> str:
-    eventually(lambda: outlet.sent or outlet.failures)
-    assert not outlet.failures
-    ((outputs, is_final),) = outlet.sent
+def text_of(responder: Any) -> str:
+    eventually(lambda: responder.sent or responder.failures)
+    assert not responder.failures
+    ((outputs, is_final),) = responder.sent
     assert is_final
     return outputs["text_output"][0]  # type: ignore[no-any-return]
 
 
 def test_a_short_prompt_passes_while_long_ones_wait(bench: Bench) -> None:
-    outlets = [bench.take(LONG + str(index)) for index in range(2)]
+    responders = [bench.take(LONG + str(index)) for index in range(2)]
     assert text_of(bench.take("short")).startswith("short")
-    assert not any(outlet.sent for outlet in outlets)
+    assert not any(responder.sent for responder in responders)
     bench.tokenizer.may_go_on.set()
-    for index, outlet in enumerate(outlets):
-        assert text_of(outlet).startswith(LONG + str(index))
+    for index, responder in enumerate(responders):
+        assert text_of(responder).startswith(LONG + str(index))
 
 
 def test_too_many_long_prompts_are_refused_at_once(bench: Bench) -> None:
@@ -171,16 +171,16 @@ def test_too_many_long_prompts_are_refused_at_once(bench: Bench) -> None:
     assert "Exceeds maximum queue size" in str(error)
     assert bench.count("charonia_rejections_total", "queue_full") == 1
     bench.tokenizer.may_go_on.set()
-    assert all(text_of(outlet).startswith(LONG) for outlet in waiting)
+    assert all(text_of(responder).startswith(LONG) for responder in waiting)
 
 
 def test_a_tenant_that_has_all_it_may_have_is_refused_before_its_prompts_are_tokenized(
-    new_outlet: Callable[[], Any], tmp_path: Path
+    new_responder: Callable[[], Any], tmp_path: Path
 ) -> None:
     args = {"a": {"max_queue_size": 1, "ttft_target_ms": 1e6}, "b": {"ttft_target_ms": 1e6}}
     limits = {"unknown": "refuse", "tenants": args}
     (tmp_path / "tenants.json").write_text(json.dumps(limits))
-    bench = Bench(new_outlet, tenants_file=tmp_path / "tenants.json")
+    bench = Bench(new_responder, tenants_file=tmp_path / "tenants.json")
     waiting = [bench.take(tenant="a")]
     eventually(lambda: bench.tokenizer.num_long == 1)
     assert "1 requests of tenant 'a'" in str(error_of(bench.take(tenant="a")))
@@ -193,7 +193,7 @@ def test_a_tenant_that_has_all_it_may_have_is_refused_before_its_prompts_are_tok
         eventually(lambda name=f"charonia_{metric}_missed_total": bench.count(name, "b") == 1)
         assert bench.count(f"charonia_{metric}_missed_total", "a") == 0
     bench.tokenizer.may_go_on.set()
-    assert all(text_of(outlet).startswith(LONG) for outlet in waiting)
+    assert all(text_of(responder).startswith(LONG) for responder in waiting)
     assert bench.tokenizer.num_long == 2
     assert text_of(bench.take(tenant="a")).startswith(LONG)
     bench.close()
@@ -204,7 +204,7 @@ def test_a_prompt_that_is_tokenized_can_be_cancelled_by_its_id_and_by_leaving(
 ) -> None:
     by_id, gone = bench.take(request_id="7"), bench.take()
     raw = RawRequest({"cancel": np.array([True])}, {}, request_id="7")
-    bench.intake.take(lambda: raw, bench.new_outlet())
+    bench.intake.take(lambda: raw, bench.new_responder())
     gone.has_gone = True
     assert isinstance(error_of(by_id), RequestCancelledError)
     assert isinstance(error_of(gone), RequestCancelledError)
@@ -218,23 +218,23 @@ def test_a_request_that_was_cancelled_on_its_way_here_ends_when_it_comes(bench: 
         ids = np.array([5, 6], dtype=np.int32)
         key = np.array([SEALER.new_key(ids, "", arrived_at).encode()], dtype=object)
         raw = RawRequest({"input_ids": ids, "request_key": key}, {}, request_id=request_id)
-        outlet = bench.new_outlet()
-        bench.intake.take(lambda: raw, outlet)
-        return outlet
+        responder = bench.new_responder()
+        bench.intake.take(lambda: raw, responder)
+        return responder
 
     before = time.monotonic()
     raw = RawRequest({"cancel": np.array([True])}, {}, request_id="7")
-    bench.intake.take(lambda: raw, bench.new_outlet())
+    bench.intake.take(lambda: raw, bench.new_responder())
     assert isinstance(error_of(come(before, "7")), RequestCancelledError)
     eventually(lambda: bench.count("charonia_cancellations_total") == 1)
     assert text_of(come(before, "8"))
     assert text_of(come(time.monotonic(), "7"))
 
 
-def reasons_of(outlet: Any) -> list[str]:
-    eventually(lambda: outlet.sent or outlet.failures)
-    assert not outlet.failures
-    ((outputs, is_final),) = outlet.sent
+def reasons_of(responder: Any) -> list[str]:
+    eventually(lambda: responder.sent or responder.failures)
+    assert not responder.failures
+    ((outputs, is_final),) = responder.sent
     assert is_final
     return outputs["finish_reason"]  # type: ignore[no-any-return]
 
@@ -246,17 +246,17 @@ def cancel_of(request_id: str, samples: Sequence[int], tenant: str = "") -> RawR
 
 def test_a_sample_is_cancelled_while_its_prompt_is_tokenized(bench: Bench) -> None:
     flags = {"return_finish_reason": np.array([True])}
-    outlet = bench.take(request_id="7", flags=flags, n=3)
+    responder = bench.take(request_id="7", flags=flags, n=3)
     for raw in (cancel_of("7", [1], "other"), cancel_of("8", [2]), cancel_of("7", [0, 3])):
-        bench.intake.take(lambda raw=raw: raw, answer := bench.new_outlet())
+        bench.intake.take(lambda raw=raw: raw, answer := bench.new_responder())
         assert answer.sent == [({"text_output": [""]}, True)]  # whether there was one or not
     bench.tokenizer.may_go_on.set()
-    assert reasons_of(outlet) == ["cancelled", "length", "length"]
+    assert reasons_of(responder) == ["cancelled", "length", "length"]
 
 
 def test_a_sample_that_was_cancelled_on_its_way_here_ends_when_it_comes(bench: Bench) -> None:
     before = time.monotonic()
-    bench.intake.take(lambda: cancel_of("7", [1, 2]), bench.new_outlet())
+    bench.intake.take(lambda: cancel_of("7", [1, 2]), bench.new_responder())
     ids = np.array([5, 6], dtype=np.int32)
 
     def come(arrived_at: float, num_samples: int) -> Any:
@@ -266,8 +266,8 @@ def test_a_sample_that_was_cancelled_on_its_way_here_ends_when_it_comes(bench: B
             "return_finish_reason": np.array([True]),
         }
         raw = RawRequest(tensors, {"n": num_samples}, request_id="7")
-        bench.intake.take(lambda: raw, outlet := bench.new_outlet())
-        return outlet
+        bench.intake.take(lambda: raw, responder := bench.new_responder())
+        return responder
 
     assert reasons_of(come(before, 3)) == ["length", "cancelled", "cancelled"]
     assert reasons_of(come(before, 1)) == ["length"]
@@ -335,17 +335,17 @@ def test_time_counts_from_a_requests_arrival(bench: Bench, monkeypatch: pytest.M
         submit(request, sink, arrived_at)
 
     monkeypatch.setattr(bench.service, "submit", record)
-    outlet = bench.take()
+    responder = bench.take()
     after = time.monotonic()
     time.sleep(0.05)
     bench.tokenizer.may_go_on.set()
-    text_of(outlet)
+    text_of(responder)
     assert submitted[0] is not None
     assert submitted[0] <= after
 
 
-def test_what_is_too_long_is_refused_by_its_size(new_outlet: Callable[[], Any]) -> None:
-    bench = Bench(new_outlet, EchoExecutor(max_model_len=64, num_blocks=2**10, vocab_size=384))
+def test_what_is_too_long_is_refused_by_its_size(new_responder: Callable[[], Any]) -> None:
+    bench = Bench(new_responder, EchoExecutor(max_model_len=64, num_blocks=2**10, vocab_size=384))
     per_token = bench.tokenizer.max_bytes_per_token
     assert per_token is not None
     error = error_of(bench.take("x" * (63 * per_token + 1)))
@@ -363,29 +363,29 @@ def test_ids_that_nobody_has_are_not_looked_up_for_the_echo(
 ) -> None:
     looked_up: list[Any] = []
     monkeypatch.setattr(bench.tokenizer, "decode", lambda ids, **_: looked_up.append(ids) or "")
-    outlet = bench.new_outlet()
+    responder = bench.new_responder()
     raw = RawRequest({"input_ids": np.array([2**31 - 1], dtype=np.int32)}, {})
-    bench.intake.take(lambda: raw, outlet)
-    assert "2147483647 at place 0" in str(error_of(outlet))
+    bench.intake.take(lambda: raw, responder)
+    assert "2147483647 at place 0" in str(error_of(responder))
     assert not looked_up
 
 
-def test_without_an_engine_nothing_is_tokenized(new_outlet: Callable[[], Any]) -> None:
+def test_without_an_engine_nothing_is_tokenized(new_responder: Callable[[], Any]) -> None:
     class Lost(EchoExecutor):
         def info(self) -> EngineInfo:
             raise EngineDiedError("no weights")
 
-    bench = Bench(new_outlet, Lost(), wait_s=0.2)
+    bench = Bench(new_responder, Lost(), wait_s=0.2)
     assert isinstance(error_of(bench.take()), EngineDownError)
     assert bench.tokenizer.num_long == 0
     bench.close()
 
 
-def test_the_end_of_the_server_answers_what_is_tokenized(new_outlet: Callable[[], Any]) -> None:
-    bench = Bench(new_outlet)
-    outlets = [bench.take() for _ in range(2)]
+def test_the_end_of_the_server_answers_what_is_tokenized(new_responder: Callable[[], Any]) -> None:
+    bench = Bench(new_responder)
+    responders = [bench.take() for _ in range(2)]
     eventually(lambda: bench.tokenizer.num_long)
     bench.tokenizing.close()
-    assert all(isinstance(error_of(outlet), ShuttingDownError) for outlet in outlets)
+    assert all(isinstance(error_of(responder), ShuttingDownError) for responder in responders)
     assert isinstance(error_of(bench.take()), ShuttingDownError)
     bench.close()

@@ -111,12 +111,12 @@ def test_deliveries_name_their_request_and_end_with_their_connection(
 REPORTER = """
 import sys, time
 from pathlib import Path
-from charonia.serving.messages.relay import Delivery, Parting, encode
+from charonia.serving.messages.relay import Delivery, Disconnect, encode
 from charonia.sockets.local import connect
 channel = connect(Path(sys.argv[1]))
 channel.send(encode(Delivery("k", 3)))
 if "parts" in sys.argv:
-    channel.send(encode(Parting()))
+    channel.send(encode(Disconnect()))
 print(flush=True)
 time.sleep(60)
 """
@@ -185,9 +185,9 @@ def test_the_end_of_a_connection_cancels_what_came_through_it_and_is_not_answere
     other = connect(server.path)
     for key, end in {"mine": channel, "answered": other, "other's": other}.items():
         end.send(encode(RelayedRequest(key, PLAIN.raw)))
-        _, _, outlet = server.next()
+        _, _, responder = server.next()
         if key == "answered":
-            outlet.fail(UnavailableError("down"))
+            responder.fail(UnavailableError("down"))
     assert received(other).key == "answered"
     other.close()
     assert server.cancelled.get(timeout=WAIT_S) == "other's"
@@ -226,9 +226,9 @@ def test_answers_that_nobody_takes_are_bounded(
     monkeypatch.setattr(connection, "MAX_WAITING", 2)
     for _ in range(4):
         channel.send(encode(PLAIN))
-    for outlet in [server.next()[2] for _ in range(4)]:
-        outlet.send({"text_output": ["x" * 5_000_000]}, is_final=True)
-    eventually(lambda: outlet.is_cancelled())
+    for responder in [server.next()[2] for _ in range(4)]:
+        responder.send({"text_output": ["x" * 5_000_000]}, is_final=True)
+    eventually(lambda: responder.is_cancelled())
 
 
 def test_an_end_that_takes_nothing_holds_up_neither_answers_nor_the_end_of_the_server(
@@ -236,10 +236,10 @@ def test_an_end_that_takes_nothing_holds_up_neither_answers_nor_the_end_of_the_s
 ) -> None:
     monkeypatch.setattr(connection, "_CLOSE_TIMEOUT_S", 0.1)
     channel.send(encode(PLAIN))
-    _, _, outlet = server.next()
+    _, _, responder = server.next()
     started = time.monotonic()
     for _ in range(3):
-        outlet.send({"text_output": ["x" * 5_000_000]}, is_final=True)
+        responder.send({"text_output": ["x" * 5_000_000]}, is_final=True)
     server.relay.close()
     assert time.monotonic() - started < WAIT_S
 
@@ -249,8 +249,8 @@ def test_closing_sends_the_answers_that_there_are_and_hangs_up(
 ) -> None:
     monkeypatch.setattr(connection, "_CLOSE_TIMEOUT_S", WAIT_S)
     channel.send(encode(PLAIN))
-    _, _, outlet = server.next()
-    outlet.send({"text_output": ["x" * 5_000_000]}, is_final=True)
+    _, _, responder = server.next()
+    responder.send({"text_output": ["x" * 5_000_000]}, is_final=True)
     closing = threading.Thread(target=server.relay.close)
     closing.start()
     assert len(received(channel).outputs["text_output"][0]) == 5_000_000

@@ -1,6 +1,6 @@
 """Sessions: every request's chunks in order, its answer complete exactly once, others undisturbed.
 
-Outlets record here; Triton's own senders are tested on the real server.
+Responders record here; Triton's own senders are tested on the real server.
 """
 
 import threading
@@ -69,12 +69,12 @@ class Harness:
     def cancel_samples(self, key: str, indexes: Collection[int]) -> None:
         self.cancelled_samples.append((key, indexes))
 
-    def settle(self, outlet: Any) -> None:
+    def settle(self, responder: Any) -> None:
         """Wait until all that may be sent has been, where there is one sender: a stream's only
         token comes last.
         """
-        self.sessions.open("settles", STREAMING, str, outlet)(chunk(0, is_last=True))
-        eventually(lambda: outlet.sent)
+        self.sessions.open("settles", STREAMING, str, responder)(chunk(0, is_last=True))
+        eventually(lambda: responder.sent)
 
 
 @pytest.fixture
@@ -105,64 +105,66 @@ def texts(sent: list[tuple[Outputs, bool]]) -> str:
     return "".join(outputs["text_output"][0] for outputs, _ in sent)
 
 
-def test_few_responses_are_under_way_to_who_reports_them(harness: Harness, new_outlet: Any) -> None:
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", STREAMING, str, outlet)
+def test_few_responses_are_under_way_to_who_reports_them(
+    harness: Harness, new_responder: Any
+) -> None:
+    responder = new_responder()
+    sink = harness.sessions.open("k", STREAMING, str, responder)
     sink(chunk(0))
-    eventually(lambda: len(outlet.sent) == 1)
+    eventually(lambda: len(responder.sent) == 1)
     harness.sessions.report("k", 1)  # from now on there are reports
     for step in range(1, 20):
         sink(chunk(step))
-        eventually(lambda step=step: len(outlet.sent) == 1 + min(step, MAX_UNDER_WAY))
+        eventually(lambda step=step: len(responder.sent) == 1 + min(step, MAX_UNDER_WAY))
     harness.sessions.report("k", 2)
-    eventually(lambda: len(outlet.sent) == 2 + MAX_UNDER_WAY)
-    assert texts(outlet.sent) == "".join(f"{step} " for step in range(20))
+    eventually(lambda: len(responder.sent) == 2 + MAX_UNDER_WAY)
+    assert texts(responder.sent) == "".join(f"{step} " for step in range(20))
     sink(chunk(20))
     sink(chunk(21, is_last=True))  # which waits for nobody
-    eventually(lambda: outlet.sent[-1][1])
-    assert texts(outlet.sent) == "".join(f"{step} " for step in range(22))
+    eventually(lambda: responder.sent[-1][1])
+    assert texts(responder.sent) == "".join(f"{step} " for step in range(22))
 
 
 def test_few_responses_are_under_way_to_who_acknowledges_them(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "FIRST_REPORT_S", FOR_EVER_S)
-    outlet = new_outlet()
-    outlet.is_acknowledged = True
-    sink = harness.sessions.open("k", STREAMING, str, outlet)
+    responder = new_responder()
+    responder.is_acknowledged = True
+    sink = harness.sessions.open("k", STREAMING, str, responder)
     for step in range(20):
         sink(chunk(step))
-        eventually(lambda step=step: len(outlet.sent) == min(step + 1, MAX_UNDER_WAY))
+        eventually(lambda step=step: len(responder.sent) == min(step + 1, MAX_UNDER_WAY))
     harness.sessions.stop_reports(is_lost=True)  # of somebody else
     harness.sessions.acknowledge("k", 1)
-    eventually(lambda: len(outlet.sent) == MAX_UNDER_WAY + 1)
-    assert len(texts(outlet.sent).split()) == 20  # what had piled up left as one
+    eventually(lambda: len(responder.sent) == MAX_UNDER_WAY + 1)
+    assert len(texts(responder.sent).split()) == 20  # what had piled up left as one
     sink(chunk(20, is_last=True))  # which waits for nobody
-    eventually(lambda: outlet.sent[-1][1])
+    eventually(lambda: responder.sent[-1][1])
 
 
-def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_outlet: Any) -> None:
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", NAMED, str, outlet)
+def test_the_end_of_reports_lets_all_responses_go(harness: Harness, new_responder: Any) -> None:
+    responder = new_responder()
+    sink = harness.sessions.open("k", NAMED, str, responder)
     harness.sessions.report("k", 0)
     for step in range(20):
         sink(chunk(step))
-        eventually(lambda step=step: len(outlet.sent) == min(step + 1, MAX_UNDER_WAY))
-    assert len(texts(outlet.sent).split()) == MAX_UNDER_WAY
+        eventually(lambda step=step: len(responder.sent) == min(step + 1, MAX_UNDER_WAY))
+    assert len(texts(responder.sent).split()) == MAX_UNDER_WAY
     harness.sessions.stop_reports()
-    eventually(lambda: len(texts(outlet.sent).split()) == 20)
+    eventually(lambda: len(texts(responder.sent).split()) == 20)
     harness.sessions.report("of nobody", 1)
 
 
 class Loss:
     """Two streams that were reported, after whose reporter was lost with a response of one."""
 
-    def __init__(self, harness: Harness, new_outlet: Any) -> None:
+    def __init__(self, harness: Harness, new_responder: Any) -> None:
         self.sessions = harness.sessions
-        self.outlets = {name: new_outlet() for name in ("lost", "arrived")}
+        self.responders = {name: new_responder() for name in ("lost", "arrived")}
         self.sinks = {
-            name: self.sessions.open(name, NAMED, str, outlet)
-            for name, outlet in self.outlets.items()
+            name: self.sessions.open(name, NAMED, str, responder)
+            for name, responder in self.responders.items()
         }
         for name in self.sinks:
             self.send(name, 0)
@@ -173,14 +175,14 @@ class Loss:
     def send(self, name: str, step: int) -> None:
         """One response, which goes out."""
         self.sinks[name](chunk(step))
-        eventually(lambda: texts(self.outlets[name].sent).endswith(f"{step} "))
+        eventually(lambda: texts(self.responders[name].sent).endswith(f"{step} "))
 
 
 def test_what_follows_a_lost_response_waits_until_triton_has_missed_it(
-    harness: Harness, new_outlet: Any, clock: Clock
+    harness: Harness, new_responder: Any, clock: Clock
 ) -> None:
-    loss = Loss(harness, new_outlet)
-    sent = loss.outlets["lost"].sent
+    loss = Loss(harness, new_responder)
+    sent = loss.responders["lost"].sent
     for step in range(2, 20):
         loss.sinks["lost"](chunk(step))
     loss.sinks["lost"](chunk(20, is_last=True))
@@ -193,42 +195,44 @@ def test_what_follows_a_lost_response_waits_until_triton_has_missed_it(
 
 
 def test_who_lost_nothing_goes_on_with_the_successor(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "FIRST_REPORT_S", FOR_EVER_S)
-    loss = Loss(harness, new_outlet)
+    loss = Loss(harness, new_responder)
     for step in range(1, 1 + MAX_UNDER_WAY):
         loss.send("arrived", step)
     loss.sinks["arrived"](chunk(9))
     time.sleep(0.1)
-    assert len(loss.outlets["arrived"].sent) == 1 + MAX_UNDER_WAY
+    assert len(loss.responders["arrived"].sent) == 1 + MAX_UNDER_WAY
     loss.sessions.report("arrived", 2)
-    eventually(lambda: texts(loss.outlets["arrived"].sent).endswith("9 "))
+    eventually(lambda: texts(loss.responders["arrived"].sent).endswith("9 "))
 
 
 def test_a_report_shows_that_nothing_was_lost(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "LOST_RESPONSE_S", FOR_EVER_S)
     monkeypatch.setattr(sessions, "MAX_ERROR_WAIT_S", 0.1)
-    loss = Loss(harness, new_outlet)  # of another process than that which has the responses
+    loss = Loss(harness, new_responder)  # of another process than that which has the responses
     loss.sinks["lost"](chunk(2))
     time.sleep(0.1)
-    assert len(loss.outlets["lost"].sent) == 2
+    assert len(loss.responders["lost"].sent) == 2
     loss.sessions.stop_reports()  # of yet another, which changes nothing
     loss.sessions.report("lost", 1)
-    eventually(lambda: texts(loss.outlets["lost"].sent).endswith("2 "))
+    eventually(lambda: texts(loss.responders["lost"].sent).endswith("2 "))
     loss.sinks["lost"](Chunk("lost", error=ShuttingDownError()))
-    eventually(lambda: loss.outlets["lost"].failures)  # which waits no longer than any other
+    eventually(lambda: loss.responders["lost"].failures)  # which waits no longer than any other
 
 
-def test_a_second_loss_adds_to_the_first(harness: Harness, new_outlet: Any, clock: Clock) -> None:
-    loss = Loss(harness, new_outlet)
+def test_a_second_loss_adds_to_the_first(
+    harness: Harness, new_responder: Any, clock: Clock
+) -> None:
+    loss = Loss(harness, new_responder)
     loss.send("arrived", 1)
     loss.sessions.stop_reports(is_lost=True)
     for sink in loss.sinks.values():
         sink(chunk(2, is_last=True))
-    lost, arrived = (loss.outlets[name].sent for name in ("lost", "arrived"))
+    lost, arrived = (loss.responders[name].sent for name in ("lost", "arrived"))
     assert not lost[-1][1]
     clock.now += LOST_RESPONSE_S + 0.1
     eventually(lambda: lost[-1][1])
@@ -238,69 +242,69 @@ def test_a_second_loss_adds_to_the_first(harness: Harness, new_outlet: Any, cloc
 
 
 def test_a_stream_that_outlives_its_loss_goes_on(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "LOST_RESPONSE_S", 0.2)
     monkeypatch.setattr(sessions, "FIRST_REPORT_S", 0.2)
-    loss = Loss(harness, new_outlet)
+    loss = Loss(harness, new_responder)
     for step in range(2, 4 + MAX_UNDER_WAY):  # more than may be under way, and nobody reports
         loss.send("lost", step)
 
 
 def test_what_is_lost_holds_up_no_end_of_all(
-    new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "LOST_RESPONSE_S", FOR_EVER_S)
     harness = Harness()
-    loss = Loss(harness, new_outlet)
+    loss = Loss(harness, new_responder)
     loss.sinks["lost"](chunk(2, is_last=True))
     loss.sinks["arrived"](chunk(1))
     harness.sessions.close()
-    assert texts(loss.outlets["lost"].sent) == "0 1 2 "
-    assert not loss.outlets["lost"].failures
-    assert [type(error) for error in loss.outlets["arrived"].failures] == [ShuttingDownError]
+    assert texts(loss.responders["lost"].sent) == "0 1 2 "
+    assert not loss.responders["lost"].failures
+    assert [type(error) for error in loss.responders["arrived"].failures] == [ShuttingDownError]
 
 
 def test_a_stream_goes_on_when_somebody_reports_again_after_a_pause(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_responder: Any
 ) -> None:
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", STREAMING, str, outlet)
+    responder = new_responder()
+    sink = harness.sessions.open("k", STREAMING, str, responder)
     for step in range(20):  # nobody tells of these
         sink(chunk(step))
-        eventually(lambda step=step: len(outlet.sent) == step + 1)
+        eventually(lambda step=step: len(responder.sent) == step + 1)
     harness.sessions.report("k", 20)
     for step in range(20, 20 + MAX_UNDER_WAY):
         sink(chunk(step))
-        eventually(lambda step=step: len(outlet.sent) == step + 1)
+        eventually(lambda step=step: len(responder.sent) == step + 1)
     sink(chunk(30))
     time.sleep(0.05)
-    assert len(outlet.sent) == 20 + MAX_UNDER_WAY
+    assert len(responder.sent) == 20 + MAX_UNDER_WAY
     harness.sessions.report("k", 19)  # late, and of no use
     harness.sessions.report("k", 22)  # and one was lost before it
-    eventually(lambda: len(outlet.sent) == 21 + MAX_UNDER_WAY)
+    eventually(lambda: len(responder.sent) == 21 + MAX_UNDER_WAY)
     harness.sessions.report("k", 10**9)  # which cannot be
-    num_sent = len(outlet.sent)
+    num_sent = len(responder.sent)
     for step in range(MAX_UNDER_WAY):
         sink(chunk(31 + step))
-        eventually(lambda step=step: len(outlet.sent) == num_sent + step + 1)
+        eventually(lambda step=step: len(responder.sent) == num_sent + step + 1)
     sink(chunk(40))
     time.sleep(0.05)
-    assert len(outlet.sent) == num_sent + MAX_UNDER_WAY
+    assert len(responder.sent) == num_sent + MAX_UNDER_WAY
 
 
 def test_a_named_stream_counts_on_reports_from_its_start_but_not_for_ever(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "FIRST_REPORT_S", 0.5)
-    outlets = {name: new_outlet() for name in ("first", "silent")}
+    responders = {name: new_responder() for name in ("first", "silent")}
     sinks = {}
-    for name, outlet in outlets.items():
-        sinks[name] = harness.sessions.open(name, NAMED, str, outlet)
+    for name, responder in responders.items():
+        sinks[name] = harness.sessions.open(name, NAMED, str, responder)
         begun = time.monotonic()
         for step in range(1 + MAX_UNDER_WAY):
             sinks[name](chunk(step))
-            eventually(lambda outlet=outlet, step=step: len(outlet.sent) == 1 + step)
+            eventually(lambda responder=responder, step=step: len(responder.sent) == 1 + step)
         if name == "first":  # nobody is known to report
             harness.sessions.report("first", 1)
             harness.sessions.drop("first")
@@ -308,66 +312,68 @@ def test_a_named_stream_counts_on_reports_from_its_start_but_not_for_ever(
 
 
 def test_many_streams_share_what_may_be_under_way(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "FIRST_REPORT_S", FOR_EVER_S)
     harness.sessions.report("of nobody", 1)  # but somebody does
-    outlets = [new_outlet() for _ in range(SHARED_UNDER_WAY)]
+    responders = [new_responder() for _ in range(SHARED_UNDER_WAY)]
     sinks = [
-        harness.sessions.open(str(index), NAMED, str, outlet)
-        for index, outlet in enumerate(outlets)
+        harness.sessions.open(str(index), NAMED, str, responder)
+        for index, responder in enumerate(responders)
     ]
-    for sink, outlet in zip(sinks, outlets, strict=True):
+    for sink, responder in zip(sinks, responders, strict=True):
         sink(chunk(0))
-        eventually(lambda outlet=outlet: outlet.sent)
+        eventually(lambda responder=responder: responder.sent)
         sink(chunk(1))
     time.sleep(0.1)
-    assert [len(outlet.sent) for outlet in outlets] == [1] * SHARED_UNDER_WAY
+    assert [len(responder.sent) for responder in responders] == [1] * SHARED_UNDER_WAY
     for index in range(1, SHARED_UNDER_WAY):
         harness.sessions.drop(str(index))
     sinks[0](chunk(2))  # who is left has more room
-    eventually(lambda: texts(outlets[0].sent) == "0 1 2 ")
+    eventually(lambda: texts(responders[0].sent) == "0 1 2 ")
 
 
 def test_an_error_does_not_wait_for_ever_for_reports(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_ERROR_WAIT_S", 0.1)
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", STREAMING, str, outlet, num_bytes=10)
+    responder = new_responder()
+    sink = harness.sessions.open("k", STREAMING, str, responder, num_bytes=10)
     harness.sessions.report("k", 0)  # and never again
     sink(chunk(0))
-    eventually(lambda: outlet.sent)
+    eventually(lambda: responder.sent)
     sink(Chunk("k", error=RequestCancelledError("the request was cancelled")))
-    eventually(lambda: outlet.failures)
+    eventually(lambda: responder.failures)
     assert harness.quota.held == (0, 0)
 
 
-def test_each_response_of_a_named_request_has_its_number(harness: Harness, new_outlet: Any) -> None:
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", NAMED, str, outlet)
+def test_each_response_of_a_named_request_has_its_number(
+    harness: Harness, new_responder: Any
+) -> None:
+    responder = new_responder()
+    sink = harness.sessions.open("k", NAMED, str, responder)
     for step in range(3):
         sink(chunk(step, is_last=step == 2))
-        eventually(lambda step=step: len(outlet.sent) == step + 1)
-    assert [outputs["request_key"] for outputs, _ in outlet.sent] == [["k.1"], ["k.2"], ["k.3"]]
+        eventually(lambda step=step: len(responder.sent) == step + 1)
+    assert [outputs["request_key"] for outputs, _ in responder.sent] == [["k.1"], ["k.2"], ["k.3"]]
 
 
-def test_what_requests_hold_is_bounded_and_given_back(harness: Harness, new_outlet: Any) -> None:
-    sink = harness.sessions.open("a", STREAMING, str, new_outlet(), num_bytes=600)
+def test_what_requests_hold_is_bounded_and_given_back(harness: Harness, new_responder: Any) -> None:
+    sink = harness.sessions.open("a", STREAMING, str, new_responder(), num_bytes=600)
     with pytest.raises(QueueFullError, match="1000 bytes"):
-        harness.sessions.open("b", STREAMING, str, new_outlet(), num_bytes=500)
+        harness.sessions.open("b", STREAMING, str, new_responder(), num_bytes=500)
     with pytest.raises(InvalidRequestError):
-        harness.sessions.open("a", STREAMING, str, new_outlet(), num_bytes=100)
-    harness.sessions.open("b", STREAMING, str, new_outlet(), num_bytes=400)
+        harness.sessions.open("a", STREAMING, str, new_responder(), num_bytes=100)
+    harness.sessions.open("b", STREAMING, str, new_responder(), num_bytes=400)
     harness.sessions.drop("b")
     harness.sessions.drop("b")
     sink(chunk(0, is_last=True))
     eventually(lambda: harness.quota.held == (0, 0))
 
 
-def test_a_flood_of_cancellations_is_one(harness: Harness, new_outlet: Any) -> None:
+def test_a_flood_of_cancellations_is_one(harness: Harness, new_responder: Any) -> None:
     for key, name in (("a", "x"), ("b", "x"), ("c", "y")):
-        harness.sessions.open(key, STREAMING, str, new_outlet(), request_id=name, tenant="t")
+        harness.sessions.open(key, STREAMING, str, new_responder(), request_id=name, tenant="t")
     assert harness.sessions.find("x", "another") == []
     for _ in range(100):
         for key in harness.sessions.find("x", "t"):
@@ -380,107 +386,109 @@ def test_a_flood_of_cancellations_is_one(harness: Harness, new_outlet: Any) -> N
 
 
 def test_a_stream_keeps_its_order_and_ends_with_its_last_token(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_responder: Any
 ) -> None:
-    outlets = [new_outlet() for _ in range(20)]
+    responders = [new_responder() for _ in range(20)]
     sinks = [
-        harness.sessions.open(str(index), STREAMING, str, outlet)
-        for index, outlet in enumerate(outlets)
+        harness.sessions.open(str(index), STREAMING, str, responder)
+        for index, responder in enumerate(responders)
     ]
     for step in range(100):
         for sink in sinks:
             sink(chunk(step, is_last=step == 99))
-    for outlet in outlets:
-        eventually(lambda outlet=outlet: outlet.sent and outlet.sent[-1][1])
-        assert texts(outlet.sent) == "".join(f"{step} " for step in range(100))
-        ids = [token_id for outputs, _ in outlet.sent for token_id in outputs["output_ids"]]
+    for responder in responders:
+        eventually(lambda responder=responder: responder.sent and responder.sent[-1][1])
+        assert texts(responder.sent) == "".join(f"{step} " for step in range(100))
+        ids = [token_id for outputs, _ in responder.sent for token_id in outputs["output_ids"]]
         assert ids == list(range(100))
-        assert [is_final for _, is_final in outlet.sent[:-1]] == [False] * (len(outlet.sent) - 1)
-        assert not outlet.failures
+        assert [is_final for _, is_final in responder.sent[:-1]] == [False] * (
+            len(responder.sent) - 1
+        )
+        assert not responder.failures
 
 
 def test_what_piles_up_during_a_send_leaves_as_one_response(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_responder: Any
 ) -> None:
     has_begun, may_go_on = threading.Event(), threading.Event()
-    outlet = new_outlet()
-    record = outlet.send
+    responder = new_responder()
+    record = responder.send
 
     def slow_send(outputs: Outputs, *, is_final: bool) -> None:
         has_begun.set()
         assert may_go_on.wait(WAIT_S)
         record(outputs, is_final=is_final)
 
-    outlet.send = slow_send
-    sink = harness.sessions.open("k", STREAMING, str, outlet)
+    responder.send = slow_send
+    sink = harness.sessions.open("k", STREAMING, str, responder)
     sink(chunk(0))
     assert has_begun.wait(WAIT_S)
     for index in (1, 2, 3):
         sink(chunk(index, is_last=index == 3))
     may_go_on.set()
-    eventually(lambda: len(outlet.sent) == 2)
-    assert outlet.sent[1][0]["text_output"] == ["1 2 3 "]
-    assert outlet.sent[1][1]
+    eventually(lambda: len(responder.sent) == 2)
+    assert responder.sent[1][0]["text_output"] == ["1 2 3 "]
+    assert responder.sent[1][1]
 
 
 def test_without_streaming_there_is_one_response_with_the_echo(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_responder: Any
 ) -> None:
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", AT_ONCE, lambda: "prompt: ", outlet)
+    responder = new_responder()
+    sink = harness.sessions.open("k", AT_ONCE, lambda: "prompt: ", responder)
     for index in range(5):
         sink(chunk(index, is_last=index == 4))
-    eventually(lambda: outlet.sent)
-    assert outlet.sent == [
+    eventually(lambda: responder.sent)
+    assert responder.sent == [
         ({"text_output": ["prompt: 0 1 2 3 4 "], "output_ids": [0, 1, 2, 3, 4]}, True)
     ]
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
 def test_a_whole_answer_that_is_cancelled_has_what_there_is_where_that_is_asked_for(
-    harness: Harness, new_outlet: Any, num_chunks: int
+    harness: Harness, new_responder: Any, num_chunks: int
 ) -> None:
     names = AT_ONCE.names | {"finish_reason"}
     options = replace(AT_ONCE, names=names, keeps_cancelled=True)
     cancelled = Chunk("k", error=RequestCancelledError("the request was cancelled"))
-    outlets = [new_outlet() for _ in range(3)]
-    for outlet, some, error in (
-        (outlets[0], options, cancelled),
-        (outlets[1], replace(options, keeps_cancelled=False), cancelled),
-        (outlets[2], options, Chunk("k", error=ShuttingDownError())),
+    responders = [new_responder() for _ in range(3)]
+    for responder, some, error in (
+        (responders[0], options, cancelled),
+        (responders[1], replace(options, keeps_cancelled=False), cancelled),
+        (responders[2], options, Chunk("k", error=ShuttingDownError())),
     ):
-        sink = harness.sessions.open("k", some, lambda: "prompt: ", outlet)
+        sink = harness.sessions.open("k", some, lambda: "prompt: ", responder)
         for step in range(num_chunks):
             sink(chunk(step))
         sink(error)
-        eventually(lambda outlet=outlet: outlet.sent or outlet.failures)
-    ((outputs, is_final),) = outlets[0].sent
+        eventually(lambda responder=responder: responder.sent or responder.failures)
+    ((outputs, is_final),) = responders[0].sent
     assert is_final
     assert outputs["text_output"] == ["prompt: " + "".join(f"{n} " for n in range(num_chunks))]
     assert outputs["output_ids"] == list(range(num_chunks))
     assert outputs["finish_reason"] == ["cancelled"]
-    assert outlets[0].failures == []
-    assert [str(error) for error in outlets[1].failures] == ["the request was cancelled"]
-    assert [str(error) for error in outlets[2].failures] == ["the server is shutting down"]
-    assert outlets[1].sent == outlets[2].sent == []
+    assert responders[0].failures == []
+    assert [str(error) for error in responders[1].failures] == ["the request was cancelled"]
+    assert [str(error) for error in responders[2].failures] == ["the server is shutting down"]
+    assert responders[1].sent == responders[2].sent == []
 
 
 @pytest.mark.parametrize(("options", "num_sent"), [(STREAMING, 1), (AT_ONCE, 0)])
 def test_an_error_comes_last_and_once(
-    harness: Harness, new_outlet: Any, options: OutputOptions, num_sent: int
+    harness: Harness, new_responder: Any, options: OutputOptions, num_sent: int
 ) -> None:
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", options, str, outlet)
+    responder = new_responder()
+    sink = harness.sessions.open("k", options, str, responder)
     sink(chunk(0))
     error = RequestCancelledError("the request was cancelled")
     sink(Chunk("k", error=error))
-    eventually(lambda: outlet.failures)
-    assert outlet.failures == [error]
-    assert len(outlet.sent) == num_sent
+    eventually(lambda: responder.failures)
+    assert responder.failures == [error]
+    assert len(responder.sent) == num_sent
 
 
-def test_a_send_that_raises_ends_that_request_alone(harness: Harness, new_outlet: Any) -> None:
-    broken, sound = new_outlet(), new_outlet()
+def test_a_send_that_raises_ends_that_request_alone(harness: Harness, new_responder: Any) -> None:
+    broken, sound = new_responder(), new_responder()
     broken.errors.append(RuntimeError("no connection"))
     broken_sink = harness.sessions.open("broken", STREAMING, str, broken)
     sound_sink = harness.sessions.open("sound", STREAMING, str, sound)
@@ -493,89 +501,89 @@ def test_a_send_that_raises_ends_that_request_alone(harness: Harness, new_outlet
 
 
 def test_a_client_that_has_gone_is_noticed_and_its_request_cancelled(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_responder: Any
 ) -> None:
-    outlets = {key: new_outlet() for key in "abc"}
-    for key, outlet in outlets.items():
-        harness.sessions.open(key, STREAMING, str, outlet)
-    outlets["b"].has_gone = True
+    responders = {key: new_responder() for key in "abc"}
+    for key, responder in responders.items():
+        harness.sessions.open(key, STREAMING, str, responder)
+    responders["b"].has_gone = True
     eventually(lambda: harness.cancelled)
     time.sleep(0.1)
     assert harness.cancelled == ["b"]
 
 
-def test_a_key_cannot_be_live_twice(harness: Harness, new_outlet: Any) -> None:
-    sink = harness.sessions.open("k", STREAMING, str, new_outlet())
+def test_a_key_cannot_be_live_twice(harness: Harness, new_responder: Any) -> None:
+    sink = harness.sessions.open("k", STREAMING, str, new_responder())
     with pytest.raises(InvalidRequestError, match="request_key belongs to a live request"):
-        harness.sessions.open("k", STREAMING, str, new_outlet())
+        harness.sessions.open("k", STREAMING, str, new_responder())
     sink(chunk(0, is_last=True))
     eventually(lambda: not harness.sessions.find("", ""))
-    harness.sessions.open("k", STREAMING, str, new_outlet())
+    harness.sessions.open("k", STREAMING, str, new_responder())
 
 
-def test_a_request_that_was_refused_is_forgotten(harness: Harness, new_outlet: Any) -> None:
-    outlet = new_outlet()
-    harness.sessions.open("k", STREAMING, str, outlet)
+def test_a_request_that_was_refused_is_forgotten(harness: Harness, new_responder: Any) -> None:
+    responder = new_responder()
+    harness.sessions.open("k", STREAMING, str, responder)
     harness.sessions.drop("k")
-    outlet.has_gone = True
+    responder.has_gone = True
     time.sleep(0.1)
     assert not harness.cancelled
-    assert not outlet.sent + outlet.failures
+    assert not responder.sent + responder.failures
 
 
-def test_closing_answers_whatever_is_live(new_outlet: Any) -> None:
+def test_closing_answers_whatever_is_live(new_responder: Any) -> None:
     harness = Harness()
-    outlets = [new_outlet() for _ in range(3)]
+    responders = [new_responder() for _ in range(3)]
     sinks = [
-        harness.sessions.open(str(index), options, str, outlet)
-        for index, (outlet, options) in enumerate(
-            zip(outlets, (STREAMING, AT_ONCE, STREAMING), strict=True)
+        harness.sessions.open(str(index), options, str, responder)
+        for index, (responder, options) in enumerate(
+            zip(responders, (STREAMING, AT_ONCE, STREAMING), strict=True)
         )
     ]
     sinks[2](chunk(0, is_last=True))
-    eventually(lambda: outlets[2].sent)
+    eventually(lambda: responders[2].sent)
     harness.sessions.close()
-    for outlet in outlets[:2]:
-        assert [type(error) for error in outlet.failures] == [ShuttingDownError]
-    assert not outlets[2].failures
+    for responder in responders[:2]:
+        assert [type(error) for error in responder.failures] == [ShuttingDownError]
+    assert not responders[2].failures
 
 
 def test_an_error_follows_when_what_was_sent_before_it_has_been_handed_on(
-    harness: Harness, new_outlet: Any, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, new_responder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions, "MAX_ERROR_WAIT_S", FOR_EVER_S)
-    outlet = new_outlet()
-    sink = harness.sessions.open("k", STREAMING, "", outlet)
+    responder = new_responder()
+    sink = harness.sessions.open("k", STREAMING, "", responder)
     for step in range(2):
         sink(chunk(step))
-        eventually(lambda step=step: len(outlet.sent) == 1 + step)
+        eventually(lambda step=step: len(responder.sent) == 1 + step)
         harness.sessions.report("k", 1 + step)
     sink(chunk(2))
-    eventually(lambda: len(outlet.sent) == 3)
+    eventually(lambda: len(responder.sent) == 3)
     sink(Chunk("k", error=ShuttingDownError()))
     time.sleep(0.3)
-    assert outlet.failures == []
+    assert responder.failures == []
     harness.sessions.report("k", 3)
-    eventually(lambda: outlet.failures)
-    assert texts(outlet.sent) == "0 1 2 "
+    eventually(lambda: responder.failures)
+    assert texts(responder.sent) == "0 1 2 "
 
 
-def test_at_the_end_nobody_waits_for_reports_that_do_not_come(new_outlet: Any) -> None:
-    harness, outlet = Harness(), new_outlet()
-    sink = harness.sessions.open("k", STREAMING, "", outlet)
+def test_at_the_end_nobody_waits_for_reports_that_do_not_come(new_responder: Any) -> None:
+    harness, responder = Harness(), new_responder()
+    sink = harness.sessions.open("k", STREAMING, "", responder)
     sink(chunk(0))
-    eventually(lambda: len(outlet.sent) == 1)
+    eventually(lambda: len(responder.sent) == 1)
     harness.sessions.report("k", 1)
     sink(chunk(1))
-    eventually(lambda: len(outlet.sent) == 2)
+    eventually(lambda: len(responder.sent) == 2)
     harness.sessions.close()
-    assert [type(error) for error in outlet.failures] == [ShuttingDownError]
+    assert [type(error) for error in responder.failures] == [ShuttingDownError]
 
 
 def test_each_sample_is_cancelled_once_and_only_one_that_there_is(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_responder: Any
 ) -> None:
-    sink = harness.sessions.open("k", STREAMING, str, new_outlet(), num_samples=3)
+    sink = harness.sessions.open("k", STREAMING, str, new_responder(), num_samples=3)
     for indexes in ([1, 3, 127], [1], [2, 1], [5]):
         harness.sessions.cancel_samples("k", indexes)
     harness.sessions.cancel_samples("of nobody", [0])
@@ -588,16 +596,18 @@ def test_each_sample_is_cancelled_once_and_only_one_that_there_is(
 
 
 def test_the_end_of_a_cancelled_sample_is_a_response_and_its_reason_stays(
-    harness: Harness, new_outlet: Any
+    harness: Harness, new_responder: Any
 ) -> None:
-    outlet = new_outlet()
+    responder = new_responder()
     names = frozenset({"text_output", "finish_reason", "num_output_tokens"})
-    sink = harness.sessions.open("k", replace(STREAMING, names=names), str, outlet, num_samples=2)
+    sink = harness.sessions.open(
+        "k", replace(STREAMING, names=names), str, responder, num_samples=2
+    )
     sink(Chunk("k", finish_reason="cancelled", index=1, num_open=1))
-    eventually(lambda: len(outlet.sent) == 1)
+    eventually(lambda: len(responder.sent) == 1)
     sink(Chunk("k", text="a", token_ids=(1,), finish_reason="stop", index=0))
-    eventually(lambda: len(outlet.sent) == 2)
-    assert outlet.sent == [
+    eventually(lambda: len(responder.sent) == 2)
+    assert responder.sent == [
         (
             {
                 "text_output": ["", ""],
@@ -631,61 +641,61 @@ def by_fours() -> Iterator[Harness]:
 
 
 def test_the_first_token_goes_at_once_and_others_by_the_interval(
-    by_fours: Harness, new_outlet: Any
+    by_fours: Harness, new_responder: Any
 ) -> None:
-    outlet = new_outlet()
-    sink = by_fours.sessions.open("k", STREAMING, str, outlet)
+    responder = new_responder()
+    sink = by_fours.sessions.open("k", STREAMING, str, responder)
     for step in range(10):
         sink(chunk(step, is_last=step == 9))
-        by_fours.settle(new_outlet())
-    assert [outputs["output_ids"] for outputs, _ in outlet.sent] == [
+        by_fours.settle(new_responder())
+    assert [outputs["output_ids"] for outputs, _ in responder.sent] == [
         [0],
         [1, 2, 3, 4],
         [5, 6, 7, 8],
         [9],
     ]
-    assert texts(outlet.sent) == "".join(f"{step} " for step in range(10))
+    assert texts(responder.sent) == "".join(f"{step} " for step in range(10))
 
 
-def test_a_chunk_of_several_tokens_counts_as_many(by_fours: Harness, new_outlet: Any) -> None:
-    outlet = new_outlet()
-    sink = by_fours.sessions.open("k", STREAMING, str, outlet)
+def test_a_chunk_of_several_tokens_counts_as_many(by_fours: Harness, new_responder: Any) -> None:
+    responder = new_responder()
+    sink = by_fours.sessions.open("k", STREAMING, str, responder)
     for num_tokens in (3, 3, 2, 1, 7):
         sink(Chunk("k", text="a", token_ids=(1,) * num_tokens))
-        by_fours.settle(new_outlet())
-    assert [len(outputs["output_ids"]) for outputs, _ in outlet.sent] == [3, 5, 8]
+        by_fours.settle(new_responder())
+    assert [len(outputs["output_ids"]) for outputs, _ in responder.sent] == [3, 5, 8]
 
 
 @pytest.mark.parametrize(
     "error", [None, RequestCancelledError("the request was cancelled"), ShuttingDownError()]
 )
 def test_the_interval_holds_no_end_back(
-    by_fours: Harness, new_outlet: Any, error: CharoniaError | None
+    by_fours: Harness, new_responder: Any, error: CharoniaError | None
 ) -> None:
-    outlet = new_outlet()
-    sink = by_fours.sessions.open("k", STREAMING, str, outlet)
+    responder = new_responder()
+    sink = by_fours.sessions.open("k", STREAMING, str, responder)
     for step in range(3):
         sink(chunk(step))
-        by_fours.settle(new_outlet())
-    assert texts(outlet.sent) == "0 "
+        by_fours.settle(new_responder())
+    assert texts(responder.sent) == "0 "
     sink(chunk(3, is_last=True) if error is None else Chunk("k", error=error))
-    eventually(lambda: outlet.failures or outlet.sent[-1][1])
-    assert texts(outlet.sent) == ("0 1 2 3 " if error is None else "0 1 2 ")
-    assert outlet.failures == ([] if error is None else [error])
+    eventually(lambda: responder.failures or responder.sent[-1][1])
+    assert texts(responder.sent) == ("0 1 2 3 " if error is None else "0 1 2 ")
+    assert responder.failures == ([] if error is None else [error])
 
 
 def test_each_sample_has_an_interval_a_first_token_and_an_end_of_its_own(
-    by_fours: Harness, new_outlet: Any
+    by_fours: Harness, new_responder: Any
 ) -> None:
-    outlet = new_outlet()
-    sink = by_fours.sessions.open("k", STREAMING, str, outlet, num_samples=2)
+    responder = new_responder()
+    sink = by_fours.sessions.open("k", STREAMING, str, responder, num_samples=2)
     for text in "aababababab":
         index = "ab".index(text)
         sink(Chunk("k", text=text, token_ids=(index,), index=index, num_open=1))
-        by_fours.settle(new_outlet())
+        by_fours.settle(new_responder())
     sink(Chunk("k", finish_reason="cancelled", index=0, num_open=1))
-    by_fours.settle(new_outlet())
-    assert [outputs["text_output"] for outputs, _ in outlet.sent] == [
+    by_fours.settle(new_responder())
+    assert [outputs["text_output"] for outputs, _ in responder.sent] == [
         ["a", ""],
         ["a", "b"],  # the first of the second one, with what there is
         ["aaaa", "bbb"],
@@ -694,36 +704,38 @@ def test_each_sample_has_an_interval_a_first_token_and_an_end_of_its_own(
 
 
 def test_what_has_no_token_does_not_take_the_place_of_the_first_one(
-    by_fours: Harness, new_outlet: Any
+    by_fours: Harness, new_responder: Any
 ) -> None:
-    outlet = new_outlet()
-    sink = by_fours.sessions.open("k", STREAMING, str, outlet, num_samples=2)
+    responder = new_responder()
+    sink = by_fours.sessions.open("k", STREAMING, str, responder, num_samples=2)
     sink(Chunk("k", text="-", index=1, num_open=2))
     for index in (0, 1):
         sink(Chunk("k", text="ab"[index], token_ids=(index,), index=index, num_open=2))
-        by_fours.settle(new_outlet())
-    assert [outputs["text_output"] for outputs, _ in outlet.sent] == [["a", "-"], ["", "b"]]
+        by_fours.settle(new_responder())
+    assert [outputs["text_output"] for outputs, _ in responder.sent] == [["a", "-"], ["", "b"]]
 
 
 def test_a_whole_answer_is_one_response_with_any_interval(
-    by_fours: Harness, new_outlet: Any
+    by_fours: Harness, new_responder: Any
 ) -> None:
-    outlet = new_outlet()
-    sink = by_fours.sessions.open("k", AT_ONCE, str, outlet)
+    responder = new_responder()
+    sink = by_fours.sessions.open("k", AT_ONCE, str, responder)
     for step in range(6):
         sink(chunk(step, is_last=step == 5))
-        by_fours.settle(new_outlet())
-    assert [outputs["output_ids"] for outputs, _ in outlet.sent] == [list(range(6))]
+        by_fours.settle(new_responder())
+    assert [outputs["output_ids"] for outputs, _ in responder.sent] == [list(range(6))]
 
 
-def test_few_responses_are_under_way_with_any_interval(by_fours: Harness, new_outlet: Any) -> None:
-    outlet = new_outlet()
-    outlet.is_acknowledged = True
-    sink = by_fours.sessions.open("k", STREAMING, str, outlet)
+def test_few_responses_are_under_way_with_any_interval(
+    by_fours: Harness, new_responder: Any
+) -> None:
+    responder = new_responder()
+    responder.is_acknowledged = True
+    sink = by_fours.sessions.open("k", STREAMING, str, responder)
     for step in range(40):
         sink(chunk(step))
-        by_fours.settle(new_outlet())
-        assert len(outlet.sent) == min(1 + step // 4, MAX_UNDER_WAY)
+        by_fours.settle(new_responder())
+        assert len(responder.sent) == min(1 + step // 4, MAX_UNDER_WAY)
     by_fours.sessions.acknowledge("k", MAX_UNDER_WAY)
-    eventually(lambda: len(outlet.sent) == 1 + MAX_UNDER_WAY)
-    assert texts(outlet.sent) == "".join(f"{step} " for step in range(40))
+    eventually(lambda: len(responder.sent) == 1 + MAX_UNDER_WAY)
+    assert texts(responder.sent) == "".join(f"{step} " for step in range(40))

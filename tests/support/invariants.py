@@ -111,7 +111,7 @@ def check_cache(kv: KVCache) -> None:
     entries = set(index._by_key.values())
     assert sorted([*entries, *index._unused]) == [*blocks]
     for entry in entries:
-        held = [index.block_of(entry), *index._twins.get(entry, [])]
+        held = [index.block_of(entry), *index._duplicates.get(entry, [])]
         assert {index.entry_of(block_id) for block_id in held} == {entry}
         assert len(held) == 1 or all(references[block_id] for block_id in held)
         parent = index._parent_of[entry]

@@ -15,7 +15,7 @@ from charonia.sockets.server import Server
 
 
 def introduced(address: tuple[str, int], secret: str) -> Connection:
-    """Connect to a meeting, and show that this is a rank."""
+    """Connect to a rendezvous, and show that this is a rank."""
     channel = Channel(socket.create_connection(address))
     assert find_engine(channel, secret)
     return Connection(channel)

@@ -14,8 +14,8 @@ from charonia.protocol import EngineInfo, Hello, KVLayout, StepPlan, decode_repl
 from charonia.serving.messages.executor import STEPS_SOCKET
 from charonia.serving.messages.relay_client import requests_socket
 from charonia.serving.messages.relay_server import RelayServer
-from charonia.serving.requests.outlets import Outlet
 from charonia.serving.requests.raw_request import RawRequest
+from charonia.serving.requests.responders import Responder
 from charonia.sockets.local import connect
 from support.waiting import WAIT_S
 
@@ -64,7 +64,7 @@ class SchedulerEnd:
     def __init__(self, repository: Path) -> None:
         self.path = requests_socket(repository, "scheduler")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.taken: SimpleQueue[tuple[str, RawRequest, Outlet]] = SimpleQueue()
+        self.taken: SimpleQueue[tuple[str, RawRequest, Responder]] = SimpleQueue()
         self.cancelled: SimpleQueue[str] = SimpleQueue()
         self.acknowledged: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.delivered: SimpleQueue[tuple[str, int]] = SimpleQueue()
@@ -75,8 +75,8 @@ class SchedulerEnd:
         self.relay = RelayServer(self.path, self, self, log=self.log.append)
         self.relay.start()
 
-    def on_request(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
-        self.take(key, raw, outlet)
+    def on_request(self, key: str, raw: RawRequest, responder: Responder) -> None:
+        self.take(key, raw, responder)
 
     def on_cancelled(self, key: str) -> None:
         self.cancelled.put(key)
@@ -93,7 +93,7 @@ class SchedulerEnd:
     def stop_reports(self, is_lost: bool) -> None:
         self.lost.put(is_lost)
 
-    def next(self) -> tuple[str, RawRequest, Outlet]:
+    def next(self) -> tuple[str, RawRequest, Responder]:
         """Wait for a request."""
         return self.taken.get(timeout=WAIT_S)
 

@@ -1,4 +1,4 @@
-"""A model in front of the scheduler; what it does is in charonia.serving.hosts.front."""
+"""A model in front of the scheduler; what it does is in charonia.serving.hosts.proxy."""
 
 from typing import Any
 
@@ -6,24 +6,24 @@ import triton_python_backend_utils as pb_utils
 
 from charonia.errors import CharoniaError
 from charonia.serving.hosts import model_process
-from charonia.serving.hosts.fronts import make_front
+from charonia.serving.hosts.proxies import make_proxy
 
 
 class TritonPythonModel:
     """What Triton's Python backend looks for."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Find out which front it is."""
+        """Find out which proxy it is."""
         log = model_process.start(args["model_name"])
         try:
-            self._front = make_front(pb_utils, args, log)
+            self._proxy = make_proxy(pb_utils, args, log)
         except CharoniaError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests; the answers come from other threads."""
-        self._front.execute(requests)
+        self._proxy.execute(requests)
 
     def finalize(self) -> None:
         """Stop."""
-        self._front.finalize()
+        self._proxy.finalize()

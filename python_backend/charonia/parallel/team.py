@@ -34,7 +34,6 @@ from charonia.parallel.groups import (
     check_unused,
     host_identity,
 )
-from charonia.parallel.meeting import Meeting
 from charonia.parallel.messages import (
     Allocate,
     Allocated,
@@ -56,6 +55,7 @@ from charonia.parallel.messages import (
 )
 from charonia.parallel.peer import BEAT_S, Peer
 from charonia.parallel.rank import checkpoints_of
+from charonia.parallel.rendezvous import Rendezvous
 from charonia.parallel.topology import Topology
 from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.protocol import BlockCopy, Collectives, EngineInfo, StepPlan
@@ -93,7 +93,7 @@ class RankTeam:
         self._topology = Topology.of(args)
         self._log = log
         self._on_lost = on_lost
-        self._meeting = Meeting(args, log)
+        self._rendezvous = Rendezvous(args, log)
         self._groups: Groups | None = None
         self._ranks: dict[int, Peer] = {}
         # What ranks say while they are loading; None when one is lost.
@@ -130,7 +130,7 @@ class RankTeam:
             CheckpointError: the ranks' checkpoints are not the same.
             CheckpointError, ConfigError: a rank refuses; these are its words.
         """
-        joined = self._meeting.wait(self._check_started)
+        joined = self._rendezvous.wait(self._check_started)
         hosts = [host_identity(), *(join.host for join, _ in joined)]
         self._ranks.update(enumerate((peer for _, peer in joined), start=1))
         for rank, (join, _) in enumerate(joined, start=1):
@@ -154,7 +154,7 @@ class RankTeam:
             CheckpointError, ConfigError: one cannot load its part; these are its words.
         """
         self._collect(Loaded)
-        self._meeting.stop_listening()  # all groups are formed
+        self._rendezvous.stop_listening()  # all groups are formed
         self.tell(Measure(), self._ranks)
 
     def agree(self, room: Room) -> Room:
@@ -230,7 +230,7 @@ class RankTeam:
         for rank in self._ranks.values():
             with contextlib.suppress(RankLostError):
                 rank.send(End())
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._end_timeout
         for process in self._processes:
             try:
                 process.wait(max(deadline - time.monotonic(), 0.1))
@@ -247,7 +247,7 @@ class RankTeam:
         if self._groups is not None:
             self._groups.close()
             self._groups = None
-        self._meeting.close()
+        self._rendezvous.close()
 
     # ------------------------------------------------------------------ leading
 
@@ -280,7 +280,7 @@ class RankTeam:
         self._log(event("rank_lost", reason=reason))
         self._said.put(None)
         self._hang_up()
-        self._meeting.table.close()
+        self._rendezvous.table.close()
         try:
             if self._groups is not None:
                 self._groups.abort()
@@ -289,7 +289,7 @@ class RankTeam:
                 self._on_lost(reason)
 
     @property
-    def _patience(self) -> float:
+    def _end_timeout(self) -> float:
         """Seconds that ranks have for ending by themselves."""
         return _END_TIMEOUT_S if self._lost is None else _LAST_WORDS_S
 
@@ -326,7 +326,7 @@ class RankTeam:
     def _form(self, basis: Basis, memories: list[str | None]) -> Groups:
         self.tell(Form(memories), self._ranks)
         try:
-            me = Membership(0, memories, self._meeting.address, self._meeting.table)
+            me = Membership(0, memories, self._rendezvous.address, self._rendezvous.table)
             return Groups(self._topology, me, basis.kernels, basis.device)
         except RankLostError:
             self.check()  # who it was says more than that one was missing
@@ -351,7 +351,7 @@ class RankTeam:
             self._listen_to_ranks()
         except Exception as error:  # unseen, ranks could be lost unnoticed ever after
             self.lose(f"the watcher: {type(error).__name__}: {error}")
-        self._have_ended.wait(self._patience)
+        self._have_ended.wait(self._end_timeout)
         self._hang_up()
 
     def _listen_to_ranks(self) -> None:
@@ -384,13 +384,13 @@ class RankTeam:
     def _start(self, index: int) -> subprocess.Popen[bytes]:
         command = [
             *(sys.executable, "-m", "charonia.parallel.worker"),
-            *("--join", f"{self._meeting.address}:{self._meeting.port}"),
+            *("--join", f"{self._rendezvous.address}:{self._rendezvous.port}"),
             *("--local-index", str(index), "--parent", str(os.getpid())),
         ]
         # The same copy of this package, wherever this process found it.
         paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
         env = os.environ | {
-            SECRET_VARIABLE: self._meeting.secret,
+            SECRET_VARIABLE: self._rendezvous.secret,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from charonia.launch.server.fronts import FACADES
+from charonia.launch.server.proxy_models import FACADES
 from charonia.launch.server.repository import RepositoryOptions, prepare_repository
 from charonia.supervision.server import judge
 from charonia.supervision.server.judge import EndpointWatch, SupervisionLimits

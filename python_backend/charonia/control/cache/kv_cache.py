@@ -119,7 +119,7 @@ class KVCache:
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest cached prefix of `keys`. Changes nothing.
 
-        A later release may replace some of them by their twins.
+        A later release may replace some of them by their duplicates.
         """
         return self._index.find(keys)
 

@@ -4,7 +4,7 @@ Owns the map from keys to entries, and the tree. Knows nothing about who holds a
 
 An entry is the content of one full block behind one prefix; its key covers all tokens up to its
 end. Requests that compute the same prefix at the same time each hold a block with the same content.
-One of these blocks is the entry's own; the others are its twins::
+One of these blocks is the entry's own; the others are its duplicates::
 
     key k1 ── entry 7, blocks 12 and 40 ──► key k2 ── entry 3, block 13
                                        └──► key k5 ── entry 9, block 41
@@ -26,7 +26,7 @@ class PrefixIndex:
         self.num_blocks = num_blocks
         self._by_key: dict[bytes, int] = {}
         self._entry_of = [ROOT] * num_blocks  # by block
-        self._twins: dict[int, list[int]] = {}  # blocks by entry
+        self._duplicates: dict[int, list[int]] = {}  # blocks by entry
         self._unused = list(range(num_blocks - 1, 0, -1))
         self._key_of = [b""] * num_blocks  # these by entry
         self._block_of = [0] * num_blocks
@@ -101,25 +101,25 @@ class PrefixIndex:
     def add_twin(self, entry: int, block_id: int) -> None:
         """Add another block with the same content to an entry."""
         self._entry_of[block_id] = entry
-        self._twins.setdefault(entry, []).append(block_id)
+        self._duplicates.setdefault(entry, []).append(block_id)
 
     def drop_twin(self, block_id: int) -> bool:
         """Forget a block if another one has the same content; return whether one has."""
         entry = self._entry_of[block_id]
-        twins = self._twins.get(entry)
-        if twins is None:
+        duplicates = self._duplicates.get(entry)
+        if duplicates is None:
             return False
         if self._block_of[entry] == block_id:
-            self._block_of[entry] = twins.pop()
+            self._block_of[entry] = duplicates.pop()
         else:
-            twins.remove(block_id)
-        if not twins:
-            del self._twins[entry]
+            duplicates.remove(block_id)
+        if not duplicates:
+            del self._duplicates[entry]
         self._entry_of[block_id] = ROOT
         return True
 
     def remove(self, entry: int) -> int:
-        """Remove an entry without children and twins; return its block."""
+        """Remove an entry without children and duplicates; return its block."""
         assert not self._oldest_of[entry], "what continues it could never be found again"
         parent, older, younger = self._parent_of[entry], self._older[entry], self._younger[entry]
         if older:

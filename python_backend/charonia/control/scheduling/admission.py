@@ -88,7 +88,7 @@ class Admission:
             owed = found.owed - self._blocks.num_owed(found.victims)
             for victim in found.victims:
                 self._live.preempt(victim)
-            if found.victims:  # twins may have replaced blocks that they held
+            if found.victims:  # duplicates may have replaced blocks that they held
                 found = found._replace(hits=self._blocks.hits(found.request))
             self._admit(step, found)
             owed += self._blocks.num_owed([found.request])

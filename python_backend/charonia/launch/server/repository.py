@@ -4,7 +4,7 @@ Owns finding model_repository/, copying it, and the overrides of `charonia serve
 `--draft-model`, `--dtype`, `--set` and the like. All of it is checked here, before a server starts,
 or goes on with another engine. Must not know processes.
 
-Two files are changed in the copy, and models may be added, see `fronts`::
+Two files are changed in the copy, and models may be added, see `proxy_models`::
 
     engine/1/model.json     the engine's arguments (EngineArgs), with absolute paths
     scheduler/config.pbtxt  its `parameters` (SchedulerArgs), only where one is overridden
@@ -32,7 +32,7 @@ from charonia.core.gate.tenants import Tenants
 from charonia.data.model.spec import ModelSpec
 from charonia.errors import CheckpointError, ConfigError, LaunchError
 from charonia.launch.server.discovery import default_repository
-from charonia.launch.server.fronts import add_facade, add_name
+from charonia.launch.server.proxy_models import add_facade, add_name
 from charonia.model_config import read_config
 from charonia.sampling_defaults import SamplingDefaults
 from charonia.serving.messages.reload import LEFT_OF_RELOADS
@@ -59,7 +59,7 @@ class RepositoryOptions:
         tensor_parallel_size, pipeline_parallel_size: ranks that each layer, and the layers, are
             split among; None is what model.json says.
         served_model_names: further names of the scheduler.
-        facades: conventions of others to speak too, of `fronts.FACADES`.
+        facades: conventions of others to speak too, of `proxy_models.FACADES`.
         is_facade_decoupled: whether their models can stream.
         settings: `KEY=VALUE` of engine arguments (VALUE as JSON, else a string), or
             `scheduler.KEY=VALUE` of the scheduler's parameters.

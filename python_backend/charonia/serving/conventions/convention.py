@@ -1,6 +1,6 @@
-"""How a front's clients speak, and what their requests are to the scheduler.
+"""How a proxy's clients speak, and what their requests are to the scheduler.
 
-Owns the seam between a front and a convention, and the plain one, which is the scheduler's own.
+Owns the seam between a proxy and a convention, and the plain one, which is the scheduler's own.
 Must not know connections or senders.
 
 One request of a client may be several to the scheduler: parts, whose answers go to the same client.
@@ -29,7 +29,7 @@ class Part(Protocol):
 
 
 class Convention(Protocol):
-    """How clients speak to one front."""
+    """How clients speak to one proxy."""
 
     def split(self, raw: RawRequest) -> Sequence[tuple[RawRequest, Part]]:
         """The parts of a client's request, one at least, as requests of the scheduler.

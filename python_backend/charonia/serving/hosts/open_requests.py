@@ -1,4 +1,4 @@
-"""What a front has not answered to its end: clients' requests, and the parts that they are made of.
+"""What a proxy has not answered to its end: clients' requests, and the parts that they are made of.
 
 Owns which parts belong to whom, and whose clients are asked after. Must not know what is asked or
 answered, nor the scheduler.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from charonia.errors import CharoniaError
 from charonia.serving.conventions.convention import Part
-from charonia.serving.requests.outlets import CancellationPoller, TritonOutlet
+from charonia.serving.requests.responders import CancellationPoller, TritonResponder
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ClientRequest:
     """
 
     key: str
-    outlet: TritonOutlet
+    responder: TritonResponder
     num_bytes: int
     waiting: set[str] = field(default_factory=set)
     num_passed_on: int = 0
@@ -67,7 +67,7 @@ class OpenRequests:
     def add(self, client: ClientRequest) -> None:
         """The scheduler has got all parts of a request."""
         self._clients[client.key] = client
-        self._poller.add(client.key, client.outlet)
+        self._poller.add(client.key, client.responder)
 
     def withdraw(self, client: ClientRequest) -> Collection[str]:
         """Forget a request of which a part could not be sent; the keys of those that were."""

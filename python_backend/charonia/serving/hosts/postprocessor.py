@@ -22,8 +22,8 @@ from charonia.serving.conventions.interface import CHUNK_PREFIX, REQUEST_KEY
 from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.messages.relay import Cancellation, Delivery
 from charonia.serving.messages.relay_client import DeliveryClient
-from charonia.serving.requests.outlets import answered
 from charonia.serving.requests.raw_request import Array
+from charonia.serving.requests.responders import answered
 
 _KEY = re.compile(rb"([0-9a-f]{32})\.([0-9]{1,9})")
 _NUM_REMEMBERED = 4096

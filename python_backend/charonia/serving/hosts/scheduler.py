@@ -36,10 +36,10 @@ from charonia.serving.messages.reload import (
     fingerprint_tokenizer,
 )
 from charonia.serving.requests.intake import Intake, Pipeline
-from charonia.serving.requests.outlets import Outlet, TritonOutlet
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import RawRequest
 from charonia.serving.requests.request_key import Sealer
+from charonia.serving.requests.responders import Responder, TritonResponder
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import Tokenizing
@@ -62,14 +62,14 @@ def own_parameters(model_config: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Relayed:
-    """What becomes of what fronts say, as `RelayEvents`."""
+    """What becomes of what proxies say, as `RelayEvents`."""
 
     intake: Intake
     sessions: Sessions
     executor: BlsExecutor
 
-    def on_request(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
-        self.intake.take(lambda: raw, outlet, key)
+    def on_request(self, key: str, raw: RawRequest, responder: Responder) -> None:
+        self.intake.take(lambda: raw, responder, key)
 
     def on_cancelled(self, key: str) -> None:
         self.sessions.abandon(key)
@@ -228,8 +228,8 @@ class SchedulerHost:
         """Take requests in; everything else happens in other threads."""
         self._start()
         for request in requests:
-            outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
-            self._intake.take(partial(read_request, request), outlet)
+            responder = TritonResponder(self._pb_utils, request.get_response_sender())
+            self._intake.take(partial(read_request, request), responder)
 
     def finalize(self) -> None:
         """Answer what is still live, and stop."""

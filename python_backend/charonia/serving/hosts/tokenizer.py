@@ -22,10 +22,10 @@ from charonia.serving.conventions.schema import (
     read_prompt,
     read_time_limit,
 )
-from charonia.serving.requests.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import Array, Outputs, RawRequest
 from charonia.serving.requests.request_key import Sealer
+from charonia.serving.requests.responders import TritonResponder, failing_with_errors
 from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
@@ -61,45 +61,49 @@ class TokenizerHost:
         Long prompts are answered later, so that the others do not wait for them.
         """
         for request in requests:
-            outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
-            with failing_with_errors(outlet, self._log):
-                self._take(read_request(request), outlet)
+            responder = TritonResponder(self._pb_utils, request.get_response_sender())
+            with failing_with_errors(responder, self._log):
+                self._take(read_request(request), responder)
 
     def finalize(self) -> None:
         """Answer what waits, and stop."""
         self._tokenizing.close()
 
-    def _take(self, raw: RawRequest, outlet: TritonOutlet) -> None:
+    def _take(self, raw: RawRequest, responder: TritonResponder) -> None:
         if read_flag(raw.tensors, "cancel"):
-            outlet.send({INPUT_IDS: [], PROMPT_TEXT: [], REQUEST_KEY: []}, is_final=True)
+            responder.send({INPUT_IDS: [], PROMPT_TEXT: [], REQUEST_KEY: []}, is_final=True)
             return
         arrived_at = time.monotonic()
         text, ids = self._within_limits(partial(read_prompt, raw.tensors))
         if text is None:
             assert ids is not None
-            outlet.send(self._outputs(ids, "", arrived_at), is_final=True)
+            responder.send(self._outputs(ids, "", arrived_at), is_final=True)
         elif len(text) <= INLINE_CHARACTERS:
-            outlet.send(self._outputs(self._encode(text), text, arrived_at), is_final=True)
+            responder.send(self._outputs(self._encode(text), text, arrived_at), is_final=True)
         else:
             limit = read_time_limit(raw)
             self._tokenizing.submit(
                 Prompt(
-                    key=str(id(outlet)),
+                    key=str(id(responder)),
                     encode=partial(self._encode, text),
                     num_bytes=raw.num_bytes,
                     expires_at=None if limit is None else arrived_at + limit.seconds,
                     is_until_start=limit is None or limit.is_until_start,
-                    done=partial(self._answer, text, outlet, arrived_at),
+                    done=partial(self._answer, text, responder, arrived_at),
                 )
             )
 
     def _answer(
-        self, text: str, outlet: TritonOutlet, arrived_at: float, ids: list[int] | CharoniaError
+        self,
+        text: str,
+        responder: TritonResponder,
+        arrived_at: float,
+        ids: list[int] | CharoniaError,
     ) -> None:
-        with failing_with_errors(outlet, self._log):
+        with failing_with_errors(responder, self._log):
             if isinstance(ids, CharoniaError):
                 raise ids
-            outlet.send(self._outputs(ids, text, arrived_at), is_final=True)
+            responder.send(self._outputs(ids, text, arrived_at), is_final=True)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, check_length=self._check_length)

@@ -1,19 +1,19 @@
-"""What other models say to the scheduler through a socket: requests of fronts such as `generate`,
+"""What other models say to the scheduler through a socket: requests of proxies such as `generate`,
 which are answered, and what becomes of the chunks that `postprocessor` hands on.
 
 Owns the messages, and how each is sent; `relay_client` and `relay_server` are the ends. Must not
 know what a request asks for, nor Triton.
 
-    a front                                                                     scheduler
+    a proxy                                                                     scheduler
       any thread ─► outbox ─► writer ─► RelayedRequest, Cancellation, … ─────► reader ─► takes in
       passes on ◄── reader ◄────────────── RelayedAnswer ◄─ writer ◄─ outbox ◄─ any thread
 
-    postprocessor ──────────────────────► Delivery, Cancellation, Parting ───► reader
+    postprocessor ──────────────────────► Delivery, Cancellation, Disconnect ───► reader
 
-Every request gets answers up to a final one, which may be a refusal. Of the others a front says
+Every request gets answers up to a final one, which may be a refusal. Of the others a proxy says
 when it has passed them on, and only a few of a request are under way before that: what piles up
 leaves as one. Neither side ever waits for the other: what a stopped process does not take stays in
-the outbox, as far as that reaches; then requests are refused, and a front that does not take its
+the outbox, as far as that reaches; then requests are refused, and a proxy that does not take its
 answers is hung up on. The end of a connection cancels all requests that came through it, because
 their client is seen to have gone. A process that has said deliveries and dies without a word has
 lost what it had in hand.
@@ -58,7 +58,7 @@ class Cancellation(msgspec.Struct, frozen=True, tag=True):
 
 
 class Acknowledgement(msgspec.Struct, frozen=True, tag=True):
-    """The front has passed on answers to the request of this key, so many by now."""
+    """The proxy has passed on answers to the request of this key, so many by now."""
 
     key: str
     number: int
@@ -71,12 +71,12 @@ class Delivery(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Parting(msgspec.Struct, frozen=True, tag=True):
+class Disconnect(msgspec.Struct, frozen=True, tag=True):
     """Who handed responses on ends in order, and has nothing in hand any more."""
 
 
 class ServerStopping(msgspec.Struct, frozen=True, tag=True):
-    """The server is shutting down; it waits for the requests of this front first."""
+    """The server is shutting down; it waits for the requests of this proxy first."""
 
 
 class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,7 +97,7 @@ class RelayedAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
         return error_of(self.error, self.kind) if self.has_suffix else ExactTextError(self.error)
 
 
-Message = RelayedRequest | Cancellation | Acknowledgement | Delivery | Parting | ServerStopping
+Message = RelayedRequest | Cancellation | Acknowledgement | Delivery | Disconnect | ServerStopping
 """To the scheduler."""
 
 

@@ -1,4 +1,4 @@
-"""The other ends of the socket that `relay` describes: a front's, and that of who hands chunks on.
+"""The other ends of the socket that `relay` describes: a proxy's, and that of who hands chunks on.
 
 Owns what may be said there, as methods, and the thread that hears the answers. Must not know
 Triton: a process of any kind that may open the socket may use these. `hosts.scheduler_address` has
@@ -17,7 +17,7 @@ from charonia.serving.messages.relay import (
     Acknowledgement,
     Cancellation,
     Delivery,
-    Parting,
+    Disconnect,
     RelayedAnswer,
     RelayedRequest,
     ServerStopping,
@@ -144,7 +144,7 @@ class DeliveryClient:
     def part(self) -> None:
         """Say that nothing is in hand any more, where the scheduler hears it, and hang up."""
         with contextlib.suppress(OSError):
-            self._channel.send(encode(Parting()), _SEND_TIMEOUT_S)
+            self._channel.send(encode(Disconnect()), _SEND_TIMEOUT_S)
         self.hang_up()
 
     def hang_up(self) -> None:

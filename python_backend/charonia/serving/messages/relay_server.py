@@ -14,15 +14,15 @@ from charonia.serving.messages.relay import (
     Acknowledgement,
     Cancellation,
     Delivery,
-    Parting,
+    Disconnect,
     RelayedAnswer,
     RelayedRequest,
     ServerStopping,
     decode_message,
     post,
 )
-from charonia.serving.requests.outlets import Outlet
 from charonia.serving.requests.raw_request import Outputs, RawRequest
+from charonia.serving.requests.responders import Responder
 from charonia.sockets.channel import Channel
 from charonia.sockets.connection import Connection
 from charonia.sockets.local import is_same_user, listen, peer_pid
@@ -33,8 +33,8 @@ _DEATH_S = 0.2
 """That a killed process may take to end once the kernel has closed its connections."""
 
 
-class RelayedOutlet:
-    """The outlet of a request that came through a connection.
+class RelayedResponder:
+    """The responder of a request that came through a connection.
 
     Args:
         live: keys of the connection's requests that are not answered yet.
@@ -77,22 +77,22 @@ class RelayedOutlet:
 
 
 class RelayEvents(Protocol):
-    """What fronts say; called in several threads, one for each connection."""
+    """What proxies say; called in several threads, one for each connection."""
 
-    def on_request(self, key: str, raw: RawRequest, outlet: Outlet) -> None:
-        """A request has come, whose answer goes to the outlet; that of an error, too."""
+    def on_request(self, key: str, raw: RawRequest, responder: Responder) -> None:
+        """A request has come, whose answer goes to the responder; that of an error, too."""
         ...
 
     def on_cancelled(self, key: str) -> None:
-        """The client of a request has gone, or its front has."""
+        """The client of a request has gone, or its proxy has."""
         ...
 
     def on_acknowledged(self, key: str, number: int) -> None:
-        """A front has passed on so many answers to a request."""
+        """A proxy has passed on so many answers to a request."""
         ...
 
     def on_server_stopping(self) -> None:
-        """A front has been told that the server is shutting down."""
+        """A proxy has been told that the server is shutting down."""
         ...
 
 
@@ -164,14 +164,14 @@ class RelayServer:
             case Delivery(key, number):
                 peer.hands_on = True
                 self._deliveries.report(key, number)
-            case Parting():
+            case Disconnect():
                 peer.has_parted = True
             case ServerStopping():
                 self._events.on_server_stopping()
             case Cancellation(key):
                 self._events.on_cancelled(key)
             case RelayedRequest(key, raw):
-                self._events.on_request(key, raw, RelayedOutlet(connection, key, live))
+                self._events.on_request(key, raw, RelayedResponder(connection, key, live))
 
 
 class _Peer:

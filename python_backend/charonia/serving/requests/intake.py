@@ -41,10 +41,10 @@ from charonia.serving.conventions.schema import (
     parse,
 )
 from charonia.serving.requests.cancellations import Cancellations
-from charonia.serving.requests.outlets import Outlet, failing_with_errors
 from charonia.serving.requests.probing import Prober
 from charonia.serving.requests.raw_request import Outputs, RawRequest
 from charonia.serving.requests.request_key import Sealer
+from charonia.serving.requests.responders import Responder, failing_with_errors
 from charonia.serving.requests.sessions import Sessions
 from charonia.serving.requests.tensors import INTERNAL_ERROR
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
@@ -109,14 +109,14 @@ class Intake:
         self._defaults = args, self._read_defaults(args)
 
     def take(
-        self, read: Callable[[], RawRequest], outlet: Outlet, relayed_key: str | None = None
+        self, read: Callable[[], RawRequest], responder: Responder, relayed_key: str | None = None
     ) -> None:
         """Take a request in; whatever is wrong with it becomes its answer.
 
         Args:
             read: gives the request. relayed_key: see `schema.parse`.
         """
-        with failing_with_errors(outlet, self._log):
+        with failing_with_errors(responder, self._log):
             with self._counting():
                 call = parse(
                     read(),
@@ -129,14 +129,14 @@ class Intake:
                 )
             match call:
                 case GenerateCall():
-                    self._generate(call, outlet)
+                    self._generate(call, responder)
                 case CancelCall():
                     self._cancel_named(call)
                     # The same where there was none, or whoever guesses would find out.
-                    outlet.send(NOTHING, is_final=True)
+                    responder.send(NOTHING, is_final=True)
                 case ProbeCall(wants_text):
                     answer = {"text_output": [self._prober.answer()]} if wants_text else {}
-                    outlet.send(answer, is_final=True)
+                    responder.send(answer, is_final=True)
 
     def _cancel_named(self, call: CancelCall) -> None:
         """Cancel all requests of a name, or samples of them, here and on their way."""
@@ -186,7 +186,7 @@ class Intake:
             self._service.count_rejection(error, params)
             raise
 
-    def _generate(self, call: GenerateCall, outlet: Outlet) -> None:
+    def _generate(self, call: GenerateCall, responder: Responder) -> None:
         arrived_at = time.monotonic() if call.arrived_at is None else call.arrived_at
         tenant = call.params.tenant
         with self._counting(call.params):
@@ -198,7 +198,7 @@ class Intake:
                 call.key,
                 call.options,
                 partial(self._echo, call),
-                outlet,
+                responder,
                 request_id=call.request_id,
                 tenant=tenant,
                 num_bytes=call.num_bytes,

@@ -12,7 +12,7 @@ from enum import Enum
 from charonia.core.output.outputs import Chunk
 from charonia.errors import CharoniaError, RequestCancelledError
 from charonia.serving.conventions.schema import OutputOptions
-from charonia.serving.requests.outlets import Outlet
+from charonia.serving.requests.responders import Responder
 
 
 class Reports(Enum):
@@ -44,7 +44,7 @@ class Session:
         key: str,
         options: OutputOptions,
         echo: Callable[[], str],
-        outlet: Outlet,
+        responder: Responder,
         name: tuple[str, str],
         num_bytes: int,
         num_samples: int,
@@ -53,7 +53,7 @@ class Session:
         self.key = key
         self.options = options
         self.echo = echo
-        self.outlet = outlet
+        self.responder = responder
         self.name = name
         self.num_bytes = num_bytes
         self.samples = [Chunk(key, index=index) for index in range(num_samples)]
@@ -81,7 +81,7 @@ class Session:
     def is_named(self) -> bool:
         """Whether its responses have names, by which another model may report them."""
         is_streaming = self.options.has_key and self.options.is_streaming
-        return is_streaming and not self.outlet.is_acknowledged
+        return is_streaming and not self.responder.is_acknowledged
 
     def note_delivered(self, number: int) -> None:
         """Responses up to this one, counted from 1, were handed on. The caller holds the lock."""

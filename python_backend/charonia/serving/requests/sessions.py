@@ -2,7 +2,7 @@
 
 Owns the sender threads and what waits for them. Must not know how chunks come about.
 
-    engine's thread ──sink──► session.chunks ──► ready queue ──► sender threads ──► outlet
+    engine's thread ──sink──► session.chunks ──► ready queue ──► sender threads ──► responder
                               (piles up while                    (one at a time
                                a send is under way)               per session)
 
@@ -42,8 +42,8 @@ from charonia.errors import (
 )
 from charonia.serving.conventions.schema import OutputOptions
 from charonia.serving.requests.live_sessions import LiveSessions
-from charonia.serving.requests.outlets import CancellationPoller, Outlet, fail
 from charonia.serving.requests.quota import Quota
+from charonia.serving.requests.responders import CancellationPoller, Responder, fail
 from charonia.serving.requests.responses import Answer, chunk_outputs
 from charonia.serving.requests.session import Reports, Session
 from charonia.serving.requests.tensors import INTERNAL_ERROR
@@ -137,7 +137,7 @@ class Sessions:
         key: str,
         options: OutputOptions,
         echo: Callable[[], str],
-        outlet: Outlet,
+        responder: Responder,
         *,
         request_id: str = "",
         tenant: str = "",
@@ -157,17 +157,17 @@ class Sessions:
         self._quota.take(num_bytes)
         name = request_id, tenant
         session = Session(
-            key, options, echo, outlet, name, num_bytes, num_samples, self._stream_interval
+            key, options, echo, responder, name, num_bytes, num_samples, self._stream_interval
         )
         if not self._live.add(session):
             self._quota.give_back(num_bytes)
             raise InvalidRequestError("request_key belongs to a live request")
-        if outlet.is_acknowledged:
+        if responder.is_acknowledged:
             session.reports = Reports.COMING
         elif session.is_named and self._has_reporter:
             session.reports = Reports.EXPECTED
-        if outlet.is_polled:
-            self._poller.add(key, outlet)
+        if responder.is_polled:
+            self._poller.add(key, responder)
         return lambda chunk: self._take(session, chunk)
 
     @property
@@ -177,8 +177,8 @@ class Sessions:
 
     @property
     def has_polled(self) -> bool:
-        """Whether clients are live that came by Triton itself and not through a front."""
-        return self._poller.has_outlets
+        """Whether clients are live that came by Triton itself and not through a proxy."""
+        return self._poller.has_responders
 
     def drop(self, key: str) -> None:
         """Forget a request that got no further than `open`; nothing is sent."""
@@ -333,7 +333,7 @@ class Sessions:
 
     def _max_under_way(self, session: Session) -> int:
         """Responses of one session, of which not more may wait for a report."""
-        if session.outlet.is_acknowledged:  # they wait in a socket, and not in Triton
+        if session.responder.is_acknowledged:  # they wait in a socket, and not in Triton
             return MAX_UNDER_WAY
         share = SHARED_UNDER_WAY // max(self._live.num_named, 1)
         return max(1, min(share, MAX_UNDER_WAY))
@@ -391,10 +391,10 @@ class Sessions:
                     return
             self._end(session.key)
             is_postponed = session.is_abandoned or is_mid_stream
-            if is_postponed and not session.outlet.is_acknowledged:  # a front does that itself
-                self._poller.end_later(partial(fail, session.outlet, last.error, self._log))
+            if is_postponed and not session.responder.is_acknowledged:  # a proxy does that itself
+                self._poller.end_later(partial(fail, session.responder, last.error, self._log))
             else:
-                session.outlet.fail(last.error)
+                session.responder.fail(last.error)
 
     def _put_back(self, session: Session, error: Chunk) -> bool:
         """Keep an error if it has to wait; returns whether it does."""
@@ -410,7 +410,7 @@ class Sessions:
         outputs = chunk_outputs(answer, session.options, f"{session.key}.{session.num_sent}")
         if is_final:
             self._end(session.key)
-        session.outlet.send(outputs, is_final=is_final)
+        session.responder.send(outputs, is_final=is_final)
 
     def _end(self, key: str) -> None:
         self._poller.remove(key)
@@ -422,4 +422,4 @@ class Sessions:
         """Cancel a request whose response could not be made or sent, and tell the client."""
         self._source.cancel(session.key)
         self._end(session.key)
-        fail(session.outlet, CharoniaError(INTERNAL_ERROR), self._log)
+        fail(session.responder, CharoniaError(INTERNAL_ERROR), self._log)

@@ -203,7 +203,7 @@ class ServerWatch:
     But one that is under way while Triton 2.51.0 finalizes the model that made it is never
     answered, by which this process never ends, or it crashes the server. Triton finalizes no model
     with requests, and begins with a second in which it looks for signs of life. So only a model
-    with requests that Triton counts asks: the scheduler for its own clients, and each front for
+    with requests that Triton counts asks: the scheduler for its own clients, and each proxy for
     those that it relays, which tells the scheduler.
 
     Args:

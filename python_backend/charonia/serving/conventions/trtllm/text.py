@@ -19,9 +19,9 @@ from charonia.serving.conventions.schema import PromptLimits
 from charonia.serving.conventions.trtllm.rows import Row, pack_words, pad, rows_of
 from charonia.serving.conventions.trtllm.tables import MODELS
 from charonia.serving.conventions.trtllm.words import bias_of, within
-from charonia.serving.requests.outlets import TritonOutlet, failing_with_errors
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import Array, Outputs, RawRequest
+from charonia.serving.requests.responders import TritonResponder, failing_with_errors
 from charonia.serving.requests.tensors import read_request
 from charonia.serving.requests.tokenizing import INLINE_CHARACTERS, Prompt, Tokenizing
 from charonia.text.tokenizer import Tokenizer
@@ -59,31 +59,31 @@ class TextHost:
     def execute(self, requests: list[Any]) -> None:
         """Answer requests, now or later."""
         for request in requests:
-            outlet = TritonOutlet(self._pb_utils, request.get_response_sender())
-            with failing_with_errors(outlet, self._log):
+            responder = TritonResponder(self._pb_utils, request.get_response_sender())
+            with failing_with_errors(responder, self._log):
                 raw = read_request(request)
                 if raw.num_bytes <= INLINE_CHARACTERS:
-                    self._send(outlet, raw, self._model.answer(raw))
+                    self._send(responder, raw, self._model.answer(raw))
                 else:
-                    self._answer_later(outlet, raw)
+                    self._answer_later(responder, raw)
 
     def finalize(self) -> None:
         """Answer what waits, and stop."""
         self._long.close()
 
-    def _answer_later(self, outlet: TritonOutlet, raw: RawRequest) -> None:
+    def _answer_later(self, responder: TritonResponder, raw: RawRequest) -> None:
         def done(outcome: Outputs | CharoniaError) -> None:
-            with failing_with_errors(outlet, self._log):
+            with failing_with_errors(responder, self._log):
                 if isinstance(outcome, CharoniaError):
                     raise outcome
-                self._send(outlet, raw, outcome)
+                self._send(responder, raw, outcome)
 
         encode = partial(self._model.answer, raw)
-        self._long.submit(Prompt(str(id(outlet)), encode, raw.num_bytes, None, done))
+        self._long.submit(Prompt(str(id(responder)), encode, raw.num_bytes, None, done))
 
-    def _send(self, outlet: TritonOutlet, raw: RawRequest, outputs: Outputs) -> None:
+    def _send(self, responder: TritonResponder, raw: RawRequest, outputs: Outputs) -> None:
         asked = {name: value for name, value in outputs.items() if name in raw.output_names}
-        outlet.send(asked, is_final=True)
+        responder.send(asked, is_final=True)
 
 
 class Preprocessing:

@@ -36,7 +36,7 @@ _LOCAL_ADDRESS = "127.0.0.1"
 _LOCAL_JOIN_TIMEOUT_S = 120.0
 
 
-class Meeting:
+class Rendezvous:
     """Listens for ranks from when it is made.
 
     Args:
@@ -155,7 +155,7 @@ class Meeting:
         except Empty:
             return None
         if arrived is None:
-            raise RankLostError("the meeting is over")
+            raise RankLostError("the rendezvous is over")
         join, peer = arrived
         if join.version == VERSION:
             return join, peer

@@ -3,7 +3,7 @@
 Owns what waits for answers. Must not know anything of the scheduler but its name and what a
 `SchedulerClient` can say to it, nor how clients speak: that is a `Convention`'s.
 
-A decoupled front passes on streams, under another name than the scheduler's. One that is not
+A decoupled proxy passes on streams, under another name than the scheduler's. One that is not
 decoupled answers each request once, later, through the response sender: so clients that cannot
 stream are served, for which Triton wants a model that is not decoupled.
 """
@@ -22,21 +22,21 @@ from charonia.serving.hosts.open_requests import ClientRequest, OpenPart, OpenRe
 from charonia.serving.hosts.scheduler_address import SchedulerAddress
 from charonia.serving.messages.relay import RelayedAnswer
 from charonia.serving.messages.relay_client import SchedulerClient
-from charonia.serving.requests.outlets import (
-    CancellationPoller,
-    TritonOutlet,
-    failing_with_errors,
-)
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import RawRequest
+from charonia.serving.requests.responders import (
+    CancellationPoller,
+    TritonResponder,
+    failing_with_errors,
+)
 from charonia.serving.requests.tensors import INTERNAL_ERROR, read_request
 from charonia.supervision.models.watches import Readiness, ServerWatch
 
 LOST = "the connection to the scheduler has ended; the request is lost"
 
 
-class FrontHost:
-    """A front behind Triton.
+class ProxyHost:
+    """A proxy behind Triton.
 
     It connects to the scheduler when there is a request and no connection.
 
@@ -83,9 +83,9 @@ class FrontHost:
         self._server.start()
         for request in requests:
             sender = request.get_response_sender()
-            outlet = TritonOutlet(self._pb_utils, sender, is_decoupled=self._is_decoupled)
-            with failing_with_errors(outlet, self._log):
-                self._hand_in(request, outlet)
+            responder = TritonResponder(self._pb_utils, sender, is_decoupled=self._is_decoupled)
+            with failing_with_errors(responder, self._log):
+                self._hand_in(request, responder)
 
     def finalize(self) -> None:
         """Answer what is still waiting, and stop."""
@@ -99,10 +99,10 @@ class FrontHost:
         if scheduler is not None:
             scheduler.close()
 
-    def _hand_in(self, request: Any, outlet: TritonOutlet) -> None:
+    def _hand_in(self, request: Any, responder: TritonResponder) -> None:
         raw = read_request(request)
         parts = self._convention.split(raw)
-        client = ClientRequest(secrets.token_hex(16), outlet, raw.num_bytes)
+        client = ClientRequest(secrets.token_hex(16), responder, raw.num_bytes)
         self._quota.take(raw.num_bytes)
         try:
             if self._scheduler is None:
@@ -150,9 +150,9 @@ class FrontHost:
             with self._ending(client):
                 outputs = part.answer(answer.outputs)
                 if outputs is None:
-                    client.outlet.end()
+                    client.responder.end()
                 else:
-                    client.outlet.send(outputs, is_final=True)
+                    client.responder.send(outputs, is_final=True)
 
     def _pass_on(self, answer: RelayedAnswer, opened: OpenPart) -> None:
         """Pass on an answer that others follow, and say so where they are of the same part."""
@@ -161,9 +161,9 @@ class FrontHost:
             if (failure := answer.failure) is None:
                 outputs = part.answer(answer.outputs)
                 if outputs is not None:
-                    client.outlet.send(outputs, is_final=False)
+                    client.responder.send(outputs, is_final=False)
             elif (failure := part.failure(failure)) is not None:
-                client.outlet.fail(failure, is_final=False)
+                client.responder.fail(failure, is_final=False)
         except Exception:
             self._log(f"a response could not be passed on: {traceback.format_exc()}")
             client.error = CharoniaError(INTERNAL_ERROR)
@@ -205,7 +205,7 @@ class FrontHost:
 
         It counts until then.
         """
-        with failing_with_errors(client.outlet, self._log):
+        with failing_with_errors(client.responder, self._log):
             yield
         self._quota.give_back(client.num_bytes)
 
@@ -221,7 +221,7 @@ class FrontHost:
                 failure = error if part is None else part.failure(error)
                 if failure is not None:
                     raise failure
-                client.outlet.end()
+                client.responder.end()
 
         if client.num_passed_on or (client.is_cancelled and self._is_decoupled):
             self._poller.end_later(end)

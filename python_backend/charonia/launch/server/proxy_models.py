@@ -33,7 +33,7 @@ def add_name(repository: Path, name: str, scheduler: str) -> None:
             f"--served-model-name {name!r} is no name of a Triton model; accepted are letters,"
             " digits, '_', '-' and '.', beginning with a letter or digit"
         )
-    config = _front_config(scheduler, is_decoupled=True)
+    config = _proxy_config(scheduler, is_decoupled=True)
     config.input.add(name="stream", data_type="TYPE_BOOL", dims=[1], optional=True)
     _add(repository, name, config, f"--served-model-name {name!r}", f"Another name of {scheduler}.")
 
@@ -49,7 +49,7 @@ def add_facade(
     if facade not in FACADES:
         raise ConfigError(f"--facade {facade!r} is not known; accepted are {', '.join(FACADES)}")
     for name in FACADES[facade]:
-        config = _front_config(scheduler, is_decoupled=is_decoupled and name not in _ALWAYS_UNARY)
+        config = _proxy_config(scheduler, is_decoupled=is_decoupled and name not in _ALWAYS_UNARY)
         config.max_batch_size = trtllm.MAX_BATCH_SIZE
         config.parameters["convention"].string_value = name
         config.parameters["engine_model"].string_value = engine
@@ -67,7 +67,7 @@ def add_facade(
         )
 
 
-def _front_config(scheduler: str, *, is_decoupled: bool) -> Any:
+def _proxy_config(scheduler: str, *, is_decoupled: bool) -> Any:
     config = read_config(default_repository() / "generate" / "config.pbtxt")
     config.model_transaction_policy.decoupled = is_decoupled
     config.parameters["scheduler_model"].string_value = scheduler

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from charonia.errors import RequestCancelledError, UnavailableError
-from charonia.serving.requests.outlets import CancellationPoller, TritonOutlet, failing_with_errors
+from charonia.serving.requests.responders import (
+    CancellationPoller,
+    TritonResponder,
+    failing_with_errors,
+)
 from support.waiting import WAIT_S, eventually
 
 
@@ -36,45 +40,47 @@ def sender() -> Sender:
 
 
 @pytest.fixture
-def outlet(pb_utils: Any, sender: Sender) -> TritonOutlet:
-    return TritonOutlet(pb_utils, sender)
+def responder(pb_utils: Any, sender: Sender) -> TritonResponder:
+    return TritonResponder(pb_utils, sender)
 
 
-def test_the_final_flag_rides_on_the_last_response(outlet: TritonOutlet, sender: Sender) -> None:
-    outlet.send({"text_output": ["a"]}, is_final=False)
-    assert outlet.is_cancelled()
-    outlet.send({"text_output": ["b"]}, is_final=True)
+def test_the_final_flag_rides_on_the_last_response(
+    responder: TritonResponder, sender: Sender
+) -> None:
+    responder.send({"text_output": ["a"]}, is_final=False)
+    assert responder.is_cancelled()
+    responder.send({"text_output": ["b"]}, is_final=True)
     assert [flags for _, flags in sender.sent] == [0, 1]
     assert all(message.output_tensors() for message, _ in sender.sent)
 
 
-def test_nothing_follows_the_last_response(outlet: TritonOutlet, sender: Sender) -> None:
-    outlet.fail(UnavailableError("no"))
-    outlet.send({"text_output": ["b"]}, is_final=True)
-    outlet.fail(UnavailableError("again"))
-    assert not outlet.is_cancelled()
+def test_nothing_follows_the_last_response(responder: TritonResponder, sender: Sender) -> None:
+    responder.fail(UnavailableError("no"))
+    responder.send({"text_output": ["b"]}, is_final=True)
+    responder.fail(UnavailableError("again"))
+    assert not responder.is_cancelled()
     assert [message.error().message() for message, _ in sender.sent] == [
         "no [charonia:unavailable]"
     ]
 
 
 def test_an_idle_poller_wakes_up_for_a_client_and_for_a_late_end(
-    outlet: TritonOutlet, sender: Sender
+    responder: TritonResponder, sender: Sender
 ) -> None:
     cancelled: list[str] = []
     poller = CancellationPoller(cancelled.append, log=print)
     time.sleep(2 * poller.INTERVAL_S)
-    poller.add("k", outlet)
+    poller.add("k", responder)
     eventually(lambda: cancelled == ["k"])
     time.sleep(2 * poller.INTERVAL_S)
-    poller.end_later(partial(outlet.fail, RequestCancelledError("the request was cancelled")))
+    poller.end_later(partial(responder.fail, RequestCancelledError("the request was cancelled")))
     eventually(lambda: sender.sent)
     time.sleep(2 * poller.INTERVAL_S)
     poller.close()
 
 
-def test_an_outlet_that_cannot_be_asked_or_ended_costs_no_other_its_poller(
-    outlet: TritonOutlet,
+def test_a_responder_that_cannot_be_asked_or_ended_costs_no_other_its_poller(
+    responder: TritonResponder,
 ) -> None:
     class Broken:
         is_polled = True
@@ -93,20 +99,22 @@ def test_an_outlet_that_cannot_be_asked_or_ended_costs_no_other_its_poller(
     poller.add("broken", broken)
     poller.end_later(partial(broken.fail, RequestCancelledError("the request was cancelled")))
     eventually(lambda: len(log) == 2)
-    poller.add("k", outlet)
+    poller.add("k", responder)
     eventually(lambda: cancelled == ["k"])
     time.sleep(2 * poller.INTERVAL_S)
     assert len(log) == 2  # it is not asked again
     poller.close()
 
 
-def test_what_cannot_even_be_refused_is_logged_and_raises_nothing(outlet: TritonOutlet) -> None:
+def test_what_cannot_even_be_refused_is_logged_and_raises_nothing(
+    responder: TritonResponder,
+) -> None:
     def send(message: Any = None, flags: int = 0) -> None:
         raise OSError("no such response")
 
-    outlet._sender.send = send
+    responder._sender.send = send
     log: list[str] = []
-    with failing_with_errors(outlet, log.append):
+    with failing_with_errors(responder, log.append):
         raise UnavailableError("no")
     assert "no such response" in log[0]
 
@@ -133,12 +141,12 @@ def test_a_poller_that_is_closed_in_the_moment_it_turns_idle_ends() -> None:
 
 
 def test_a_client_that_has_gone_is_answered_later_and_even_when_the_server_ends(
-    outlet: TritonOutlet, sender: Sender
+    responder: TritonResponder, sender: Sender
 ) -> None:
     cancelled: list[str] = []
     poller = CancellationPoller(cancelled.append, log=print)
     poller.LATE_END_S = 3600.0
-    poller.end_later(partial(outlet.fail, RequestCancelledError("the request was cancelled")))
+    poller.end_later(partial(responder.fail, RequestCancelledError("the request was cancelled")))
     assert not sender.sent
     poller.LATE_END_S = CancellationPoller.LATE_END_S
     poller.close()

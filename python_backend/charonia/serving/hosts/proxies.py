@@ -1,6 +1,6 @@
-"""Which front a model is, by its config.pbtxt.
+"""Which proxy a model is, by its config.pbtxt.
 
-Owns reading its parameters. Must not know what a front does.
+Owns reading its parameters. Must not know what a proxy does.
 
     scheduler_model  the scheduler that it is a front of; none of a model that needs no scheduler
     convention       "" for the scheduler's own, or a model of `trtllm.tables`
@@ -23,7 +23,7 @@ from charonia.serving.conventions.trtllm.text import (
     TextHost,
     TextModel,
 )
-from charonia.serving.hosts.front import FrontHost
+from charonia.serving.hosts.proxy import ProxyHost
 from charonia.serving.requests.quota import Quota
 from charonia.supervision.open_calls import OpenCalls
 from charonia.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ _TEXT_MODELS: Mapping[str, Callable[[Tokenizer, Path], TextModel]] = {
 }
 
 
-class Front(Protocol):
+class Proxy(Protocol):
     """What the Triton model does."""
 
     def execute(self, requests: list[Any]) -> None:
@@ -51,7 +51,7 @@ class Front(Protocol):
         ...
 
 
-def make_front(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None]) -> Front:
+def make_proxy(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None]) -> Proxy:
     """The front of a model.
 
     Args:
@@ -81,7 +81,7 @@ def make_front(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None
     else:
         accepted = ", ".join((*_FACADES, *_TEXT_MODELS))
         raise ConfigError(f"convention must be one of {accepted}, but is {shown(name)}")
-    return FrontHost(
+    return ProxyHost(
         pb_utils,
         parameters["scheduler_model"],
         repository,

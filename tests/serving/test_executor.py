@@ -230,7 +230,7 @@ def test_a_server_that_refuses_calls_is_shutting_down_once_it_has_had_requests(
         executor.check()
 
 
-def test_what_a_front_was_told_ends_steps(executor: BlsExecutor, triton: Triton) -> None:
+def test_what_a_proxy_was_told_ends_steps(executor: BlsExecutor, triton: Triton) -> None:
     pending = executor.submit(LONG_PLAN)
     executor.note_server_stopping()
     with pytest.raises(ServerStoppingError):

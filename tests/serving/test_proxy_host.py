@@ -1,4 +1,4 @@
-"""Each request of a front is answered to its end once, however connections interleave."""
+"""Each request of a proxy is answered to its end once, however connections interleave."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +16,13 @@ from charonia.errors import (
     ShuttingDownError,
     UnavailableError,
 )
-from charonia.serving.hosts.front import LOST, FrontHost
+from charonia.serving.hosts.proxy import LOST, ProxyHost
 from charonia.serving.messages.relay_client import SchedulerClient
-from charonia.serving.messages.relay_server import RelayedOutlet
+from charonia.serving.messages.relay_server import RelayedResponder
 from charonia.serving.requests.quota import Quota
 from charonia.serving.requests.raw_request import Outputs, RawRequest
-from support.fronts import answer_to, new_front, text_request
 from support.pb_utils import InferenceResponse, PbUtils, Request, request_of
+from support.proxies import answer_to, new_proxy, text_request
 from support.sockets import SchedulerEnd, refuse_threads
 from support.waiting import WAIT_S, eventually
 
@@ -37,27 +37,27 @@ def scheduler(tmp_path: Path) -> Iterator[SchedulerEnd]:
 
 
 @pytest.fixture
-def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[FrontHost]:
+def host(pb_utils: PbUtils, tmp_path: Path) -> Iterator[ProxyHost]:
     quota = Quota(MAX_WAITING, 2**27)
-    host = new_front(pb_utils, tmp_path, quota, is_decoupled=False)
+    host = new_proxy(pb_utils, tmp_path, quota, is_decoupled=False)
     yield host
     host.finalize()
 
 
 def test_requests_are_answered_in_any_order_through_one_connection(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: ProxyHost
 ) -> None:
     requests = [text_request() for _ in range(3)]
     host.execute(requests)
-    outlets = [scheduler.next()[2] for _ in requests]
+    responders = [scheduler.next()[2] for _ in requests]
     for index in (2, 0, 1):
-        outlets[index].send({"text_output": [f"text {index}"]}, is_final=True)
+        responders[index].send({"text_output": [f"text {index}"]}, is_final=True)
         assert answer_to(requests[index]) == f"text {index}"
     assert pb_utils.num_calls == 1
 
 
 def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: ProxyHost
 ) -> None:
     request = request_of(text_input=np.array([b"x" * (2**26 + 1)], dtype=object))
     host.execute([request])
@@ -80,16 +80,16 @@ def test_a_request_that_is_far_too_large_does_not_reach_the_scheduler(
     ],
 )
 def test_an_error_of_the_scheduler_keeps_its_words_and_code(
-    scheduler: SchedulerEnd, host: FrontHost, error: CharoniaError, code: str
+    scheduler: SchedulerEnd, host: ProxyHost, error: CharoniaError, code: str
 ) -> None:
-    scheduler.take = lambda key, raw, outlet: outlet.fail(error)
+    scheduler.take = lambda key, raw, responder: responder.fail(error)
     request = text_request()
     host.execute([request])
     assert answer_to(request) == (error.answer, code)
 
 
 def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
-    pb_utils: PbUtils, tmp_path: Path, host: FrontHost
+    pb_utils: PbUtils, tmp_path: Path, host: ProxyHost
 ) -> None:
     pb_utils.refusal = "Request for unknown model: 'scheduler' is not found"
     refused, unheard = text_request(), text_request()
@@ -102,7 +102,9 @@ def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
         "UNAVAILABLE",
     )
     scheduler = SchedulerEnd(tmp_path)
-    scheduler.take = lambda key, raw, outlet: outlet.send({"text_output": ["y"]}, is_final=True)
+    scheduler.take = lambda key, raw, responder: responder.send(
+        {"text_output": ["y"]}, is_final=True
+    )
     taken = text_request()
     host.execute([taken])
     assert answer_to(taken) == "y"
@@ -110,9 +112,11 @@ def test_without_a_scheduler_a_request_is_refused_and_a_later_one_connects(
 
 
 def test_a_connection_that_nobody_could_read_is_not_kept(
-    scheduler: SchedulerEnd, host: FrontHost, monkeypatch: pytest.MonkeyPatch
+    scheduler: SchedulerEnd, host: ProxyHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler.take = lambda key, raw, outlet: outlet.send({"text_output": ["y"]}, is_final=True)
+    scheduler.take = lambda key, raw, responder: responder.send(
+        {"text_output": ["y"]}, is_final=True
+    )
     refused, taken = text_request(), text_request()
     with monkeypatch.context() as patch:
         refuse_threads(patch, "charonia-reader")
@@ -126,7 +130,7 @@ def test_a_connection_that_nobody_could_read_is_not_kept(
 
 
 def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
-    scheduler: SchedulerEnd, tmp_path: Path, host: FrontHost
+    scheduler: SchedulerEnd, tmp_path: Path, host: ProxyHost
 ) -> None:
     lost = [text_request(), text_request()]
     host.execute(lost)
@@ -145,7 +149,7 @@ def test_requests_of_a_scheduler_that_was_restarted_are_lost_and_say_so(
 
 
 def test_what_is_over_the_bounds_is_refused_and_what_was_answered_makes_room(
-    scheduler: SchedulerEnd, host: FrontHost
+    scheduler: SchedulerEnd, host: ProxyHost
 ) -> None:
     requests = [text_request() for _ in range(MAX_WAITING + 1)]
     host.execute(requests)
@@ -166,14 +170,14 @@ def test_a_request_counts_until_it_is_answered(
     scheduler: SchedulerEnd, pb_utils: PbUtils, tmp_path: Path
 ) -> None:
     quota = Quota(MAX_WAITING, 2**27)
-    host = new_front(pb_utils, tmp_path, quota, is_decoupled=False)
+    host = new_proxy(pb_utils, tmp_path, quota, is_decoupled=False)
     counts: SimpleQueue[int] = SimpleQueue()
     requests = [text_request() for _ in range(3)]
     for request in requests:
         request.sender.send = lambda response, flags=0: counts.put(quota.held[0])
     host.execute(requests)
-    outlets = [scheduler.next()[2] for _ in requests]
-    outlets[0].send({"text_output": ["y"]}, is_final=True)
+    responders = [scheduler.next()[2] for _ in requests]
+    responders[0].send({"text_output": ["y"]}, is_final=True)
     assert counts.get(timeout=WAIT_S) == 3
     eventually(lambda: quota.held[0] == 2)
     scheduler.relay.close()
@@ -183,7 +187,7 @@ def test_a_request_counts_until_it_is_answered(
 
 
 def test_an_answer_that_cannot_be_sent_keeps_none_from_being_sent(
-    scheduler: SchedulerEnd, host: FrontHost
+    scheduler: SchedulerEnd, host: ProxyHost
 ) -> None:
     requests = [text_request(), text_request()]
 
@@ -199,57 +203,57 @@ def test_an_answer_that_cannot_be_sent_keeps_none_from_being_sent(
 
 
 def test_an_answer_that_cannot_be_read_ends_the_wait_of_all(
-    scheduler: SchedulerEnd, host: FrontHost
+    scheduler: SchedulerEnd, host: ProxyHost
 ) -> None:
     requests = [text_request(), text_request()]
     host.execute(requests)
-    _, _, outlet = scheduler.next()
-    assert isinstance(outlet, RelayedOutlet)
-    outlet._connection.post(b"no answer")
+    _, _, responder = scheduler.next()
+    assert isinstance(responder, RelayedResponder)
+    responder._connection.post(b"no answer")
     assert [answer_to(request) for request in requests] == [
         (f"{LOST} [charonia:unavailable]", "UNAVAILABLE")
     ] * 2
 
 
 def test_a_request_whose_client_has_gone_is_cancelled_and_still_answered_once(
-    scheduler: SchedulerEnd, host: FrontHost
+    scheduler: SchedulerEnd, host: ProxyHost
 ) -> None:
     request, other = text_request(), text_request()
     host.execute([request, other])
-    key, _, outlet = scheduler.next()
+    key, _, responder = scheduler.next()
     request.sender.has_gone = True
     assert scheduler.cancelled.get(timeout=WAIT_S) == key
-    outlet.fail(RequestCancelledError("the request was cancelled"))
+    responder.fail(RequestCancelledError("the request was cancelled"))
     assert answer_to(request) == ("the request was cancelled [charonia:cancelled]", "CANCELLED")
     assert scheduler.cancelled.empty()
     assert other.sender.sent.empty()
 
 
 def test_the_end_of_generate_answers_what_waits_and_hangs_up(
-    scheduler: SchedulerEnd, host: FrontHost
+    scheduler: SchedulerEnd, host: ProxyHost
 ) -> None:
     request = text_request()
     host.execute([request])
-    _, _, outlet = scheduler.next()
+    _, _, responder = scheduler.next()
     host.finalize()
     assert answer_to(request) == (
         "the server is shutting down [charonia:shutting_down]",
         "UNAVAILABLE",
     )
-    eventually(outlet.is_cancelled)
-    outlet.send({"text_output": ["late"]}, is_final=True)
+    eventually(responder.is_cancelled)
+    responder.send({"text_output": ["late"]}, is_final=True)
 
 
-def test_a_front_whose_requests_hold_up_the_servers_end_tells_the_scheduler(
-    scheduler: SchedulerEnd, host: FrontHost, pb_utils: PbUtils
+def test_a_proxy_whose_requests_hold_up_the_servers_end_tells_the_scheduler(
+    scheduler: SchedulerEnd, host: ProxyHost, pb_utils: PbUtils
 ) -> None:
     # Triton waits for no request of the scheduler's then, so that one must not ask.
     request = text_request()
     host.execute([request])
-    _, _, outlet = scheduler.next()
+    _, _, responder = scheduler.next()
     pb_utils.verdict = "Server not ready"
     assert scheduler.is_stopping.wait(WAIT_S)
-    outlet.fail(ShuttingDownError())
+    responder.fail(ShuttingDownError())
     assert answer_to(request)[1] == "UNAVAILABLE"
 
 
@@ -257,23 +261,23 @@ def test_a_decoupled_front_passes_streams_on_and_says_so(
     pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path
 ) -> None:
     quota = Quota(MAX_WAITING, 2**27)
-    host = new_front(pb_utils, tmp_path, quota, is_decoupled=True)
+    host = new_proxy(pb_utils, tmp_path, quota, is_decoupled=True)
     request = request_of(text_input=np.array([b"x"], dtype=object), stream=np.array([True]))
     host.execute([request])
-    key, _, outlet = scheduler.next()
+    key, _, responder = scheduler.next()
     for number in (1, 2):
-        outlet.send({"text_output": [f"text {number}"]}, is_final=False)
+        responder.send({"text_output": [f"text {number}"]}, is_final=False)
         assert scheduler.acknowledged.get(timeout=WAIT_S) == (key, number)
         response = request.sender.sent.get(timeout=WAIT_S)
         assert response.output_tensors()[0].as_numpy().item().decode() == f"text {number}"
-    outlet.fail(QueueFullError("full"))
+    responder.fail(QueueFullError("full"))
     assert answer_to(request) == ("full [charonia:queue_full]", "UNAVAILABLE")
     eventually(lambda: quota.held == (0, 0))
     host.finalize()
 
 
-def test_a_front_that_is_not_decoupled_takes_no_streams(
-    pb_utils: PbUtils, scheduler: SchedulerEnd, host: FrontHost
+def test_a_proxy_that_is_not_decoupled_takes_no_streams(
+    pb_utils: PbUtils, scheduler: SchedulerEnd, host: ProxyHost
 ) -> None:
     request = request_of(text_input=np.array([b"x"], dtype=object), stream=np.array([False]))
     host.execute([request])
@@ -314,8 +318,8 @@ def quota() -> Quota:
 @pytest.fixture
 def pair_host(
     pb_utils: PbUtils, scheduler: SchedulerEnd, tmp_path: Path, quota: Quota
-) -> Iterator[FrontHost]:
-    host = new_front(pb_utils, tmp_path, quota, is_decoupled=True, convention=Pair())
+) -> Iterator[ProxyHost]:
+    host = new_proxy(pb_utils, tmp_path, quota, is_decoupled=True, convention=Pair())
     yield host
     host.finalize()
 
@@ -331,14 +335,14 @@ def sent_to(request: Request, num: int) -> list[str]:
 
 
 def test_the_parts_of_a_request_are_answered_to_one_client_which_ends_with_the_last(
-    scheduler: SchedulerEnd, pair_host: FrontHost, quota: Quota
+    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota
 ) -> None:
     request = text_request()
     pair_host.execute([request])
     (first_key, _, first), (second_key, _, second) = scheduler.next(), scheduler.next()
     order = ((second_key, second, 1), (first_key, first, 1), (first_key, first, 2))
-    for key, outlet, number in order:
-        outlet.send({"text_output": ["a"]}, is_final=False)
+    for key, responder, number in order:
+        responder.send({"text_output": ["a"]}, is_final=False)
         assert scheduler.acknowledged.get(timeout=WAIT_S) == (key, number)
     first.send({"text_output": ["b"]}, is_final=True)
     assert sent_to(request, 4) == ["1: a", "0: a", "0: a", "0: b"]
@@ -351,7 +355,7 @@ def test_the_parts_of_a_request_are_answered_to_one_client_which_ends_with_the_l
 
 
 def test_an_error_of_one_part_leaves_the_others(
-    scheduler: SchedulerEnd, pair_host: FrontHost
+    scheduler: SchedulerEnd, pair_host: ProxyHost
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -365,7 +369,7 @@ def test_an_error_of_one_part_leaves_the_others(
 
 
 def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
-    scheduler: SchedulerEnd, pair_host: FrontHost, quota: Quota
+    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -373,15 +377,15 @@ def test_a_client_that_goes_away_cancels_all_its_parts_and_is_told_nothing(
     request.sender.has_gone = True
     cancelled = {scheduler.cancelled.get(timeout=WAIT_S) for _ in parts}
     assert cancelled == {key for key, _, _ in parts}
-    for _, _, outlet in parts:
-        outlet.fail(RequestCancelledError("the request was cancelled"))
+    for _, _, responder in parts:
+        responder.fail(RequestCancelledError("the request was cancelled"))
     assert request.sender.ended.wait(WAIT_S)
     assert request.sender.sent.empty()
     eventually(lambda: quota.held == (0, 0))
 
 
 def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
-    scheduler: SchedulerEnd, pair_host: FrontHost, quota: Quota
+    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota
 ) -> None:
     request = text_request()
     pair_host.execute([request])
@@ -389,8 +393,8 @@ def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
     parts[0][2].send({"no_such_output": ["a"]}, is_final=False)
     cancelled = {scheduler.cancelled.get(timeout=WAIT_S) for _ in parts}
     assert cancelled == {key for key, _, _ in parts}
-    for _, _, outlet in parts:
-        outlet.fail(RequestCancelledError("the request was cancelled"))
+    for _, _, responder in parts:
+        responder.fail(RequestCancelledError("the request was cancelled"))
     assert request.sender.ended.wait(WAIT_S)
     (said,) = sent_to(request, 1)
     assert "internal error" in said
@@ -399,7 +403,7 @@ def test_an_answer_that_cannot_be_made_is_an_error_and_no_end(
 
 def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_others_cancelled(
     scheduler: SchedulerEnd,
-    pair_host: FrontHost,
+    pair_host: ProxyHost,
     quota: Quota,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -422,10 +426,10 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
         "UNAVAILABLE",
     )
     assert request.sender.ended.wait(WAIT_S)
-    key, _, outlet = scheduler.next()
+    key, _, responder = scheduler.next()
     assert scheduler.cancelled.get(timeout=WAIT_S) == key
     assert quota.held == (0, 0)
-    outlet.send({"text_output": ["late"]}, is_final=True)
+    responder.send({"text_output": ["late"]}, is_final=True)
     again = text_request()
     pair_host.execute([again])
     for _ in range(2):
@@ -433,8 +437,8 @@ def test_a_request_of_which_one_part_cannot_be_handed_in_is_refused_and_the_othe
     assert sorted(sent_to(again, 2)) == ["0: b", "1: b"]
 
 
-def test_the_end_of_a_front_answers_a_request_of_many_parts_once(
-    scheduler: SchedulerEnd, pair_host: FrontHost, quota: Quota
+def test_the_end_of_a_proxy_answers_a_request_of_many_parts_once(
+    scheduler: SchedulerEnd, pair_host: ProxyHost, quota: Quota
 ) -> None:
     request = text_request()
     pair_host.execute([request])

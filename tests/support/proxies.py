@@ -1,4 +1,4 @@
-"""A front on the double of `pb_utils`, whose scheduler is the test's own."""
+"""A proxy on the double of `pb_utils`, whose scheduler is the test's own."""
 
 from pathlib import Path
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 import numpy as np
 
 from charonia.serving.conventions.convention import Convention, PlainConvention
-from charonia.serving.hosts.front import FrontHost
+from charonia.serving.hosts.proxy import ProxyHost
 from charonia.serving.requests.quota import Quota
 from support.pb_utils import Request, request_of
 from support.waiting import WAIT_S
 
 
-def new_front(
+def new_proxy(
     pb_utils: Any,
     repository: Path,
     quota: Quota,
     *,
     is_decoupled: bool,
     convention: Convention | None = None,
-) -> FrontHost:
-    return FrontHost(
+) -> ProxyHost:
+    return ProxyHost(
         pb_utils,
         "scheduler",
         repository,

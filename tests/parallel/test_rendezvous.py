@@ -15,9 +15,9 @@ import pytest
 from charonia.config import EngineArgs
 from charonia.errors import ConfigError, RankLostError
 from charonia.parallel.addresses import own_address
-from charonia.parallel.meeting import Meeting
 from charonia.parallel.messages import Join, Message, Refusal
 from charonia.parallel.peer import Peer
+from charonia.parallel.rendezvous import Rendezvous
 from charonia.parallel.worker import SECRET_VARIABLE
 from charonia.version import VERSION
 from support.rank_end import introduced
@@ -40,8 +40,8 @@ class Arrivals(SimpleQueue[tuple[Join, Peer] | None]):
         self.num += 1
 
 
-class OpenMeeting:
-    """A meeting that takes ranks in, and waits for one of this machine and one of another.
+class OpenRendezvous:
+    """A rendezvous that takes ranks in, and waits for one of this machine and one of another.
 
     Attributes:
         log: its lines. joined: who came in the end, once `wait` was called.
@@ -51,15 +51,15 @@ class OpenMeeting:
 
     def __init__(self, args: EngineArgs) -> None:
         self.log: list[str] = []
-        self._meeting = Meeting(args, self.log.append)
-        self._meeting._arrived = self._arrivals = Arrivals()
-        self.address = (self._meeting.address, self._meeting.port)
+        self._rendezvous = Rendezvous(args, self.log.append)
+        self._rendezvous._arrived = self._arrivals = Arrivals()
+        self.address = (self._rendezvous.address, self._rendezvous.port)
         self._pids = itertools.count(1)
         self._peers: list[Peer] = []
 
     def wait(self, threads: ThreadPoolExecutor) -> None:
         """Begin to wait, in a thread of its own."""
-        self.joined = threads.submit(self._meeting.wait, lambda: None)
+        self.joined = threads.submit(self._rendezvous.wait, lambda: None)
 
     def join(self, local_index: int | None = None, version: str = VERSION) -> Peer:
         """Connect and say so; the n-th has process id n."""
@@ -81,7 +81,7 @@ class OpenMeeting:
     def close(self) -> None:
         for peer in self._peers:
             peer.close()
-        self._meeting.close()
+        self._rendezvous.close()
 
 
 @pytest.fixture
@@ -102,9 +102,9 @@ def args(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineArgs]:
 
 
 @pytest.fixture
-def meeting(args: Callable[..., EngineArgs]) -> Iterator[OpenMeeting]:
+def rendezvous(args: Callable[..., EngineArgs]) -> Iterator[OpenRendezvous]:
     with ThreadPoolExecutor(1) as threads:
-        one = OpenMeeting(args(rendezvous_timeout_s=WAIT_S))
+        one = OpenRendezvous(args(rendezvous_timeout_s=WAIT_S))
         one.wait(threads)
         yield one
         one.close()
@@ -114,70 +114,74 @@ def answer(peer: Peer) -> Message | None:
     return peer.receive(WAIT_S)
 
 
-def test_ranks_of_this_machine_come_first(meeting: OpenMeeting) -> None:
-    meeting.join()
-    meeting.join(local_index=1)
-    assert meeting.pids() == [2, 1]
+def test_ranks_of_this_machine_come_first(rendezvous: OpenRendezvous) -> None:
+    rendezvous.join()
+    rendezvous.join(local_index=1)
+    assert rendezvous.pids() == [2, 1]
 
 
-def test_one_rank_too_many_is_sent_away(meeting: OpenMeeting) -> None:
-    meeting.join()
+def test_one_rank_too_many_is_sent_away(rendezvous: OpenRendezvous) -> None:
+    rendezvous.join()
     reason = "this engine has all the ranks that it waits for"
-    assert answer(meeting.join()) == Refusal("ConfigError", reason)
-    assert not meeting.joined.done()
-    meeting.join(local_index=1)
-    assert meeting.pids() == [3, 1]
+    assert answer(rendezvous.join()) == Refusal("ConfigError", reason)
+    assert not rendezvous.joined.done()
+    rendezvous.join(local_index=1)
+    assert rendezvous.pids() == [3, 1]
 
 
 @pytest.mark.parametrize("index", [0, 2])
-def test_a_local_rank_that_was_not_started_is_sent_away(meeting: OpenMeeting, index: int) -> None:
-    assert isinstance(answer(meeting.join(local_index=index)), Refusal)
+def test_a_local_rank_that_was_not_started_is_sent_away(
+    rendezvous: OpenRendezvous, index: int
+) -> None:
+    assert isinstance(answer(rendezvous.join(local_index=index)), Refusal)
 
 
-def test_a_local_rank_counts_once(meeting: OpenMeeting) -> None:
-    meeting.join(local_index=1)
-    assert isinstance(answer(meeting.join(local_index=1)), Refusal)
+def test_a_local_rank_counts_once(rendezvous: OpenRendezvous) -> None:
+    rendezvous.join(local_index=1)
+    assert isinstance(answer(rendezvous.join(local_index=1)), Refusal)
 
 
-def test_a_rank_that_was_started_again_meanwhile_counts_once(meeting: OpenMeeting) -> None:
-    meeting.join().close()
-    meeting.join()
-    eventually(lambda: any("has gone again" in line for line in meeting.log), "it is missed")
-    meeting.join(local_index=1)
-    assert meeting.pids() == [3, 2]
+def test_a_rank_that_was_started_again_meanwhile_counts_once(rendezvous: OpenRendezvous) -> None:
+    rendezvous.join().close()
+    rendezvous.join()
+    eventually(lambda: any("has gone again" in line for line in rendezvous.log), "it is missed")
+    rendezvous.join(local_index=1)
+    assert rendezvous.pids() == [3, 2]
 
 
-def test_who_says_nothing_keeps_nobody_waiting(meeting: OpenMeeting) -> None:
+def test_who_says_nothing_keeps_nobody_waiting(rendezvous: OpenRendezvous) -> None:
     with contextlib.ExitStack() as strangers:
         for number in range(100):
-            one = strangers.enter_context(socket.create_connection(meeting.address))
+            one = strangers.enter_context(socket.create_connection(rendezvous.address))
             if number % 3 == 0:
                 one.sendall(b"\x20\x00\x00\x00half of a nonce")
-        meeting.join(local_index=1)
-        meeting.join()
-        assert meeting.pids() == [1, 2]
+        rendezvous.join(local_index=1)
+        rendezvous.join()
+        assert rendezvous.pids() == [1, 2]
 
 
-def test_a_rank_of_another_version_is_sent_away_and_both_are_named(meeting: OpenMeeting) -> None:
-    refusal = answer(meeting.join(version="0.0.7"))
+def test_a_rank_of_another_version_is_sent_away_and_both_are_named(
+    rendezvous: OpenRendezvous,
+) -> None:
+    refusal = answer(rendezvous.join(version="0.0.7"))
     assert refusal == Refusal(
         "ConfigError", f"it is of version 0.0.7, and this engine of {VERSION}"
     )
-    assert any("version 0.0.7" in line and VERSION in line for line in meeting.log)
-    meeting.join()
-    meeting.join(local_index=1)
-    assert meeting.pids() == [3, 2]
+    assert any("version 0.0.7" in line and VERSION in line for line in rendezvous.log)
+    rendezvous.join()
+    rendezvous.join(local_index=1)
+    assert rendezvous.pids() == [3, 2]
 
 
 def test_who_waits_in_vain_is_told_whom_it_refused(args: Callable[..., EngineArgs]) -> None:
     with ThreadPoolExecutor(1) as threads:
-        meeting = OpenMeeting(args(rendezvous_timeout_s=1.0))
-        rank = meeting.join(version="0.0.7")  # whose way here is no part of that time
-        meeting.wait(threads)
+        rendezvous = OpenRendezvous(args(rendezvous_timeout_s=1.0))
+        rank = rendezvous.join(version="0.0.7")  # whose way here is no part of that time
+        rendezvous.wait(threads)
         assert isinstance(answer(rank), Refusal)
         with pytest.raises(RankLostError, match=r"only 0 of 2 other ranks .* version 0\.0\.7"):
-            meeting.pids()
-        meeting.close()
+            rendezvous.pids()
+        rendezvous.close()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,7 @@ def test_an_address_that_is_not_of_this_machine_is_named_at_once(
     args: Callable[..., EngineArgs], host: str, problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"rendezvous = .*{problem}"):
-        Meeting(args(host), print)
+        Rendezvous(args(host), print)
 
 
 def test_a_rendezvous_may_be_a_name() -> None:

@@ -21,7 +21,7 @@ from charonia.serving.requests.raw_request import Outputs
 from charonia.serving.requests.tensors import INTERNAL_ERROR, error_response, response
 
 
-class Outlet(Protocol):
+class Responder(Protocol):
     """Takes the answer to one request: responses, of which the last one is final, or an error.
 
     Attributes:
@@ -45,24 +45,24 @@ class Outlet(Protocol):
         ...
 
 
-def fail(outlet: Outlet, error: CharoniaError, log: Callable[[str], None]) -> None:
+def fail(responder: Responder, error: CharoniaError, log: Callable[[str], None]) -> None:
     """Send an error, if it can be sent; else it is logged."""
     try:
-        outlet.fail(error)
+        responder.fail(error)
     except Exception:
         log(f"an error could not be sent: {traceback.format_exc()}")
 
 
 @contextmanager
-def failing_with_errors(outlet: Outlet, log: Callable[[str], None]) -> Iterator[None]:
+def failing_with_errors(responder: Responder, log: Callable[[str], None]) -> Iterator[None]:
     """Make whatever is raised inside the answer; what is no CharoniaError is logged."""
     try:
         yield
     except CharoniaError as error:
-        fail(outlet, error, log)
+        fail(responder, error, log)
     except Exception:
         log(f"a request failed: {traceback.format_exc()}")
-        fail(outlet, CharoniaError(INTERNAL_ERROR), log)
+        fail(responder, CharoniaError(INTERNAL_ERROR), log)
 
 
 def answered(pb_utils: Any, make: Callable[[], Any], log: Callable[[str], None]) -> Any:
@@ -76,7 +76,7 @@ def answered(pb_utils: Any, make: Callable[[], Any], log: Callable[[str], None])
         return error_response(pb_utils, CharoniaError(INTERNAL_ERROR))
 
 
-class TritonOutlet:
+class TritonResponder:
     """The client of one Triton request.
 
     Args:
@@ -130,10 +130,10 @@ class _LateEnd(NamedTuple):
 
 
 class CancellationPoller:
-    """Asks outlets in turn, from a thread of its own, whether their clients have gone.
+    """Asks responders in turn, from a thread of its own, whether their clients have gone.
 
     Triton tells nobody that a client has gone; it must be asked, and each question is a round
-    trip that takes the server 0.1 ms. An outlet is asked every `INTERVAL_S`, and more seldom when
+    trip that takes the server 0.1 ms. A responder is asked every `INTERVAL_S`, and more seldom when
     there are so many that it would be more than `MAX_POLLS_PER_S` questions.
 
     What ends a stream early is sent `LATE_END_S` later, for two reasons. Triton 2.51.0 crashes
@@ -142,7 +142,7 @@ class CancellationPoller:
     the models of its steps loaded, also when others were loaded in their place, and the server's
     own end waits for it in vain.
 
-    An outlet that cannot be asked is not asked again; its request goes on.
+    A responder that cannot be asked is not asked again; its request goes on.
 
     Args:
         log: takes one line, from any thread.
@@ -155,26 +155,26 @@ class CancellationPoller:
     def __init__(self, on_cancelled: Callable[[str], None], *, log: Callable[[str], None]) -> None:
         self._on_cancelled = on_cancelled
         self._log = log
-        self._outlets: dict[str, Outlet] = {}
+        self._responders: dict[str, Responder] = {}
         self._late_ends: deque[_LateEnd] = deque()
         self._stop = threading.Event()
         self._has_work = threading.Event()
         self._thread = threading.Thread(target=self._run, name="charonia-polling", daemon=True)
         self._thread.start()
 
-    def add(self, key: str, outlet: Outlet) -> None:
-        """Watch an outlet; `on_cancelled(key)` is called at most once."""
-        self._outlets[key] = outlet
+    def add(self, key: str, responder: Responder) -> None:
+        """Watch a responder; `on_cancelled(key)` is called at most once."""
+        self._responders[key] = responder
         self._has_work.set()
 
     def remove(self, key: str) -> None:
         """Stop watching."""
-        self._outlets.pop(key, None)
+        self._responders.pop(key, None)
 
     @property
-    def has_outlets(self) -> bool:
+    def has_responders(self) -> bool:
         """Whether there is anybody to be asked."""
-        return bool(self._outlets)
+        return bool(self._responders)
 
     @property
     def has_late_ends(self) -> bool:
@@ -205,21 +205,21 @@ class CancellationPoller:
             self._has_work.clear()
             if self._stop.is_set():
                 return
-            if not (self._outlets or self._late_ends):
+            if not (self._responders or self._late_ends):
                 self._has_work.wait()
                 continue
             self._send_late_ends(until=time.monotonic())
-            for key, outlet in list(self._outlets.items()):
-                self._ask(key, outlet)
+            for key, responder in list(self._responders.items()):
+                self._ask(key, responder)
                 if self._stop.wait(pause):
                     return
 
-    def _ask(self, key: str, outlet: Outlet) -> None:
+    def _ask(self, key: str, responder: Responder) -> None:
         try:
-            if outlet.is_cancelled() and self._outlets.pop(key, None) is not None:
+            if responder.is_cancelled() and self._responders.pop(key, None) is not None:
                 self._on_cancelled(key)
         except Exception:
-            self._outlets.pop(key, None)
+            self._responders.pop(key, None)
             self._log(f"a client could not be asked after: {traceback.format_exc()}")
 
     def _send_late_ends(self, *, until: float) -> None:
