@@ -75,7 +75,7 @@ class UnavailableError(CharoniaError):
 
 
 class QueueFullError(UnavailableError):
-    """As many requests wait, or as many bytes of them, as the server holds."""
+    """The queue is full: its limit of requests, prompt tokens or bytes is reached."""
 
     kind = "queue_full"
 
@@ -96,13 +96,13 @@ class QueueFullError(UnavailableError):
 
 
 class TenantQueueFullError(QueueFullError):
-    """As many requests of the tenant wait, or as many prompt tokens of them, as it may have."""
+    """The tenant's limit of waiting requests or their prompt tokens is reached."""
 
     is_clients_doing = True
 
 
 class RateLimitedError(UnavailableError):
-    """The tenant has as many requests at once as it may have, or sends them too fast.
+    """The tenant exceeds its limit of concurrent requests, or its rate limit.
 
     Args:
         retry_after_s: estimated time until there is room for one; None if unknown. The message
@@ -117,7 +117,7 @@ class RateLimitedError(UnavailableError):
 
 
 class OverloadedError(UnavailableError):
-    """The server has more to do than it can, and takes no requests of low priority.
+    """The server is overloaded and takes no requests of low priority.
 
     Args:
         retry_after_s: when the overload may be over; the message ends with it.
@@ -162,7 +162,7 @@ class RequestTimeoutError(UnavailableError):
 
 
 class LateRequestError(RequestTimeoutError):
-    """The request cannot be answered before its `deadline_ms` any more, or would wait for longer.
+    """The request can no longer meet its `deadline_ms`, or would wait longer than that.
 
     Args:
         retry_after_s: when a retry may be in time; the message ends with it. None if it never will

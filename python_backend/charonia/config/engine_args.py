@@ -104,7 +104,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             `enable_prefix_caching`, as does the next argument.
         kv_cache_path: directory of files that do the same and outlive engine, server and machine.
             `~` is the home directory; None turns it off. Servers may share the directory: each uses
-            files of its own. Anybody who can read these files can read cached prompts.
+            files of its own. Anybody who can read these files can read what is cached of prompts.
         kv_cache_file_space: GiB that such a file may take; each rank has one. Without
             `kv_cache_path` it has no effect, and the log says so.
         enable_chunked_prefill: let a prompt be computed over several steps.

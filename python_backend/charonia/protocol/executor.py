@@ -74,5 +74,5 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Release the engine."""
         ...

@@ -28,8 +28,8 @@ from charonia.control.state.step import Fetch
 
 _MIB = 2**20
 LOADED_AT_ONCE, LOADED_ALONE = 8 * _MIB, 128 * _MIB
-"""Bytes that a step loads if rows compute in it, and if nothing waits for it. They take
-milliseconds, and some hundredths of a second. A step may always load one block."""
+"""Bytes that a step loads if rows compute in it (milliseconds), and if nothing waits for it (some
+hundredths of a second). A step may always load one block."""
 _MOST_REQUESTS = 16
 """Most requests for which a step loads blocks."""
 _MOST_LOADS = 2

@@ -194,7 +194,7 @@ class FairRunning:
         self._num_running = 0
         self._num_changes = 0
         self._in_order: list[Request] = []
-        self._in_order_at = (0, 0)  # num_changes here and of the counters that it was made at
+        self._in_order_at = (0, 0)  # num_changes here, and of the counters, when it was made
 
     def __len__(self) -> int:
         return self._num_running

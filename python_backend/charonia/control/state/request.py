@@ -44,7 +44,7 @@ class Group:
         )
 
     def disband(self) -> None:
-        """Forget all members, so that they can be added again."""
+        """Forget all members, so that they can be added again to another scheduler."""
         self.members, self.leader, self.parked = [], None, []
 
 
