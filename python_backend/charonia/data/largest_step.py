@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 
 from charonia.config import EngineArgs
+from charonia.data.basis import Basis
 from charonia.data.comm import Seat
+from charonia.data.loaded_models import PROMPT_LOGPROBS_SLICE, LoadedModel, Models
 from charonia.data.model.paged import PagedModel
-from charonia.data.models import PROMPT_LOGPROBS_SLICE, Basis, LoadedModel, Models
 from charonia.data.ops.base import StepBatch
 from charonia.data.sampling.sampler import SampledRow, Sampler
 from charonia.protocol import RowSampling

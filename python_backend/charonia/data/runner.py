@@ -17,21 +17,22 @@ import torch
 from torch import Tensor
 
 from charonia.config import EngineArgs, SpeculativeConfig
+from charonia.data.basis import Basis, LocalRank
 from charonia.data.comm import Seat
 from charonia.data.draft_model import DraftModel, NativeDraftModel
 from charonia.data.kv_store import KVStore
 from charonia.data.kv_tiers import make_tiers
 from charonia.data.largest_step import run_largest_step
+from charonia.data.loaded_models import PROMPT_LOGPROBS_SLICE, LoadedModel, Models
 from charonia.data.model.fingerprint import fingerprint
 from charonia.data.model.paged import Model, PagedModel, PendingLogits
-from charonia.data.models import PROMPT_LOGPROBS_SLICE, Basis, LoadedModel, LocalRank, Models, Room
 from charonia.data.ops.native.ops import NativeOps
 from charonia.data.plan_check import Progress, check_plan
 from charonia.data.pressure import Pressure
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import Sampled, SampledRow, Sampler
 from charonia.data.sampling.verify import num_accepted, num_accepted_synthetically
-from charonia.data.sizing import Sizing, line_of, size
+from charonia.data.sizing import Room, Sizing, line_of, size
 from charonia.data.step_tensors import StepTensors
 from charonia.errors import RankLostError
 from charonia.protocol import (

@@ -22,10 +22,11 @@ from typing import TypeVar
 import msgspec
 
 from charonia.config import EngineArgs
+from charonia.data.basis import Basis, LocalRank
 from charonia.data.comm import Seat
 from charonia.data.model.paged import Model, PagedModel, PendingLogits
-from charonia.data.models import Basis, LocalRank, Room
 from charonia.data.ops.base import StepBatch
+from charonia.data.sizing import Room
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
 from charonia.events import event
 from charonia.parallel.groups import (
