@@ -68,7 +68,7 @@ _LAST_WORDS_S = 1.0
 
 
 class RankTeam:
-    """Implements `data.runner.Team` for the rank that runs the steps.
+    """Implements `data.team.Team` for the rank that runs the steps.
 
     The ranks of this machine are started at once, and load while this process does.
 
