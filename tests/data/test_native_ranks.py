@@ -207,7 +207,7 @@ def compute(exchange: Any, isa: str, spec: ModelSpec, weights: Weights) -> list[
     ops = native_ops(isa, 1, is_int8=weights.is_int8)
     part = Part(spec, weights.dtype, ops, exchange, weights.kv_cache_dtype)
     expected = part.run(lengths, alone)
-    before = ops.phase_seconds()["exchange"]
+    before = ops.kernels.phase_seconds()["exchange"]
     for num_threads, steps in [
         (1, together),
         (2, together),
@@ -217,7 +217,7 @@ def compute(exchange: Any, isa: str, spec: ModelSpec, weights: Weights) -> list[
         native_ops(isa, num_threads)
         for actual, wanted in zip(part.run(lengths, steps), expected, strict=True):
             assert torch.equal(actual, wanted)
-    assert (ops.phase_seconds()["exchange"] > before) == (exchange is not None)
+    assert (ops.kernels.phase_seconds()["exchange"] > before) == (exchange is not None)
     return [stream.numpy() for stream in expected[: len(lengths)]]
 
 

@@ -17,7 +17,6 @@ from charonia.config import EngineArgs
 from charonia.data.model.loader import stored_dtype
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import Ops
-from charonia.data.ops.native.ops import NativeOps
 from charonia.data.ops.select import select_ops
 from charonia.errors import CheckpointError, ConfigError
 
@@ -88,7 +87,7 @@ class Basis:
     @property
     def kernels(self) -> ModuleType | None:
         """The CPU kernels; None where they are not used."""
-        return self.ops.kernels if isinstance(self.ops, NativeOps) else None
+        return self.ops.kernels
 
     @property
     def max_draft_len(self) -> int:

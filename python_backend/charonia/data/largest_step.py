@@ -59,7 +59,7 @@ def run_largest_step(
         RankLostError: another rank was lost meanwhile.
         Exception: whatever a step raises for which there is no memory.
     """
-    if basis.kernels is not None:  # they attend in pieces of one size
+    if basis.ops.attends_in_pieces:
         pool_tokens = 0
     num_lines = _num_lines(basis.args)
     parts = [(models.target, seat, basis.max_model_len, sampler)]

@@ -24,7 +24,6 @@ from charonia.data.model.loader import check_size, load_weights
 from charonia.data.model.parameters import Parameters
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import Ops
-from charonia.data.ops.native.ops import NativeOps
 from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
 
@@ -135,5 +134,5 @@ def _check_length(num_positions: int, head_dim: int) -> None:
 
 def _draft_ops(config: SpeculativeConfig, ops: Ops[Any]) -> Ops[Any]:
     """The draft model's operations: the target's, or the same with int8 weights."""
-    is_native_auto = config.quantization == "auto" and isinstance(ops, NativeOps)
-    return ops.as_int8() if config.quantization == "int8" or is_native_auto else ops
+    is_int8 = config.quantization == "int8" or (config.quantization == "auto" and ops.prefers_int8)
+    return ops.as_int8() if is_int8 else ops

@@ -24,7 +24,6 @@ from charonia.data.largest_step import run_largest_step
 from charonia.data.loaded_models import LoadedModel, Models
 from charonia.data.model.fingerprint import fingerprint
 from charonia.data.model.paged import Model, PagedModel
-from charonia.data.ops.native.ops import NativeOps
 from charonia.data.plan_check import Progress, check_plan
 from charonia.data.pressure import Pressure
 from charonia.data.sampling.native_draw import NativeDraw
@@ -70,7 +69,7 @@ class Runner:
         self._team = team
         seat, draft_seat = team.join(basis) if team else (Seat(), Seat())
         models = Models.load(basis, seat, draft_seat, log=log)
-        native = NativeDraw(ops.kernels) if isinstance(ops, NativeOps) else None
+        native = NativeDraw(ops.kernels) if ops.kernels else None
         self._sampler = Sampler(basis.spec.vocab_size, basis.device, native)
         sizing = self._size(basis, models, seat, draft_seat)
         room = team.agree(sizing.room) if team else sizing.room
@@ -100,9 +99,7 @@ class Runner:
         self._draft_model: DraftModel | NativeDraftModel | None = None
         if models.draft is not None:
             assert kv.draft is not None
-            self._draft_model = self._make_draft_model(
-                models.draft, kv.draft, basis, native, is_whole=args.draft_ranks == 1
-            )
+            self._draft_model = self._make_draft_model(models.draft, kv.draft, native)
         self._progress = Progress(epoch=0, step_id=-1, needs_reset=True)
         self._info = msgspec.structs.replace(
             _describe(basis, models.target, num_blocks, memory),
@@ -135,24 +132,13 @@ class Runner:
         return self._team.lead(name, model) if self._team else model
 
     def _make_draft_model(
-        self,
-        model: LoadedModel,
-        kv: KVStore,
-        basis: Basis,
-        native: NativeDraw | None,
-        *,
-        is_whole: bool,
+        self, model: LoadedModel, kv: KVStore, native: NativeDraw | None
     ) -> DraftModel | NativeDraftModel:
-        if native is None or not isinstance(basis.ops, NativeOps) or not is_whole:
-            led = self._lead("draft", PagedModel(model.decoder, kv))
-            return DraftModel(led, self._tensors, self._sampler)
-        return NativeDraftModel(
-            model.decoder.guesser(basis.ops),
-            kv,
-            basis.args.block_size,
-            self._tensors,
-            native,
-        )
+        if native and (guesser := model.decoder.guesser()):
+            block_size = model.layout.block_size
+            return NativeDraftModel(guesser, kv, block_size, self._tensors, native)
+        led = self._lead("draft", PagedModel(model.decoder, kv))
+        return DraftModel(led, self._tensors, self._sampler)
 
     def info(self) -> EngineInfo:
         """Describe the engine; `epoch` is that of the last plan begun."""

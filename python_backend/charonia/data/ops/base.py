@@ -22,7 +22,8 @@ Tokens of a step are flat: row after row, each row's tokens in order of position
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -136,8 +137,36 @@ Head = Callable[[Tensor, Tensor], Tensor]
 float32."""
 
 
+class GuessOfRow(NamedTuple):
+    """What a draft model is asked for in a row.
+
+    Attributes:
+        start, num_tokens: of the tokens to compute; where there is to be a guess, they end with
+            the last one known.
+        num_known, num_prompt: tokens that the row has, and had at first.
+        num_guesses: tokens to guess, one after the other.
+        sampling: what to draw with, of `NativeDraw.parameters`.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    num_known: int
+    num_guesses: int
+    num_prompt: int
+    sampling: Any
+
+
+Guesser = Callable[[list[GuessOfRow], Tensor, Tensor, int, Sequence[Pages]], None]
+"""(guesses, tokens, block ids, block size, pages of each layer): all passes of a draft model. What
+it guesses is written behind the rows' known tokens; both tables are int64, [rows, ...]."""
+
+
 class Ops(Protocol[StepT]):
-    """What a device does for the model. Weights that it is given may be copied and let go."""
+    """What a device does for the model. Weights that it is given may be copied and let go.
+
+    Implementations are subclasses: what not every device can do has a default that says so.
+    """
 
     def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Say how one block's keys and its values lie in memory."""
@@ -173,3 +202,22 @@ class Ops(Protocol[StepT]):
     def as_int8(self) -> "Ops[StepT]":
         """The same for another model, whose weights are kept as int8."""
         ...
+
+    # What not every device can do.
+
+    prefers_int8: ClassVar[bool] = False
+    """Whether weights as int8 make a draft model faster: what `quantization: auto` asks."""
+
+    attends_in_pieces: ClassVar[bool] = False
+    """Whether attention takes no more memory where contexts are longer."""
+
+    @property
+    def kernels(self) -> ModuleType | None:
+        """The CPU kernels, which draw tokens and exchange tensors between ranks as well."""
+        return None
+
+    def guesser(
+        self, embedding: Tensor, layers: Layers[StepT], head: Head, rotation: Rotation
+    ) -> Guesser | None:
+        """Join a draft model into one call; `layers` and `head` are of these operations."""
+        return None

@@ -21,6 +21,7 @@ from charonia.data.ops.base import (
     MlpBlock,
     MlpWeights,
     NormWeights,
+    Ops,
     Pages,
     Rotation,
     StepBatch,
@@ -107,8 +108,8 @@ class ComposedStep:
     attend: PagedAttention
 
 
-class ComposedOps:
-    """Implements `ops.base.Ops` with the primitives of some device.
+class ComposedOps(Ops[ComposedStep]):
+    """The operations made of the primitives of some device.
 
     Args:
         is_int8: keep weights as int8 with a scale per output.

@@ -4,9 +4,9 @@ Owns the wiring between the seam and `kernels.cpp`. Must not know plans or weigh
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from charonia.data.comm import Comm
 from charonia.data.ops.base import (
     AttentionBlock,
     AttentionWeights,
+    Guesser,
     Head,
     Layers,
     MatrixWeights,
     MlpBlock,
     MlpWeights,
     NormWeights,
-    Pages,
+    Ops,
     Rotation,
     StepBatch,
 )
@@ -31,38 +32,13 @@ from charonia.data.ops.native.threads import ThreadLayout
 from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
 
-
-class GuessOfRow(NamedTuple):
-    """What a draft model is asked for in a row.
-
-    Attributes:
-        start, num_tokens: of the tokens to compute; where there is to be a guess, they end with
-            the last one known.
-        num_known, num_prompt: tokens that the row has, and had at first.
-        num_guesses: tokens to guess, one after the other.
-        sampling: of `NativeDraw.parameters`.
-    """
-
-    row: int
-    start: int
-    num_tokens: int
-    num_known: int
-    num_guesses: int
-    num_prompt: int
-    sampling: Any
-
-
-Guesser = Callable[[list[GuessOfRow], Tensor, Tensor, int, Sequence[Pages]], None]
-"""(guesses, tokens, block ids, block size, pages of each layer): all passes of a draft model. What
-it guesses is written behind the rows' known tokens; both tables are int64, [rows, ...]."""
-
 DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
 """Of the widest vectors; a block holds a multiple, a head is filled up to one."""
 
 
-class NativeOps:
-    """Implements `ops.base.Ops` with the CPU kernels.
+class NativeOps(Ops[Any]):
+    """The operations in the CPU kernels.
 
     From here on torch itself computes with one thread, and the kernels' pool with as many as it is
     told: two pools would fight over the same cores.
@@ -71,6 +47,9 @@ class NativeOps:
         kernels: of `build.load_kernels`.
         is_int8: keep weights as int8 with a scale per output.
     """
+
+    prefers_int8 = True
+    attends_in_pieces = True
 
     def __init__(
         self, kernels: ModuleType, threads: ThreadLayout, *, is_int8: bool = False
@@ -88,7 +67,7 @@ class NativeOps:
 
     @property
     def kernels(self) -> ModuleType:
-        """The compiled module: the sampler draws with it too."""
+        """See `Ops`."""
         return self._kernels
 
     @staticmethod
@@ -99,10 +78,6 @@ class NativeOps:
         if block_size % _LANES:
             return f"they need blocks of a multiple of {_LANES} tokens, not of {block_size}"
         return None
-
-    def phase_seconds(self) -> dict[str, float]:
-        """Seconds that this process has spent in each kind of operation so far."""
-        return dict(self._kernels.phase_seconds())
 
     @staticmethod
     def page_shapes(layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -182,7 +157,7 @@ class NativeOps:
     def guesser(
         self, embedding: Tensor, layers: Layers[Any], head: Head, rotation: Rotation
     ) -> Guesser:
-        """Join the parts of a draft model; `layers` and `head` are of these operations."""
+        """See `Ops`."""
         guesser: Guesser = self._kernels.Guesser(embedding, layers, head, *rotation)
         return guesser
 
