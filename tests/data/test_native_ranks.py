@@ -123,9 +123,9 @@ class Part:
             whole = random_tensor(tensor.name, tensor.shape)
             for piece in tensor.pieces:
                 piece.memory.copy_(whole[piece.index])
-        self.num_kv_heads = parameters.layers[0].attention.num_kv_heads
-        blocks = [(ops.attention(one.attention), ops.mlp(one.mlp)) for one in parameters.layers]
-        self.layers = ops.layers(blocks, SharedMemoryComm(exchange) if exchange else None)
+        self.num_kv_heads = parameters.layers[0][0].weights.num_kv_heads
+        layers = [[part.prepare(ops) for part in layer] for layer in parameters.layers]
+        self.layers = ops.layers(layers, SharedMemoryComm(exchange) if exchange else None)
         self.rotation = rotation_table(spec.rope, spec.head_dim, MAX_LEN, dtype, CPU)
 
     def run(self, lengths: list[int], steps: list[Step]) -> list[Tensor]:

@@ -5,7 +5,7 @@ of it exchange what (Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053, section
 a model makes the same calls with the same batch. Must not know plans, files or processes.
 
     token ids ─► embedding ─ sum ─► layers of stage 0 ─ send ─► layers of stage 1 ─► head ─ gather
-                 (a part of the     (a sum after each half)                       (of a part of the
+                 (a part of the     (a sum after each sublayer)                   (of a part of the
                   vocabulary)                                                         vocabulary)
 """
 
@@ -60,11 +60,11 @@ class Decoder:
         self._rotation = rotation_table(
             spec.rope, spec.head_dim, num_positions, self._dtype, self._device
         )
-        blocks = []
+        layers = []
         while parameters.layers:
             layer = parameters.layers.pop(0)
-            blocks.append((ops.attention(layer.attention), ops.mlp(layer.mlp)))
-        self._layers = ops.layers(blocks, seat.links.parts)
+            layers.append([sublayer.prepare(ops) for sublayer in layer])
+        self._layers = ops.layers(layers, seat.links.parts)
         self._head = None
         if parameters.head is not None and parameters.norm is not None:
             self._head = ops.head(parameters.norm, MatrixWeights(parameters.head, None))

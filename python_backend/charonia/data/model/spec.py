@@ -13,6 +13,7 @@ from charonia.data.model.config_keys import Architecture, architecture_of, check
 from charonia.errors import CheckpointError, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
+SublayerName = Literal["attention", "mlp"]
 RopeKind = Literal["default", "linear", "llama3"]
 _ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 _ROPE_KEYS = (
@@ -58,6 +59,7 @@ class ModelSpec:
         sliding_window: the window, where it is what limits `max_position_embeddings`.
         qkv_bias, output_bias, mlp_bias: whether those projections have a bias.
         qk_norm: RMSNorm over each head of queries and keys (Qwen3).
+        sublayers: of every layer, in their order; see `sublayers`.
         dtype: what to compute in, None where the configuration leaves that to the stored tensors.
         eos_token_ids: where `generate` stops, as far as they are of the vocabulary.
         num_stored_ids: token ids that the checkpoint has rows for, where those are not as many as
@@ -84,6 +86,7 @@ class ModelSpec:
     dtype: str | None
     eos_token_ids: tuple[int, ...]
     num_stored_ids: int | None = None
+    sublayers: tuple[SublayerName, ...] = ("attention", "mlp")
 
     @property
     def num_parameters(self) -> int:

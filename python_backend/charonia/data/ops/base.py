@@ -1,10 +1,10 @@
-"""The seam between the model and a device: a decoder layer's two halves, and the shape of one step.
+"""The seam between the model and a device: a decoder layer's sublayers, and the shape of one step.
 
 Owns the protocol that every implementation follows and the types that they exchange. Must not know
 weights' names, plans or sampling.
 
-The halves are cut where tensor parallelism joins its partial sums (Shoeybi et al. 2019, arXiv
-1909.08053, section 3)::
+A layer is a list of sublayers. They are cut where tensor parallelism joins its partial sums
+(Shoeybi et al. 2019, arXiv 1909.08053, section 3)::
 
     residual ──┬───────────────────────► + ──┬───────────────────► + ──► …
        x ──► + │                         ▲ x  │                     ▲ x
@@ -88,7 +88,7 @@ class MatrixWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The first half of a decoder layer.
+    """Of causal self-attention.
 
     Attributes:
         qkv: queries, keys and values, one head after the other.
@@ -106,7 +106,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """The second half of a decoder layer; `gate_up` holds gate's outputs, then up's."""
+    """Of a SwiGLU layer; `gate_up` holds gate's outputs, then up's."""
 
     norm: NormWeights
     gate_up: MatrixWeights
@@ -115,18 +115,13 @@ class MlpWeights:
 
 StepT = TypeVar("StepT")
 
-AttentionBlock = Callable[[Tensor | None, Tensor, StepT, Pages], Tensor]
-"""(x, residual, step, pages): add x to the residual stream, in place; store K and V of its norm;
-return what attention contributes. All [tokens, hidden]; x is None where the stream begins, and its
-memory may be used for what is returned.
+Sublayer = Callable[[Tensor | None, Tensor, StepT, Pages], Tensor]
+"""(x, residual, step, pages of the layer): add x to the residual stream, in place; return what the
+sublayer makes of its norm. All [tokens, hidden]; x is None where the stream begins, and its memory
+may be used for what is returned. `step` is of `Ops.begin`: positions, slots and contexts."""
 
-Attention is causal softmax(q Kᵀ / √head_dim) V, per row over its own context. K and V are read as
-stored in `pages`, also those of this step's own tokens, so that how a prompt is cut into steps
-cannot change what is attended to."""
-
-MlpBlock = Callable[[Tensor, Tensor], Tensor]
-"""(x, residual): add x to the residual stream, in place; return what the SwiGLU layer (Shazeer
-2020, arXiv 2002.05202) makes of its norm. All [tokens, hidden]."""
+Layer = Sequence[Sublayer[StepT]]
+"""The sublayers of a layer, in their order: each adds what the one before returned."""
 
 Layers = Callable[[Tensor, StepT, Sequence[Pages]], Tensor]
 """(residual, step, pages of each layer): all layers, one after the other. The residual stream, in
@@ -176,21 +171,23 @@ class Ops(Protocol[StepT]):
         """Prepare what all layers of a step share; `rotation` is of all positions."""
         ...
 
-    def attention(self, weights: AttentionWeights) -> AttentionBlock[StepT]:
-        """Prepare the first half of a decoder layer."""
+    def attention(self, weights: AttentionWeights) -> Sublayer[StepT]:
+        """Prepare causal self-attention, softmax(q Kᵀ / √head_dim) V, per row over its own context.
+
+        It stores K and V in the pages. K and V are read as stored there, also those of this step's
+        own tokens, so that how a prompt is cut into steps cannot change what is attended to.
+        """
         ...
 
-    def mlp(self, weights: MlpWeights) -> MlpBlock:
-        """Prepare the second half of a decoder layer."""
+    def mlp(self, weights: MlpWeights) -> Sublayer[StepT]:
+        """Prepare a SwiGLU layer (Shazeer 2020, arXiv 2002.05202)."""
         ...
 
-    def layers(
-        self, blocks: Sequence[tuple[AttentionBlock[StepT], MlpBlock]], parts: Comm | None = None
-    ) -> Layers[StepT]:
-        """Join the two halves of each layer, and the layers.
+    def layers(self, layers: Sequence[Layer[StepT]], parts: Comm | None = None) -> Layers[StepT]:
+        """Join the sublayers of each layer, and the layers.
 
         Args:
-            parts: the ranks that have the other parts of them. What their halves contribute is
+            parts: the ranks that have the other parts of them. What their sublayers return is
                 added up, and every rank's residual stream is whole.
         """
         ...

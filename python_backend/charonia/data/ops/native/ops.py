@@ -13,20 +13,20 @@ from torch import Tensor
 
 from charonia.data.comm import Comm
 from charonia.data.ops.base import (
-    AttentionBlock,
     AttentionWeights,
     Guesser,
     Head,
+    Layer,
     Layers,
     MatrixWeights,
-    MlpBlock,
     MlpWeights,
     NormWeights,
     Ops,
     Rotation,
     StepBatch,
+    Sublayer,
 )
-from charonia.data.ops.composed import layers_of_halves
+from charonia.data.ops.composed import one_by_one
 from charonia.data.ops.kv_format import FORMATS, Quantized
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.errors import ConfigError
@@ -102,9 +102,9 @@ class NativeOps(Ops[Any]):
             rotation.sin,
         )
 
-    def attention(self, weights: AttentionWeights) -> AttentionBlock[Any]:
+    def attention(self, weights: AttentionWeights) -> Sublayer[Any]:
         query_norm, key_norm = weights.head_norms or (None, None)
-        block: AttentionBlock[Any] = self._kernels.Attention(
+        attention: Sublayer[Any] = self._kernels.Attention(
             self._norm(weights.norm),
             weights.qkv.weight,
             weights.qkv.bias,
@@ -115,15 +115,15 @@ class NativeOps(Ops[Any]):
             weights.head_dim,
             self._is_int8,
         )
-        return block
+        return attention
 
-    def mlp(self, weights: MlpWeights) -> MlpBlock:
+    def mlp(self, weights: MlpWeights) -> Sublayer[Any]:
         if (size := weights.down.weight.shape[1]) % 2:
             raise ConfigError(
                 f"the CPU kernels need an even intermediate_size, and it is {size};"
                 " cpu_kernels = 'torch' takes any"
             )
-        block: MlpBlock = self._kernels.Mlp(
+        mlp: Sublayer[Any] = self._kernels.Mlp(
             self._norm(weights.norm),
             weights.gate_up.weight,
             weights.gate_up.bias,
@@ -131,22 +131,25 @@ class NativeOps(Ops[Any]):
             weights.down.bias,
             self._is_int8,
         )
-        return block
+        return mlp
 
-    def layers(
-        self, blocks: Sequence[tuple[AttentionBlock[Any], MlpBlock]], parts: Comm | None = None
-    ) -> Layers[Any]:
-        """Join the two halves of each layer, and the layers, in one native call.
+    def layers(self, layers: Sequence[Layer[Any]], parts: Comm | None = None) -> Layers[Any]:
+        """Join the sublayers of each layer, and the layers, in one native call.
+
+        That is for layers of attention and an MLP, alone or with ranks that share memory. Others
+        take a call for each sublayer.
 
         Args:
-            parts: with an attribute `exchange`, the kernels' own, the call reduces through it; else
-                there is one for each half of a layer.
+            parts: with an attribute `exchange`, the kernels' own, the call reduces through it.
         """
-        exchange = getattr(parts, "exchange", None)
-        if parts is not None and exchange is None:
-            return layers_of_halves(blocks, parts)
-        layers: Layers[Any] = self._kernels.Layers(list(blocks), exchange)
-        return layers
+        exchange, kernels = getattr(parts, "exchange", None), self._kernels
+        is_fused = all(
+            [type(part) for part in layer] == [kernels.Attention, kernels.Mlp] for layer in layers
+        )
+        if not is_fused or (parts is not None and exchange is None):
+            return one_by_one(layers, parts)
+        joined: Layers[Any] = kernels.Layers([tuple(layer) for layer in layers], exchange)
+        return joined
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
         head: Head = self._kernels.Head(
@@ -156,8 +159,10 @@ class NativeOps(Ops[Any]):
 
     def guesser(
         self, embedding: Tensor, layers: Layers[Any], head: Head, rotation: Rotation
-    ) -> Guesser:
+    ) -> Guesser | None:
         """See `Ops`."""
+        if not isinstance(layers, self._kernels.Layers):
+            return None
         guesser: Guesser = self._kernels.Guesser(embedding, layers, head, *rotation)
         return guesser
 
