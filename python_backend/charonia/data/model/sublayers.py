@@ -3,7 +3,7 @@
 Owns their names in a checkpoint and how they are prepared from their weights. Must not know which
 layers a model has (`ModelSpec.sublayers` does) or what is computed (`Ops` do).
 
-To add one: its name in `spec.SublayerName`, a class here, and what it computes in `Ops`.
+To add one: its name in `families.family`, a class here, and what it computes in `Ops`.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from typing import Protocol
 
 from charonia.data.comm import Place
 from charonia.data.model.checkpoint_tensors import Allocate, CheckpointTensor, Stack
+from charonia.data.model.families.family import SublayerName
 from charonia.data.model.shard import (
     Share,
     heads_share,
@@ -18,7 +19,7 @@ from charonia.data.model.shard import (
     local_kv_heads,
     query_heads,
 )
-from charonia.data.model.spec import ModelSpec, SublayerName
+from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import AttentionWeights, MlpWeights, NormWeights, Ops, StepT, Sublayer
 
 
