@@ -6,15 +6,13 @@ from typing import Any
 from charonia_worker import Charonia
 from worker import Answer, Request, Wave, serve
 
-from charonia.data.ops.native.ops import NativeOps
-
 
 def _prepare(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     engine = Charonia(settings)
-    ops = engine.runner.ops
+    kernels = engine.runner.ops.kernels
 
     def phases() -> dict[str, float]:
-        return ops.phase_seconds() if isinstance(ops, NativeOps) else {}
+        return dict(kernels.phase_seconds()) if kernels else {}
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         before, started = phases(), time.perf_counter()

@@ -102,8 +102,9 @@ def test_the_feed_forward_half_and_the_head_equal_the_reference(
         matrix_on(device, weights.down),
     )
     our_residual = residual.to(device, copy=True)
-    our_x = ops.mlp(on_device)(x.to(device, copy=True), our_residual)
-    expected_x = reference.mlp(mlp_in_int8(weights) if is_int8 else weights)(x, residual)
+    our_x = ops.mlp(on_device)(x.to(device, copy=True), our_residual, None, None)
+    expected_mlp = reference.mlp(mlp_in_int8(weights) if is_int8 else weights)
+    expected_x = expected_mlp(x, residual, None, None)
     assert_close(our_x, expected_x, dtype)
     assert torch.equal(our_residual.cpu(), residual)
     logits = ops.head(norm_on(device, last_norm), matrix_on(device, head))(

@@ -10,7 +10,8 @@ import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from charonia.data.model.config_keys import ARCHITECTURES, GENERATION, WITHOUT_EFFECT, Fixed
+from charonia.data.model.config_keys import GENERATION, WITHOUT_EFFECT, Fixed
+from charonia.data.model.families import FAMILIES
 from charonia.data.model.spec import ModelSpec
 from charonia.errors import CheckpointError
 from charonia.sampling_defaults import DEFAULT_KEYS
@@ -19,7 +20,7 @@ from support.configurations import base
 
 README = Path(__file__).parents[2] / "model_repository" / "README.md"
 
-pytestmark = pytest.mark.parametrize("architecture", ARCHITECTURES)
+pytestmark = pytest.mark.parametrize("architecture", FAMILIES)
 
 OTHER: dict[str, Any] = {
     "architectures": ["GPT2LMHeadModel"],
@@ -80,16 +81,17 @@ def values_of(fixed: Mapping[str, Fixed]) -> str:
 
 
 def test_the_readme_lists_every_key(architecture: str) -> None:
-    known = ARCHITECTURES[architecture]
-    many = list(ARCHITECTURES.values())
+    known = FAMILIES[architecture].keys
+    many = [family.keys for family in FAMILIES.values()]
+    model_type = FAMILIES[architecture].model_type
     read_by_all = set.intersection(*(set(one.honoured) for one in many))
     fixed_for_all = set.intersection(*(set(one.fixed) for one in many))
     own = {key: one for key, one in known.fixed.items() if key not in fixed_for_all}
     rows = [
         f"| read | all | {codes(read_by_all)} |",
-        f"| read | {known.model_type} | {codes(known.honoured.keys() - read_by_all)} |",
+        f"| read | {model_type} | {codes(known.honoured.keys() - read_by_all)} |",
         f"| must be | all | {values_of({key: known.fixed[key] for key in fixed_for_all})} |",
-        f"| must be | {known.model_type} | {values_of(own)} |",
+        f"| must be | {model_type} | {values_of(own)} |",
         f"| must be, without generation_config.json | all | {values_of(GENERATION)} |",
         f"| a default of sampling | all | {codes(DEFAULT_KEYS)} |",
         f"| anything | all | {codes(WITHOUT_EFFECT)} |",
@@ -100,14 +102,14 @@ def test_the_readme_lists_every_key(architecture: str) -> None:
 
 
 def test_we_have_decided_about_every_field_of_transformers(architecture: str) -> None:
-    known = ARCHITECTURES[architecture]
+    known = FAMILIES[architecture].keys
     fields = keys_of(architecture)
     assert len(fields) > 25
     assert fields <= known.honoured.keys() | known.fixed.keys() | WITHOUT_EFFECT | DEFAULT_KEYS
 
 
 def test_a_key_is_in_one_list_alone(architecture: str) -> None:
-    known = ARCHITECTURES[architecture]
+    known = FAMILIES[architecture].keys
     assert not known.honoured.keys() & known.fixed.keys()
     assert not (known.honoured.keys() | known.fixed.keys()) & WITHOUT_EFFECT
     assert not (known.honoured.keys() | known.fixed.keys() | WITHOUT_EFFECT) & GENERATION.keys()
@@ -117,19 +119,19 @@ def test_a_key_is_in_one_list_alone(architecture: str) -> None:
 
 
 def test_a_missing_key_stands_for_what_it_does_in_transformers(architecture: str) -> None:
-    known = ARCHITECTURES[architecture]
+    known = FAMILIES[architecture].keys
     fields = {field.name: field for field in dataclasses.fields(config_class(architecture))}
     ours = {key: known.default(key) for key in (known.honoured | known.fixed) if key in fields}
     # A class's own eos_token_id is a default that `generate` does not have.
     theirs = {key: fields[key].default for key in ours} | {"eos_token_id": None}
     assert ours == theirs
-    assert known.model_type == config_class(architecture).model_type
+    assert FAMILIES[architecture].model_type == config_class(architecture).model_type
 
 
 def test_null_is_taken_where_transformers_takes_it_and_refused_elsewhere(
     architecture: str, tmp_path: Path
 ) -> None:
-    known = ARCHITECTURES[architecture]
+    known = FAMILIES[architecture].keys
     fields = {field.name for field in dataclasses.fields(config_class(architecture))}
     for key in sorted((known.honoured | known.fixed).keys() & fields - {"architectures"}):
         values = base(architecture, **{key: None})
@@ -147,7 +149,7 @@ def test_a_key_that_is_read_changes_what_is_read_or_is_refused_by_name(
 ) -> None:
     before = read(tmp_path, base(architecture))
     refused = {"architectures", "model_type", "partial_rotary_factor"}
-    for key in ARCHITECTURES[architecture].honoured.keys() - refused:
+    for key in FAMILIES[architecture].keys.honoured.keys() - refused:
         assert read(tmp_path, base(architecture, **{key: OTHER[key]})) != before, key
     for key in refused:
         with pytest.raises(CheckpointError, match=key.removesuffix("s")):
@@ -158,7 +160,7 @@ def test_a_key_that_must_have_some_value_is_refused_by_name_with_another(
     architecture: str, tmp_path: Path
 ) -> None:
     before = read(tmp_path, base(architecture))
-    for key, fixed in (ARCHITECTURES[architecture].fixed | GENERATION).items():
+    for key, fixed in (FAMILIES[architecture].keys.fixed | GENERATION).items():
         for value in fixed.accepted:
             assert read(tmp_path, base(architecture, **{key: value})) == before
         wrong = configurations.REFUSED.get(key, "something else")

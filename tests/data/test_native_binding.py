@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from charonia.data.ops.base import Pages, Rotation, StepBatch
-from charonia.data.ops.native.ops import GuessOfRow, NativeOps
+from charonia.data.ops.base import GuessOfRow, Pages, Rotation, StepBatch
+from charonia.data.ops.native.ops import NativeOps
 from support.attention import AttentionCase
 from support.kernels import ISAS, kernels_for, native_ops, packed
 from support.weights import HIDDEN

@@ -1,6 +1,7 @@
 """The CPU kernels of every instruction set against the reference operations and plain torch."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from charonia.data.ops.base import (
     MatrixWeights,
     MlpWeights,
     NormWeights,
+    Ops,
     Pages,
 )
 from charonia.data.ops.composed import ComposedOps, quantize_int8
@@ -201,12 +203,43 @@ def test_the_feed_forward_half_of_a_layer_equals_the_reference(
     weights = random_mlp(generator, inner, has_bias, dtype)
     x, residual = torch.randn(2, tokens, HIDDEN, generator=generator).to(dtype)
     our_residual = residual.clone()
-    actual = native_ops(isa, is_int8=is_int8).mlp(weights)(x.clone(), our_residual)
+    actual = native_ops(isa, is_int8=is_int8).mlp(weights)(x.clone(), our_residual, None, None)
     if is_int8:
         weights = mlp_in_int8(weights)
-    expected = ComposedOps(ReferenceOps()).mlp(weights)(x, residual)
+    expected = ComposedOps(ReferenceOps()).mlp(weights)(x, residual, None, None)
     assert_close(actual, expected, is_int8=is_int8)
     assert torch.equal(our_residual, residual)
+
+
+@pytest.mark.parametrize("names", ["attention mlp mlp", "mlp attention", "attention"])
+def test_a_layer_may_have_other_sublayers(isa: str, names: str) -> None:
+    inputs = AttentionCase(seed=3, rows=[(20, 1), (0, 5)]).inputs(torch.float32)
+    inputs.x = None
+    mlp = random_mlp(torch.Generator().manual_seed(0), 74, False, torch.float32)
+    pages, residual = packed(inputs.pages), inputs.residual.clone()
+    ops, reference = native_ops(isa), ComposedOps(ReferenceOps())
+
+    def run(ops: Ops[Any], residual: Tensor, pages: Pages) -> Tensor:
+        made = {"attention": ops.attention(inputs.weights), "mlp": ops.mlp(mlp)}
+        layers = ops.layers([[made[name] for name in names.split()]])
+        return layers(residual, ops.begin(inputs.batch, inputs.rotation), [pages])
+
+    assert_close(run(ops, residual, pages), run(reference, inputs.residual, inputs.pages))
+    assert_close(residual, inputs.residual)
+
+
+def test_a_draft_model_of_other_sublayers_is_no_single_call(isa: str) -> None:
+    inputs = AttentionCase(seed=3, rows=[(0, 5)]).inputs(torch.float32)
+    ops = native_ops(isa)
+    generator = torch.Generator().manual_seed(0)
+    attention = ops.attention(inputs.weights)
+    mlp = ops.mlp(random_mlp(generator, 74, False, torch.float32))
+    norm = random_norm(generator, HIDDEN, torch.float32)
+    head = ops.head(norm, random_matrix(generator, 30, HIDDEN, False, torch.float32))
+    embedding = torch.zeros(30, HIDDEN)
+    for layer, is_single_call in {(attention, mlp): True, (attention, mlp, mlp): False}.items():
+        guesser = ops.guesser(embedding, ops.layers([layer]), head, inputs.rotation)
+        assert (guesser is not None) == is_single_call
 
 
 def test_large_gates_are_gated_as_by_torch(isa: str) -> None:
@@ -218,7 +251,7 @@ def test_large_gates_are_gated_as_by_torch(isa: str) -> None:
         MatrixWeights(torch.zeros(2 * size, size), torch.cat((gates, torch.ones(size)))),
         MatrixWeights(torch.eye(size), None),
     )
-    actual = native_ops(isa).mlp(weights)(torch.zeros(1, size), torch.ones(1, size))
+    actual = native_ops(isa).mlp(weights)(torch.zeros(1, size), torch.ones(1, size), None, None)
     torch.testing.assert_close(actual[0], torch.nn.functional.silu(gates), atol=1e-30, rtol=1e-6)
 
 

@@ -123,9 +123,9 @@ class Part:
             whole = random_tensor(tensor.name, tensor.shape)
             for piece in tensor.pieces:
                 piece.memory.copy_(whole[piece.index])
-        self.num_kv_heads = parameters.layers[0].attention.num_kv_heads
-        blocks = [(ops.attention(one.attention), ops.mlp(one.mlp)) for one in parameters.layers]
-        self.layers = ops.layers(blocks, SharedMemoryComm(exchange) if exchange else None)
+        self.num_kv_heads = parameters.layers[0][0].weights.num_kv_heads
+        layers = [[part.prepare(ops) for part in layer] for layer in parameters.layers]
+        self.layers = ops.layers(layers, SharedMemoryComm(exchange) if exchange else None)
         self.rotation = rotation_table(spec.rope, spec.head_dim, MAX_LEN, dtype, CPU)
 
     def run(self, lengths: list[int], steps: list[Step]) -> list[Tensor]:
@@ -207,7 +207,7 @@ def compute(exchange: Any, isa: str, spec: ModelSpec, weights: Weights) -> list[
     ops = native_ops(isa, 1, is_int8=weights.is_int8)
     part = Part(spec, weights.dtype, ops, exchange, weights.kv_cache_dtype)
     expected = part.run(lengths, alone)
-    before = ops.phase_seconds()["exchange"]
+    before = ops.kernels.phase_seconds()["exchange"]
     for num_threads, steps in [
         (1, together),
         (2, together),
@@ -217,7 +217,7 @@ def compute(exchange: Any, isa: str, spec: ModelSpec, weights: Weights) -> list[
         native_ops(isa, num_threads)
         for actual, wanted in zip(part.run(lengths, steps), expected, strict=True):
             assert torch.equal(actual, wanted)
-    assert (ops.phase_seconds()["exchange"] > before) == (exchange is not None)
+    assert (ops.kernels.phase_seconds()["exchange"] > before) == (exchange is not None)
     return [stream.numpy() for stream in expected[: len(lengths)]]
 
 

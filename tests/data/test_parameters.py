@@ -12,7 +12,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from charonia.data.comm import Place
 from charonia.data.model.loader import load_weights
-from charonia.data.model.parameters import LayerParameters, Parameters
+from charonia.data.model.parameters import Parameters
 from charonia.data.model.shard import vocab_range
 from charonia.data.model.spec import ModelSpec
 from charonia.data.ops.base import AttentionWeights, MatrixWeights, MlpWeights, NormWeights
@@ -112,6 +112,18 @@ class Stored:
         return MatrixWeights(torch.cat(weights), None if biases[0] is None else torch.cat(biases))
 
 
+def attention_of(part: Parameters, index: int) -> AttentionWeights:
+    """The attention of a layer of the stage."""
+    attention, _ = part.layers[index]
+    return attention.weights
+
+
+def mlp_of(part: Parameters, index: int) -> MlpWeights:
+    """The MLP of a layer of the stage."""
+    _, mlp = part.layers[index]
+    return mlp.weights
+
+
 def assert_padded(joined: Tensor, whole: Tensor, dim: int = 0) -> None:
     """Assert that it is the whole and then zeros."""
     size = whole.shape[dim]
@@ -138,7 +150,7 @@ def test_the_heads_of_all_parts_are_the_models(
 ) -> None:
     spec, stored, parts = shared_out(architecture, settings, num_heads, num_kv_heads, num_parts)
     for index in range(spec.num_layers):
-        layers = [part.layers[index].attention for part in parts]
+        layers = [attention_of(part, index) for part in parts]
         for is_bias in [False, True][: 1 + spec.qkv_bias]:
             q, k, v = [], [], []
             for attention in layers:
@@ -171,7 +183,7 @@ def test_the_mlps_of_all_parts_are_the_models_and_zeros(
 ) -> None:
     spec, stored, parts = shared_out(architecture, settings, num_heads, num_kv_heads, num_parts)
     for index in range(spec.num_layers):
-        layers = [part.layers[index].mlp for part in parts]
+        layers = [mlp_of(part, index) for part in parts]
         for is_bias in [False, True][: 1 + spec.mlp_bias]:
             own = [mlp.gate_up.bias if is_bias else mlp.gate_up.weight for mlp in layers]
             halves = zip(*(one.chunk(2) for one in own), strict=True)
@@ -220,15 +232,16 @@ def test_every_part_has_all_norms(
     spec, stored, parts = shared_out(architecture, settings, 4, 2, 2)
     for part in parts:
         assert torch.equal(part.norm.weight, stored["model.norm.weight"])
-        for index, layer in enumerate(part.layers):
+        for index in range(spec.num_layers):
+            attention = attention_of(part, index)
             norms = {
-                "input_layernorm": layer.attention.norm,
-                "post_attention_layernorm": layer.mlp.norm,
+                "input_layernorm": attention.norm,
+                "post_attention_layernorm": mlp_of(part, index).norm,
             }
             if spec.qk_norm:
                 names = ("self_attn.q_norm", "self_attn.k_norm")
-                norms |= dict(zip(names, layer.attention.head_norms, strict=True))
-            assert (layer.attention.head_norms is not None) == spec.qk_norm
+                norms |= dict(zip(names, attention.head_norms, strict=True))
+            assert (attention.head_norms is not None) == spec.qk_norm
             for name, norm in norms.items():
                 assert torch.equal(norm.weight, stored[f"model.layers.{index}.{name}.weight"])
 
@@ -256,19 +269,19 @@ def mlp_output(x: Tensor, weights: MlpWeights) -> Tensor:
     return linear(silu(gate) * up, weights.down.weight, weights.down.bias)
 
 
-def whole_layer(spec: ModelSpec, stored: Stored, part: LayerParameters, index: int) -> Any:
-    """A layer's halves with the matrices of the checkpoint; norms are every part's."""
+def whole_layer(spec: ModelSpec, stored: Stored, part: Parameters, index: int) -> Any:
+    """A layer's sublayers with the matrices of the checkpoint; norms are every part's."""
     attention = AttentionWeights(
-        norm=part.attention.norm,
+        norm=attention_of(part, index).norm,
         qkv=stored.matrices(index, *(f"self_attn.{name}_proj" for name in "qkv")),
         output=stored.matrices(index, "self_attn.o_proj"),
-        head_norms=part.attention.head_norms,
+        head_norms=attention_of(part, index).head_norms,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
     )
     mlp = MlpWeights(
-        norm=part.mlp.norm,
+        norm=mlp_of(part, index).norm,
         gate_up=stored.matrices(index, "mlp.gate_proj", "mlp.up_proj"),
         down=stored.matrices(index, "mlp.down_proj"),
     )
@@ -288,20 +301,19 @@ def test_the_parts_outputs_add_up_to_the_models(
     spec, stored, parts = shared_out(architecture, settings, num_heads, num_kv_heads, num_parts)
     x = torch.randn(7, HIDDEN_SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     for index in range(spec.num_layers):
-        layers = [part.layers[index] for part in parts]
-        attention, mlp = whole_layer(spec, stored, layers[0], index)
-        joined = sum(attention_output(x, layer.attention) for layer in layers)
+        attention, mlp = whole_layer(spec, stored, parts[0], index)
+        joined = sum(attention_output(x, attention_of(part, index)) for part in parts)
         torch.testing.assert_close(joined, attention_output(x, attention))
-        joined = sum(mlp_output(x, layer.mlp) for layer in layers)
+        joined = sum(mlp_output(x, mlp_of(part, index)) for part in parts)
         torch.testing.assert_close(joined, mlp_output(x, mlp))
 
 
 def test_a_part_for_which_nothing_is_left_is_zeros(checkpoint: Checkpoint) -> None:
     model_dir = checkpoint("LlamaForCausalLM", num_attention_heads=8, intermediate_size=33)
     last = load(model_dir, Place(part=3, num_parts=4))
-    for layer in last.layers:
-        assert not layer.mlp.gate_up.weight.any()
-        assert not layer.mlp.down.weight.any()
+    for index in range(len(last.layers)):
+        assert not mlp_of(last, index).gate_up.weight.any()
+        assert not mlp_of(last, index).down.weight.any()
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
@@ -316,9 +328,9 @@ def test_stages_have_every_layer_once(
         place = Place(stage=stage, num_stages=num_stages)
         own = load(model_dir, place)
         assert own.first_layer == next_layer
-        for layer in own.layers:
+        for index in range(len(own.layers)):
             weight, _ = stored.matrix(next_layer, "mlp.down_proj")
-            assert torch.equal(layer.mlp.down.weight, weight)
+            assert torch.equal(mlp_of(own, index).down.weight, weight)
             next_layer += 1
         is_last = stage == num_stages - 1
         assert (own.embedding is not None) == (stage == 0 or (is_last and is_tied))

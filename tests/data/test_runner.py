@@ -186,7 +186,7 @@ def test_a_row_that_overflows_does_not_spoil_its_neighbours(checkpoint: Checkpoi
     undisturbed = make_runner(model_dir)
     expected = tokens(undisturbed.execute(first_plan()), undisturbed.execute(decode_plan(1)))
     runner = make_runner(model_dir)
-    runner._model._decoder._embedding[300] = float("inf")
+    runner._target._model._decoder._embedding[300] = float("inf")
     left_behind = NewRow(1, [300] * 16, 16, 0, [3], GREEDY)
     beside = NewRow(2, [300] * 16, 16, 0, [7, 8], GREEDY)
     results = [

@@ -13,15 +13,16 @@ import torch
 from charonia.config import EngineArgs
 from charonia.data import runner as runner_module
 from charonia.data import sizing as sizing_module
+from charonia.data.basis import Basis, LocalRank
 from charonia.data.comm import Seat
 from charonia.data.largest_step import largest_rows, run_largest_step
+from charonia.data.loaded_models import Models
 from charonia.data.memory import Memory
 from charonia.data.model.decoder import Decoder
-from charonia.data.models import Basis, LocalRank, Models, Room
 from charonia.data.ops.base import StepBatch
 from charonia.data.runner import Runner
 from charonia.data.sampling.sampler import Sampler
-from charonia.data.sizing import Sizing, line_of, size
+from charonia.data.sizing import Room, Sizing, line_of, size
 from charonia.errors import ConfigError
 from charonia.protocol import MemoryReport
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from charonia.data.kv_store import KVStore
 from charonia.data.model.paged import Model
-from charonia.data.ops.native.ops import Guesser, GuessOfRow
+from charonia.data.ops.base import Guesser, GuessOfRow
 from charonia.data.sampling.native_draw import NativeDraw
 from charonia.data.sampling.sampler import SampledRow, Sampler
 from charonia.data.step_tensors import Span, StepTensors

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 
 from charonia.config import EngineArgs
+from charonia.data.basis import Basis
 from charonia.data.comm import Seat
+from charonia.data.loaded_models import PROMPT_LOGPROBS_SLICE, LoadedModel, Models
 from charonia.data.model.paged import PagedModel
-from charonia.data.models import PROMPT_LOGPROBS_SLICE, Basis, LoadedModel, Models
 from charonia.data.ops.base import StepBatch
 from charonia.data.sampling.sampler import SampledRow, Sampler
 from charonia.protocol import RowSampling
@@ -58,7 +59,7 @@ def run_largest_step(
         RankLostError: another rank was lost meanwhile.
         Exception: whatever a step raises for which there is no memory.
     """
-    if basis.kernels is not None:  # they attend in pieces of one size
+    if basis.ops.attends_in_pieces:
         pool_tokens = 0
     num_lines = _num_lines(basis.args)
     parts = [(models.target, seat, basis.max_model_len, sampler)]

@@ -10,96 +10,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
-from torch import Tensor
 
 from charonia.config import EngineArgs, SpeculativeConfig
+from charonia.data.basis import Basis
 from charonia.data.comm import Seat
 from charonia.data.draft_model import DraftModel, NativeDraftModel
 from charonia.data.kv_store import KVStore
 from charonia.data.kv_tiers import make_tiers
 from charonia.data.largest_step import run_largest_step
+from charonia.data.loaded_models import LoadedModel, Models
 from charonia.data.model.fingerprint import fingerprint
-from charonia.data.model.paged import Model, PagedModel, PendingLogits
-from charonia.data.models import PROMPT_LOGPROBS_SLICE, Basis, LoadedModel, LocalRank, Models, Room
-from charonia.data.ops.native.ops import NativeOps
+from charonia.data.model.paged import Model, PagedModel
 from charonia.data.plan_check import Progress, check_plan
 from charonia.data.pressure import Pressure
 from charonia.data.sampling.native_draw import NativeDraw
-from charonia.data.sampling.sampler import Sampled, SampledRow, Sampler
-from charonia.data.sampling.verify import num_accepted, num_accepted_synthetically
-from charonia.data.sizing import Sizing, line_of, size
+from charonia.data.sampling.sampler import Sampler
+from charonia.data.sizing import Room, Sizing, line_of, size
 from charonia.data.step_tensors import StepTensors
+from charonia.data.target_model import TargetModel
+from charonia.data.team import Team
 from charonia.errors import RankLostError
 from charonia.protocol import (
-    Collectives,
     EngineInfo,
     MemoryReport,
     RowResult,
     RowStep,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
-
-
-class Team(Protocol):
-    """The ranks of an engine, as the one that runs the steps sees them."""
-
-    @property
-    def local_rank(self) -> LocalRank:
-        """This process among those on its machine."""
-        ...
-
-    def join(self, basis: Basis) -> tuple[Seat, Seat | None]:
-        """Meet the others; return this rank's seats in the target and in the draft model."""
-        ...
-
-    def measure(self) -> None:
-        """Wait until all have loaded, and have them run the largest step with this one."""
-        ...
-
-    def agree(self, room: Room) -> Room:
-        """Return what the ranks all have room for, and have all take that."""
-        ...
-
-    def move(self, plan: StepPlan, *, uses_all: bool) -> Callable[[], tuple[set[int], set[int]]]:
-        """Have the other ranks move a plan's blocks between tiers, and discard others.
-
-        Args:
-            uses_all: whether all blocks are in use again, see `KVStore.use_all`.
-
-        Returns:
-            Tells what one of them has not loaded and not saved, as `StepResult` does.
-        """
-        ...
-
-    def lead(self, name: str, model: PagedModel) -> Model:
-        """Have the other ranks that are in model `name` follow what is computed with it."""
-        ...
-
-    def describe(self, info: EngineInfo) -> EngineInfo:
-        """Add what there is to know of the ranks."""
-        ...
-
-    def collectives(self) -> Collectives:
-        """What was exchanged since the last call."""
-        ...
-
-    def lose(self, reason: str) -> None:
-        """The ranks no longer do the same: there is no going on."""
-        ...
-
-    def check(self) -> None:
-        """Raises RankLostError, with the first reason, when there is no going on."""
-        ...
-
-    def close(self) -> None:
-        """End the other ranks."""
-        ...
 
 
 class Runner:
@@ -128,7 +69,7 @@ class Runner:
         self._team = team
         seat, draft_seat = team.join(basis) if team else (Seat(), Seat())
         models = Models.load(basis, seat, draft_seat, log=log)
-        native = NativeDraw(ops.kernels) if isinstance(ops, NativeOps) else None
+        native = NativeDraw(ops.kernels) if ops.kernels else None
         self._sampler = Sampler(basis.spec.vocab_size, basis.device, native)
         sizing = self._size(basis, models, seat, draft_seat)
         room = team.agree(sizing.room) if team else sizing.room
@@ -142,7 +83,6 @@ class Runner:
         self._has_discarded = False
         self._pressure = _watch(basis, room, self._kv_stores)
         self._tiers = make_tiers(basis, models, kv, seat.place, room.slot_bytes, log=log)
-        self._model = self._lead("target", PagedModel(models.target.decoder, kv.target))
         self._tensors = StepTensors(
             num_rows=args.most_rows,
             max_model_len=basis.max_model_len,
@@ -150,13 +90,16 @@ class Runner:
             max_num_batched_tokens=args.most_step_tokens,
             device=basis.device,
         )
+        self._target = TargetModel(
+            self._lead("target", PagedModel(models.target.decoder, kv.target)),
+            self._tensors,
+            self._sampler,
+            _synthetic_rate(args.speculative_config, log),
+        )
         self._draft_model: DraftModel | NativeDraftModel | None = None
         if models.draft is not None:
             assert kv.draft is not None
-            self._draft_model = self._make_draft_model(
-                models.draft, kv.draft, basis, native, is_whole=args.draft_ranks == 1
-            )
-        self._synthetic_rate = _synthetic_rate(args.speculative_config, log)
+            self._draft_model = self._make_draft_model(models.draft, kv.draft, native)
         self._progress = Progress(epoch=0, step_id=-1, needs_reset=True)
         self._info = msgspec.structs.replace(
             _describe(basis, models.target, num_blocks, memory),
@@ -189,24 +132,13 @@ class Runner:
         return self._team.lead(name, model) if self._team else model
 
     def _make_draft_model(
-        self,
-        model: LoadedModel,
-        kv: KVStore,
-        basis: Basis,
-        native: NativeDraw | None,
-        *,
-        is_whole: bool,
+        self, model: LoadedModel, kv: KVStore, native: NativeDraw | None
     ) -> DraftModel | NativeDraftModel:
-        if native is None or not isinstance(basis.ops, NativeOps) or not is_whole:
-            led = self._lead("draft", PagedModel(model.decoder, kv))
-            return DraftModel(led, self._tensors, self._sampler)
-        return NativeDraftModel(
-            model.decoder.guesser(basis.ops),
-            kv,
-            basis.args.block_size,
-            self._tensors,
-            native,
-        )
+        if native and (guesser := model.decoder.guesser()):
+            block_size = model.layout.block_size
+            return NativeDraftModel(guesser, kv, block_size, self._tensors, native)
+        led = self._lead("draft", PagedModel(model.decoder, kv))
+        return DraftModel(led, self._tensors, self._sampler)
 
     def info(self) -> EngineInfo:
         """Describe the engine; `epoch` is that of the last plan begun."""
@@ -238,13 +170,13 @@ class Runner:
             not_loaded, not_saved = self._move_blocks(plan)
             self._tensors.begin(plan.rows)
             draft_seconds = self._guess(plan.rows)
-            step = self._compute(plan.rows) if plan.rows else None
+            step = self._target.begin(plan.rows) if plan.rows else None
 
         def end() -> StepResult:
             rows: list[RowResult] = []
             if step is not None:
                 with self._whole_or_not_at_all():
-                    rows = self._end(step)
+                    rows = self._target.end(step)
             return StepResult(
                 epoch=plan.epoch,
                 step_id=plan.step_id,
@@ -316,7 +248,7 @@ class Runner:
             if plan.discards:
                 store.discard(plan.discards)
         if plan.copies:
-            self._model.copy_blocks(plan.copies)
+            self._target.copy_blocks(plan.copies)
             if self._draft_model is not None:
                 self._draft_model.copy_blocks(plan.copies)
         return not_loaded, not_saved
@@ -328,120 +260,6 @@ class Runner:
         started = time.perf_counter()
         self._draft_model.guess(steps)
         return time.perf_counter() - started
-
-    def _compute(self, steps: list[RowStep]) -> "_Step":
-        """Have the model compute the steps, up to the logits to sample from.
-
-        Rows whose cursor reached their last known token sample. Every draft's place is a line of
-        its own, with the tokens before it as its history.
-        """
-        batch = self._tensors.batch(self._tensors.advance(steps))
-        sampling: list[RowStep] = []
-        rows: list[SampledRow] = []
-        lines: list[int] = []
-        for step, end in zip(steps, batch.query_starts[1:], strict=True):
-            state = self._tensors.state(step.row)
-            if state.num_computed < state.num_tokens:
-                continue
-            sampling.append(step)
-            lines += range(end - step.num_drafts - 1, end)
-            for num_drafts in range(step.num_drafts + 1):
-                token_ids = self._tensors.token_ids(step.row, num_drafts)
-                rows.append(SampledRow(state.sampling, token_ids, state.num_prompt))
-        logits = self._model.forward(batch, lines)
-        prompts = [
-            self._prompt_logits(step, start)
-            for step, start in zip(steps, batch.query_starts, strict=False)
-        ]
-        return _Step(steps, prompts, sampling, rows, logits)
-
-    def _end(self, step: "_Step") -> list[RowResult]:
-        """Sample, and append what was sampled to the rows."""
-        runs: dict[int, tuple[list[int], list[TokenLogprobs] | None]] = {}
-        if step.sampling:
-            sampled, first = self._sampler.sample(step.logits(), step.lines), 0
-            for row_step in step.sampling:
-                last = first + row_step.num_drafts + 1
-                runs[row_step.row] = self._verify(row_step, sampled[first:last])
-                first = last
-        results = []
-        for row_step, prompt in zip(step.rows, step.prompts, strict=True):
-            token_ids, logprobs = runs.get(row_step.row, ([], None))
-            prompt_logprobs = self._prompt_logprobs(row_step, prompt)
-            results.append(RowResult(row_step.row, token_ids, logprobs, prompt_logprobs))
-        return results
-
-    def _verify(
-        self, step: RowStep, sampled: list[Sampled]
-    ) -> tuple[list[int], list[TokenLogprobs] | None]:
-        """Append a row's run: what was sampled, up to the first that is not the draft."""
-        token_ids = [one.token_id for one in sampled]
-        if step.num_drafts:
-            drafts = self._tensors.drafts(step.row, step.num_drafts)
-            if self._synthetic_rate is None:
-                num = num_accepted(drafts, token_ids)
-            else:
-                state = self._tensors.state(step.row)
-                num = num_accepted_synthetically(
-                    len(drafts), self._synthetic_rate, state.sampling.seed, state.num_tokens
-                )
-                token_ids[:num] = drafts[:num]
-            del sampled[num + 1 :], token_ids[num + 1 :]
-        num_guessed = 0 if step.draft_ids else step.num_drafts
-        self._tensors.commit(step.row, token_ids, num_guessed)
-        has_logprobs = sampled[0].logprobs is not None
-        return token_ids, [
-            one.logprobs for one in sampled if one.logprobs
-        ] if has_logprobs else None
-
-    def _prompt_logits(self, step: RowStep, start: int) -> "list[_PromptPart] | None":
-        """Ask for what is needed to score the prompt tokens that this step's tokens predict.
-
-        Args:
-            start: the first of this row's tokens in the pass.
-        """
-        state = self._tensors.state(step.row)
-        if state.sampling.num_prompt_logprobs < 0:
-            return None
-        first = state.num_computed - step.num_tokens + 1
-        targets = self._tensors.token_ids(step.row)[first : state.num_computed + 1]
-        targets = targets[: max(state.num_prompt - first, 0)]
-        parts = []
-        for part in range(0, len(targets), PROMPT_LOGPROBS_SLICE):
-            some = targets[part : part + PROMPT_LOGPROBS_SLICE]
-            lines = slice(start + part, start + part + len(some))
-            parts.append(_PromptPart(some, self._model.logits(lines)))
-        return parts
-
-    def _prompt_logprobs(
-        self, step: RowStep, parts: "list[_PromptPart] | None"
-    ) -> list[TokenLogprobs] | None:
-        """Log-probabilities of prompt tokens, some at a time."""
-        if parts is None:
-            return None
-        k = self._tensors.state(step.row).sampling.num_prompt_logprobs
-        return [
-            entry
-            for part in parts
-            for entry in self._sampler.prompt_logprobs(part.logits(), part.targets, k)
-        ]
-
-
-class _PromptPart(NamedTuple):
-    """Some tokens of a prompt, and the logits that predict them."""
-
-    targets: Tensor  # [lines]
-    logits: PendingLogits
-
-
-class _Step(NamedTuple):
-    """A step whose tokens are computed, or will be as soon as the pipeline's end has them."""
-
-    rows: list[RowStep]
-    prompts: list[list[_PromptPart] | None]  # of each row
-    sampling: list[RowStep]  # the rows that sample
-    lines: list[SampledRow]  # one for each line of logits
-    logits: PendingLogits
 
 
 def _watch(basis: Basis, room: Room, kv_stores: list[KVStore]) -> Pressure | None:

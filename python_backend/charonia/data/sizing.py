@@ -13,13 +13,26 @@ from typing import NamedTuple
 import torch
 
 from charonia.config import EngineArgs
+from charonia.data.basis import Basis
+from charonia.data.loaded_models import Models
 from charonia.data.memory import available_memory
-from charonia.data.models import Basis, Models, Room
 from charonia.data.usage import transient_bytes, used_bytes
 from charonia.errors import ConfigError
 from charonia.protocol import MemoryReport
 
 _MIB = 2**20
+
+
+class Room(NamedTuple):
+    """What a rank can hold, or what all ranks of an engine do.
+
+    Attributes:
+        num_blocks: for which there is memory; the least of all ranks counts.
+        slot_bytes: that a block has in all models; the most of all ranks counts.
+    """
+
+    num_blocks: int
+    slot_bytes: int
 
 
 class Sizing(NamedTuple):

@@ -13,14 +13,15 @@ import msgspec
 import torch
 
 from charonia.config import EngineArgs
+from charonia.data.basis import Basis, LocalRank
 from charonia.data.kv_store import KVStore
 from charonia.data.kv_tiers import KVTiers, make_tiers
 from charonia.data.largest_step import run_largest_step
+from charonia.data.loaded_models import Models
 from charonia.data.model.fingerprint import fingerprint
 from charonia.data.model.paged import PagedModel
-from charonia.data.models import Basis, LocalRank, Models, Room
 from charonia.data.ops.native.threads import ThreadLayout
-from charonia.data.sizing import size
+from charonia.data.sizing import Room, size
 from charonia.errors import RankLostError
 from charonia.parallel.groups import Groups, Membership, host_identity
 from charonia.parallel.handshake import find_engine

@@ -22,10 +22,11 @@ from typing import TypeVar
 import msgspec
 
 from charonia.config import EngineArgs
+from charonia.data.basis import Basis, LocalRank
 from charonia.data.comm import Seat
 from charonia.data.model.paged import Model, PagedModel, PendingLogits
-from charonia.data.models import Basis, LocalRank, Room
 from charonia.data.ops.base import StepBatch
+from charonia.data.sizing import Room
 from charonia.errors import CharoniaError, CheckpointError, ConfigError, RankLostError
 from charonia.events import event
 from charonia.parallel.groups import (
@@ -67,7 +68,7 @@ _LAST_WORDS_S = 1.0
 
 
 class RankTeam:
-    """Implements `data.runner.Team` for the rank that runs the steps.
+    """Implements `data.team.Team` for the rank that runs the steps.
 
     The ranks of this machine are started at once, and load while this process does.
 

@@ -12,10 +12,11 @@ import msgspec
 import torch
 
 from charonia.config import EngineArgs
+from charonia.data.basis import Basis
 from charonia.data.comm import Place
+from charonia.data.loaded_models import Models
 from charonia.data.model.fingerprint import fingerprint
 from charonia.data.model.loader import weight_files
-from charonia.data.models import Basis, Models
 from charonia.version import VERSION
 
 _PACKAGE = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from charonia.config import EngineArgs
+from charonia.data.basis import Basis
 from charonia.data.comm import Place
 from charonia.data.kv_store import KVStore
 from charonia.data.kv_tiers.block_bytes import BlockBytes
@@ -22,8 +23,8 @@ from charonia.data.kv_tiers.file_slots import SECRET_BYTES, FileSlots, bytes_for
 from charonia.data.kv_tiers.host_slots import HostSlots
 from charonia.data.kv_tiers.identity import identity_of, label_of
 from charonia.data.kv_tiers.slots import Slots
+from charonia.data.loaded_models import KVStores, Models
 from charonia.data.memory import available_memory
-from charonia.data.models import Basis, KVStores, Models
 from charonia.errors import ConfigError
 from charonia.protocol import BlockLoad, BlockSave, KeptBlocks, TierInfo
 

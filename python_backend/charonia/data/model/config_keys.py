@@ -1,11 +1,9 @@
 """What each key of config.json means: read, without effect, or refused.
 
-Owns the list of keys per architecture, and what a missing one stands for; both are those of
-transformers' configuration classes, against which `tests/data/test_config_keys.py` holds them.
-Must not know what is made of the values (`spec` does).
-
-To add a family that is a Llama but for sizes and biases: its keys here, and `spec`. One with
-another activation, norm or shape of a layer changes `parameters`, `decoder` and `ops` as well.
+Owns the keys that all families have, and how those of a family are checked; a family's own are in
+its file. They, and what a missing one stands for, are those of transformers' configuration classes,
+against which `tests/data/test_config_keys.py` holds them. Must not know what is made of the values
+(`spec` does).
 
     honoured         `spec` reads it
     fixed            changes nothing at the values named here; with any other it is another model
@@ -41,27 +39,6 @@ class Fixed:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """What the configurations of an architecture may say.
-
-    Attributes:
-        model_type: what transformers chooses the model by.
-        honoured: keys that are read, and what a missing one stands for.
-        nullable: those of them that may be null.
-        fixed: keys that must have one of some values.
-    """
-
-    model_type: str
-    honoured: Mapping[str, Any]
-    nullable: frozenset[str]
-    fixed: Mapping[str, Fixed]
-
-    def default(self, key: str) -> Any:
-        """What a missing key stands for, of the honoured and the fixed ones."""
-        return self.honoured[key] if key in self.honoured else self.fixed[key].accepted[0]
-
-
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
@@ -85,7 +62,7 @@ _FIXED_EVERYWHERE = {
     "rope_interleaved": Fixed((False,)),
     "use_mrope": Fixed((False,)),
 }
-_EVERYWHERE = {
+_HONOURED_EVERYWHERE = {
     "architectures": None,
     "model_type": None,
     "rms_norm_eps": 1e-6,
@@ -99,88 +76,40 @@ _EVERYWHERE = {
     "rope_theta": 10_000.0,
     "partial_rotary_factor": None,
 }
-_NULLABLE = _words(
+_NULLABLE_EVERYWHERE = _words(
     "rope_parameters rope_scaling partial_rotary_factor eos_token_id dtype torch_dtype"
 )
-_QWEN = {
-    **_EVERYWHERE,
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 22_016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32_768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-_QWEN_NULLABLE = _NULLABLE | {"num_key_value_heads", "sliding_window", "layer_types"}
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(
-        "llama",
-        {
-            **_EVERYWHERE,
-            "vocab_size": 32_000,
-            "hidden_size": 4096,
-            "intermediate_size": 11_008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "max_position_embeddings": 2048,
-            # No key of the class, but the cache of `generate` goes by it.
-            "sliding_window": None,
-            "attention_bias": False,
-            "mlp_bias": False,
-        },
-        _NULLABLE | {"num_key_value_heads", "head_dim", "sliding_window"},
-        {
-            **_FIXED_EVERYWHERE,
-            "layer_types": Fixed((None,), "all layers have full attention"),
-        },
-    ),
-    "MistralForCausalLM": Architecture(
-        "mistral",
-        {
-            **_EVERYWHERE,
-            "vocab_size": 32_000,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": None,
-            "max_position_embeddings": 131_072,
-            "sliding_window": 4096,
-        },
-        _NULLABLE | {"head_dim", "sliding_window"},
-        {
-            **_FIXED_EVERYWHERE,
-            "attention_bias": Fixed((False,)),
-            "mlp_bias": Fixed((False,)),
-            "layer_types": Fixed((), "with it this is a Ministral model"),
-        },
-    ),
-    "Qwen2ForCausalLM": Architecture(
-        "qwen2",
-        {**_QWEN, "head_dim": None},
-        _QWEN_NULLABLE,
-        {
-            **_FIXED_EVERYWHERE,
-            "attention_bias": Fixed((True,), "queries, keys and values always have a bias"),
-            "mlp_bias": Fixed((False,)),
-        },
-    ),
-    "Qwen3ForCausalLM": Architecture(
-        "qwen3",
-        {**_QWEN, "head_dim": 128, "attention_bias": False},
-        _QWEN_NULLABLE,
-        {**_FIXED_EVERYWHERE, "mlp_bias": Fixed((False,))},
-    ),
-}
+
+@dataclass(frozen=True)
+class Keys:
+    """What the configurations of a family may say.
+
+    Attributes:
+        honoured: keys that are read, and what a missing one stands for.
+        nullable: those of them that may be null.
+        fixed: keys that must have one of some values.
+    """
+
+    honoured: Mapping[str, Any]
+    nullable: frozenset[str]
+    fixed: Mapping[str, Fixed]
+
+    @classmethod
+    def of(
+        cls, honoured: Mapping[str, Any], *, nullable: str, fixed: Mapping[str, Fixed]
+    ) -> "Keys":
+        """The keys of a family beside those that all have; `nullable` are words."""
+        return cls(
+            {**_HONOURED_EVERYWHERE, **honoured},
+            _NULLABLE_EVERYWHERE | _words(nullable),
+            {**_FIXED_EVERYWHERE, **fixed},
+        )
+
+    def default(self, key: str) -> Any:
+        """What a missing key stands for, of the honoured and the fixed ones."""
+        return self.honoured[key] if key in self.honoured else self.fixed[key].accepted[0]
+
 
 GENERATION = {
     key: Fixed(accepted, "it is not supported; a generation_config.json without it is the way out")
@@ -217,46 +146,23 @@ beside a language model; how a framework calls it; tokens that text is made with
 can ask for here, and greedy text does not depend on."""
 
 
-def architecture_of(values: Mapping[str, Any]) -> tuple[str, Architecture]:
-    """Find the architecture that a configuration is of, by its name and its `model_type`.
-
-    Raises:
-        CheckpointError: it is none of ours, or transformers would take it for another one.
-    """
-    names = values.get("architectures")
-    known = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
-    if not known:
-        raise CheckpointError(
-            f"unsupported architecture {shown(names)}; accepted are {', '.join(ARCHITECTURES)}"
-        )
-    (name, *_) = known
-    architecture = ARCHITECTURES[name]
-    model_type = values.get("model_type", architecture.model_type)
-    if model_type != architecture.model_type:
-        raise CheckpointError(
-            f"model_type of {name} must be {architecture.model_type!r}, but is {shown(model_type)}"
-        )
-    return name, architecture
-
-
-def check_keys(values: Mapping[str, Any], name: str, *, is_generation: bool) -> None:
+def check_keys(values: Mapping[str, Any], name: str, keys: Keys, *, is_generation: bool) -> None:
     """Make sure that all keys are known, and that what they say is read or changes nothing.
 
     Args:
-        name: of the architecture.
+        name: of the architecture, whose `keys` they must be.
         is_generation: whether `generate` goes by this file, for want of generation_config.json.
 
     Raises:
         CheckpointError: some are not; the text names each with its value.
     """
-    architecture = ARCHITECTURES[name]
     problems = []
     for key, value in values.items():
-        if key in architecture.honoured or key in WITHOUT_EFFECT or key in DEFAULT_KEYS:
+        if key in keys.honoured or key in WITHOUT_EFFECT or key in DEFAULT_KEYS:
             continue
         if key in GENERATION and not is_generation:
             continue
-        fixed = architecture.fixed.get(key) or GENERATION.get(key)
+        fixed = keys.fixed.get(key) or GENERATION.get(key)
         if fixed is None:
             problems.append(
                 f"unknown key {shown(key)} = {shown(value)}; accepted is a file without it, if it"

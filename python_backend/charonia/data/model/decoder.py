@@ -5,7 +5,7 @@ of it exchange what (Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053, section
 a model makes the same calls with the same batch. Must not know plans, files or processes.
 
     token ids ─► embedding ─ sum ─► layers of stage 0 ─ send ─► layers of stage 1 ─► head ─ gather
-                 (a part of the     (a sum after each half)                       (of a part of the
+                 (a part of the     (a sum after each sublayer)                   (of a part of the
                   vocabulary)                                                         vocabulary)
 """
 
@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from charonia.data.comm import Seat
+from charonia.data.comm import Place, Seat
 from charonia.data.model.parameters import Parameters
 from charonia.data.model.rotary import rotation_table
 from charonia.data.model.shard import vocab_range
 from charonia.data.model.spec import ModelSpec
-from charonia.data.ops.base import MatrixWeights, Ops, Pages, StepBatch
-from charonia.data.ops.native.ops import Guesser, NativeOps
+from charonia.data.ops.base import Guesser, MatrixWeights, Ops, Pages, StepBatch
 
 
 class Hidden(NamedTuple):
@@ -61,11 +60,11 @@ class Decoder:
         self._rotation = rotation_table(
             spec.rope, spec.head_dim, num_positions, self._dtype, self._device
         )
-        blocks = []
+        layers = []
         while parameters.layers:
             layer = parameters.layers.pop(0)
-            blocks.append((ops.attention(layer.attention), ops.mlp(layer.mlp)))
-        self._layers = ops.layers(blocks, seat.links.parts)
+            layers.append([sublayer.prepare(ops) for sublayer in layer])
+        self._layers = ops.layers(layers, seat.links.parts)
         self._head = None
         if parameters.head is not None and parameters.norm is not None:
             self._head = ops.head(parameters.norm, MatrixWeights(parameters.head, None))
@@ -103,11 +102,11 @@ class Decoder:
         logits = self._whole(self._head(*(hidden if lines is None else hidden.rows(lines))))
         return logits if link is None else link.broadcast(logits.contiguous(), source=1)
 
-    def guesser(self, ops: NativeOps) -> Guesser:
-        """All of the model as one native call; `ops` are those that it was made with."""
-        assert self._embedding is not None
-        assert self._head is not None
-        return ops.guesser(self._embedding, self._layers, self._head, self._rotation)
+    def guesser(self) -> Guesser | None:
+        """All of the model as one call, where its operations have that and it is whole."""
+        if self._seat.place != Place() or self._embedding is None or self._head is None:
+            return None
+        return self._ops.guesser(self._embedding, self._layers, self._head, self._rotation)
 
     def _enter(self, batch: StepBatch) -> Tensor:
         """The residual stream before this stage's layers, [tokens, hidden]."""

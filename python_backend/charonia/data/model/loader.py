@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from charonia.checkpoint_files import read_json_object
-from charonia.data.model.parameters import CheckpointTensor
+from charonia.data.model.checkpoint_tensors import CheckpointTensor
 from charonia.errors import CheckpointError, shown
 
 INDEX_NAME = "model.safetensors.index.json"

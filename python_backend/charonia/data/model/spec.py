@@ -1,7 +1,8 @@
 """What a checkpoint is: `ModelSpec`, read from config.json and generation_config.json.
 
 Owns what the values of a Hugging Face configuration mean, in the spellings of transformers 4 and 5;
-which keys there are is `config_keys`'. Must not know tensors or devices.
+which keys there are, and what else distinguishes a family, is of `families`. Must not know tensors
+or devices.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from charonia.checkpoint_files import read_json_object
-from charonia.data.model.config_keys import Architecture, architecture_of, check_keys
+from charonia.data.model.config_keys import check_keys
+from charonia.data.model.config_values import ConfigValues, as_integer, as_number
+from charonia.data.model.families import family_of
+from charonia.data.model.families.family import Family, SublayerName
 from charonia.errors import CheckpointError, shown
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,11 +29,6 @@ _ROPE_KEYS = (
     "original_max_position_embeddings",
     "partial_rotary_factor",
 )
-_SLIDING = "sliding_attention"
-
-# Far beyond any model's; within them no tensor's shape or float32 number overflows.
-_MAX_INTEGER = 2**31 - 1
-_MAX_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class ModelSpec:
         sliding_window: the window, where it is what limits `max_position_embeddings`.
         qkv_bias, output_bias, mlp_bias: whether those projections have a bias.
         qk_norm: RMSNorm over each head of queries and keys (Qwen3).
+        sublayers: of every layer, in their order; see `sublayers`.
         dtype: what to compute in, None where the configuration leaves that to the stored tensors.
         eos_token_ids: where `generate` stops, as far as they are of the vocabulary.
         num_stored_ids: token ids that the checkpoint has rows for, where those are not as many as
@@ -84,6 +84,7 @@ class ModelSpec:
     dtype: str | None
     eos_token_ids: tuple[int, ...]
     num_stored_ids: int | None = None
+    sublayers: tuple[SublayerName, ...] = ("attention", "mlp")
 
     @property
     def num_parameters(self) -> int:
@@ -114,18 +115,18 @@ class ModelSpec:
                 supported or makes no sense; the text names it and what would do.
         """
         values = read_json_object(path / "config.json")
-        name, architecture = architecture_of(values)
+        family = family_of(values)
         # What `generate` goes by: generation_config.json alone; config.json where there is none.
         generation_path = path / "generation_config.json"
         has_generation = generation_path.exists()
-        check_keys(values, name, is_generation=not has_generation)
+        check_keys(values, family.architecture, family.keys, is_generation=not has_generation)
         generation = read_json_object(generation_path) if has_generation else values
         eos_token_ids = _eos_token_ids(generation)
-        return cls._from_config(_Config(values, architecture), name, eos_token_ids)
+        return cls._from_config(ConfigValues(values, family.keys), family, eos_token_ids)
 
     @classmethod
     def _from_config(
-        cls, config: "_Config", architecture: str, eos_token_ids: list[int]
+        cls, config: ConfigValues, family: Family, eos_token_ids: list[int]
     ) -> "ModelSpec":
         vocab_size = config.integer("vocab_size")
         num_heads = config.integer("num_attention_heads")
@@ -136,7 +137,7 @@ class ModelSpec:
                 f" ({num_kv_heads})"
             )
         hidden_size = config.integer("hidden_size")
-        if architecture == "LlamaForCausalLM" and hidden_size % num_heads:
+        if family.heads_divide_hidden_size and hidden_size % num_heads:
             raise CheckpointError(
                 f"hidden_size ({hidden_size}) is not a multiple of num_attention_heads"
                 f" ({num_heads})"
@@ -146,12 +147,12 @@ class ModelSpec:
             raise CheckpointError(f"head_dim must be even for rotary embedding, but is {head_dim}")
         num_layers = config.integer("num_hidden_layers")
         max_position_embeddings = config.integer("max_position_embeddings")
-        window = _sliding_window(config, architecture, num_layers)
+        window = family.window(config)
         if window is not None and window >= max_position_embeddings:
             window = None
         has_bias = config.flag("attention_bias")
         return cls(
-            architecture=architecture,
+            architecture=family.architecture,
             vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=config.integer("intermediate_size"),
@@ -164,66 +165,17 @@ class ModelSpec:
             rms_norm_eps=config.number("rms_norm_eps"),
             rope=_rope(config, max_position_embeddings),
             qkv_bias=has_bias,
-            output_bias=has_bias and architecture != "Qwen2ForCausalLM",
+            output_bias=has_bias and family.has_output_bias,
             mlp_bias=config.flag("mlp_bias"),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            qk_norm=family.has_head_norms,
             is_tied=config.flag("tie_word_embeddings"),
+            sublayers=family.sublayers,
             dtype=_dtype(config),
             eos_token_ids=tuple(id_ for id_ in dict.fromkeys(eos_token_ids) if id_ < vocab_size),
         )
 
 
-@dataclass(frozen=True)
-class _Config:
-    """A configuration with typed access; `architecture` says what a missing key stands for."""
-
-    values: dict[str, Any]
-    architecture: Architecture
-
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """Read a key; `default` is what null stands for."""
-        return _as_integer(name, self.get(name, default), least)
-
-    def number(self, name: str) -> float:
-        return _as_number(name, self.get(name))
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name)
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{name} must be true or false, but is {shown(value)}")
-        return value
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """What a key says; `default` where it leaves that open."""
-        if name not in self.values:
-            value = self.architecture.default(name)
-            return default if value is None else value
-        value = self.values[name]
-        return default if value is None and name in self.architecture.nullable else value
-
-
-def _as_integer(name: str, value: Any, least: int = 1) -> int:
-    """Make sure that what is called `name` is an integer from `least` on."""
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or not least <= value <= _MAX_INTEGER:
-        raise CheckpointError(
-            f"{name} must be an integer from {least} to {_MAX_INTEGER}, but is {shown(value)}"
-        )
-    return int(value)
-
-
-def _as_number(name: str, value: Any) -> float:
-    """Make sure that what is called `name` is a number above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 1 / _MAX_NUMBER <= value <= _MAX_NUMBER:
-        raise CheckpointError(
-            f"{name} must be a number above 0 (from {1 / _MAX_NUMBER:g} to {_MAX_NUMBER:g}),"
-            f" but is {shown(value)}"
-        )
-    return float(value)
-
-
-def _dtype(config: _Config) -> str | None:
+def _dtype(config: ConfigValues) -> str | None:
     # transformers 5 says `dtype`, 4 said `torch_dtype`; it takes the former where both are there.
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and dtype not in DTYPES:
@@ -243,45 +195,7 @@ def _eos_token_ids(values: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _sliding_window(config: _Config, architecture: str, num_layers: int) -> int | None:
-    """The window of the layers that have one, None where every layer attends to everything."""
-    window = None
-    if config.get("sliding_window") is not None:
-        window = config.integer("sliding_window")
-    if not architecture.startswith("Qwen"):
-        return window
-    if not config.flag("use_sliding_window"):
-        window = None
-    first = config.integer("max_window_layers", least=0)
-    layer_types = config.get("layer_types")
-    if layer_types is None:
-        return window if first < num_layers else None
-    _check_layer_types(layer_types, num_layers)
-    if _SLIDING not in layer_types:
-        return None
-    if window is None:
-        raise CheckpointError(
-            f"layer_types has {_SLIDING!r}, for which there must be a sliding_window and"
-            " use_sliding_window: true"
-        )
-    return window
-
-
-def _check_layer_types(layer_types: Any, num_layers: int) -> None:
-    is_list = isinstance(layer_types, list)
-    if not is_list or any(layer not in ("full_attention", _SLIDING) for layer in layer_types):
-        raise CheckpointError(
-            f"layer_types must list 'full_attention' or {_SLIDING!r} for each layer, but is"
-            f" {shown(layer_types)}"
-        )
-    if len(layer_types) != num_layers:
-        raise CheckpointError(
-            f"layer_types must be as many as num_hidden_layers ({num_layers}), but are"
-            f" {len(layer_types)}"
-        )
-
-
-def _rope(config: _Config, max_position_embeddings: int) -> RopeSpec:
+def _rope(config: ConfigValues, max_position_embeddings: int) -> RopeSpec:
     """Read `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
 
     transformers takes the former where both are there, and nothing of the latter then.
@@ -311,18 +225,18 @@ def _rope(config: _Config, max_position_embeddings: int) -> RopeSpec:
                 f"unsupported partial_rotary_factor {shown(factors['partial_rotary_factor'])};"
                 " accepted is 1"
             )
-    theta = _as_number("rope_theta", values.get("rope_theta", config.get("rope_theta")))
+    theta = as_number("rope_theta", values.get("rope_theta", config.get("rope_theta")))
     if kind == "default":
         return RopeSpec(theta)
-    factor = _as_number(f"factor of {name}", values.get("factor"))
+    factor = as_number(f"factor of {name}", values.get("factor"))
     if kind == "linear":
         return RopeSpec(theta, "linear", factor)
-    low = _as_number("low_freq_factor", values.get("low_freq_factor"))
-    high = _as_number("high_freq_factor", values.get("high_freq_factor"))
+    low = as_number("low_freq_factor", values.get("low_freq_factor"))
+    high = as_number("high_freq_factor", values.get("high_freq_factor"))
     if low >= high:
         raise CheckpointError(
             f"high_freq_factor must be above low_freq_factor ({low}), but is {high}"
         )
     key = "original_max_position_embeddings"
-    length = _as_integer(key, values.get(key, max_position_embeddings))
+    length = as_integer(key, values.get(key, max_position_embeddings))
     return RopeSpec(theta, "llama3", factor, low, high, length)

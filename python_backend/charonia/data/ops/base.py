@@ -1,10 +1,10 @@
-"""The seam between the model and a device: a decoder layer's two halves, and the shape of one step.
+"""The seam between the model and a device: a decoder layer's sublayers, and the shape of one step.
 
 Owns the protocol that every implementation follows and the types that they exchange. Must not know
 weights' names, plans or sampling.
 
-The halves are cut where tensor parallelism joins its partial sums (Shoeybi et al. 2019, arXiv
-1909.08053, section 3)::
+A layer is a list of sublayers. They are cut where tensor parallelism joins its partial sums
+(Shoeybi et al. 2019, arXiv 1909.08053, section 3)::
 
     residual ──┬───────────────────────► + ──┬───────────────────► + ──► …
        x ──► + │                         ▲ x  │                     ▲ x
@@ -22,7 +22,8 @@ Tokens of a step are flat: row after row, each row's tokens in order of position
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from types import ModuleType
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -87,7 +88,7 @@ class MatrixWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """The first half of a decoder layer.
+    """Of causal self-attention.
 
     Attributes:
         qkv: queries, keys and values, one head after the other.
@@ -105,7 +106,7 @@ class AttentionWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """The second half of a decoder layer; `gate_up` holds gate's outputs, then up's."""
+    """Of a SwiGLU layer; `gate_up` holds gate's outputs, then up's."""
 
     norm: NormWeights
     gate_up: MatrixWeights
@@ -114,18 +115,13 @@ class MlpWeights:
 
 StepT = TypeVar("StepT")
 
-AttentionBlock = Callable[[Tensor | None, Tensor, StepT, Pages], Tensor]
-"""(x, residual, step, pages): add x to the residual stream, in place; store K and V of its norm;
-return what attention contributes. All [tokens, hidden]; x is None where the stream begins, and its
-memory may be used for what is returned.
+Sublayer = Callable[[Tensor | None, Tensor, StepT, Pages], Tensor]
+"""(x, residual, step, pages of the layer): add x to the residual stream, in place; return what the
+sublayer makes of its norm. All [tokens, hidden]; x is None where the stream begins, and its memory
+may be used for what is returned. `step` is of `Ops.begin`: positions, slots and contexts."""
 
-Attention is causal softmax(q Kᵀ / √head_dim) V, per row over its own context. K and V are read as
-stored in `pages`, also those of this step's own tokens, so that how a prompt is cut into steps
-cannot change what is attended to."""
-
-MlpBlock = Callable[[Tensor, Tensor], Tensor]
-"""(x, residual): add x to the residual stream, in place; return what the SwiGLU layer (Shazeer
-2020, arXiv 2002.05202) makes of its norm. All [tokens, hidden]."""
+Layer = Sequence[Sublayer[StepT]]
+"""The sublayers of a layer, in their order: each adds what the one before returned."""
 
 Layers = Callable[[Tensor, StepT, Sequence[Pages]], Tensor]
 """(residual, step, pages of each layer): all layers, one after the other. The residual stream, in
@@ -136,8 +132,36 @@ Head = Callable[[Tensor, Tensor], Tensor]
 float32."""
 
 
+class GuessOfRow(NamedTuple):
+    """What a draft model is asked for in a row.
+
+    Attributes:
+        start, num_tokens: of the tokens to compute; where there is to be a guess, they end with
+            the last one known.
+        num_known, num_prompt: tokens that the row has, and had at first.
+        num_guesses: tokens to guess, one after the other.
+        sampling: what to draw with, of `NativeDraw.parameters`.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    num_known: int
+    num_guesses: int
+    num_prompt: int
+    sampling: Any
+
+
+Guesser = Callable[[list[GuessOfRow], Tensor, Tensor, int, Sequence[Pages]], None]
+"""(guesses, tokens, block ids, block size, pages of each layer): all passes of a draft model. What
+it guesses is written behind the rows' known tokens; both tables are int64, [rows, ...]."""
+
+
 class Ops(Protocol[StepT]):
-    """What a device does for the model. Weights that it is given may be copied and let go."""
+    """What a device does for the model. Weights that it is given may be copied and let go.
+
+    Implementations are subclasses: what not every device can do has a default that says so.
+    """
 
     def page_shapes(self, layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Say how one block's keys and its values lie in memory."""
@@ -147,21 +171,23 @@ class Ops(Protocol[StepT]):
         """Prepare what all layers of a step share; `rotation` is of all positions."""
         ...
 
-    def attention(self, weights: AttentionWeights) -> AttentionBlock[StepT]:
-        """Prepare the first half of a decoder layer."""
+    def attention(self, weights: AttentionWeights) -> Sublayer[StepT]:
+        """Prepare causal self-attention, softmax(q Kᵀ / √head_dim) V, per row over its own context.
+
+        It stores K and V in the pages. K and V are read as stored there, also those of this step's
+        own tokens, so that how a prompt is cut into steps cannot change what is attended to.
+        """
         ...
 
-    def mlp(self, weights: MlpWeights) -> MlpBlock:
-        """Prepare the second half of a decoder layer."""
+    def mlp(self, weights: MlpWeights) -> Sublayer[StepT]:
+        """Prepare a SwiGLU layer (Shazeer 2020, arXiv 2002.05202)."""
         ...
 
-    def layers(
-        self, blocks: Sequence[tuple[AttentionBlock[StepT], MlpBlock]], parts: Comm | None = None
-    ) -> Layers[StepT]:
-        """Join the two halves of each layer, and the layers.
+    def layers(self, layers: Sequence[Layer[StepT]], parts: Comm | None = None) -> Layers[StepT]:
+        """Join the sublayers of each layer, and the layers.
 
         Args:
-            parts: the ranks that have the other parts of them. What their halves contribute is
+            parts: the ranks that have the other parts of them. What their sublayers return is
                 added up, and every rank's residual stream is whole.
         """
         ...
@@ -173,3 +199,22 @@ class Ops(Protocol[StepT]):
     def as_int8(self) -> "Ops[StepT]":
         """The same for another model, whose weights are kept as int8."""
         ...
+
+    # What not every device can do.
+
+    prefers_int8: ClassVar[bool] = False
+    """Whether weights as int8 make a draft model faster: what `quantization: auto` asks."""
+
+    attends_in_pieces: ClassVar[bool] = False
+    """Whether attention takes no more memory where contexts are longer."""
+
+    @property
+    def kernels(self) -> ModuleType | None:
+        """The CPU kernels, which draw tokens and exchange tensors between ranks as well."""
+        return None
+
+    def guesser(
+        self, embedding: Tensor, layers: Layers[StepT], head: Head, rotation: Rotation
+    ) -> Guesser | None:
+        """Join a draft model into one call; `layers` and `head` are of these operations."""
+        return None

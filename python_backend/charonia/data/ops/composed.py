@@ -1,6 +1,6 @@
 """`Ops` made of five primitive operations: what runs where there is no native layer.
 
-Owns how a block is composed, and int8 weights in plain torch. Must not know weights' names or
+Owns how a sublayer is composed, and int8 weights in plain torch. Must not know weights' names or
 plans.
 """
 
@@ -13,18 +13,19 @@ from torch import Tensor
 
 from charonia.data.comm import Comm
 from charonia.data.ops.base import (
-    AttentionBlock,
     AttentionWeights,
     Head,
+    Layer,
     Layers,
     MatrixWeights,
-    MlpBlock,
     MlpWeights,
     NormWeights,
+    Ops,
     Pages,
     Rotation,
     StepBatch,
     StepT,
+    Sublayer,
 )
 from charonia.data.ops.kv_format import FORMATS
 from charonia.protocol import KVLayout
@@ -102,13 +103,13 @@ class Primitives(Protocol):
 class ComposedStep:
     """What all layers of a step share."""
 
+    batch: StepBatch
     rotation: Rotation  # of each token
-    slots: Tensor  # [tokens]
     attend: PagedAttention
 
 
-class ComposedOps:
-    """Implements `ops.base.Ops` with the primitives of some device.
+class ComposedOps(Ops[ComposedStep]):
+    """The operations made of the primitives of some device.
 
     Args:
         is_int8: keep weights as int8 with a scale per output.
@@ -129,16 +130,16 @@ class ComposedOps:
 
     def begin(self, batch: StepBatch, rotation: Rotation) -> ComposedStep:
         return ComposedStep(
+            batch,
             Rotation(*(table.index_select(0, batch.positions) for table in rotation)),
-            batch.slots,
             self._primitives.paged_attention(batch, rotation.cos.dtype),
         )
 
-    def attention(self, weights: AttentionWeights) -> AttentionBlock[ComposedStep]:
+    def attention(self, weights: AttentionWeights) -> Sublayer[ComposedStep]:
         ops, norm = self._primitives, weights.norm
         qkv, output = self._linear(weights.qkv), self._linear(weights.output)
 
-        def block(x: Tensor | None, residual: Tensor, step: ComposedStep, pages: Pages) -> Tensor:
+        def attend(x: Tensor | None, residual: Tensor, step: ComposedStep, pages: Pages) -> Tensor:
             normed = _add_and_normalize(ops, norm, x, residual)
             heads = qkv(normed).view(len(normed), -1, weights.head_dim)  # [tokens, heads, dim]
             if weights.head_norms is not None:
@@ -148,26 +149,29 @@ class ComposedOps:
                     part = heads[:, first : first + size]
                     part.copy_(ops.rms_norm(part, head_norm.weight, head_norm.eps)[0])
                     first += size
-            query = ops.rope_and_write(heads, weights.num_heads, step.rotation, step.slots, pages)
+            slots = step.batch.slots
+            query = ops.rope_and_write(heads, weights.num_heads, step.rotation, slots, pages)
             return output(step.attend(query, pages).reshape(len(normed), -1))
 
-        return block
+        return attend
 
-    def mlp(self, weights: MlpWeights) -> MlpBlock:
+    def mlp(self, weights: MlpWeights) -> Sublayer[ComposedStep]:
         ops, norm = self._primitives, weights.norm
         gate_up, down = self._linear(weights.gate_up), self._linear(weights.down)
 
-        def block(x: Tensor, residual: Tensor) -> Tensor:
+        def feed_forward(
+            x: Tensor | None, residual: Tensor, step: ComposedStep, pages: Pages
+        ) -> Tensor:
             return down(ops.silu_mul(gate_up(_add_and_normalize(ops, norm, x, residual))))
 
-        return block
+        return feed_forward
 
     def layers(
         self,
-        blocks: Sequence[tuple[AttentionBlock[ComposedStep], MlpBlock]],
+        layers: Sequence[Layer[ComposedStep]],
         parts: Comm | None = None,
     ) -> Layers[ComposedStep]:
-        return layers_of_halves(blocks, parts)
+        return one_by_one(layers, parts)
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
         ops, linear = self._primitives, self._linear(weights)
@@ -192,24 +196,20 @@ class ComposedOps:
         return linear
 
 
-def layers_of_halves(
-    blocks: Sequence[tuple[AttentionBlock[StepT], MlpBlock]], parts: Comm | None
-) -> Layers[StepT]:
-    """Compute half after half, and add up what the ranks contribute; see `Ops.layers`."""
+def one_by_one(layers: Sequence[Layer[StepT]], parts: Comm | None) -> Layers[StepT]:
+    """Compute sublayer after sublayer, and add up what the ranks contribute; see `Ops.layers`."""
 
-    def layers(residual: Tensor, step: StepT, pages: Sequence[Pages]) -> Tensor:
+    def run(residual: Tensor, step: StepT, pages: Sequence[Pages]) -> Tensor:
         x: Tensor | None = None
-        for (attention, mlp), layer_pages in zip(blocks, pages, strict=True):
-            x = attention(x, residual, step, layer_pages)
-            if parts is not None:
-                x = parts.all_reduce(x)
-            x = mlp(x, residual)
-            if parts is not None:
-                x = parts.all_reduce(x)
+        for layer, layer_pages in zip(layers, pages, strict=True):
+            for sublayer in layer:
+                x = sublayer(x, residual, step, layer_pages)
+                if parts is not None:
+                    x = parts.all_reduce(x)
         assert x is not None, "a model has layers"
         return x
 
-    return layers
+    return run
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""From logits to tokens: what the runner calls once per step.
+"""From logits to tokens: what the target model calls once per step.
 
 Owns the order of work (edit, draw, log-probabilities, one transfer to the host) and the mixing of
 rows with different parameters in one batch. Must not know the model, the KV cache or the scheduler.

@@ -105,8 +105,10 @@ at::Tensor attend(const Attention& attention, const MaybeTensor& x, const at::Te
   return out;
 }
 
-// residual += x; return what the MLP contributes, in x's memory; all [tokens, hidden].
-at::Tensor feed_forward(const Mlp& mlp, const MaybeTensor& x, const at::Tensor& residual) {
+// residual += x; return what the MLP contributes, in x's memory; all [tokens, hidden]. As every
+// sublayer it is given the step and the layer's pages, but needs neither.
+at::Tensor feed_forward(const Mlp& mlp, const MaybeTensor& x, const at::Tensor& residual,
+                        const pybind11::object& /*step*/, const pybind11::object& /*pages*/) {
   require_stream(x, residual, mlp.type(), mlp.hidden());
   auto out = x ? *x : at::empty_like(residual);
   compute(mlp.type(), {residual.size(0), mlp.num_weights()}, [&](auto zero) {

@@ -4,65 +4,41 @@ Owns the wiring between the seam and `kernels.cpp`. Must not know plans or weigh
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from charonia.data.comm import Comm
 from charonia.data.ops.base import (
-    AttentionBlock,
     AttentionWeights,
+    Guesser,
     Head,
+    Layer,
     Layers,
     MatrixWeights,
-    MlpBlock,
     MlpWeights,
     NormWeights,
-    Pages,
+    Ops,
     Rotation,
     StepBatch,
+    Sublayer,
 )
-from charonia.data.ops.composed import layers_of_halves
+from charonia.data.ops.composed import one_by_one
 from charonia.data.ops.kv_format import FORMATS, Quantized
 from charonia.data.ops.native.threads import ThreadLayout
 from charonia.errors import ConfigError
 from charonia.protocol import KVLayout
-
-
-class GuessOfRow(NamedTuple):
-    """What a draft model is asked for in a row.
-
-    Attributes:
-        start, num_tokens: of the tokens to compute; where there is to be a guess, they end with
-            the last one known.
-        num_known, num_prompt: tokens that the row has, and had at first.
-        num_guesses: tokens to guess, one after the other.
-        sampling: of `NativeDraw.parameters`.
-    """
-
-    row: int
-    start: int
-    num_tokens: int
-    num_known: int
-    num_guesses: int
-    num_prompt: int
-    sampling: Any
-
-
-Guesser = Callable[[list[GuessOfRow], Tensor, Tensor, int, Sequence[Pages]], None]
-"""(guesses, tokens, block ids, block size, pages of each layer): all passes of a draft model. What
-it guesses is written behind the rows' known tokens; both tables are int64, [rows, ...]."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 _LANES = 16
 """Of the widest vectors; a block holds a multiple, a head is filled up to one."""
 
 
-class NativeOps:
-    """Implements `ops.base.Ops` with the CPU kernels.
+class NativeOps(Ops[Any]):
+    """The operations in the CPU kernels.
 
     From here on torch itself computes with one thread, and the kernels' pool with as many as it is
     told: two pools would fight over the same cores.
@@ -71,6 +47,9 @@ class NativeOps:
         kernels: of `build.load_kernels`.
         is_int8: keep weights as int8 with a scale per output.
     """
+
+    prefers_int8 = True
+    attends_in_pieces = True
 
     def __init__(
         self, kernels: ModuleType, threads: ThreadLayout, *, is_int8: bool = False
@@ -88,7 +67,7 @@ class NativeOps:
 
     @property
     def kernels(self) -> ModuleType:
-        """The compiled module: the sampler draws with it too."""
+        """See `Ops`."""
         return self._kernels
 
     @staticmethod
@@ -99,10 +78,6 @@ class NativeOps:
         if block_size % _LANES:
             return f"they need blocks of a multiple of {_LANES} tokens, not of {block_size}"
         return None
-
-    def phase_seconds(self) -> dict[str, float]:
-        """Seconds that this process has spent in each kind of operation so far."""
-        return dict(self._kernels.phase_seconds())
 
     @staticmethod
     def page_shapes(layout: KVLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -127,9 +102,9 @@ class NativeOps:
             rotation.sin,
         )
 
-    def attention(self, weights: AttentionWeights) -> AttentionBlock[Any]:
+    def attention(self, weights: AttentionWeights) -> Sublayer[Any]:
         query_norm, key_norm = weights.head_norms or (None, None)
-        block: AttentionBlock[Any] = self._kernels.Attention(
+        attention: Sublayer[Any] = self._kernels.Attention(
             self._norm(weights.norm),
             weights.qkv.weight,
             weights.qkv.bias,
@@ -140,15 +115,15 @@ class NativeOps:
             weights.head_dim,
             self._is_int8,
         )
-        return block
+        return attention
 
-    def mlp(self, weights: MlpWeights) -> MlpBlock:
+    def mlp(self, weights: MlpWeights) -> Sublayer[Any]:
         if (size := weights.down.weight.shape[1]) % 2:
             raise ConfigError(
                 f"the CPU kernels need an even intermediate_size, and it is {size};"
                 " cpu_kernels = 'torch' takes any"
             )
-        block: MlpBlock = self._kernels.Mlp(
+        mlp: Sublayer[Any] = self._kernels.Mlp(
             self._norm(weights.norm),
             weights.gate_up.weight,
             weights.gate_up.bias,
@@ -156,22 +131,25 @@ class NativeOps:
             weights.down.bias,
             self._is_int8,
         )
-        return block
+        return mlp
 
-    def layers(
-        self, blocks: Sequence[tuple[AttentionBlock[Any], MlpBlock]], parts: Comm | None = None
-    ) -> Layers[Any]:
-        """Join the two halves of each layer, and the layers, in one native call.
+    def layers(self, layers: Sequence[Layer[Any]], parts: Comm | None = None) -> Layers[Any]:
+        """Join the sublayers of each layer, and the layers, in one native call.
+
+        That is for layers of attention and an MLP, alone or with ranks that share memory. Others
+        take a call for each sublayer.
 
         Args:
-            parts: with an attribute `exchange`, the kernels' own, the call reduces through it; else
-                there is one for each half of a layer.
+            parts: with an attribute `exchange`, the kernels' own, the call reduces through it.
         """
-        exchange = getattr(parts, "exchange", None)
-        if parts is not None and exchange is None:
-            return layers_of_halves(blocks, parts)
-        layers: Layers[Any] = self._kernels.Layers(list(blocks), exchange)
-        return layers
+        exchange, kernels = getattr(parts, "exchange", None), self._kernels
+        is_fused = all(
+            [type(part) for part in layer] == [kernels.Attention, kernels.Mlp] for layer in layers
+        )
+        if not is_fused or (parts is not None and exchange is None):
+            return one_by_one(layers, parts)
+        joined: Layers[Any] = kernels.Layers([tuple(layer) for layer in layers], exchange)
+        return joined
 
     def head(self, norm: NormWeights, weights: MatrixWeights) -> Head:
         head: Head = self._kernels.Head(
@@ -181,8 +159,10 @@ class NativeOps:
 
     def guesser(
         self, embedding: Tensor, layers: Layers[Any], head: Head, rotation: Rotation
-    ) -> Guesser:
-        """Join the parts of a draft model; `layers` and `head` are of these operations."""
+    ) -> Guesser | None:
+        """See `Ops`."""
+        if not isinstance(layers, self._kernels.Layers):
+            return None
         guesser: Guesser = self._kernels.Guesser(embedding, layers, head, *rotation)
         return guesser
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from charonia.data.models import LocalRank, _device
+from charonia.data.basis import LocalRank, _device
 from charonia.errors import ConfigError
 
 

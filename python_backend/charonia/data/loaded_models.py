@@ -1,0 +1,138 @@
+"""The models of one rank: their weights and their KV caches.
+
+Owns the way from a `Basis` to loaded models with KV caches, the same on every rank. Must not know
+plans, rows, sampling or how ranks find each other.
+
+    Basis: shapes, device, operations ──► Models: weights ──► KV caches, of as many blocks as fit
+                                   seats ──┘       on every rank ──┘
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from charonia.config import SpeculativeConfig
+from charonia.data.basis import Basis, named_as_draft_model
+from charonia.data.comm import Seat
+from charonia.data.kv_store import KVStore, kv_layout
+from charonia.data.memory import available_memory
+from charonia.data.model.decoder import Decoder
+from charonia.data.model.loader import check_size, load_weights
+from charonia.data.model.parameters import Parameters
+from charonia.data.model.spec import ModelSpec
+from charonia.data.ops.base import Ops
+from charonia.errors import ConfigError
+from charonia.protocol import KVLayout
+
+PROMPT_LOGPROBS_SLICE = 256
+"""Prompt positions whose logits are held at once."""
+_ROTARY_BYTES = 8
+"""Per position and dimension of a head: the angle, its cosine, its sine, and one of these again in
+the model's dtype."""
+
+
+class KVStores(NamedTuple):
+    """The KV caches of a rank, of as many blocks."""
+
+    target: KVStore
+    draft: KVStore | None
+
+
+class LoadedModel(NamedTuple):
+    """What a rank has of a checkpoint, and the shape of its KV cache."""
+
+    decoder: Decoder
+    layout: KVLayout
+    ops: Ops[Any]
+
+    def kv_store(self, num_blocks: int, device: torch.device) -> KVStore:
+        """Allocate the KV cache."""
+        return KVStore(self.layout, self.ops.page_shapes(self.layout), num_blocks, device)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The target and the draft model, as far as they are this rank's."""
+
+    target: LoadedModel
+    draft: LoadedModel | None
+
+    @classmethod
+    def load(
+        cls,
+        basis: Basis,
+        seat: Seat,
+        draft_seat: Seat | None,
+        *,
+        log: Callable[[str], None],
+    ) -> "Models":
+        """Load what these seats have.
+
+        Args:
+            draft_seat: None where the draft model is other ranks' alone.
+
+        Raises:
+            CheckpointError: a checkpoint cannot be loaded.
+            ConfigError: a model cannot be split as asked for.
+        """
+        args = basis.args
+        target = _load(basis, args.model, basis.spec, basis.max_model_len, basis.ops, seat, log)
+        draft = None
+        if basis.draft_spec is not None and draft_seat is not None:
+            assert args.speculative_config is not None
+            assert args.speculative_config.model is not None
+            ops = _draft_ops(args.speculative_config, basis.ops)
+            path, spec = args.speculative_config.model, basis.draft_spec
+            with named_as_draft_model():
+                draft = _load(basis, path, spec, basis.max_draft_len, ops, draft_seat, log)
+        return cls(target, draft)
+
+    def allocate(self, num_blocks: int, device: torch.device) -> KVStores:
+        """Allocate the KV caches."""
+        draft = self.draft.kv_store(num_blocks, device) if self.draft is not None else None
+        return KVStores(self.target.kv_store(num_blocks, device), draft)
+
+
+def _load(
+    basis: Basis,
+    path: str,
+    spec: ModelSpec,
+    num_positions: int,
+    ops: Ops[Any],
+    seat: Seat,
+    log: Callable[[str], None],
+) -> LoadedModel:
+    check_size(Path(path), spec.num_parameters)
+    _check_length(num_positions, spec.head_dim)
+    parameters = Parameters(spec, basis.dtype, basis.device, seat.place)
+    load_weights(Path(path), parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=log)
+    decoder = Decoder(spec, parameters, ops, num_positions=num_positions, seat=seat)
+    args = basis.args
+    layout = kv_layout(spec, ops, args.block_size, basis.dtype, seat.place, args.kv_cache_dtype)
+    return LoadedModel(decoder, layout, ops)
+
+
+def _check_length(num_positions: int, head_dim: int) -> None:
+    """Make sure, before it is tried, that a table for all positions can be made.
+
+    A checkpoint may claim to follow sequences of any length.
+
+    Raises:
+        ConfigError: there is no memory for it.
+    """
+    num_bytes = num_positions * head_dim * _ROTARY_BYTES
+    memory = available_memory()
+    if num_bytes > memory.available:
+        raise ConfigError(
+            f"max_model_len = {num_positions} takes {num_bytes} bytes for rotary angles alone, but"
+            f" {memory.available} are available ({memory.source}); set a smaller max_model_len"
+        )
+
+
+def _draft_ops(config: SpeculativeConfig, ops: Ops[Any]) -> Ops[Any]:
+    """The draft model's operations: the target's, or the same with int8 weights."""
+    is_int8 = config.quantization == "int8" or (config.quantization == "auto" and ops.prefers_int8)
+    return ops.as_int8() if is_int8 else ops
