@@ -14,7 +14,7 @@ from charonia.config import EngineArgs
 from charonia.data import runner as runner_module
 from charonia.data import sizing as sizing_module
 from charonia.data.basis import Basis, LocalRank
-from charonia.data.comm import Seat
+from charonia.data.comm import ModelRank
 from charonia.data.largest_step import largest_rows, run_largest_step
 from charonia.data.loaded_models import Models
 from charonia.data.memory import Memory
@@ -53,7 +53,7 @@ def loaded(args: EngineArgs, local_rank: LocalRank | None = None) -> tuple[Basis
         pass
 
     basis = Basis.of(args, log=log, local_rank=local_rank)
-    return basis, Models.load(basis, Seat(), Seat(), log=log)
+    return basis, Models.load(basis, ModelRank(), ModelRank(), log=log)
 
 
 def sized(
@@ -202,7 +202,7 @@ def test_the_largest_step_is_run_by_all_that_computes(
     basis, models = loaded(args)
     monkeypatch.setattr(Decoder, "hidden_states", watched)
     sampler = Sampler(basis.spec.vocab_size, CPU)
-    run_largest_step(basis, models, Seat(), Seat(), pool_tokens=10_000, sampler=sampler)
+    run_largest_step(basis, models, ModelRank(), ModelRank(), pool_tokens=10_000, sampler=sampler)
     longest = 297 if basis.kernels is not None else 512
     assert shapes == [(300, 4, longest)]
 

@@ -103,7 +103,7 @@ def test_every_rank_has_what_a_plain_computation_gives(size: int, is_shared: boo
 
 
 def all_operations(groups: Groups) -> list[Any]:
-    comm = groups.seats()[0].links.parts
+    comm = groups.model_ranks()[0].links.parts
     assert isinstance(comm, SharedMemoryComm | GroupComm)
     found: list[Any] = []
     for dtype, shape in itertools.product(DTYPES, SHAPES):
@@ -167,9 +167,9 @@ def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 )
 def test_a_seat_is_linked_to_its_neighbours(is_shared: bool) -> None:
     """Two parts, two stages, and a draft model on the first two ranks."""
-    seats = run(links_of, Topology(2, 2, 2), is_shared=is_shared)
+    model_ranks = run(links_of, Topology(2, 2, 2), is_shared=is_shared)
     first, second = (0, 2), (1, 2)  # rank and size in the group
-    assert seats == [
+    assert model_ranks == [
         # parts, before, after, logits; the draft model's parts
         [first, None, first, first, first],
         [second, None, first, None, second],
@@ -179,8 +179,8 @@ def test_a_seat_is_linked_to_its_neighbours(is_shared: bool) -> None:
 
 
 def links_of(groups: Groups) -> list[tuple[int, int] | None]:
-    seat, draft_seat = groups.seats()
-    links = seat.links
+    model_rank, draft_rank = groups.model_ranks()
+    links = model_rank.links
     found = [links.parts, links.before, links.after, links.logits]
-    found.append(draft_seat.links.parts if draft_seat else None)
+    found.append(draft_rank.links.parts if draft_rank else None)
     return [None if comm is None else (comm.rank, comm.size) for comm in found]

@@ -1,4 +1,4 @@
-"""What the ranks of one engine exchange, `Comm`, and which part of a model each has, `Seat`.
+"""What the ranks of one engine exchange, `Comm`, and which part of a model each has, `ModelRank`.
 
 Owns the protocol alone; `charonia.parallel` implements it. Must not know processes, devices or
 what is exchanged.
@@ -102,7 +102,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ModelRank:
     """A rank's place in one model, and its links; by default the whole model is its own."""
 
     place: Place = field(default_factory=Place)

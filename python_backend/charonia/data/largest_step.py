@@ -20,7 +20,7 @@ import torch
 
 from charonia.config import EngineArgs
 from charonia.data.basis import Basis
-from charonia.data.comm import Seat
+from charonia.data.comm import ModelRank
 from charonia.data.loaded_models import PROMPT_LOGPROBS_SLICE, LoadedModel, Models
 from charonia.data.model.paged import PagedModel
 from charonia.data.ops.base import StepBatch
@@ -42,8 +42,8 @@ class _Row(NamedTuple):
 def run_largest_step(
     basis: Basis,
     models: Models,
-    seat: Seat,
-    draft_seat: Seat | None,
+    model_rank: ModelRank,
+    draft_rank: ModelRank | None,
     *,
     pool_tokens: int,
     sampler: Sampler | None,
@@ -51,7 +51,7 @@ def run_largest_step(
     """Compute one step of the largest shape with all models. Every rank does so at once.
 
     Args:
-        seat, draft_seat: this rank's, as in `Models.load`.
+        model_rank, draft_rank: this rank's, as in `Models.load`.
         pool_tokens: tokens that the KV cache can have at most: contexts take no more together.
         sampler: of the rank that samples; None on the others.
 
@@ -62,9 +62,9 @@ def run_largest_step(
     if basis.ops.attends_in_pieces:
         pool_tokens = 0
     num_lines = _num_lines(basis.args)
-    parts = [(models.target, seat, basis.max_model_len, sampler)]
-    if models.draft is not None and draft_seat is not None:
-        parts.append((models.draft, draft_seat, basis.max_draft_len, None))
+    parts = [(models.target, model_rank, basis.max_model_len, sampler)]
+    if models.draft is not None and draft_rank is not None:
+        parts.append((models.draft, draft_rank, basis.max_draft_len, None))
     with torch.inference_mode():
         for model, its_seat, max_len, its_sampler in parts:
             rows = largest_rows(basis.args, max_len, pool_tokens)
@@ -102,7 +102,7 @@ def _run(
     model: LoadedModel,
     rows: Sequence[_Row],
     num_lines: int,
-    seat: Seat,
+    model_rank: ModelRank,
     sampler: Sampler | None,
     *,
     is_led: bool,
@@ -112,7 +112,7 @@ def _run(
     num_tokens = batch.query_starts[-1]
     lines = list(range(max(num_tokens - num_lines, 0), num_tokens))
     pending = paged.forward(batch, lines)
-    if not (is_led or seat.place.is_last):
+    if not (is_led or model_rank.place.is_last):
         return
     logits = pending()
     if sampler is not None:

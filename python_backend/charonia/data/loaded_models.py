@@ -4,7 +4,7 @@ Owns the way from a `Basis` to loaded models with KV caches, the same on every r
 plans, rows, sampling or how ranks find each other.
 
     Basis: shapes, device, operations ──► Models: weights ──► KV caches, of as many blocks as fit
-                                   seats ──┘       on every rank ──┘
+                             model ranks ──┘       on every rank ──┘
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import torch
 
 from charonia.config import SpeculativeConfig
 from charonia.data.basis import Basis, named_as_draft_model
-from charonia.data.comm import Seat
+from charonia.data.comm import ModelRank
 from charonia.data.kv_store import KVStore, kv_layout
 from charonia.data.memory import available_memory
 from charonia.data.model.decoder import Decoder
@@ -64,30 +64,32 @@ class Models:
     def load(
         cls,
         basis: Basis,
-        seat: Seat,
-        draft_seat: Seat | None,
+        model_rank: ModelRank,
+        draft_rank: ModelRank | None,
         *,
         log: Callable[[str], None],
     ) -> "Models":
-        """Load what these seats have.
+        """Load what this rank has of both models.
 
         Args:
-            draft_seat: None where the draft model is other ranks' alone.
+            draft_rank: None where the draft model is other ranks' alone.
 
         Raises:
             CheckpointError: a checkpoint cannot be loaded.
             ConfigError: a model cannot be split as asked for.
         """
         args = basis.args
-        target = _load(basis, args.model, basis.spec, basis.max_model_len, basis.ops, seat, log)
+        target = _load(
+            basis, args.model, basis.spec, basis.max_model_len, basis.ops, model_rank, log
+        )
         draft = None
-        if basis.draft_spec is not None and draft_seat is not None:
+        if basis.draft_spec is not None and draft_rank is not None:
             assert args.speculative_config is not None
             assert args.speculative_config.model is not None
             ops = _draft_ops(args.speculative_config, basis.ops)
             path, spec = args.speculative_config.model, basis.draft_spec
             with named_as_draft_model():
-                draft = _load(basis, path, spec, basis.max_draft_len, ops, draft_seat, log)
+                draft = _load(basis, path, spec, basis.max_draft_len, ops, draft_rank, log)
         return cls(target, draft)
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVStores:
@@ -102,16 +104,18 @@ def _load(
     spec: ModelSpec,
     num_positions: int,
     ops: Ops[Any],
-    seat: Seat,
+    model_rank: ModelRank,
     log: Callable[[str], None],
 ) -> LoadedModel:
     check_size(Path(path), spec.num_parameters)
     _check_length(num_positions, spec.head_dim)
-    parameters = Parameters(spec, basis.dtype, basis.device, seat.place)
+    parameters = Parameters(spec, basis.dtype, basis.device, model_rank.place)
     load_weights(Path(path), parameters.checkpoint_tensors(), is_tied=spec.is_tied, log=log)
-    decoder = Decoder(spec, parameters, ops, num_positions=num_positions, seat=seat)
+    decoder = Decoder(spec, parameters, ops, num_positions=num_positions, model_rank=model_rank)
     args = basis.args
-    layout = kv_layout(spec, ops, args.block_size, basis.dtype, seat.place, args.kv_cache_dtype)
+    layout = kv_layout(
+        spec, ops, args.block_size, basis.dtype, model_rank.place, args.kv_cache_dtype
+    )
     return LoadedModel(decoder, layout, ops)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from charonia.config import EngineArgs, SpeculativeConfig
 from charonia.data.basis import Basis
-from charonia.data.comm import Seat
+from charonia.data.comm import ModelRank
 from charonia.data.draft_model import DraftModel, NativeDraftModel
 from charonia.data.kv_store import KVStore
 from charonia.data.kv_tiers import make_tiers
@@ -67,11 +67,11 @@ class Runner:
         basis = Basis.of(args, log=log, local_rank=team.local_rank if team else None)
         self.ops = ops = basis.ops
         self._team = team
-        seat, draft_seat = team.join(basis) if team else (Seat(), Seat())
-        models = Models.load(basis, seat, draft_seat, log=log)
+        model_rank, draft_rank = team.join(basis) if team else (ModelRank(), ModelRank())
+        models = Models.load(basis, model_rank, draft_rank, log=log)
         native = NativeDraw(ops.kernels) if ops.kernels else None
         self._sampler = Sampler(basis.spec.vocab_size, basis.device, native)
-        sizing = self._size(basis, models, seat, draft_seat)
+        sizing = self._size(basis, models, model_rank, draft_rank)
         room = team.agree(sizing.room) if team else sizing.room
         num_blocks = room.num_blocks
         memory = sizing.report(room, basis.device, basis.local_rank.count)
@@ -82,7 +82,7 @@ class Runner:
         self._kv_stores = [store for store in kv if store is not None]
         self._has_discarded = False
         self._pressure = _watch(basis, room, self._kv_stores)
-        self._tiers = make_tiers(basis, models, kv, seat.place, room.slot_bytes, log=log)
+        self._tiers = make_tiers(basis, models, kv, model_rank.place, room.slot_bytes, log=log)
         self._tensors = StepTensors(
             num_rows=args.most_rows,
             max_model_len=basis.max_model_len,
@@ -109,12 +109,16 @@ class Runner:
             self._info = team.describe(self._info)
         self._info = self.info()
 
-    def _size(self, basis: Basis, models: Models, seat: Seat, draft_seat: Seat | None) -> Sizing:
+    def _size(
+        self, basis: Basis, models: Models, model_rank: ModelRank, draft_rank: ModelRank | None
+    ) -> Sizing:
         """See what there is memory for, together with the other ranks."""
 
         def run_step(pool_tokens: int) -> None:
             run_largest_step(
-                *(basis, models, seat, draft_seat), pool_tokens=pool_tokens, sampler=self._sampler
+                *(basis, models, model_rank, draft_rank),
+                pool_tokens=pool_tokens,
+                sampler=self._sampler,
             )
 
         if self._team:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from charonia.data.basis import Basis, LocalRank
-from charonia.data.comm import Seat
+from charonia.data.comm import ModelRank
 from charonia.data.model.paged import Model, PagedModel
 from charonia.data.sizing import Room
 from charonia.protocol import Collectives, EngineInfo, StepPlan
@@ -22,8 +22,8 @@ class Team(Protocol):
         """This process among those on its machine."""
         ...
 
-    def join(self, basis: Basis) -> tuple[Seat, Seat | None]:
-        """Meet the others; return this rank's seats in the target and in the draft model."""
+    def join(self, basis: Basis) -> tuple[ModelRank, ModelRank | None]:
+        """Meet the others; return this rank's part in the target and in the draft model."""
         ...
 
     def measure(self) -> None:

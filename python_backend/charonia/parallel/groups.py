@@ -1,4 +1,4 @@
-"""Forms the groups of ranks that exchange tensors, and says what each rank's seats are.
+"""Forms the groups of ranks that exchange tensors, and says which part of the models each rank has.
 
 Owns the choice between shared memory and torch.distributed, the lives of both, and their counters.
 Must not know models or messages.
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from charonia.data.comm import Links, Seat
+from charonia.data.comm import Links, ModelRank
 from charonia.errors import ConfigError, RankLostError
 from charonia.parallel.addresses import interface_of
 from charonia.parallel.comm import GroupComm, SharedMemoryComm
@@ -137,8 +137,8 @@ class Groups:
         )
         self._has_world = True
 
-    def seats(self) -> tuple[Seat, Seat | None]:
-        """This rank's seats in the target and in the draft model; None for no part of it."""
+    def model_ranks(self) -> tuple[ModelRank, ModelRank | None]:
+        """This rank's part in the target and in the draft model; None for no part of it."""
         rank, comms = self._me.rank, self._comms
         place = self._topology.place(rank)
         behind = rank + self._topology.num_parts
@@ -150,8 +150,8 @@ class Groups:
         )
         draft_place = self._topology.draft_place(rank)
         if draft_place is None:
-            return Seat(place, links), None
-        return Seat(place, links), Seat(draft_place, Links(parts=comms.get(DRAFT_GROUP)))
+            return ModelRank(place, links), None
+        return ModelRank(place, links), ModelRank(draft_place, Links(parts=comms.get(DRAFT_GROUP)))
 
     def collectives(self) -> Collectives:
         """What this rank has exchanged since the last call."""

@@ -179,10 +179,10 @@ class _Follower:
         """Form groups with the other ranks, and load the weights."""
         basis = self._basis
         self._groups = Groups(self._topology, me, basis.kernels, basis.device)
-        seat, draft_seat = self._groups.seats()
-        self._seats = {"target": seat} | ({"draft": draft_seat} if draft_seat else {})
+        model_rank, draft_rank = self._groups.model_ranks()
+        self._model_ranks = {"target": model_rank} | ({"draft": draft_rank} if draft_rank else {})
         # How far the weights are is said by the engine's process.
-        self._loaded = Models.load(basis, seat, draft_seat, log=lambda line: None)
+        self._loaded = Models.load(basis, model_rank, draft_rank, log=lambda line: None)
         self._models: dict[str, PagedModel] = {}
         self._tiers: KVTiers | None = None
         self._kv_stores: list[KVStore] = []
@@ -190,10 +190,12 @@ class _Follower:
     def room(self) -> Room:
         """What there is memory for; computes the largest step, with the other ranks."""
         basis, models = self._basis, self._loaded
-        seat, draft_seat = self._seats["target"], self._seats.get("draft")
+        model_rank, draft_rank = self._model_ranks["target"], self._model_ranks.get("draft")
 
         def run_step(pool_tokens: int) -> None:
-            run_largest_step(basis, models, seat, draft_seat, pool_tokens=pool_tokens, sampler=None)
+            run_largest_step(
+                basis, models, model_rank, draft_rank, pool_tokens=pool_tokens, sampler=None
+            )
 
         return size(basis, models, run_step).room
 
@@ -202,7 +204,7 @@ class _Follower:
         basis, loaded = self._basis, self._loaded
         kv = loaded.allocate(room.num_blocks, basis.device)
         self._kv_stores = [store for store in kv if store is not None]
-        place = self._seats["target"].place
+        place = self._model_ranks["target"].place
         self._tiers = make_tiers(basis, loaded, kv, place, room.slot_bytes, log=self._log)
         self._models["target"] = PagedModel(loaded.target.decoder, kv.target)
         if loaded.draft is not None and kv.draft is not None:
@@ -232,10 +234,10 @@ class _Follower:
                 case Forward():
                     batch = batch_of(message, self._basis.device)
                     logits = self._models[message.model].forward(batch, message.lines)
-                    if message.lines and self._seats[message.model].place.is_last:
+                    if message.lines and self._model_ranks[message.model].place.is_last:
                         logits()
                 case Lines():
-                    if self._seats[message.model].place.is_last:
+                    if self._model_ranks[message.model].place.is_last:
                         self._models[message.model].logits(slice(message.start, message.stop))()
                 case Copy():
                     self._models[message.model].copy_blocks(message.copies)

@@ -23,7 +23,7 @@ import msgspec
 
 from charonia.config import EngineArgs
 from charonia.data.basis import Basis, LocalRank
-from charonia.data.comm import Seat
+from charonia.data.comm import ModelRank
 from charonia.data.model.paged import Model, PagedModel, PendingLogits
 from charonia.data.ops.base import StepBatch
 from charonia.data.sizing import Room
@@ -120,8 +120,8 @@ class RankTeam:
         """This process among those on its machine."""
         return LocalRank(0, self._args.local_ranks)
 
-    def join(self, basis: Basis) -> tuple[Seat, Seat | None]:
-        """Meet the other ranks; return this one's seats in the target and in the draft model.
+    def join(self, basis: Basis) -> tuple[ModelRank, ModelRank | None]:
+        """Meet the other ranks; return this one's part of the target and of the draft model.
 
         All have made sure by then that they can be what they are to be, and all from the same
         checkpoints.
@@ -145,7 +145,7 @@ class RankTeam:
         with_kernels += [rank for rank, message in prepared.items() if message.has_kernels]
         memories = [host if rank in with_kernels else None for rank, host in enumerate(hosts)]
         self._groups = self._form(basis, memories)
-        return self._groups.seats()
+        return self._groups.model_ranks()
 
     def measure(self) -> None:
         """Have the other ranks run the largest step once all have loaded, as this one does next.

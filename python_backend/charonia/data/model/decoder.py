@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from charonia.data.comm import Place, Seat
+from charonia.data.comm import ModelRank, Place
 from charonia.data.model.parameters import Parameters
 from charonia.data.model.rotary import rotation_table
 from charonia.data.model.shard import vocab_range
@@ -38,8 +38,8 @@ class Decoder:
     """A model, or what this rank has of it.
 
     Args:
-        parameters: loaded, of `seat.place`; a layer's are let go as soon as `ops` has prepared it,
-            which may copy them, so that a model is never in memory twice.
+        parameters: loaded, of `model_rank.place`; a layer's are let go as soon as `ops` has
+            prepared it, which may copy them, so that a model is never in memory twice.
         num_positions: positions that rotary angles are tabulated for, i.e. max_model_len.
     """
 
@@ -50,11 +50,11 @@ class Decoder:
         ops: Ops[Any],
         *,
         num_positions: int,
-        seat: Seat | None = None,
+        model_rank: ModelRank | None = None,
     ) -> None:
         self._spec = spec
         self._ops = ops
-        self._seat = seat = seat or Seat()
+        self._model_rank = model_rank = model_rank or ModelRank()
         self._embedding = parameters.embedding
         self._dtype, self._device = parameters.dtype, parameters.device
         self._rotation = rotation_table(
@@ -64,7 +64,7 @@ class Decoder:
         while parameters.layers:
             layer = parameters.layers.pop(0)
             layers.append([sublayer.prepare(ops) for sublayer in layer])
-        self._layers = ops.layers(layers, seat.links.parts)
+        self._layers = ops.layers(layers, model_rank.links.parts)
         self._head = None
         if parameters.head is not None and parameters.norm is not None:
             self._head = ops.head(parameters.norm, MatrixWeights(parameters.head, None))
@@ -78,7 +78,7 @@ class Decoder:
         step = self._ops.begin(batch, self._rotation)
         residual = self._enter(batch)
         hidden = Hidden(self._layers(residual, step, pages), residual)
-        after = self._seat.links.after
+        after = self._model_rank.links.after
         if after is not None:
             after.broadcast(hidden.residual.add_(hidden.x), source=0)
         return hidden
@@ -95,7 +95,7 @@ class Decoder:
         Returns:
             [lines, vocab_size] float32.
         """
-        link = self._seat.links.logits
+        link = self._model_rank.links.logits
         if self._head is None:
             assert link is not None, "this rank has no logits"
             return link.broadcast(self._empty_logits(hidden, lines), source=1)
@@ -104,13 +104,13 @@ class Decoder:
 
     def guesser(self) -> Guesser | None:
         """All of the model as one call, where its operations have that and it is whole."""
-        if self._seat.place != Place() or self._embedding is None or self._head is None:
+        if self._model_rank.place != Place() or self._embedding is None or self._head is None:
             return None
         return self._ops.guesser(self._embedding, self._layers, self._head, self._rotation)
 
     def _enter(self, batch: StepBatch) -> Tensor:
         """The residual stream before this stage's layers, [tokens, hidden]."""
-        links = self._seat.links
+        links = self._model_rank.links
         if links.before is not None:
             size = (len(batch.token_ids), self._spec.hidden_size)
             stream = torch.empty(size, dtype=self._dtype, device=self._device)
@@ -118,7 +118,7 @@ class Decoder:
         assert self._embedding is not None, "the first stage has the embedding"
         if links.parts is None:
             return self._embedding.index_select(0, batch.token_ids)
-        lines = batch.token_ids - vocab_range(self._spec, self._seat.place).start
+        lines = batch.token_ids - vocab_range(self._spec, self._model_rank.place).start
         is_elsewhere = (lines < 0) | (lines >= len(self._embedding))
         stream = self._embedding.index_select(0, lines.masked_fill_(is_elsewhere, 0))
         return links.parts.all_reduce(stream.masked_fill_(is_elsewhere[:, None], 0))
@@ -129,7 +129,7 @@ class Decoder:
         One part after the other, each to its place: what all ranks gather would be moved twice, and
         then once more to be in order.
         """
-        parts = self._seat.links.parts
+        parts = self._model_rank.links.parts
         if parts is None:
             return logits
         num_lines, size = logits.shape
