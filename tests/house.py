@@ -30,8 +30,9 @@ FOLDER = "python_backend"
 PACKAGE = f"{FOLDER}/charonia"
 LONG = 450
 WATCHERS = re.compile(
-    r"doors|endpoints|engine_model|guard|handover|liveness|lookout|patience|peer|(?<!log)prob|readiness"
-    r"|repairs|seat|server_watch|stranded|orphan|succession|supervis\w+\.py|timeouts|watch"
+    r"(^|/)(supervision|lifecycle)/(?!.*__init__).*\.py$"  # folders for it
+    r"|/(doors|engine_liveness|engine_model|farewell|guard|ledger|liveness|lookout|patience|peer"
+    r"|probe|probing|readiness|repairs|seat|server_watch|stranded|succession|supervisor|watch)\.py$"
 )
 REGISTRY_PARTS = ("core/", "engine/", "serving/", "supervision/")
 REGISTRY = re.compile(r"(dict|OrderedDict|defaultdict)\[str, |set\[str\]")
@@ -55,8 +56,7 @@ class House:
         return [
             path
             for path in self.lines
-            if not path.startswith(("control/", "core/", "data/", "engine/", "gateway/"))
-            and WATCHERS.search(path.rpartition("/")[2])
+            if WATCHERS.search(path) and not path.startswith(("control/", "data/", "gateway/"))
         ]
 
     @property

@@ -87,7 +87,7 @@ def test_after_an_interrupt_in_a_step_it_serves_as_before(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_compute", interrupt)
+        patch.setattr(runner._target, "begin", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[7, 8, 9], [5]], GREEDY, use_tqdm=False)
     [again] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
@@ -107,7 +107,7 @@ def test_a_lost_engine_that_could_not_be_replaced_is_replaced_by_a_later_call(
         executor = llm._core._replica._executor
         with monkeypatch.context() as patch:
             patch.setattr(executor, "_load", die)
-            patch.setattr(executor._runner, "_compute", die)  # type: ignore[attr-defined]
+            patch.setattr(executor._runner._target, "begin", die)  # type: ignore[attr-defined]
             with pytest.raises(UnavailableError, match="a rank is lost"):
                 llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
         [again] = llm.generate([[7, 8, 9]], GREEDY, use_tqdm=False)
