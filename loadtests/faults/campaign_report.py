@@ -52,21 +52,27 @@ class Report:
         return reduced(whole)
 
 
-_FAULT_FIELDS = ("number", "kind", "victim", "num_engines", "num_servers", "outage", "pause")
+_FAULT_FIELDS = (
+    *("number", "kind", "victim", "num_engines", "num_servers", "outage", "pause"),
+    *("at", "until"),  # which older records lack
+)
 
 
 def reduced(record: dict[str, Any]) -> dict[str, Any]:
     """A campaign's record without the samples that neither tables nor pictures are made of.
 
-    Kept of a fault is what `_FAULT_FIELDS` names, and of its `recovery` the first and the last
-    client. Kept of the failed requests is each that counts against the server: that no fault
-    excuses, or that had wrong tokens. The others are counted, by way in and error, as "excused".
+    Kept of a fault is what `_FAULT_FIELDS` names, of its `recovery` the first and the last client,
+    and `hanging` where a request hung. Kept of the failed requests is each that counts against the
+    server: that no fault excuses, or that had wrong tokens. The others are counted, by way in and
+    error, as "excused".
 
     Args:
         record: as `Report.as_json` collects it; one that is reduced already stays as it is.
     """
     faults = [
-        {name: fault[name] for name in _FAULT_FIELDS} | {"recovery": _ends(fault["recovery"])}
+        {name: fault[name] for name in _FAULT_FIELDS if name in fault}
+        | {"recovery": _ends(fault["recovery"])}
+        | ({"hanging": fault["hanging"]} if fault.get("hanging") else {})
         for fault in record["faults"]
     ]
     requests = dict(record["requests"])

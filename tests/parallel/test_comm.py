@@ -165,7 +165,7 @@ def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     "is_shared",
     [pytest.param(False, marks=long, id="gloo"), pytest.param(True, id="shared memory")],
 )
-def test_a_seat_is_linked_to_its_neighbours(is_shared: bool) -> None:
+def test_a_rank_is_linked_to_its_neighbours(is_shared: bool) -> None:
     """Two parts, two stages, and a draft model on the first two ranks."""
     model_ranks = run(links_of, Topology(2, 2, 2), is_shared=is_shared)
     first, second = (0, 2), (1, 2)  # rank and size in the group

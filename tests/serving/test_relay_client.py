@@ -8,11 +8,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from charonia.errors import InvalidRequestError, QueueFullError, UnavailableError
+from charonia.serving.messages import relay
 from charonia.serving.messages.relay import RelayedAnswer
 from charonia.serving.messages.relay_client import SchedulerClient
 from charonia.serving.requests.raw_request import RawRequest
@@ -181,3 +183,16 @@ def test_nothing_that_the_client_loads_knows_triton() -> None:
 def test_a_module_that_knows_triton_would_be_noticed() -> None:
     assert "pb_utils" in names_in("def make(pb_utils):\n    pass")
     assert "pb_utils" in names_in("class A:\n    def run(self):\n        self.pb_utils.Tensor()")
+
+
+def test_the_tags_of_messages_do_not_follow_the_names_of_classes() -> None:
+    """A postprocessor of an older version may still be there when the scheduler is reloaded."""
+    tags = {one.__name__: one.__struct_config__.tag for one in get_args(relay.Message)}
+    assert tags == {
+        "RelayedRequest": "RelayedRequest",
+        "Cancellation": "Cancellation",
+        "Acknowledgement": "Acknowledgement",
+        "Delivery": "Delivery",
+        "Disconnect": "Parting",
+        "ServerStopping": "ServerStopping",
+    }

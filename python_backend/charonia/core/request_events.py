@@ -1,6 +1,7 @@
 """What becomes of requests, told upwards: calls go down from layer to layer, events come up.
 
-Owns their names. Must not know who tells them, nor who listens.
+Owns the names of those that leave the core; the replica's are in `replica`. Must not know who tells
+them, nor who listens.
 
     EngineService ─ add, cancel ─► AnswerCache ─ add, cancel ─► EngineCore ─ add, finish ─► Replica
                   ◄─ RequestEvents ─           ◄─ RequestEvents ─          ◄─ ReplicaEvents ─
@@ -14,16 +15,16 @@ from charonia.core.output.outputs import Chunk
 class RequestEvents(ABC):
     """What is told of requests to whoever gave them.
 
-    All are called within a call of theirs or of `step`, in that thread, and must return quickly.
-    Whoever listens may leave out all but the chunks.
+    All are called within a call of theirs or of `step`, in that thread. They must return quickly,
+    and must not call back. Whoever listens may leave out all but the chunks.
     """
 
     @abstractmethod
     def on_chunk(self, chunk: Chunk) -> None:
-        """There is output of a request, or its end, which is the last that is told of it."""
+        """There is output of a request, or its end, which is its last chunk."""
 
     def on_started(self, key: str) -> None:
-        """A request's first step begins."""
+        """The first step of a request, or of one of its samples, begins."""
         return
 
     def on_joined(self, key: str) -> None:

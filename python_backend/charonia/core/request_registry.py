@@ -5,7 +5,7 @@ counted. Must not know steps, nor why a request ends.
 
     add() ──► held ──open()──► open ──take()──► on_chunk()
                 │                │
-                └─ fail(), cancel(), the last chunk of take() ──► on_chunk(), once with an end
+                └─ fail(), cancel_samples(), the last chunk of take() ──► on_chunk(), an end once
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -66,9 +66,9 @@ def run_largest_step(
     if models.draft is not None and draft_rank is not None:
         parts.append((models.draft, draft_rank, basis.max_draft_len, None))
     with torch.inference_mode():
-        for model, its_seat, max_len, its_sampler in parts:
+        for model, its_rank, max_len, its_sampler in parts:
             rows = largest_rows(basis.args, max_len, pool_tokens)
-            _run(basis, model, rows, num_lines, its_seat, its_sampler, is_led=sampler is not None)
+            _run(basis, model, rows, num_lines, its_rank, its_sampler, is_led=sampler is not None)
 
 
 def largest_rows(args: EngineArgs, max_model_len: int, pool_tokens: int) -> list[_Row]:

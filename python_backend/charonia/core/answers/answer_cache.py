@@ -56,7 +56,7 @@ class AnswerCache(RequestEvents):
     """Answers requests from others' answers, or has the core compute them, and listens to that.
 
     Args:
-        make_core: makes it, with whom its events are told to.
+        make_core: makes the core; its argument is told of the core's events.
         events: told what becomes of each request.
         clock: seconds, monotonic. log: takes one line.
         similar: finds prompts that mean much the same; None where only equal ones count.

@@ -1,7 +1,7 @@
 """The live requests that get what a shared computation gives: their time, their end, their counts.
 
-Owns the one place where such a request ends and is counted, as `core.request_registry` does for
-those that are computed each for itself. Must not know when or why one ends, nor who gets what.
+Owns where such a request ends and is counted, as `core.request_registry` does for those that are
+computed each for itself. Must not know when or why one ends, nor who gets what.
 """
 
 from collections.abc import Callable

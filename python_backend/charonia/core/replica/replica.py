@@ -2,7 +2,7 @@
 
 Owns the scheduler, the steps in flight, the search for an engine, the state of recovery and a
 reload that is carried out. Must not know text, clients, or requests that wait elsewhere: several
-replicas may stand under one layer of streams (`engine_core`).
+replicas may stand under one `engine_core`.
 
     add() ─► Scheduler ─ fill() ─► StepsInFlight ─ collect() ─► updates
                  ▲                    │ a step fails, the engine dies, hangs, is unloaded

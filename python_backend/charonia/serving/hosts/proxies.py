@@ -2,7 +2,7 @@
 
 Owns reading its parameters. Must not know what a proxy does.
 
-    scheduler_model  the scheduler that it is a front of; none of a model that needs no scheduler
+    scheduler_model  the scheduler that it stands before; none of a model that needs no scheduler
     convention       "" for the scheduler's own, or a model of `trtllm.tables`
     engine_model     names the tokenizer, for the conventions that need one
     max_queue_size, max_queue_bytes  see `Quota`
@@ -52,7 +52,7 @@ class Proxy(Protocol):
 
 
 def make_proxy(pb_utils: Any, args: Mapping[str, str], log: Callable[[str], None]) -> Proxy:
-    """The front of a model.
+    """The proxy that a model is.
 
     Args:
         args: as Triton gives them to `initialize`. log: takes one line, from any thread.

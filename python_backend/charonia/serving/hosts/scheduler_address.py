@@ -44,7 +44,7 @@ class SchedulerAddress:
 
         The scheduler takes connections once a request has shown it that Triton has loaded it, so it
         gets one: a probe whose text is not asked for. The answer has no tensors, because BLS makes
-        those without holding Python's lock, see `readiness`.
+        those without holding Python's lock, see `Readiness`.
 
         Raises:
             CharoniaError: there is no scheduler, or it answers with this error.

@@ -71,8 +71,11 @@ class Delivery(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Disconnect(msgspec.Struct, frozen=True, tag=True):
-    """Who handed responses on ends in order, and has nothing in hand any more."""
+class Disconnect(msgspec.Struct, frozen=True, tag="Parting"):
+    """Who handed responses on ends in order, and has nothing in hand any more.
+
+    Its tag is of an older name: processes of two versions may meet while models are reloaded.
+    """
 
 
 class ServerStopping(msgspec.Struct, frozen=True, tag=True):

@@ -98,7 +98,7 @@ class Sessions:
 
     Args:
         quota: what all of them may hold.
-        source: told once of a request, or a sample, that nobody wants any more.
+        source: told of a request, or a sample, that nobody wants any more; perhaps more than once.
         log: takes one line, from any thread.
         stream_interval: tokens of a sample that are gathered for a response, after its first.
     """

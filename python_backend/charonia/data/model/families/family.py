@@ -26,7 +26,8 @@ class Family:
         architecture: what config.json calls it.
         model_type: what transformers chooses the model by.
         keys: of config.json.
-        sublayers: of each layer, in their order.
+        sublayers: of each layer, in their order; each at most once, as the names of its tensors and
+            the layer's KV cache belong to one of a kind.
         window: the smallest sliding window of its layers, None where all attend to everything.
         has_output_bias: whether attention's output has a bias where `attention_bias` is true.
         has_head_norms: whether each head of queries and of keys is normalized.
@@ -42,3 +43,6 @@ class Family:
     has_output_bias: bool = True
     has_head_norms: bool = False
     heads_divide_hidden_size: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(set(self.sublayers)) == len(self.sublayers), "a sublayer is there twice"
