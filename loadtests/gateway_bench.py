@@ -117,12 +117,10 @@ class Measurement:
             }
             title = f"{count} streams"
             for _ in tqdm(range(1 + repetitions), desc=title, unit="repetition"):
-                prompts = [self._prompt() for _ in range(count)]
                 for way in self._drawn.sample(WAYS, len(WAYS)):
-                    calls = zip(sides[way], prompts, strict=True)
-                    found = await asyncio.gather(
-                        *(side.stream(prompt, self._num_tokens) for side, prompt in calls)
-                    )
+                    # No prompt comes twice: the scheduler keeps answers.
+                    calls = [side.stream(self._prompt(), self._num_tokens) for side in sides[way]]
+                    found = await asyncio.gather(*calls)
                     turns[way].append(Turn.of(found))
         return {way: found[1:] for way, found in turns.items()}
 

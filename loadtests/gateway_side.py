@@ -155,6 +155,7 @@ class ByteCounter:
         self._host, _, port = address.rpartition(":")
         self._port = int(port)
         self.num_bytes = 0
+        self._connections: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> "ByteCounter":
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
@@ -162,6 +163,7 @@ class ByteCounter:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
+        await asyncio.gather(*self._connections)  # their clients have closed them
 
     @property
     def address(self) -> str:
@@ -169,7 +171,12 @@ class ByteCounter:
         port = self._server.sockets[0].getsockname()[1]
         return f"127.0.0.1:{port}"
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._relay(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there = await asyncio.open_connection(self._host, self._port)
         await asyncio.gather(self._pass(reader, there[1]), self._pass(there[0], writer))
 
