@@ -127,6 +127,7 @@ def _add_health(app: FastAPI, serving: Serving, watch: Watch, metrics: Metrics) 
     @app.get(METRICS)
     async def page() -> Response:
         """Return the gateway's own metrics."""
+        metrics.tasks.set(len(asyncio.all_tasks()))
         for server in serving.upstream.servers:
             metrics.outstanding.labels(server.url).set(server.num_requests)
             metrics.breaker_open.labels(server.url).set(server.breaker.is_open)

@@ -70,6 +70,11 @@ class Metrics:
             ["server"],
             registry=registry,
         )
+        self.tasks = Gauge(
+            "charonia_gateway_tasks",
+            "Tasks of the event loop: a few, and some per request that is being answered.",
+            registry=registry,
+        )
         self.outstanding = Gauge(
             "charonia_gateway_server_requests",
             "Requests of this gateway that a server has.",
