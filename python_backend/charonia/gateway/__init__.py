@@ -11,7 +11,10 @@ upstream     the servers behind: which one gets a request, and when another one 
 breaker      the circuit breaker of a server
 prompts      converts texts to token ids and back, off the event loop
 generation   one client call as requests of the scheduler, whole or as a stream
+serving      what every request for text needs
+fields       reads and checks a request
 openai/      OpenAI's requests and answers
+rest/        a plain REST API
 
 It knows servers only through `charonia_client`, never an engine.
 """

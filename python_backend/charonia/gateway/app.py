@@ -19,7 +19,7 @@ from charonia.gateway.errors import INVALID, NOT_FOUND, ApiError, internal, no_s
 from charonia.gateway.observing import Metrics, Observed, record_of
 from charonia.gateway.openai import chat, completions, tokens
 from charonia.gateway.openai.answers import Model, Models
-from charonia.gateway.openai.serving import Serving
+from charonia.gateway.serving import Serving
 from charonia.gateway.watching import Watch, Work
 from charonia.version import VERSION
 

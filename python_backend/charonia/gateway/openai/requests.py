@@ -11,7 +11,7 @@ from pydantic import field_validator
 
 from charonia.errors import shown
 from charonia.gateway.errors import invalid
-from charonia.gateway.openai.fields import Fields
+from charonia.gateway.fields import Fields
 from charonia_client import Sampling
 
 INT32_MAX = 2**31 - 1
