@@ -5,6 +5,7 @@ server       the process: uvicorn, signals, draining
 connections  bounds on connections that uvicorn does not have
 app          the routes
 observing    one record per request: its id, its log line, the metrics
+figures      the figures of /v1/metrics
 watching     runs a request's work, watches its connection, turns errors into answers
 errors       errors in OpenAI's form
 upstream     the servers behind: which one gets a request, and when another one is tried
