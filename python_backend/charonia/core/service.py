@@ -144,7 +144,7 @@ class EngineService(RequestEvents):
         self._is_woken = False
         self._wake = threading.Condition()
         self._is_connected = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="charonia-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="charonia-scheduling", daemon=True)
 
     @property
     def metrics(self) -> Metrics:
