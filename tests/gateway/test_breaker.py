@@ -55,6 +55,20 @@ def test_a_trial_that_fails_doubles_the_pause_up_to_a_limit() -> None:
     assert breaker.wait_s == FIRST_PAUSE_S, "it starts anew"
 
 
+def test_a_probe_that_is_answered_ends_a_trial_that_still_runs() -> None:
+    clock = Clock()
+    breaker = Breaker(clock.monotonic)
+    failing(breaker)
+    breaker.note_up()
+    assert not breaker.admits, "a probe alone does not shorten the pause"
+    clock.now += FIRST_PAUSE_S
+    breaker.begin()
+    assert not breaker.admits
+    breaker.note_up()
+    assert breaker.admits
+    assert not breaker.is_open
+
+
 def test_a_trial_whose_client_leaves_says_nothing_and_another_may_follow() -> None:
     clock = Clock()
     breaker = Breaker(clock.monotonic)

@@ -9,7 +9,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from charonia.gateway import connections
-from charonia.gateway.connections import Connection
+from charonia.gateway.connections import Connection, bounded
 from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import ENDLESS, scrape, wait_for, wait_idle
 from support.gateway import Gateway
@@ -52,6 +52,18 @@ def test_a_request_before_the_last_answer_ends_the_connection_with_that(
     assert data.count(b"HTTP/1.1 200") == at_once
 
 
+def test_headers_of_a_request_that_is_not_taken_are_not_those_of_the_one_before(
+    gateway: Gateway,
+) -> None:
+    other = b"GET /health/live HTTP/1.1\r\nhost: x\r\nx-request-id: other\r\n\r\n"
+    with connected(gateway) as connection:
+        connection.sendall(completion(max_tokens=3) + other)
+        data = read_to_end(connection)
+    assert data.count(b"HTTP/1.1 200") == 1
+    assert b"x-request-id" in data
+    assert b"x-request-id: other" not in data
+
+
 def test_who_sends_another_request_and_leaves_is_seen_to_leave(
     gateway: Gateway, server: TritonServer
 ) -> None:
@@ -73,23 +85,42 @@ def test_a_connection_is_kept_for_one_request_after_the_other(gateway: Gateway) 
             assert data.startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: "])
+HELLO = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+EARLY = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "more"),
+    [
+        (b"", b""),
+        (b"GET / HTTP/1.1\r\nhost: ", b""),
+        (HELLO, b"\r\n"),  # uvicorn stops its own timer for that
+        (EARLY, b"x"),
+    ],
+)
 def test_a_head_that_does_not_come_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes
+    monkeypatch: pytest.MonkeyPatch, sent: bytes, more: bytes
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.05)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("there is no request")
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"hi"})
 
     async def main() -> bytes:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            config = uvicorn.Config(app, http=Connection, lifespan="off", log_level="error")
+            config = uvicorn.Config(
+                app, http=Connection, lifespan="off", log_level="error", timeout_keep_alive=10_000
+            )
             server = uvicorn.Server(config)
             task = asyncio.create_task(server._serve([listener]))
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             writer.write(sent)
             try:
+                if more:
+                    assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200")
+                    writer.write(more)
                 return await asyncio.wait_for(reader.read(), WAIT_S)
             except ConnectionResetError:
                 return b""
@@ -99,3 +130,34 @@ def test_a_head_that_does_not_come_is_not_waited_for(
                 await task
 
     assert asyncio.run(main()) == b""
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_the_end_of_an_answer_that_nobody_takes_is_not_waited_for(version: str) -> None:
+    """Whether the connection would be kept or not: uvicorn waits for ever in both cases."""
+    body = bytes(2**25)  # more than the kernel takes
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+            config = uvicorn.Config(
+                app, http=bounded(0.1), lifespan="off", log_level="error", timeout_keep_alive=10_000
+            )
+            server = uvicorn.Server(config)
+            task = asyncio.create_task(server._serve([listener]))
+            client.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, listener.getsockname())
+            await loop.sock_sendall(client, f"GET / HTTP/{version}\r\nhost: x\r\n\r\n".encode())
+            assert await loop.sock_recv(client, 12) == b"HTTP/1.1 200"
+            async with asyncio.timeout(WAIT_S):
+                while server.server_state.connections:
+                    await asyncio.sleep(0.01)
+            server.should_exit = True
+            await task
+
+    asyncio.run(main())

@@ -275,6 +275,7 @@ def test_a_full_queue_is_503_with_a_time_to_come_back(
 def test_a_full_queue_is_passed_by_where_another_server_has_room(
     narrow_server: TritonServer, server: TritonServer, model: Path
 ) -> None:
+    """The other server has more to do, so that the full one is asked first."""
     urls = [narrow_server.grpc_url, server.grpc_url]
     with contextlib.ExitStack() as stack:
         gateway = stack.enter_context(running_gateway(urls, model))
@@ -282,6 +283,10 @@ def test_a_full_queue_is_passed_by_where_another_server_has_room(
         for name, number in (("running", 1), ("waiting", 1), ("waiting", 2)):
             stack.enter_context(asking(filling, prompt="x"))
             wait_metric(narrow_server, f"charonia_requests_{name}", number)
+        loading = stack.enter_context(running_gateway(urls[1:], model))
+        for number in range(1, 5):
+            stack.enter_context(asking(loading, prompt="x"))
+            wait_metric(server, "charonia_requests_running", number)
         for _ in range(4):
             reply = gateway.http.post(TEXT, json={"prompt": "x", "max_tokens": 1})
             assert reply.status_code == 200, reply.text
@@ -289,6 +294,7 @@ def test_a_full_queue_is_passed_by_where_another_server_has_room(
         assert gateway.metrics()[name] >= 1
         assert gateway.metrics()[f'charonia_gateway_server_resting{{server="{urls[0]}"}}'] == 0
     wait_idle(narrow_server)
+    wait_idle(server)
 
 
 def test_as_many_requests_as_the_gateway_holds_and_no_more(
@@ -392,6 +398,7 @@ def test_who_sends_too_fast_is_429_and_told_when_to_come_back(model: Path, tmp_p
         ("it kills [charonia:quarantined]", 500, "quarantined"),
         ("oh [charonia:internal]", 500, "internal"),
         ("Request for unknown model: 'x' is not found", 502, "no_scheduler"),
+        ("inference input 'x' is not found", 502, "bad_gateway"),
         ("failed to connect to all addresses", 503, "unavailable"),
     ],
 )

@@ -1,5 +1,6 @@
 """Whoever leaves is cancelled in the scheduler, wherever the request is; nothing else ends."""
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from charonia.gateway.watching import PIECE_BYTES, Reply, StalledError
 from charonia.launch.server.run import running_server
 from charonia.launch.server.tritonserver import TritonServer
 from support.e2e import (
@@ -147,6 +149,27 @@ def test_a_reader_that_stops_reading_is_cancelled_and_holds_nothing(
             while piece := connection.recv(2**16):  # what lay in the kernel
                 data += piece
             assert b"[DONE]" not in data
+
+
+def test_a_whole_answer_is_sent_in_pieces_and_waits_for_its_reader() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 3:  # a head and two pieces
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        with pytest.raises(StalledError):
+            await Reply(send, 0.05).whole("x" * 3 * PIECE_BYTES)
+
+    asyncio.run(main())
+    assert [message["type"] for message in sent] == [
+        "http.response.start",
+        "http.response.body",
+        "http.response.body",
+    ]
+    assert [len(message["body"]) for message in sent[1:]] == [PIECE_BYTES] * 2
 
 
 def test_a_reader_that_is_slow_gets_all(server: TritonServer, gateway: Gateway) -> None:

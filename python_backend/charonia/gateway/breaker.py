@@ -8,7 +8,7 @@ Owns the states of one server's circuit breaker. Must not know servers; time is 
     closed ──────────────────────────► open ──────────────────────────► one trial
       ▲                                  ▲                                │  │
       │                                  └──── failed: twice the pause ◄──┘  │
-      └─────────────────────────────────────────────── answered ◄────────────┘
+      └──────────────────────── answered, or a probe was meanwhile ◄─────────┘
 """
 
 from collections.abc import Callable
@@ -57,6 +57,11 @@ class Breaker:
         self._pause_s = FIRST_PAUSE_S
         self._open_until = None
         self._is_on_trial = False
+
+    def note_up(self) -> None:
+        """Note that the server answered a probe: a trial need not run to its end."""
+        if self._is_on_trial:
+            self.succeed()
 
     def fail(self) -> None:
         """Note that the server failed or could not be reached."""

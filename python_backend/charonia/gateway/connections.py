@@ -19,26 +19,29 @@ _ABORT = "charonia.abort"
 
 
 class Connection(HttpToolsProtocol):
-    """Uvicorn's connection, with httptools.
+    """Uvicorn's connection, with httptools. Use a subclass from `bounded`.
 
     A pipelined request is not accepted. The connection ends with the current answer, and the client
     may send the request again on another connection. Uvicorn would stop reading, and would then not
     notice that the client has left.
     """
 
+    stall_s = 60.0
     _num_head_bytes = 0
     _is_ignoring = False
     _head_timer: TimerHandle | None = None
+    _tail_timer: TimerHandle | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_S, transport.abort)
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._stop_timer()
+        self._stop_head_timer()
+        self._stop_tail_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -47,6 +50,14 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         else:
             super().data_received(data)
+            if self._is_idle and self._head_timer is None:
+                # Whatever came began no request, and uvicorn has stopped its own timer.
+                self._start_head_timer()
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether there is no request to be read or answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     @property
     def _is_answering(self) -> bool:
@@ -62,24 +73,26 @@ class Connection(HttpToolsProtocol):
             return
         super().on_message_begin()
         self._num_head_bytes = 0
-        self._stop_timer()
-        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._stop_tail_timer()
+        self._start_head_timer()
         cast(Scope, self.scope)["extensions"] = {_ABORT: self.transport.abort}
 
     def on_url(self, url: bytes) -> None:
         """See httptools."""
         self._count(len(url))
-        super().on_url(url)
+        if not self._is_ignoring:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """See httptools."""
         self._count(len(name) + len(value))
-        super().on_header(name, value)
+        if not self._is_ignoring:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """See httptools."""
-        self._stop_timer()
         if not self._is_ignoring:
+            self._stop_head_timer()
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -92,15 +105,47 @@ class Connection(HttpToolsProtocol):
         if not self._is_ignoring:
             super().on_message_complete()
 
-    def _stop_timer(self) -> None:
+    def on_response_complete(self) -> None:
+        """See uvicorn. The client has to take what is still buffered, or the connection ends."""
+        super().on_response_complete()
+        self._watch_tail(None)
+
+    def _watch_tail(self, num_before: int | None) -> None:
+        """Abort the connection if nothing has been taken since there were `num_before` bytes."""
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes == num_before:
+            self.transport.abort()
+        elif num_bytes:
+            self._tail_timer = self.loop.call_later(self.stall_s, self._watch_tail, num_bytes)
+
+    def _start_head_timer(self) -> None:
+        self._stop_head_timer()
+        self._head_timer = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
+            self._head_timer = None
+
+    def _stop_tail_timer(self) -> None:
+        if self._tail_timer is not None:
+            self._tail_timer.cancel()
+            self._tail_timer = None
 
     def _count(self, num_bytes: int) -> None:
         """Count bytes of the head. Raises if there are too many: httptools ends the connection."""
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             raise ValueError(f"the head has more than {MAX_HEAD_BYTES} bytes")
+
+
+def bounded(stall_timeout_s: float) -> type[Connection]:
+    """Return connections that end if a client takes nothing of the end of an answer for so long."""
+
+    class Bounded(Connection):
+        stall_s = stall_timeout_s
+
+    return Bounded
 
 
 def abort(scope: Scope) -> None:

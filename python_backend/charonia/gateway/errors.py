@@ -9,7 +9,7 @@ import re
 from http import HTTPStatus
 from typing import Any
 
-from charonia.errors import CharoniaError, PromptTooLongError
+from charonia.errors import CharoniaError, PromptTooLongError, shown
 from charonia.protocol import SamplingParams
 from charonia_client import (
     Cancelled,
@@ -111,7 +111,7 @@ def no_such_model(name: str) -> ApiError:
     """The model is not served."""
     return ApiError(
         HTTPStatus.NOT_FOUND,
-        f"The model {name!r} does not exist",
+        f"The model {shown(name)} does not exist",
         param="model",
         code="model_not_found",
     )
@@ -147,6 +147,9 @@ def of_client_error(error: CharoniaClientError) -> ApiError:
         case InvalidRequest() if error.kind is None and "unknown model" in message:
             # The gateway chose the model's name, so it is not the client's fault.
             return ApiError(HTTPStatus.BAD_GATEWAY, message, kind=SERVER, code="no_scheduler")
+        case InvalidRequest() if error.kind is None:
+            # Triton refused what the gateway wrote, and charonia never saw it.
+            return ApiError(HTTPStatus.BAD_GATEWAY, message, kind=SERVER, code="bad_gateway")
         case InvalidRequest() if error.kind == PromptTooLongError.kind:
             return too_long(message)
         case InvalidRequest():

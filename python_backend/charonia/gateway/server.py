@@ -22,7 +22,7 @@ import uvicorn
 from charonia.errors import CheckpointError, ConfigError
 from charonia.events import event
 from charonia.gateway.app import make_app
-from charonia.gateway.connections import Connection
+from charonia.gateway.connections import bounded
 from charonia.gateway.observing import Metrics
 from charonia.gateway.prompts import Prompts, Template
 from charonia.gateway.serving import Serving
@@ -82,7 +82,8 @@ async def _serve(
     serving = Serving(settings, prompts, upstream)
     config = uvicorn.Config(
         make_app(serving, watch, metrics, log),
-        http=Connection,
+        http=bounded(settings.stall_timeout_s),
+        ws="none",
         loop="asyncio",
         lifespan="off",
         log_config=None,

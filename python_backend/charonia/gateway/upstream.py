@@ -3,9 +3,15 @@
 Owns how many requests each server has, and what failures mean for the choice. Must not know HTTP,
 nor what is asked for.
 
-A request goes to the server that has the fewest of this gateway's requests. It moves to another
-server only while nothing of an answer has come, and only if that may help: the connection failed,
-or the server cannot take it now.
+A request goes to the server with the least load, in samples that run or wait there::
+
+    load = samples of this gateway's requests
+           + what the server's last probe had beyond those: the requests of others
+
+A server whose last probe failed, or found no engine, comes last. Probes are at most a second old
+while requests come, and no request waits for one. A request moves to another server only while
+nothing of an answer has come, and only if that may help: the connection failed, or the server
+cannot take it now.
 """
 
 import asyncio
@@ -37,6 +43,10 @@ from charonia_client.values import Include
 MAX_ATTEMPTS = 3
 STATE_AGE_S = 0.2
 """How long the answer to a probe is reused."""
+PROBE_TIMEOUT_S = 1.0
+"""Readiness waits so long for a server's answer."""
+LOAD_AGE_S = 1.0
+"""The load of a server is refreshed after this time, if there are several."""
 LENGTH_AGE_S = 5.0
 """A known length limit is refreshed after this time: the server may have another model."""
 _BUSY = (QueueFull, Overloaded, RateLimited)
@@ -48,8 +58,10 @@ class Server:
     """One server.
 
     Attributes:
-        num_requests: this gateway's running requests there. turn: when it was chosen last.
-        max_model_len: as it last reported.
+        num_requests: this gateway's running requests there. num_samples: of these.
+        num_others: samples of others that run or wait there, by the last probe.
+        is_known_down: whether the last probe found no engine, or had no answer.
+        turn: when it was chosen last. max_model_len: as it last reported.
     """
 
     def __init__(self, url: str, model: str, clock: Callable[[], float]) -> None:
@@ -57,6 +69,9 @@ class Server:
         self.client = AsyncClient(url, model=model, retry=RetryPolicy(max_attempts=1))
         self.breaker = Breaker(clock)
         self.num_requests = 0
+        self.num_samples = 0
+        self.num_others = 0
+        self.is_known_down = False
         self.turn = 0
         self.max_model_len: int | None = None
         self._clock = clock
@@ -64,8 +79,12 @@ class Server:
         self._probed_at = 0.0
 
     async def state(self) -> EngineState | None:
-        """Return the state of its scheduler and engine; None if it does not answer."""
-        return await asyncio.shield(self.refreshed(STATE_AGE_S))
+        """Return the state of its scheduler and engine; None if it does not answer in time."""
+        probe = self.refreshed(STATE_AGE_S)
+        try:
+            return await asyncio.wait_for(asyncio.shield(probe), PROBE_TIMEOUT_S)
+        except TimeoutError:
+            return None
 
     def refreshed(self, age_s: float) -> "asyncio.Task[EngineState | None]":
         """Return the last probe, or start a new one if that is older; it may still be running."""
@@ -79,13 +98,20 @@ class Server:
         with contextlib.suppress(CharoniaClientError):
             state = await self.client.probe()
             self.max_model_len = state.max_model_len or self.max_model_len
+            if state.load is not None:
+                known = state.load.num_running + state.load.num_waiting
+                self.num_others = max(0, known - self.num_samples)
+        self.is_known_down = state is None or not state.is_up
+        if not self.is_known_down:
+            self.breaker.note_up()
         self._probed_at = self._clock()
         return state
 
     @contextlib.contextmanager
-    def taking(self) -> Iterator[None]:
+    def taking(self, num_samples: int) -> Iterator[None]:
         """Count a request for the duration of this context, and judge the server by its end."""
         self.num_requests += 1
+        self.num_samples += num_samples
         self.breaker.begin()
         try:
             yield
@@ -97,6 +123,7 @@ class Server:
             raise
         finally:
             self.num_requests -= 1
+            self.num_samples -= num_samples
 
     def _judge(self, error: CharoniaClientError) -> None:
         is_fault = isinstance(error, ServerError | Unavailable | ConnectionFailed)
@@ -143,7 +170,7 @@ class Upstream:
                 async for chunk in stream:
                     yield chunk
 
-        async with contextlib.aclosing(self._ask(chunks)) as answer:
+        async with contextlib.aclosing(self._ask(chunks, _num_samples(sampling))) as answer:
             async for chunk in answer:
                 yield chunk
 
@@ -157,7 +184,7 @@ class Upstream:
                 prompt, sampling, request_id=request_id, include=_INCLUDE, timeouts=timeouts
             )
 
-        async with contextlib.aclosing(self._ask(whole)) as answer:
+        async with contextlib.aclosing(self._ask(whole, _num_samples(sampling))) as answer:
             return await anext(answer)
 
     async def states(self) -> list[EngineState | None]:
@@ -178,7 +205,7 @@ class Upstream:
         await asyncio.gather(*(server.client.close() for server in self.servers))
 
     async def _ask(
-        self, call: Callable[[AsyncClient], AsyncGenerator[T, None]]
+        self, call: Callable[[AsyncClient], AsyncGenerator[T, None]], num_samples: int
     ) -> AsyncGenerator[T, None]:
         tried: set[Server] = set()
         while True:
@@ -186,7 +213,7 @@ class Upstream:
             tried.add(server)
             has_begun = False
             try:
-                with server.taking():
+                with server.taking(num_samples):
                     async with contextlib.aclosing(call(server.client)) as answer:
                         async for part in answer:
                             if not has_begun:
@@ -200,11 +227,14 @@ class Upstream:
                 self._on_retry(server.url)
 
     def _choose(self, tried: set[Server]) -> Server:
+        if len(self.servers) > 1:
+            for server in self.servers:
+                server.refreshed(LOAD_AGE_S)  # for later requests
         free = [one for one in self.servers if one not in tried and one.breaker.admits]
         if not free:
             wait_s = min(server.breaker.wait_s for server in self.servers)
             raise unavailable("no server can be reached", max(wait_s, 1.0))
-        server = min(free, key=lambda one: (one.num_requests, one.turn))
+        server = min(free, key=_order)
         self._num_turns += 1
         server.turn = self._num_turns
         return server
@@ -213,6 +243,15 @@ class Upstream:
         if len(tried) >= MAX_ATTEMPTS:
             return False
         return any(server not in tried and server.breaker.admits for server in self.servers)
+
+
+def _order(server: Server) -> tuple[bool, int, int]:
+    """The least is chosen; of equal ones that which was chosen longest ago."""
+    return server.is_known_down, server.num_samples + server.num_others, server.turn
+
+
+def _num_samples(sampling: Sampling) -> int:
+    return max(sampling.get("best_of") or 1, sampling.get("n") or 1)
 
 
 def _may_do_better(error: CharoniaClientError) -> bool:

@@ -33,6 +33,8 @@ from charonia.gateway.errors import ApiError
 from charonia.gateway.observing import record_of
 from charonia_client import CharoniaClientError
 
+PIECE_BYTES = 2**14
+"""A large answer is sent in pieces, so that a reader that stops is noticed."""
 _GONE_S = 5.0
 _LINE_ENDS = {character: f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 """Not line ends in JSON or server-sent events, but many client libraries split a stream at them."""
@@ -62,11 +64,13 @@ class Reply:
         self.is_complete = False
 
     async def whole(self, value: Any, status: int = HTTPStatus.OK, **headers: str) -> None:
-        """Send an answer in one piece, as JSON."""
+        """Send an answer that is not a stream, as JSON."""
         body = _encode(value)
         head = {"content-type": "application/json", "content-length": str(len(body)), **headers}
         await self._start(status, head)
-        await self._part(body, is_last=True)
+        for start in range(0, len(body), PIECE_BYTES):
+            part = body[start : start + PIECE_BYTES]
+            await self._part(part, is_last=start + PIECE_BYTES >= len(body))
 
     async def event(self, value: Any) -> None:
         """Send a server-sent event. The first one begins the stream."""

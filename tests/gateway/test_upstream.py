@@ -1,0 +1,129 @@
+"""Which server is asked: the one with the least to do, whoever gave it that."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+import pytest
+
+from charonia.gateway import upstream
+from charonia.gateway.upstream import Upstream
+from charonia.launch.server.run import running_server
+from charonia.launch.server.tritonserver import TritonServer
+from charonia_client import AsyncClient, Timeouts
+from support.e2e import ENDLESS, ENDLESS_BLOCKS, ONE_THREAD, one_torch_thread, wait_idle
+from support.gateway import wait_metric
+
+SETTINGS = (ONE_THREAD, ENDLESS_BLOCKS, "max_num_seqs=2")
+RUNNING = "charonia_requests_running"
+
+
+@pytest.fixture(scope="module")
+def other(model: Path) -> Iterator[TritonServer]:
+    with one_torch_thread(), running_server(model=model, settings=SETTINGS) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def opened(*servers: TritonServer) -> AsyncGenerator[Upstream, None]:
+    found = Upstream([server.grpc_url for server in servers], "scheduler")
+    try:
+        yield found
+    finally:
+        await found.close()
+
+
+async def busy_probes(found: Upstream) -> None:
+    """Have each server probed just now."""
+    await asyncio.gather(*(server.refreshed(0.0) for server in found.servers))
+
+
+async def answered_by(found: Upstream) -> str:
+    """The server that answers the next request."""
+    before = [server.turn for server in found.servers]
+    await found.complete([5, 6], {"max_tokens": 1}, "r", Timeouts())
+    (url,) = [
+        server.url
+        for server, turn in zip(found.servers, before, strict=True)
+        if server.turn != turn
+    ]
+    return url
+
+
+def test_a_server_that_others_load_gets_fewer_requests(
+    server: TritonServer, other: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "LOAD_AGE_S", 1e9)  # none but those that are asked for here
+
+    async def main() -> None:
+        async with opened(server, other) as found, AsyncClient(other.grpc_url) as somebody:
+            await busy_probes(found)
+            assert {await answered_by(found) for _ in range(2)} == {server.grpc_url, other.grpc_url}
+            sampling = {"max_tokens": ENDLESS, "ignore_eos": True, "n": 2}
+            async with somebody.stream([5, 6], sampling) as stream:  # type: ignore[arg-type]
+                await anext(stream)
+                await asyncio.to_thread(wait_metric, other, RUNNING, 2)
+                await busy_probes(found)
+                assert [one.num_others for one in found.servers] == [0, 2]
+                assert [await answered_by(found) for _ in range(3)] == 3 * [server.grpc_url]
+            await asyncio.to_thread(wait_idle, other)
+            await busy_probes(found)
+            assert {await answered_by(found) for _ in range(2)} == {server.grpc_url, other.grpc_url}
+
+    asyncio.run(main())
+
+
+def test_its_own_requests_are_not_counted_twice(server: TritonServer, other: TritonServer) -> None:
+    async def main() -> None:
+        async with opened(server, other) as found:
+            sampling = {"max_tokens": ENDLESS, "ignore_eos": True, "n": 2}
+            stream = found.stream([5, 6], sampling, "r", Timeouts())  # type: ignore[arg-type]
+            async with contextlib.aclosing(stream):
+                await anext(stream)
+                await asyncio.to_thread(wait_metric, server, RUNNING, 2)
+                await busy_probes(found)
+                assert [one.num_samples for one in found.servers] == [2, 0]
+                assert [one.num_others for one in found.servers] == [0, 0]
+                assert await answered_by(found) == other.grpc_url
+
+    asyncio.run(main())
+    wait_idle(server)
+
+
+def test_a_server_that_is_known_to_be_down_comes_last(server: TritonServer) -> None:
+    async def main() -> None:
+        found = Upstream(["127.0.0.1:1", server.grpc_url], "scheduler")
+        await busy_probes(found)
+        assert [one.is_known_down for one in found.servers] == [True, False]
+        assert [await answered_by(found) for _ in range(3)] == 3 * [server.grpc_url]
+        assert not found.servers[0].turn, "it was never tried"
+        await found.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream, "PROBE_TIMEOUT_S", 0.5)
+
+    async def main() -> None:
+        async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await reader.read()
+            finally:
+                writer.close()
+
+        silent = await asyncio.start_server(swallow, "127.0.0.1", 0)
+        port = silent.sockets[0].getsockname()[1]
+        found = Upstream([f"127.0.0.1:{port}", server.grpc_url], "scheduler")
+        started = asyncio.get_running_loop().time()
+        states = await found.states()
+        seconds = asyncio.get_running_loop().time() - started
+        assert states[0] is None
+        assert seconds < 4.0, "a probe takes five seconds to give up"
+        await found.close()
+        silent.close()
+
+    asyncio.run(main())
