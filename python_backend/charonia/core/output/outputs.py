@@ -321,7 +321,7 @@ def merged_timing(timings: Sequence[Timing]) -> Timing:
         if any(name in timing for timing in timings):
             merged[name] = cast("float", merged[total]) / cast("float", merged["draft_rounds"])
     # The first sample has the fewest cached tokens: the others also hit what it has computed.
-    # Samples # that never started have computed none and do not count.
+    # Samples that never started have computed none and do not count.
     found = [cast("float", one["cached_tokens"]) for one in timings if one["computed_tokens"]]
     merged["prompt_cached_tokens"] = min(found, default=0)
     return merged

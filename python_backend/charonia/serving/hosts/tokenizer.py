@@ -66,7 +66,7 @@ class TokenizerHost:
                 self._take(read_request(request), responder)
 
     def finalize(self) -> None:
-        """Answer what waits, and stop."""
+        """End the waiting requests, and stop."""
         self._tokenizing.close()
 
     def _take(self, raw: RawRequest, responder: TritonResponder) -> None:
