@@ -65,7 +65,7 @@ OUTPUTS = (
         "text_output",
         "STRING",
         ANY,
-        "the text of each of the `n` samples, in order; in a stream the new text, which may be empty"
+        "the text of each of the `n` samples, in order; in a stream the new text, maybe empty"
         " if `n` is above 1",
     ),
     Output(
