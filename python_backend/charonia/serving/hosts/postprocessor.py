@@ -80,9 +80,7 @@ class PostprocessorHost:
             self._send(Cancellation(key) if has_gone else Delivery(key, number))
         except (OSError, CharoniaError) as error:
             self._disconnect()
-            self._connect_at = (
-                time.monotonic() + _TRY_AGAIN_S
-            )  # else each chunk would wait for a connection
+            self._connect_at = time.monotonic() + _TRY_AGAIN_S  # else each chunk would try
             self._log(f"the scheduler could not be told of a chunk: {error}")
             return
         if has_gone:
